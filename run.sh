@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, show the plan, train
+# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | record ARG …
+# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 [-n SHARDS]: the golf game's.
+# PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
+set -u
+cd "$(dirname "$0")" || exit 1
+
+refuse() { echo "run.sh: $1" >&2; exit 2; }
+
+setup() {
+    if [ -n "${PYTHON:-}" ]; then
+        command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON is no program"
+        return
+    fi
+    local candidate found=""
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+            found=$candidate
+            break
+        fi
+    done
+    [ -n "$found" ] || refuse "Python 3.11, 3.12 or 3.13 is needed; python3 here is $(python3 -V 2>&1 | head -n 1)"
+    PYTHON=.venv/bin/python
+    cmp -s requirements.txt .venv/installed.txt && "$PYTHON" -c '' 2>/dev/null && return
+    "$found" -c 'import venv, ensurepip' 2>/dev/null ||
+        refuse "Python's venv module is missing: install the package python3-venv (Debian, Ubuntu) or set PYTHON=path"
+    echo "setting up .venv: installs requirements.txt, once"
+    "$found" -m venv .venv >/dev/null || refuse "could not create .venv"
+    "$PYTHON" -m pip install --disable-pip-version-check -r requirements.txt >.venv/install.log 2>&1 ||
+        refuse "requirements.txt could not be installed: is there a network? .venv/install.log has the details"
+    cp requirements.txt .venv/installed.txt
+}
+
+data() {
+    case "${1:-}" in
+        "" | -*) "$PYTHON" data/prepare.py "$@" ;;
+        *) "$PYTHON" data/download.py "$@" ;;
+    esac
+}
+
+gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '[0-9]'
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU'
+    fi
+}
+
+train() {
+    local flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} argument n
+    for argument in "$@"; do
+        case $argument in
+            --*) ;;
+            *=*) argument="--$(echo "${argument%%=*}" | tr 'A-Z_' 'a-z-')=${argument#*=}" ;;
+            *) argument="--preset=$argument" ;;
+        esac
+        case $argument in
+            --preset=*) preset=${argument#*=} ;;
+            --device=*) device=${argument#*=} ;;
+            --data-path=*) path=${argument#*=} ;;
+        esac
+        flags+=("$argument")
+    done
+    setup
+    case $path$preset in
+        tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
+        golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 40 || exit $? ;;
+    esac
+    "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
+    n=$(gpus)
+    if [ "$n" -gt 1 ] && [ "$device" != cpu ]; then
+        exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$n" train_gpt.py \
+            ${flags[@]+"${flags[@]}"}
+    fi
+    exec "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"}
+}
+
+case "${1:-}" in
+    -h | --help) sed -n '2,5s/^# //p' run.sh ;;
+    setup) setup ;;
+    data) shift; setup; data "$@" ;;
+    test) shift; setup; exec "$PYTHON" -m pytest -q "$@" ;;
+    bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
+    record) shift; [ -f records/record.py ] || refuse "records/record.py is not there yet"
+        setup; exec "$PYTHON" records/record.py "$@" ;;
+    *) train "$@" ;;
+esac

@@ -1,0 +1,109 @@
+"""Where the time of a training step goes, on this machine.
+
+    ./run.sh bench [NAME=value …] [--steps N] [--repeats N]
+
+Trains a few steps of the preset again and again, and prints medians: tok/s, matmul FLOP/s against the rate of
+plain matrix products, and the shares of forward + backward, of the optimizer, and of the rest of the loop
+(loading, logging, scheduling). Needs the preset's data; leaves no run folder.
+"""
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as t  # noqa: E402
+
+
+def gemm_rate(team, dtype, shapes, seconds=0.5):
+    """FLOP/s of the fastest of the products (M, K) @ (K, N), on random data."""
+    best = 0.0
+    synchronize = t.Clock(team).synchronize
+    for m, k, n in shapes:
+        a, b = (torch.randn(shape, device=team.device).to(dtype) for shape in ((m, k), (k, n)))
+        for _ in range(3):
+            a @ b
+        synchronize()
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            for _ in range(5):
+                a @ b
+            synchronize()
+            count += 5
+        best = max(best, 2 * m * k * n * count / (time.perf_counter() - began))
+    return best
+
+
+class Timer:
+    """Adds up the seconds inside a function; the device is idle at both ends."""
+    def __init__(self, fn, synchronize):
+        self.fn, self.synchronize, self.seconds = fn, synchronize, 0.0
+
+    def __call__(self, *args, **kwargs):
+        self.synchronize()
+        began = time.perf_counter()
+        result = self.fn(*args, **kwargs)
+        self.synchronize()
+        self.seconds += time.perf_counter() - began
+        return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="NAME=value")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    env = dict(os.environ) | dict(setting.split("=", 1) for setting in args.settings)
+    env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "TRAIN_LOG_EVERY": "10",
+            "VAL_LOSS_EVERY": "0"}
+    try:
+        cfg = t.load_config(env)
+        team, data = t.Team(cfg, {}), t.open_data(cfg)
+    except t.Refused as error:
+        sys.exit(f"bench: {error}")
+    cfg = t.replace(cfg, vocab_size=data.vocab_size)
+    quiet, synchronize = lambda *_, **__: None, t.Clock(team).synchronize
+    model = t.GPT(cfg, team.dtype)
+    t.init_parameters(model, cfg.seed)
+    optimizer = t.Optimizer(model.to(team.device), cfg)
+    began = time.perf_counter()
+    loss_fn, micro = t.rehearse(cfg, team, model, optimizer, print)
+    compile_seconds = time.perf_counter() - began
+    t.evaluate = lambda *_, **__: t.Score(0.0, None)        # the loop ends with one
+    plain_step, plain_update, plain_zero = t.train_step, optimizer.step, optimizer.zero_grad
+    rows = []
+    for _ in range(args.repeats):
+        t.train_step = Timer(plain_step, synchronize)
+        optimizer.step, optimizer.zero_grad = Timer(plain_update, synchronize), Timer(plain_zero, synchronize)
+        loader = t.Loader(cfg, data, team)
+        report = t.train(cfg, team, data, model, optimizer, loader, loss_fn, micro, quiet)[2]
+        total = report["train_time_ms"] / 1e3
+        update, inside = optimizer.step.seconds + optimizer.zero_grad.seconds, t.train_step.seconds
+        rows.append((total / args.steps, (inside - update) / total, update / total, (total - inside) / total))
+    step, forward_backward, update, rest = (statistics.median(column) for column in zip(*rows))
+    tokens, wide = cfg.train_batch_tokens, cfg.mlp_mult * cfg.model_dim
+    shapes = [(2048, 2048, 2048), (micro * cfg.train_seq_len, cfg.model_dim, wide)]
+    flops = t.flops_per_token(cfg) * tokens / step
+    rates = {dtype: gemm_rate(team, getattr(torch, dtype), shapes) for dtype in ("float32", "bfloat16")}
+    own = rates[str(team.dtype)[6:]]
+    print(f"machine           {t.hardware(team)}, torch {torch.__version__}")
+    print(f"run               {cfg.preset}, {args.steps} steps x {args.repeats} repeats, activations "
+          f"{str(team.dtype)[6:]}, micro_batch {micro}x{cfg.train_seq_len}, compile {compile_seconds:.1f} s")
+    low, high = (1e3 * pick(rows)[0] for pick in (min, max))
+    print(f"step              {1e3 * step:.2f} ms ({low:.2f} to {high:.2f}), {tokens / step:,.0f} tok/s")
+    print(f"forward+backward  {forward_backward:.1%} of the step")
+    print(f"optimizer         {update:.1%}")
+    print(f"loop, the rest    {rest:.1%}")
+    speeds = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in rates.items())
+    print(f"matrix products   {speeds}")
+    print(f"matmul in step    {flops / 1e9:,.0f} GFLOP/s, {flops / own:.1%} of that in {str(team.dtype)[6:]}")
+
+
+if __name__ == "__main__":
+    main()

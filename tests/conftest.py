@@ -1,0 +1,28 @@
+"""Puts the repository on the import path; the dataset that the tests share. Functions are in helpers.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import helpers  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """A folder to run in that holds data/datasets/toy and data/tokenizers/toy.model. Read only, please."""
+    root = tmp_path_factory.mktemp("tiny_data")
+    helpers.write_toy_data(root)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def torch_settings():
+    """A Team sets them for its whole process; the next test starts from torch's own again."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.set_flush_denormal(False)

@@ -1,0 +1,129 @@
+"""What several test files need: token shards, a tiny dataset, the trainer as a subprocess, toy settings."""
+
+import hashlib
+import importlib
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import sentencepiece as spm
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "train_gpt.py"
+sys.path.insert(0, str(ROOT))
+
+# A CPU run of a second or two on `tiny_data`, as environment variables.
+TOY = dict(
+    COMPILE="0", DEVICE="cpu", DTYPE="float32", DATA_PATH="data/datasets/toy", DATA_FINGERPRINT="",
+    NUM_LAYERS="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="1024",
+    VAL_TOKENS="4096", SAMPLE_TOKENS="8", MAX_WALLCLOCK_SECONDS="0", ITERATIONS="20", WARMUP_STEPS="0",
+    TRAIN_LOG_EVERY="10")
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    """A .bin shard; magic, version and count can be made to lie. Returns its manifest entry, less split."""
+    path, tokens = Path(path), np.asarray(tokens, "<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw := header.tobytes() + tokens.tobytes())
+    return {"path": path.name, "tokens": len(tokens), "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def train_tokenizer(texts, vocab_size=512, **options):
+    """SentencePiece BPE model as bytes: lossless and with byte fallback unless options say otherwise."""
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **dict(
+        model_type="bpe", vocab_size=vocab_size, byte_fallback=True, unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
+        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True, max_sentence_length=1 << 14, num_threads=1,
+        minloglevel=3) | options)
+    return model.getvalue()
+
+
+def library_documents(total):
+    """About `total` characters of standard library source, in documents of 60 lines, in a fixed order."""
+    documents, size = [], 0
+    for name in ("argparse", "inspect", "tarfile", "typing", "zipfile", "pickletools", "doctest", "optparse",
+                 "mailbox", "difflib", "pdb", "subprocess", "threading", "statistics", "configparser"):
+        spec = importlib.util.find_spec(name)
+        path = Path(spec.origin)
+        if path.name == "__init__.py":      # small or split up in other Python versions
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        documents += ["".join(lines[i:i + 60]) for i in range(0, len(lines), 60)]
+    random.Random(0).shuffle(documents)
+    while size < total and documents:
+        size += len(documents[-1])
+        yield documents.pop()
+
+
+def write_dataset(root, name, model, train_shards, val_tokens, val_bytes, lossless=True):
+    """data/datasets/<name> and data/tokenizers/<name>.model under root, as data/prepare.py lays them out."""
+    folder = Path(root, "data", "datasets", name)
+    tokenizer = Path(root, "data", "tokenizers", f"{name}.model")
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.write_bytes(model)
+    files = [write_shard(folder / f"{name}_val_000000.bin", val_tokens) | {"split": "val"}]
+    for i, tokens in enumerate(train_shards):
+        files.append(write_shard(folder / f"{name}_train_{i:06d}.bin", tokens) | {"split": "train"})
+    manifest = {
+        "version": 1, "name": name, "source": ["test"],
+        "tokenizer": {"path": f"../../tokenizers/{name}.model", "sha256": hashlib.sha256(model).hexdigest(),
+                      "vocab_size": spm.SentencePieceProcessor(model_proto=model).vocab_size(), "bos_id": 1,
+                      "lossless": lossless},
+        "files": files, "val_bytes": val_bytes, "text_fingerprint": "toy"}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    return folder
+
+
+def tokens_of(sp, documents):
+    """The tokens of all documents, each after its BOS."""
+    return np.concatenate([[1, *ids] for ids in sp.encode(list(documents))])
+
+
+def write_toy_data(root):
+    """The dataset `toy`: code, vocabulary 512, about 300k train tokens in three shards and 20k val tokens."""
+    documents = list(library_documents(900_000))
+    model = train_tokenizer(documents[:60])
+    sp = spm.SentencePieceProcessor(model_proto=model)
+    val, rest = documents[:20], documents[20:]
+    train = tokens_of(sp, rest)[:300_000]
+    write_dataset(root, "toy", model, np.split(train, [110_001, 200_002]), tokens_of(sp, val),
+                  sum(len(text.encode()) for text in val))
+
+
+def toy_environment(**settings):
+    """TOY with settings laid over it, by lower or upper case name, as an environment of the trainer."""
+    import train_gpt
+    return TOY | {name.upper(): train_gpt.show(value) for name, value in settings.items()}
+
+
+def toy_config(root, **settings):
+    """Config of TOY on the dataset under root; settings by field name."""
+    import train_gpt
+    cfg = train_gpt.load_config(TOY | {"DATA_PATH": str(Path(root, TOY["DATA_PATH"]))})
+    cfg = train_gpt.replace(cfg, **settings)
+    train_gpt.check_config(cfg)
+    return cfg
+
+
+def fake_team(rank=0, world_size=1):
+    """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
+    import torch
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False)
+
+
+def run_cli(cwd, *args, ranks=0, env=None, timeout=120):
+    """train_gpt.py in a subprocess, its environment clean; under torchrun if ranks > 0 -> code, out, err."""
+    clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ} | {"OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    done = subprocess.run([sys.executable, *launcher, str(SCRIPT), *args], cwd=cwd, env=clean | (env or {}),
+                          capture_output=True, text=True, timeout=timeout, errors="replace")
+    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)

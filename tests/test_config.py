@@ -1,0 +1,458 @@
+"""Config: precedence, spelling, ranges, near misses, presets, help, plan; and an import that does nothing."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import train_gpt
+from helpers import ROOT, SCRIPT
+from train_gpt import ALIASES, FIELDS, PRESETS, Config, Refused, load_config, near_misses, overrides, show
+
+NUMBERS = [name for name, f in FIELDS.items() if f.type in (int, float)]
+FLOATS = [name for name, f in FIELDS.items() if f.type is float]
+BOOLEANS = [name for name, f in FIELDS.items() if f.type is bool]
+TUPLES = [name for name, f in FIELDS.items() if f.type not in (int, float, bool, str)]
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def other_value(name):
+    """A legal value other than the default, for an unchanged rest of the defaults."""
+    f = FIELDS[name]
+    special = dict(preset="golf", device="cpu", dtype="float32", window_pattern="SL",
+                   value_embed_layers=(1, 0), window_schedule=(64, 0), batch_schedule=(1, 2),
+                   train_seq_len=512, train_batch_tokens=4096, model_dim=512, num_heads=8, num_kv_heads=2,
+                   eval_stride=64, rope_base=500.0, run_id="a_run", val_tokens=2)
+    if name in special:
+        return special[name]
+    if f.type is bool:
+        return not f.default
+    if f.type is str:
+        return f.default + "x"
+    value = f.default + 1 if f.type is int else f.default / 2 or 0.125
+    assert f.metadata["lo"] <= value <= f.metadata["hi"], f"give {name} a value in `special`"
+    return value
+
+
+# -------------------------------------------------------------------------------- where values come from
+def test_without_anything_the_defaults_hold():
+    assert load_config({}) == Config() == train_gpt.preset_config("tiny")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_environment_flag_and_edit_are_the_same_config(name):
+    value = other_value(name)
+    text = show(value)
+    by_edit = dataclasses.replace(Config(), **{name: value})
+    if name == "preset":
+        by_edit = Config(preset=value, **PRESETS[value])
+    assert load_config({name.upper(): text}) == by_edit != Config()
+    assert load_config({}, [f"{flag(name)}={text}"]) == by_edit
+    assert load_config({}, [flag(name), text]) == by_edit
+
+
+def test_the_four_spellings_of_matrix_lr(tmp_path):
+    """Environment, both kinds of flag, and an edit of the default in the file itself."""
+    line, = re.findall(r'    matrix_lr: float = const\([\d.]+,', SCRIPT.read_text())
+    edited = tmp_path / "edited.py"
+    edited.write_text(SCRIPT.read_text().replace(line, "    matrix_lr: float = const(0.0375,"))
+    spec = importlib.util.spec_from_file_location("edited", edited)
+    module = sys.modules["edited"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wanted = dataclasses.asdict(module.load_config({}))
+    assert wanted["matrix_lr"] == 0.0375
+    for env, argv in (({"MATRIX_LR": "0.0375"}, []), ({}, ["--matrix-lr=0.0375"]),
+                      ({}, ["--matrix-lr", "0.0375"]), ({}, ["--matrix_lr=0.0375"]),
+                      ({"MATRIX_LR": "3.75e-2"}, [])):
+        assert dataclasses.asdict(load_config(env, argv)) == wanted
+    del sys.modules["edited"]
+
+
+def test_default_preset_environment_flag():
+    """Each source wins over the ones before it, and only where it speaks."""
+    golf = {"PRESET": "golf"}
+    assert load_config({}).matrix_lr == FIELDS["matrix_lr"].default
+    assert load_config(golf).matrix_lr == PRESETS["golf"]["matrix_lr"] == 0.02
+    assert load_config(golf | {"MATRIX_LR": "0.05"}).matrix_lr == 0.05
+    assert load_config(golf | {"MATRIX_LR": "0.05"}, ["--matrix-lr=0.06"]).matrix_lr == 0.06
+    assert load_config({"MATRIX_LR": "0.05"}, ["--preset=golf"]).matrix_lr == 0.05
+    assert load_config({"PRESET": "tiny"}, ["--preset", "golf"]) == load_config(golf)
+    cfg = load_config(golf | {"SEED": "7"}, ["--iterations=30"])
+    assert (cfg.preset, cfg.seed, cfg.iterations, cfg.num_layers, cfg.beta2) == ("golf", 7, 30, 9, 0.95)
+    # a flag that says what the preset says still wins over the environment
+    assert load_config(golf | {"NUM_LAYERS": "3"}, ["--num-layers=9"]) == load_config(golf)
+
+
+def test_any_mapping_is_an_environment_and_stays_as_it_is():
+    env, argv = {"MATRIX_LR": "0.05", "PATH": "x"}, ["--seed", "3", "--compile"]
+    load_config(env, argv)
+    assert env == {"MATRIX_LR": "0.05", "PATH": "x"} and argv == ["--seed", "3", "--compile"]
+
+
+@pytest.mark.parametrize("alias, name", ALIASES.items())
+def test_aliases(alias, name):
+    assert name in FIELDS and alias not in FIELDS
+    value = other_value(name)
+    wanted = dataclasses.replace(Config(), **{name: value})
+    assert load_config({alias.upper(): show(value)}) == wanted
+    assert load_config({}, [f"{flag(alias)}={show(value)}"]) == wanted
+    assert load_config({}, [flag(alias), show(value)]) == wanted
+    # twice the same is fine, two different values are not, a flag beats the environment under either name
+    assert load_config({alias.upper(): show(value), name.upper(): show(value)}) == wanted
+    third = {"run_id": "b_run", "iterations": 77, "train_batch_tokens": 2048}[name]
+    for env, argv in (({alias.upper(): show(value), name.upper(): show(third)}, []),
+                      ({}, [f"{flag(alias)}={show(value)}", f"{flag(name)}={show(third)}"])):
+        with pytest.raises(Refused, match=name):
+            load_config(env, argv)
+    assert load_config({name.upper(): show(third)}, [f"{flag(alias)}={show(value)}"]) == wanted
+    assert load_config({alias.upper(): show(third)}, [f"{flag(name)}={show(value)}"]) == wanted
+
+
+def test_the_promised_aliases_exist():
+    assert ALIASES["total_batch_size"] == "train_batch_tokens" and ALIASES["num_iterations"] == "iterations"
+    assert {a for a, name in ALIASES.items() if name == "run_id"} >= {"model_tag", "run"}
+
+
+# -------------------------------------------------------------------------------- what values look like
+@pytest.mark.parametrize("name", BOOLEANS)
+def test_booleans(name):
+    for text, value in dict({"0": False, "1": True}, false=False, true=True, True_=True, FALSE=False).items():
+        text = text.rstrip("_")
+        assert getattr(load_config({name.upper(): text}), name) is value
+        assert getattr(load_config({}, [f"{flag(name)}={text}"]), name) is value
+        assert getattr(load_config({}, [flag(name), text]), name) is value
+    assert getattr(load_config({name.upper(): "0"}, [flag(name)]), name) is True
+    cfg = load_config({name.upper(): "0"}, [flag(name), "--seed=5"])
+    assert getattr(cfg, name) is True and cfg.seed == 5
+    for text in ("yes please", "yes", "2", "-1", "", "on", "0.0", "none"):
+        with pytest.raises(Refused, match=name):
+            load_config({name.upper(): text})
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_tuples_are_comma_lists(name):
+    lo = FIELDS[name].metadata["lo"]
+    assert getattr(load_config({name.upper(): str(lo)}), name) == (lo,)
+    assert getattr(load_config({}, [f"{flag(name)}={lo},{lo + 1}, {lo}"]), name) == (lo, lo + 1, lo)
+    for text in ("", ",", "1,", "1;2", "a", "1.5", "1,nan", "inf", f"{lo},{lo - 1}", "1 2"):
+        with pytest.raises(Refused, match=name):
+            load_config({name.upper(): text})
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_are_finite(name):
+    for text in ("nan", "inf", "-inf", "NaN", "Infinity", "1e999"):
+        for env, argv in (({name.upper(): text}, []), ({}, [f"{flag(name)}={text}"])):
+            with pytest.raises(Refused, match=name) as refusal:
+                load_config(env, argv)
+            assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_keep_to_their_range_and_type(name):
+    f = FIELDS[name]
+    lo, hi = f.metadata["lo"], f.metadata["hi"]
+    assert -math.inf < lo <= f.default <= hi, "the default is legal, and every range has a lower end"
+    outside = [lo - 1] + ([hi + 1, hi * 1000] if hi < math.inf else [])
+    if f.type is float:
+        outside += [lo - 1e-6] + ([hi * (1 + 1e-6) + 1e-9] if hi < math.inf else [])
+    for text in [*map(str, outside), "", "x", "1,2", "0x10", "one", "1e", "--", "1 2"]:
+        with pytest.raises(Refused, match=name):
+            load_config({name.upper(): text})
+    if f.type is int:
+        for text in ("1.5", "1e3", "nan", "inf", "true"):
+            with pytest.raises(Refused, match=name):
+                load_config({name.upper(): text})
+
+
+def test_negative_and_spaced_flag_values_are_values():
+    with pytest.raises(Refused, match="iterations=-5"):
+        load_config({}, ["--iterations", "-5"])
+    assert load_config({}, ["--sample", "once upon a time"]).sample == "once upon a time"
+    assert load_config({}, ["--sample=--seed=5 = x"]).sample == "--seed=5 = x"
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--matrix-l=3"], ["--matrix-l", "--matrix-lr"]), (["--matrixlr", "3"], ["--matrixlr", "--matrix-lr"]),
+    (["--num-layer=3"], ["--num-layers"]), (["--dryrun"], ["--dry-run"]),
+    (["--num-iteration=9"], ["iterations"]), (["--zzz"], ["--zzz", "--help"]), (["stray"], ["stray"]),
+    (["-x"], ["-x"]), (["matrix_lr=0.1"], ["matrix_lr"]), (["--seed"], ["--seed"]),
+    (["--seed", "--compile"], ["--seed"]), (["--"], ["--"]), ([""], [])])
+def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
+    with pytest.raises(Refused) as refusal:
+        load_config({}, argv)
+    assert all(word in str(refusal.value) for word in words) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(NUM_HEADS="3"), ["num_heads=3", "model_dim"]),
+    (dict(NUM_KV_HEADS="3"), ["num_kv_heads=3", "num_heads"]),
+    (dict(NUM_KV_HEADS="8"), ["num_kv_heads=8", "num_heads=2"]), (dict(MODEL_DIM="34"), ["rope", "even"]),
+    (dict(TRAIN_BATCH_TOKENS="100"), ["train_batch_tokens=100", "train_seq_len=256"]),
+    (dict(TRAIN_BATCH_TOKENS="300"), ["train_batch_tokens=300", "train_seq_len=256"]),
+    (dict(TRAIN_SEQ_LEN="16384"), ["train_batch_tokens", "train_seq_len=16384"]),
+    (dict(EVAL_STRIDE="257"), ["eval_stride=257", "256"]), (dict(PRESET="gulf"), ["gulf", "tiny", "golf"]),
+    (dict(DEVICE="tpu"), ["tpu", "cpu", "cuda"]), (dict(DTYPE="fp64"), ["fp64", "float32"]),
+    (dict(WINDOW_PATTERN="SXL"), ["SXL"]), (dict(WINDOW_PATTERN=""), ["window_pattern"]),
+    (dict(BATCH_SCHEDULE="1,2,3", WINDOW_SCHEDULE="64,0"), ["batch_schedule", "window_schedule", "3", "2"]),
+    (dict(ROPE_BASE="0.5"), ["rope_base=0.5"])])
+def test_impossible_combinations_are_named(settings, words):
+    with pytest.raises(Refused) as refusal:
+        load_config(settings)
+    assert all(word.lower() in str(refusal.value).lower() for word in words), str(refusal.value)
+
+
+# -------------------------------------------------------------------------------- near misses
+ORDINARY = """PATH HOME LANG LC_ALL LC_CTYPE LANGUAGE SHELL USER LOGNAME HOSTNAME HOST TERM TERMINFO
+COLORTERM PWD OLDPWD SHLVL _ TZ TMPDIR TEMP EDITOR VISUAL PAGER LESS MAIL DISPLAY XDG_RUNTIME_DIR
+XDG_SESSION_ID SSH_AUTH_SOCK SSH_TTY SSH_CLIENT SSH_CONNECTION DBUS_SESSION_BUS_ADDRESS PYTHONPATH
+PYTHONUNBUFFERED PYTHONHASHSEED VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PS1 LS_COLORS OMP_NUM_THREADS
+MKL_NUM_THREADS OPENBLAS_NUM_THREADS KMP_AFFINITY LD_LIBRARY_PATH LD_PRELOAD CUDA_VISIBLE_DEVICES CUDA_HOME
+CUDA_VERSION CUDA_LAUNCH_BLOCKING NVIDIA_VISIBLE_DEVICES NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_VERSION RANK
+LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE GROUP_WORLD_SIZE
+MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS
+TORCHELASTIC_USE_AGENT_STORE TORCH_LOGS TORCH_HOME TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
+PYTORCH_CUDA_ALLOC_CONF HF_HOME HF_ENDPOINT HF_TOKEN HF_HUB_OFFLINE TOKENIZERS_PARALLELISM WANDB_API_KEY
+WANDB_PROJECT SLURM_JOB_ID SLURM_PROCID SLURM_NTASKS SLURM_NODELIST SLURM_STEP_ID RUNNER_OS GITHUB_RUN_ID
+GITHUB_ACTIONS CI KUBERNETES_SERVICE_HOST KUBERNETES_PORT container DEBIAN_FRONTEND http_proxy HTTPS_PROXY
+NO_PROXY SSL_CERT_FILE GIT_AUTHOR_NAME PYTEST_CURRENT_TEST PYTHON PRESS DEVEL DATA MODEL CC CXX CFLAGS
+MAKEFLAGS""".split()
+
+
+def test_ordinary_environments_are_no_near_misses():
+    assert near_misses(dict.fromkeys(ORDINARY, "1")) == []
+    assert near_misses(dict.fromkeys((name.upper() for name in (*FIELDS, *ALIASES)), "1")) == []
+
+
+def one_slip(rng, name):
+    """name with one letter lost, doubled, replaced or swapped with its neighbour."""
+    i, letter = rng.randrange(1, len(name) - 1), rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+    return rng.choice([name[:i] + name[i + 1:], name[:i] + name[i] + name[i:],
+                       name[:i] + letter + name[i + 1:], name[:i] + letter + name[i:],
+                       name[:i - 1] + name[i] + name[i - 1] + name[i + 1:]])
+
+
+def test_one_slip_in_a_name_is_reported():
+    """Names of four letters or more; those of three resemble too many ordinary words."""
+    rng, known = random.Random(4), [name.upper() for name in (*FIELDS, *ALIASES) if len(name) > 3]
+    all_known = {name.upper() for name in (*FIELDS, *ALIASES)}
+    for name in known * 12:
+        typo = one_slip(rng, name)
+        if typo in all_known:
+            continue
+        reported = near_misses({typo: "1", "PATH": "x"})
+        assert len(reported) == 1 and reported[0][0] == typo, f"{typo} for {name} gives {reported}"
+        similar = [other for other in all_known if abs(len(other) - len(typo)) < 2]
+        assert reported[0][1] in similar
+
+
+def test_suggestions_are_the_right_ones():
+    for typo, name in dict(
+            MATRIX_RL="MATRIX_LR", NUM_LAYER="NUM_LAYERS", ITERATION="ITERATIONS", SEEED="SEED",
+            matrix_lr="MATRIX_LR", Seed="SEED", MAX_WALLCLOCK_SECOND="MAX_WALLCLOCK_SECONDS",
+            TOTAL_BATCHSIZE="TOTAL_BATCH_SIZE", VAL_TOKEN="VAL_TOKENS").items():
+        assert near_misses({typo: "1"}) == [(typo, name)]
+
+
+def test_a_near_miss_is_warned_about_and_changes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.main(["--dry-run"], {"MATRIX_RL": "0.1", "PATH": "x"}) == 0
+    out = capsys.readouterr().out
+    assert "MATRIX_RL" in out and "did you mean MATRIX_LR?" in out and "override matrix_lr" not in out
+
+
+# -------------------------------------------------------------------------------- presets
+GOLF = dict(
+    vocab_size=1024, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
+    tie_embeddings=True, train_seq_len=4096, train_batch_tokens=393_216, tied_embed_lr=0.03,
+    matrix_lr=0.02, scalar_lr=0.02,
+    muon_momentum=0.99, muon_momentum_warmup_steps=1500, muon_momentum_warmup_start=0.92, warmdown_iters=3000,
+    iterations=20_000, max_wallclock_seconds=600.0, seed=1337, val_loss_every=1000, train_log_every=200,
+    val_batch_size=524_288, warmup_steps=20, qk_gain_init=1.5, rope_base=10_000.0, logit_softcap=30.0,
+    tied_embed_init_std=0.005, muon_backend_steps=5, beta1=0.9, beta2=0.95, adam_eps=1e-8, grad_clip_norm=0.0,
+    embed_lr=0.6, head_lr=0.008,
+    # and what follows from the game
+    data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
+    artifact_bytes_limit=16_000_000, score_artifact=True, val_tokens=0, residual_mix=True, layer_scale=True,
+    unet_skips=True, value_embed_layers=(0,), weight_decay=0.0, lr_floor=0.0, batch_schedule=(1,),
+    window_schedule=(0,), batch_lr_power=0.0, window_pattern="L", eval_context=0, eval_stride=0)
+
+RECORD = """VOCAB_SIZE=1024 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=8 NUM_KV_HEADS=4 MLP_MULT=2
+TIE_EMBEDDINGS=1 TRAIN_SEQ_LEN=4096 TRAIN_BATCH_TOKENS=393216 TIED_EMBED_LR=0.030 MATRIX_LR=0.020
+SCALAR_LR=0.020 MUON_MOMENTUM=0.99 MUON_MOMENTUM_WARMUP_STEPS=1500 MUON_MOMENTUM_WARMUP_START=0.92
+WARMDOWN_ITERS=3000 ITERATIONS=20000 MAX_WALLCLOCK_SECONDS=600 SEED=1337 RUN_ID=track_10min_16mb
+DATA_PATH=./data/datasets/fineweb10B_sp1024 TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model"""
+OTHERS = """VAL_LOSS_EVERY=1000 TRAIN_LOG_EVERY=200 VAL_BATCH_SIZE=524288 WARMUP_STEPS=20 QK_GAIN_INIT=1.5
+ROPE_BASE=10000 LOGIT_SOFTCAP=30 TIED_EMBED_INIT_STD=0.005 MUON_BACKEND_STEPS=5 BETA1=0.9 BETA2=0.95
+ADAM_EPS=1e-8 GRAD_CLIP_NORM=0 EMBED_LR=0.6 HEAD_LR=0.008"""
+
+
+def test_golf_is_the_record():
+    cfg = load_config({"PRESET": "golf"})
+    assert {name: getattr(cfg, name) for name in GOLF} == GOLF
+    assert overrides(cfg) == {}
+
+
+@pytest.mark.parametrize("text", [RECORD, f"{RECORD} {OTHERS}"])
+def test_the_records_own_command_line_is_golf(text):
+    cfg = load_config(dict(pair.split("=", 1) for pair in text.split()) | {"PRESET": "golf"})
+    assert set(overrides(cfg)) == {"run_id", "data_path", "tokenizer_path"}     # run_id, and ./data for data
+    for name in ("data_path", "tokenizer_path"):
+        assert os.path.normpath(getattr(cfg, name)) == GOLF[name]
+    assert dataclasses.replace(cfg, run_id="", data_path=GOLF["data_path"],
+                               tokenizer_path=GOLF["tokenizer_path"]) == load_config({"PRESET": "golf"})
+
+
+@pytest.mark.parametrize("pair", f"{RECORD} {OTHERS}".split())
+def test_each_name_of_the_record_is_a_constant(pair):
+    name, text = pair.split("=", 1)
+    assert name.lower() in FIELDS
+    assert getattr(load_config({"PRESET": "golf", name: text}), name.lower()) is not None
+
+
+def test_golf_dry_run_without_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.main(["--preset=golf", "--dry-run", "--matrix-lr=0.03"], {}) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"\b17059912\b|\b17,059,912\b", out) and err == ""
+    assert "override matrix_lr 0.02 -> 0.03" in out.splitlines()
+    assert "fineweb10B_sp1024" in out and "./run.sh data sp1024" in out
+    assert "393216 tokens per step" in out and list(tmp_path.iterdir()) == []
+
+
+def test_golf_parameters_by_group():
+    counts = train_gpt.parameter_counts(load_config({"PRESET": "golf"}))
+    assert counts == {"embed": 524_288, "matrix": 9 * 1_835_008,
+                      "scalar": 9 * (8 + 512 + 512 + 1024) + 4 * 512}
+    assert sum(counts.values()) == 17_059_912
+
+
+def test_tiny_dry_run_names_the_command_that_gets_the_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.main(["--dry-run"], {}) == 0
+    assert "./run.sh data" in capsys.readouterr().out and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name, values", [
+    ("MODEL_DIM", ["64", "128", "256", "320", "384", "512", "768", "1024"]),
+    ("NUM_LAYERS", ["1", "2", "3", "5", "8", "12", "13"]),
+    ("TRAIN_SEQ_LEN", ["64", "128", "256", "512", "1024", "2048"]),
+    ("TRAIN_BATCH_TOKENS", ["4096", "8192", "32768", "393216", "524288", "1048576"])])
+def test_the_four_sizes_can_each_be_set_alone(preset, name, values):
+    for text in values:
+        cfg = load_config({"PRESET": preset, name: text})
+        assert set(overrides(cfg)) <= {name.lower()} and show(getattr(cfg, name.lower())) == text
+        cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 1024)
+        with torch.device("meta"):
+            model = train_gpt.GPT(cfg)
+        assert len(model.blocks) == cfg.num_layers and model.embed.shape == (cfg.vocab_size, cfg.model_dim)
+        for p in train_gpt.per_layer(cfg.window_schedule, 3):
+            assert max(train_gpt.window_sizes(cfg, p, cfg.train_seq_len).values()) <= cfg.train_seq_len
+
+
+# Values that golf pins although `tiny` has the same ones today: `tiny` is tuned, the record is not.
+GUARDS = {"data_fingerprint", "tied_embed_init_std", "qk_gain_init", "value_embed_layers", "head_lr"}
+
+
+def test_preset_rows_hold_only_differences():
+    assert next(iter(PRESETS)) == "tiny" and PRESETS["tiny"] == {}, "the defaults are the game tiny"
+    for preset, row in PRESETS.items():
+        assert set(row) <= set(FIELDS) - {"preset", "run_id"}
+        same = {name for name, value in row.items() if value == FIELDS[name].default}
+        assert same <= GUARDS, f"{preset} repeats defaults: {same - GUARDS}"
+        for name, value in row.items():
+            assert type(value) is type(FIELDS[name].default), f"{preset}: {name} has another type"
+        train_gpt.check_config(train_gpt.preset_config(preset))
+
+
+def test_overrides_have_old_and_new_values():
+    cfg = load_config({"PRESET": "golf", "MATRIX_LR": "0.03", "TIE_EMBEDDINGS": "0", "BATCH_SCHEDULE": "1,2"})
+    assert overrides(cfg) == {"matrix_lr": (0.02, 0.03), "tie_embeddings": (True, False),
+                              "batch_schedule": ((1,), (1, 2))}
+
+
+@pytest.mark.parametrize("value, text", [
+    ((1, 2, 3), "1,2,3"), (True, "1"), (False, "0"), (0.03, "0.03"), (7, "7"), ("data/x", "data/x"),
+    ("/some/where/shards/", "shards"), ("", "")])
+def test_show(value, text):
+    assert show(value) == text
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_is_shown_can_be_typed(name):
+    value = other_value(name)
+    assert train_gpt.parse_value(name, show(value)) == value
+
+
+# -------------------------------------------------------------------------------- the file itself
+def test_config_is_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().matrix_lr = 0.1
+    assert hash(Config()) == hash(Config())
+
+
+def test_every_constant_says_what_it_is():
+    for name, f in FIELDS.items():
+        assert f.metadata["doc"] and f.type in (int, float, bool, str, tuple[int, ...]), name
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--seed=3", "--help"]])
+def test_help_lists_everything(argv, capsys):
+    assert train_gpt.main(argv, {}) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and train_gpt.__doc__.splitlines()[0] in out
+    for name, f in FIELDS.items():
+        line, = [line for line in out.splitlines() if line.split()[:1] == [flag(name)]]
+        shown = line[line.rindex("  ["):] if not show(f.default) else line
+        assert f.metadata["doc"] in line and show(f.default) in shown
+        for preset, row in PRESETS.items():
+            assert name not in row or f"{preset} {show(row[name])}" in line
+    assert all(alias in out for alias in ALIASES)
+
+
+IMPORT = """
+import os, sys, torch, torch.distributed, torch.nn.functional, numpy
+import concurrent.futures, dataclasses, difflib, resource, pathlib, platform, subprocess, zlib
+sys.path.insert(0, sys.argv[1])
+
+class Trap:
+    def __getattribute__(self, name): raise AssertionError("the import reads " + name)
+    __getitem__ = __iter__ = __len__ = __contains__ = __getattribute__
+
+written = []
+def hook(event, args):
+    if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        written.append(str(args[0]))
+    if event in ("os.mkdir", "os.rename", "os.remove", "subprocess.Popen", "socket.connect"):
+        written.append(event)
+
+rng, before = torch.get_rng_state(), (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+sys.argv, os.environ = Trap(), Trap()
+sys.addaudithook(hook)
+import train_gpt
+assert not written, written
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+assert torch.equal(rng, torch.get_rng_state())
+assert before == (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+train_gpt.load_config({})       # neither does load_config look at anything but its arguments
+"""
+
+
+def test_import_does_nothing(tmp_path):
+    """No print, file, CUDA, process group, argv or environment."""
+    done = subprocess.run([sys.executable, "-B", "-c", IMPORT, str(ROOT), "--no-such-flag"], cwd=tmp_path,
+                          env={"PATH": os.environ["PATH"], "MATRIX_LR": "nan", "RANK": "0"},
+                          capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
+    assert list(tmp_path.iterdir()) == []

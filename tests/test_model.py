@@ -1,0 +1,345 @@
+"""The model against a plain reference in float64, and what scores rely on: causality, windows, seeds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import train_gpt
+from train_gpt import GPT, Config, init_parameters, log_probs, parameter_rule, preset_config
+
+SMALL = replace(
+    Config(), vocab_size=61, train_seq_len=24, model_dim=48, num_layers=4, num_heads=6, mlp_mult=2
+)
+
+
+def randomised(cfg, T=None, window=0, seed=0, dtype=torch.float32):
+    """A model with no parameter at zero: initial values would hide half of the arithmetic."""
+    model, generator = GPT(cfg, dtype), torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(parameter_rule(name)[1], 1.0)
+        p.data.normal_(0, spread, generator=generator)
+    model.set_context(T or cfg.train_seq_len, window)
+    return model
+
+
+def some_tokens(cfg, B, T, seed=0):
+    return torch.randint(cfg.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# -------------------------------------------------------------------------------- the reference
+def normalised(x):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def turned(x, base):
+    """RoPE on x (T, D): dims d and d + D/2 are one complex number that turns by -position / base^(2d/D)."""
+    T, D = x.shape
+    z = torch.complex(x[:, : D // 2].contiguous(), x[:, D // 2 :].contiguous())
+    speed = torch.tensor([base ** (-2 * d / D) for d in range(D // 2)], dtype=torch.float64)
+    z = z * torch.polar(
+        torch.ones(T, D // 2, dtype=torch.float64), -torch.arange(T, dtype=torch.float64)[:, None] * speed
+    )
+    return torch.cat((z.real, z.imag), -1)
+
+
+def attended(q, k, v, reach):
+    """q, k, v (T, D): each position sees itself and the reach - 1 before it."""
+    out = torch.zeros_like(q)
+    for t in range(len(q)):
+        first = max(0, t - reach + 1)
+        scores = k[first : t + 1] @ q[t] / math.sqrt(q.size(1))
+        out[t] = (scores.exp() / scores.exp().sum()) @ v[first : t + 1]
+    return out
+
+
+def reference_log_probs(cfg, weights, tokens, window):
+    """One sequence, tokens (T,) -> (T, V) float64. weights: {name: tensor} of the model."""
+    w = {name: p.detach().double() for name, p in weights.items()}
+    C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
+    D, T, half = C // H, len(tokens), cfg.num_layers // 2
+    long = T if window == 0 else min(window, T)
+    reach = {"L": long, "S": max(1, long // 2)}
+    x0 = normalised(w["embed"][tokens])
+    x, stack, popped = x0, [], 0
+    for i in range(cfg.num_layers):
+        b = {name.split(".")[-1]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
+        if cfg.unet_skips and i >= half and stack:  # inside out: the last one in is the first one out
+            popped += 1
+            x = x + w["skip_weights"][half - popped] * stack.pop()
+        if cfg.residual_mix:
+            x = b["residual_mix"][0] * x + b["residual_mix"][1] * x0
+        h = normalised(x)
+        q, k, v = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T
+        if cfg.value_embed_layers[i % len(cfg.value_embed_layers)]:
+            v = v + b["value_embed"][tokens]
+        heads = []
+        for n in range(H):
+            pair = n * KV // H  # the kv head that this query head shares
+            one_q, one_k, one_v = (y[:, m * D : (m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
+            one_q, one_k = normalised(one_q), normalised(one_k)
+            if cfg.rope_base:
+                one_q, one_k = turned(one_q, cfg.rope_base), turned(one_k, cfg.rope_base)
+            if cfg.qk_gain_init:
+                one_q = one_q * b["qk_gain"][n]
+            heads.append(
+                attended(one_q, one_k, one_v, reach[cfg.window_pattern[i % len(cfg.window_pattern)]])
+            )
+        scale = b["layer_scale"] if cfg.layer_scale else (1, 1)
+        x = x + scale[0] * (torch.cat(heads, -1) @ b["attn_proj"].T)
+        x = x + scale[1] * ((normalised(x) @ b["fc"].T).clamp(min=0) ** 2 @ b["mlp_proj"].T)
+        if i < half:
+            stack.append(x)
+    logits = normalised(x) @ (w["embed"] if cfg.tie_embeddings else w["head"]).T
+    if cfg.logit_softcap:
+        logits = cfg.logit_softcap * torch.tanh(logits / cfg.logit_softcap)
+    return logits - logits.exp().sum(-1, keepdim=True).log()
+
+
+SETTINGS = {
+    "defaults": {},
+    "gqa": dict(num_kv_heads=2),
+    "mqa": dict(num_kv_heads=1),
+    "tied": dict(tie_embeddings=True),
+    "no gain": dict(qk_gain_init=0.0),
+    "no rope": dict(rope_base=0.0),
+    "no softcap": dict(logit_softcap=0.0),
+    "no mix": dict(residual_mix=False),
+    "no scale": dict(layer_scale=False),
+    "no skips": dict(unet_skips=False),
+    "all off": dict(
+        qk_gain_init=0.0,
+        rope_base=0.0,
+        logit_softcap=0.0,
+        residual_mix=False,
+        layer_scale=False,
+        unet_skips=False,
+    ),
+    "value embeddings": dict(value_embed_layers=(1, 0, 1), num_kv_heads=3),
+    "windows": dict(window_pattern="SSL", window_schedule=(10,)),
+    "golf-like": dict(
+        num_layers=5, num_kv_heads=3, tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0
+    ),
+    "one layer": dict(num_layers=1, value_embed_layers=(1,)),
+    "three layers": dict(num_layers=3, window_pattern="SL", window_schedule=(7,), num_kv_heads=2),
+    "all on": dict(
+        num_layers=7,
+        num_kv_heads=2,
+        value_embed_layers=(0, 1),
+        window_pattern="SSSL",
+        window_schedule=(16,),
+        mlp_mult=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_forward_equals_reference(name):
+    cfg = replace(SMALL, **SETTINGS[name])
+    window = cfg.window_schedule[-1]
+    model = randomised(cfg, 23, window)
+    tokens = some_tokens(cfg, 2, 24)
+    with torch.no_grad():
+        got, loss = log_probs(model, tokens[:, :-1]), model(tokens[:, :-1], tokens[:, 1:])
+    weights = dict(model.named_parameters())
+    want = torch.stack([reference_log_probs(cfg, weights, row, window) for row in tokens[:, :-1]])
+    assert got.dtype == torch.float32 and got.shape == (2, 23, cfg.vocab_size)
+    assert want.std() > 0.1  # a flat distribution would prove nothing
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    nats = -want.gather(-1, tokens[:, 1:, None]).mean()
+    torch.testing.assert_close(loss.double(), nats, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        dict(qk_gain_init=0.0),
+        dict(residual_mix=False),
+        dict(layer_scale=False),
+        dict(unet_skips=False),
+        dict(tie_embeddings=True),
+    ],
+)
+def test_what_is_off_has_no_parameters(off):
+    """... and leaves the parameters of the rest as they were."""
+    names = [{name for name, _ in GPT(replace(SMALL, **kw)).named_parameters()} for kw in ({}, off)]
+    assert names[1] < names[0]
+
+
+def test_each_part_matters():
+    """The reference and the model could both ignore a parameter: every one has a gradient."""
+    cfg = replace(SMALL, **SETTINGS["all on"])
+    model = randomised(cfg, 24, cfg.window_schedule[-1])
+    tokens = some_tokens(cfg, 2, 25)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
+
+
+# -------------------------------------------------------------------------------- what scores rely on
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {},
+        dict(num_kv_heads=2, window_pattern="SL", window_schedule=(16,)),
+        dict(rope_base=0.0, value_embed_layers=(1,), num_layers=5),
+    ],
+)
+def test_causal(kw):
+    cfg = replace(SMALL, train_seq_len=72, **kw)
+    model = randomised(cfg, 72, cfg.window_schedule[-1])
+    edges = (0, 1, 6, 7, 8, 15, 16, 17, 31, 32, 33, 47, 63, 64, 70)
+    tokens = some_tokens(cfg, 1, 72).repeat(1 + len(edges), 1)
+    for row, t in enumerate(edges, 1):  # other tokens after t, each one different
+        tokens[row, t + 1 :] = (
+            tokens[row, t + 1 :] + 1 + some_tokens(cfg, 1, 71 - t, t)[0] % 60
+        ) % cfg.vocab_size
+    with torch.no_grad():
+        scores = log_probs(model, tokens)
+    for row, t in enumerate(edges, 1):
+        torch.testing.assert_close(scores[row, : t + 1], scores[0, : t + 1], rtol=0, atol=1e-6)
+        assert (scores[row, t + 1 :] - scores[0, t + 1 :]).abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("pattern, reach", [("L", 8), ("S", 4)])
+def test_window_limits_the_past(pattern, reach):
+    cfg = replace(SMALL, num_layers=1, train_seq_len=40, window_pattern=pattern)
+    model = randomised(cfg, 40, 8)
+    tokens = some_tokens(cfg, 1, 40)
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 7) % cfg.vocab_size
+    with torch.no_grad():
+        difference = (log_probs(model, tokens) - log_probs(model, changed)).abs().amax(-1)[0]
+    assert difference[:10].max() == 0
+    assert difference[10 : 10 + reach].min() > 1e-4
+    assert difference[10 + reach :].max() < 1e-6
+
+
+def test_windows_are_clipped_to_the_sequence():
+    model, tokens = randomised(SMALL, 24), some_tokens(SMALL, 2, 24)
+    with torch.no_grad():
+        whole = log_probs(model, tokens)
+        for window in (24, 25, 4096):
+            model.set_context(24, window)
+            torch.testing.assert_close(log_probs(model, tokens), whole, rtol=0, atol=1e-6)
+    cfg = replace(SMALL, train_seq_len=24)
+    for window, T, sizes in ((0, 24, (24, 12)), (99, 24, (24, 24)), (1, 24, (1, 1)), (8, 24, (8, 4))):
+        assert tuple(train_gpt.window_sizes(cfg, window, T).values()) == sizes
+    # a short layer looks back as far in a short prompt as it did in training
+    assert train_gpt.window_sizes(cfg, 0, 10) == {"L": 10, "S": 10}
+    assert train_gpt.window_sizes(cfg, 0, 16) == {"L": 16, "S": 12}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_are_a_distribution(dtype):
+    cfg = replace(SMALL, num_kv_heads=2, window_pattern="SL", window_schedule=(8,))
+    model, tokens = randomised(cfg, 24, 8, dtype=dtype), some_tokens(cfg, 3, 24)
+    with torch.no_grad():
+        scores = log_probs(model, tokens)
+        model.dtype = torch.float32
+        model.set_context(24, 8)
+        exact = log_probs(model, tokens)
+    assert scores.dtype == torch.float32 and scores.isfinite().all() and scores.max() <= 0
+    torch.testing.assert_close(scores.double().exp().sum(-1), torch.ones(3, 24).double(), rtol=0, atol=1e-5)
+    assert (scores - exact).abs().mean() < (0.1 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_sequences_of_a_batch_do_not_mix():
+    model, tokens = randomised(SMALL), some_tokens(SMALL, 3, 24)
+    with torch.no_grad():
+        together = log_probs(model, tokens)
+        for i in range(3):
+            torch.testing.assert_close(log_probs(model, tokens[i : i + 1])[0], together[i], rtol=0, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------- sizes and first values
+def test_golf_has_its_parameters():
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in GPT(preset_config("golf")).named_parameters()}
+    assert sum(sizes.values()) == 17_059_912
+    assert sizes.pop("embed") == 524_288
+    assert sizes.pop("skip_weights") == 4 * 512
+    matrices = ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
+    for i in range(9):
+        block = {
+            name.split(".")[-1]: sizes.pop(name) for name in list(sizes) if name.startswith(f"blocks.{i}.")
+        }
+        assert sum(block.pop(name) for name in matrices) == 1_835_008
+        assert sum(block.values()) == 8 + 512 + 512 + 1024
+    assert not sizes
+    assert sum(train_gpt.parameter_counts(preset_config("golf")).values()) == 17_059_912
+
+
+def test_every_parameter_has_a_rule():
+    cfg = replace(SMALL, **SETTINGS["all on"])
+    model = GPT(cfg)
+    kinds = {name: parameter_rule(name) for name, _ in model.named_parameters()}
+    assert {group for _, group in kinds.values()} == {"matrix", "embed", "value_embed", "head", "scalar"}
+    assert {name.split(".")[-1] for name in kinds} == set(train_gpt.PARAMETERS)
+    for name, p in model.named_parameters():
+        assert (kinds[name][1] == "matrix") == (
+            name.split(".")[-1] in ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
+        ), name
+
+
+def test_unmatched_parameter_raises():
+    model = GPT(SMALL)
+    model.blocks[1].gate = nn.Parameter(torch.zeros(3))
+    with pytest.raises(KeyError):
+        init_parameters(model, 0)
+    with pytest.raises(KeyError):
+        train_gpt.Optimizer(model, SMALL)
+
+
+def test_per_layer_repeats_and_cuts():
+    assert train_gpt.per_layer("SSSL", 6) == list("SSSLSS")
+    assert train_gpt.per_layer((1, 0), 1) == [1]
+    assert train_gpt.per_layer((5,), 3) == [5, 5, 5]
+    with_values = GPT(replace(SMALL, num_layers=3, value_embed_layers=(0, 1, 0, 1, 1)))
+    assert [block.value_embed is not None for block in with_values.blocks] == [False, True, False]
+
+
+def test_first_values():
+    cfg = replace(SMALL, model_dim=384, num_layers=3, value_embed_layers=(1, 0), qk_gain_init=1.25)
+    for tied in (False, True):
+        model = GPT(replace(cfg, tie_embeddings=tied, vocab_size=2000, tied_embed_init_std=0.02))
+        init_parameters(model, 3)
+        assert abs(model.embed.std() - (0.02 if tied else 1.0)) < (0.02 if tied else 1.0) / 50
+        assert tied or model.head.abs().max() == 0
+        for block in model.blocks:
+            assert block.attn_proj.abs().max() == 0 and block.mlp_proj.abs().max() == 0
+            assert 0.95 < block.query.abs().max() * 384**0.5 < 1.0001
+            assert (block.qk_gain == 1.25).all() and (block.layer_scale == 1).all()
+            assert (block.residual_mix[0] == 1).all() and (block.residual_mix[1] == 0).all()
+        assert (model.skip_weights == 1).all()
+
+
+def test_first_values_depend_on_the_seed_alone():
+    def values(seed):
+        torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before
+        model, state = GPT(replace(SMALL, value_embed_layers=(1,))), torch.get_rng_state()
+        init_parameters(model, seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    first, again, other = values(7), values(7), values(8)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for name in first:
+        assert torch.equal(first[name], other[name]) == (
+            parameter_rule(name)[0] not in ("uniform", "embed")
+        ), name
+    assert not torch.equal(first["blocks.0.query"], first["blocks.1.query"])
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
+def test_any_depth_initialises_to_the_embedding_alone(layers):
+    """Zero projections: at the start the loss is that of a uniform guess (untied, zero head)."""
+    cfg = replace(SMALL, num_layers=layers)
+    model = GPT(cfg)
+    init_parameters(model, 0)
+    model.set_context(24, 0)
+    tokens = some_tokens(cfg, 2, 25)
+    assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(cfg.vocab_size)) < 1e-5
+    assert len(model.skip_weights if layers > 1 else []) == layers // 2

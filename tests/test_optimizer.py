@@ -1,0 +1,444 @@
+"""Muon and Adam against torch's own, the flat banks, ranks against one process, and the schedules."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import train_gpt
+from helpers import ROOT
+from train_gpt import GPT, Config, Optimizer, preset_config
+
+SMALL = replace(
+    Config(),
+    vocab_size=70,
+    train_seq_len=16,
+    model_dim=24,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_mult=2,
+    value_embed_layers=(1, 0),
+    tied_embed_lr=0.01,
+)
+MATRICES = {"query", "key", "value", "attn_proj", "fc", "mlp_proj"}
+
+
+def some_model(cfg=SMALL, seed=0):
+    """A GPT whose parameters are all away from zero."""
+    model, generator = GPT(cfg), torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data.normal_(0, 0.5, generator=generator)
+    return model
+
+
+def some_gradients(model, step):
+    """{name: gradient}, scales from 1e-3 to 10, the same for every model of this shape."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return {
+        name: torch.randn(p.shape, generator=generator) * 10 ** (i % 5 - 3)
+        for i, (name, p) in enumerate(model.named_parameters())
+    }
+
+
+def set_gradients(model, gradients, factor=1.0):
+    for name, p in model.named_parameters():
+        p.grad.copy_(gradients[name] * factor)
+
+
+def values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def use_our_orthogonalisation(monkeypatch):
+    """torch's is hard-coded to bf16: give torch.optim.Muon ours, so that the rest can be compared to 1e-5."""
+    import torch.optim._muon as theirs
+
+    def ours(grad, ns_coefficients, ns_steps, eps):
+        assert tuple(ns_coefficients) == (3.4445, -4.7750, 2.0315)
+        return train_gpt.orthogonalize(grad[None], ns_steps)[0]
+
+    monkeypatch.setattr(theirs, "_zeropower_via_newtonschulz", ours)
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+# -------------------------------------------------------------------------------- update rules
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16), (7, 33), (40, 5)])
+@pytest.mark.parametrize("momentum", [0.0, 0.95])
+def test_muon_update_equals_torch(shape, momentum, monkeypatch):
+    use_our_orthogonalisation(monkeypatch)
+    generator = torch.Generator().manual_seed(sum(shape))
+    ours = torch.randn(3, *shape, generator=generator)
+    theirs = [nn.Parameter(w.clone()) for w in ours]
+    optimizer = torch.optim.Muon(
+        theirs, lr=0.05, weight_decay=0, momentum=momentum, nesterov=True, ns_steps=5, adjust_lr_fn="original"
+    )
+    buffer = torch.zeros_like(ours)
+    for _ in range(10):
+        grad = torch.randn(ours.shape, generator=generator)
+        for p, g in zip(theirs, grad):
+            p.grad = g.clone()
+        optimizer.step()
+        ours -= 0.05 * train_gpt.muon_update(grad, buffer, momentum, 5)
+    close(ours, torch.stack([p.detach() for p in theirs]))
+
+
+def test_muon_equals_torch_on_a_model(monkeypatch):
+    """Every matrix of a GPT through our Optimizer, learning rate and momentum changing from step to step."""
+    use_our_orthogonalisation(monkeypatch)
+    model, twin = some_model(), some_model()
+    matrices = {name: p for name, p in twin.named_parameters() if name.split(".")[-1] in MATRICES}
+    reference = torch.optim.Muon(
+        matrices.values(), lr=1.0, weight_decay=0, nesterov=True, ns_steps=5, adjust_lr_fn="original"
+    )
+    optimizer = Optimizer(model, SMALL)
+    for step in range(10):
+        gradients, factor, momentum = some_gradients(model, step), 1 - 0.05 * step, 0.85 + 0.01 * step
+        set_gradients(model, gradients)
+        optimizer.step(factor, momentum)
+        reference.param_groups[0].update(lr=SMALL.matrix_lr * factor, momentum=momentum)
+        for name, p in matrices.items():
+            p.grad = gradients[name]
+        reference.step()
+    after = values(model)
+    assert len(matrices) == 6 * SMALL.num_layers
+    for name, p in matrices.items():
+        close(after[name], p.detach())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adam_equals_torch_on_a_model(tied):
+    """Every other parameter, each kind with its own learning rate."""
+    cfg = replace(SMALL, tie_embeddings=tied, beta1=0.8, beta2=0.95)
+    model, twin = some_model(cfg), some_model(cfg)
+
+    def lr(name):
+        last = name.split(".")[-1]
+        return {
+            "embed": cfg.tied_embed_lr if tied else cfg.embed_lr,
+            "value_embed": cfg.embed_lr,
+            "head": cfg.head_lr,
+        }.get(last, cfg.scalar_lr)
+
+    others = {name: p for name, p in twin.named_parameters() if name.split(".")[-1] not in MATRICES}
+    reference = torch.optim.Adam(
+        [{"params": [p], "lr": lr(name), "base": lr(name)} for name, p in others.items()],
+        betas=(cfg.beta1, cfg.beta2),
+        eps=cfg.adam_eps,
+    )
+    optimizer = Optimizer(model, cfg)
+    for step in range(10):
+        gradients, factor = some_gradients(model, step), 1 - 0.05 * step
+        set_gradients(model, gradients)
+        optimizer.step(factor, 0.9)
+        for group in reference.param_groups:
+            group["lr"] = group["base"] * factor
+        for name, p in others.items():
+            p.grad = gradients[name]
+        reference.step()
+    after = values(model)
+    kinds = {"embed", "value_embed", "qk_gain", "residual_mix", "layer_scale", "skip_weights"}
+    assert {name.split(".")[-1] for name in others} == kinds | (set() if tied else {"head"})
+    for name, p in others.items():
+        close(after[name], p.detach())
+
+
+def test_orthogonalised_gaussian():
+    g = torch.randn(1, 256, 1024, generator=torch.Generator().manual_seed(0))
+    for matrix in (g * 1e-6, g.mT * 1e6):
+        singular = torch.linalg.svdvals(train_gpt.orthogonalize(matrix, 5)[0])
+        assert 0.6 <= singular.min() and singular.max() <= 1.3
+    assert train_gpt.orthogonalize(torch.zeros(2, 4, 6), 5).abs().max() == 0  # a matrix without gradient
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+def test_batched_equals_one_by_one(shape):
+    g = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+    g *= torch.tensor([1, 1e-3, 10, 1])[:, None, None]
+    close(train_gpt.orthogonalize(g, 5), torch.cat([train_gpt.orthogonalize(x[None], 5) for x in g]), 1e-6)
+
+
+# -------------------------------------------------------------------------------- banks
+def places(model, bank):
+    """{name: slice of the flat buffer} of a bank's parameters."""
+    known = dict(model.named_parameters())
+    return {
+        name: slice(known[name].storage_offset(), known[name].storage_offset() + known[name].numel())
+        for name in bank.names
+    }
+
+
+def outside(model, bank):
+    """Mask of the numbers of a bank that belong to no parameter."""
+    mask = torch.ones(bank.data.numel(), dtype=torch.bool)
+    for here in places(model, bank).values():
+        assert mask[here].all(), "two parameters share a place"
+        mask[here] = False
+    return mask
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_banks_cover_the_model(world_size):
+    model = some_model()
+    before = values(model)
+    optimizer = Optimizer(model, SMALL, world_size - 1, world_size)
+    known = dict(model.named_parameters())
+    names = [name for bank in optimizer.banks for name in bank.names]
+    assert sorted(names) == sorted(known)
+    for bank in optimizer.banks:
+        assert bank.data.numel() % world_size == 0
+        assert (
+            outside(model, bank).sum() + sum(known[name].numel() for name in bank.names) == bank.data.numel()
+        )
+        assert bank.data[outside(model, bank)].abs().sum() == 0
+        for name in bank.names:
+            p = known[name]
+            assert torch.equal(p, before[name])
+            for view, flat in ((p, bank.data), (p.grad, bank.grad)):
+                assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                assert view.storage_offset() == places(model, bank)[name].start and view.is_contiguous()
+
+
+def test_gradients_land_in_the_banks():
+    """backward() adds to the flat buffers, also after zero_grad; padding is never touched."""
+    cfg = replace(SMALL, train_seq_len=8)
+    model, twin = some_model(cfg), some_model(cfg)
+    optimizer = Optimizer(model, cfg)
+    tokens = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(0))
+    for one in (model, twin):
+        one.set_context(8, 0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        twin.zero_grad()
+        for part in tokens.split(1):
+            for one in (model, twin):
+                (one(part[:, :-1], part[:, 1:]) / 2).backward()
+        for bank in optimizer.banks:
+            for name, here in places(model, bank).items():
+                close(bank.grad[here], dict(twin.named_parameters())[name].grad.flatten(), 1e-6)
+            assert bank.grad[outside(model, bank)].abs().sum() == 0
+        optimizer.step(1.0, 0.9)
+        assert all(bank.data[outside(model, bank)].abs().sum() == 0 for bank in optimizer.banks)
+        twin.load_state_dict(model.state_dict())
+    assert optimizer.step_count == 3
+
+
+def test_tensors_are_all_that_a_step_changes():
+    """Putting them and step_count back takes a step back, to the bit."""
+    model = some_model()
+    optimizer = Optimizer(model, SMALL)
+
+    def steps():
+        for step in range(3):
+            set_gradients(model, some_gradients(model, step))
+            optimizer.step(1.0, 0.9)
+        return values(model)
+
+    kept = [t.clone() for t in optimizer.tensors()]
+    first = steps()
+    for t, value in zip(optimizer.tensors(), kept):
+        t.copy_(value)
+    optimizer.step_count = 0
+    second = steps()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# -------------------------------------------------------------------------------- decay and clipping
+def test_cautious_decay():
+    """Only matrices decay, and only where the update shrinks the weight too."""
+    plain, decayed, start = some_model(), some_model(), values(some_model())
+    for model, decay in ((plain, 0.0), (decayed, 0.7)):
+        cfg = replace(SMALL, weight_decay=decay)
+        optimizer = Optimizer(model, cfg)
+        set_gradients(model, some_gradients(model, 0))
+        optimizer.step(0.5, 0.9)
+    for name, p in values(plain).items():
+        update, q = start[name] - p, values(decayed)[name]
+        if name.split(".")[-1] not in MATRICES:
+            assert torch.equal(p, q), name
+            continue
+        agree = update * start[name] > 0
+        assert 0.2 < agree.float().mean() < 0.8
+        assert torch.equal(p[~agree], q[~agree])
+        close((p - q)[agree], (0.5 * SMALL.matrix_lr * 0.7 * start[name])[agree], 1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.01, 3.0, 1e5])
+def test_clipping_equals_torch(limit):
+    clipped, plain = some_model(), some_model()
+    one, other = Optimizer(clipped, replace(SMALL, grad_clip_norm=limit)), Optimizer(plain, SMALL)
+    for step in range(3):
+        gradients = some_gradients(plain, step)
+        set_gradients(clipped, gradients)
+        set_gradients(plain, gradients)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        one.step(1.0, 0.9)
+        other.step(1.0, 0.9)
+    for name, p in values(plain).items():
+        close(values(clipped)[name], p, 1e-6)
+
+
+# -------------------------------------------------------------------------------- ranks
+def rank_main(folder, rank, world_size):
+    """One rank of test_ranks_equal_one_process: ten steps, then its weights go to a file."""
+    if world_size > 1:
+        torch.distributed.init_process_group(
+            "gloo", f"file://{folder}/meet{world_size}", rank=rank, world_size=world_size
+        )
+    cfg = replace(SMALL, weight_decay=0.1, grad_clip_norm=20.0)
+    model = some_model(cfg)
+    optimizer = Optimizer(model, cfg, rank, world_size)
+    for step in range(10):  # each rank has another gradient; their mean is the same for any world_size
+        set_gradients(model, some_gradients(model, step), 2 * (rank + 1) / (world_size + 1))
+        optimizer.step(1 - 0.05 * step, 0.9)
+    padding = sum(float(bank.data[outside(model, bank)].abs().sum()) for bank in optimizer.banks)
+    torch.save((values(model), padding), f"{folder}/{world_size}_{rank}.pt")
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_equal_one_process(tmp_path):
+    """5 layers: neither the 5 MLP matrices nor the 10 others are shared evenly by 2 or by 3 ranks."""
+    counts = {
+        sum(name.split(".")[-1] in MATRICES for name in bank.names)
+        for bank in Optimizer(some_model(), SMALL).banks
+    } - {0}
+    assert any(count % 2 for count in counts) and any(count % 3 for count in counts)
+    clean = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    start = "import sys, test_optimizer as t; t.rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", start, str(tmp_path), str(rank), str(n)], env=clean)
+        for n in (2, 3)
+        for rank in range(n)
+    ]
+    try:
+        assert [job.wait(90) for job in jobs] == [0] * 5
+    finally:
+        for job in jobs:
+            job.kill()
+    rank_main(tmp_path, 0, 1)
+    alone, _ = torch.load(tmp_path / "1_0.pt")
+    for n in (2, 3):
+        for rank in range(n):
+            weights, padding = torch.load(tmp_path / f"{n}_{rank}.pt")
+            assert padding == 0
+            for name in alone:
+                close(weights[name], alone[name], 1e-6)
+                assert torch.equal(weights[name], torch.load(tmp_path / f"{n}_0.pt")[0][name]), "ranks differ"
+
+
+# -------------------------------------------------------------------------------- schedules
+def simulated_run(cfg, seconds_per_step):
+    """[(step, progress, lr_factor)] of a run whose steps all take the same time."""
+    rows, step = [], 0
+    while True:
+        progress = train_gpt.run_progress(cfg, step, step * seconds_per_step)
+        rows.append((step, progress, train_gpt.lr_factor(cfg, step, progress)))
+        if progress >= 1:
+            return rows
+        step += 1
+
+
+@pytest.mark.parametrize("slowdown", [1, 3, 10, 500])
+@pytest.mark.parametrize("iters", [0, 1, 100, 3000, 10**6])
+def test_lr_factor_over_a_run(iters, slowdown):
+    """Half the budget at full LR on any hardware, then down, never up, and at the floor in the end."""
+    for cap, iterations, floor in ((600.0, 20_000, 0.0), (600.0, 1500, 0.1), (0.0, 2000, 0.05)):
+        cfg = replace(
+            preset_config("golf"),
+            warmdown_iters=iters,
+            lr_floor=floor,
+            iterations=iterations,
+            max_wallclock_seconds=cap,
+        )
+        rows = simulated_run(cfg, 0.07147 * slowdown)
+        assert all(factor == 1 for _, progress, factor in rows if progress <= 0.5)
+        assert len(rows) < 10 or rows[1][2] == 1
+        factors = [factor for _, _, factor in rows]
+        assert all(a >= b for a, b in zip(factors, factors[1:]))
+        assert factors[-1] == pytest.approx(floor, abs=1e-12) and min(factors) >= floor - 1e-12
+        assert train_gpt.lr_factor(cfg, rows[-1][0] // 2, 0.5) == 1
+
+
+def test_warmdown_counts_steps():
+    """At the golf record's pace (71.47 ms, 8394 steps) a warm-down of 3000 takes the last 3000 steps."""
+    rows = {step: factor for step, _, factor in simulated_run(preset_config("golf"), 600 / 8394)}
+    assert rows[5390] == 1 and rows[5400] < 1
+    assert rows[8394 - 1500] == pytest.approx(0.5, abs=1e-3) and rows[8394 - 300] == pytest.approx(
+        0.1, abs=1e-3
+    )
+
+
+def test_warmdown_frac():
+    cfg = replace(Config(), warmdown_frac=0.25, lr_floor=0.2)
+    assert [train_gpt.lr_factor(cfg, 7, p) for p in (0, 0.5, 0.75)] == [1, 1, 1]
+    assert train_gpt.lr_factor(cfg, 7, 0.875) == pytest.approx(0.6)
+    assert train_gpt.lr_factor(cfg, 7, 1.0) == pytest.approx(0.2)
+    assert train_gpt.lr_factor(replace(cfg, warmdown_frac=0.0), 7, 1.0) == 1
+
+
+def test_schedules_are_pure():
+    cfg = replace(preset_config("golf"), batch_schedule=(1, 2), batch_lr_power=0.5)
+    points = [(step, p / 10) for step in (0, 1, 400, 9000) for p in range(11)]
+
+    def table(order):
+        return {
+            point: (
+                train_gpt.lr_factor(cfg, *point),
+                train_gpt.muon_momentum(cfg, point[0]),
+                train_gpt.stage_at(cfg, point[1]),
+            )
+            for point in order
+        }
+
+    assert table(points) == table(reversed(points))
+
+
+def test_progress():
+    cfg = replace(Config(), iterations=100, max_wallclock_seconds=10.0)
+    assert train_gpt.run_progress(cfg, 50, 1.0) == 0.5
+    assert train_gpt.run_progress(cfg, 5, 2.5) == 0.25
+    assert train_gpt.run_progress(cfg, 100, 30.0) == 1
+    assert train_gpt.run_progress(replace(cfg, max_wallclock_seconds=0.0), 5, 1e9) == 0.05
+
+
+def test_muon_momentum_warms_up():
+    cfg = replace(
+        Config(), muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500
+    )
+    assert train_gpt.muon_momentum(cfg, 0) == pytest.approx(0.92)
+    assert train_gpt.muon_momentum(cfg, 750) == pytest.approx(0.955)
+    assert train_gpt.muon_momentum(cfg, 1500) == train_gpt.muon_momentum(cfg, 9000) == pytest.approx(0.99)
+    assert train_gpt.muon_momentum(replace(cfg, muon_momentum_warmup_steps=0), 0) == pytest.approx(0.99)
+
+
+def test_stage_tables():
+    cfg = replace(Config(), batch_schedule=(1, 2, 3), window_schedule=(384, 896, 1408))
+    assert [(s.batch_multiple, s.window) for s in train_gpt.stage_table(cfg)] == [
+        (1, 384),
+        (2, 896),
+        (3, 1408),
+    ]
+    at = [train_gpt.stage_at(cfg, p).batch_multiple for p in (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)]
+    assert at == [1, 1, 2, 2, 2, 3, 3, 3]
+    for one in (dict(batch_schedule=(2,)), dict(window_schedule=(512,))):  # one entry serves all stages
+        stages = train_gpt.stage_table(replace(cfg, **one))
+        assert len(stages) == 3 and len({s[1 if "batch_schedule" in one else 2] for s in stages}) == 1
+    assert train_gpt.stage_table(Config()) == [(0, 1, 0)]
+
+
+def test_batch_lr_power():
+    """Speedrun: a batch of 2 and 3 times the first has 1.516 and 1.933 times its LR."""
+    cfg = replace(Config(), batch_schedule=(1, 2, 3), batch_lr_power=0.6, warmdown_frac=0.0)
+    assert [train_gpt.lr_factor(cfg, 9, p) for p in (0.1, 0.5, 0.9)] == pytest.approx(
+        [1, 1.5157, 1.9332], abs=1e-4
+    )
+    off = replace(cfg, batch_lr_power=0.0)
+    assert [train_gpt.lr_factor(off, 9, p) for p in (0.1, 0.5, 0.9)] == [1, 1, 1]

@@ -1,0 +1,130 @@
+"""run.sh: what it refuses, and what it hands on. The interpreter is a stub that notes its arguments."""
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EMBEDDED = "data/datasets/embedded/manifest.json"
+GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of run.sh with a PATH of its own: `python3`, `nvidia-smi` and `stub` are what the test writes."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "bin").mkdir()
+    program(tmp_path, "stub", 'echo "$*" >> calls')
+    program(tmp_path, "nvidia-smi", "exit 9")
+    return tmp_path
+
+
+def program(folder, name, body):
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def run(folder, *args, **env):
+    """-> (exit code, stderr, the stub's calls)"""
+    (folder / "calls").unlink(missing_ok=True)
+    done = subprocess.run(["bash", "run.sh", *args], cwd=folder, capture_output=True, text=True, timeout=60,
+                          env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)} | env)
+    calls = folder / "calls"
+    return done.returncode, done.stderr.strip(), calls.read_text().splitlines() if calls.exists() else []
+
+
+def have(folder, *files):
+    for file in files:
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("{}")
+
+
+def refused(folder, words, *args, **env):
+    code, err, calls = run(folder, *args, **env)
+    assert code == 2 and calls == [] and len(err.splitlines()) == 1 and err.startswith("run.sh: ")
+    assert all(word in err for word in words), err
+
+
+def test_no_such_interpreter(folder):
+    refused(folder, ["PYTHON=nowhere"], "setup", PYTHON="nowhere")
+
+
+def test_unsupported_python(folder):
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        program(folder, name, '[ "$1" = -V ] && echo Python 3.9.2; exit 1')
+    refused(folder, ["3.11", "Python 3.9.2"], "setup")
+
+
+def test_no_venv_module(folder):
+    program(folder, "python3", 'case "$2" in *ensurepip*) exit 1;; esac')
+    refused(folder, ["python3-venv"], "setup")
+
+
+def test_no_network_for_the_install(folder):
+    program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
+                               'printf "#!/bin/bash\\necho no route >&2; exit 1" > .venv/bin/python; '
+                               'chmod +x .venv/bin/python;; esac')
+    refused(folder, ["network", ".venv/install.log"], "setup")
+    assert "no route" in (folder / ".venv/install.log").read_text()
+    assert not (folder / ".venv/installed.txt").exists()
+
+
+def test_an_installation_is_made_once(folder):
+    program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
+                               'cp bin/stub .venv/bin/python;; esac')
+    pip = "-m pip install --disable-pip-version-check -r requirements.txt"
+    assert run(folder, "setup") == (0, "", [pip])
+    assert run(folder, "setup") == (0, "", ["-c "])
+    (folder / "requirements.txt").write_text("torch\nnumpy\n")
+    assert "-m pip" in run(folder, "setup")[2][-1]
+
+
+def test_missing_data_is_made_then_planned_then_trained(folder):
+    steps = ["data/prepare.py", "train_gpt.py --dry-run", "train_gpt.py"]
+    assert run(folder, PYTHON="stub") == (0, "", steps)
+    assert run(folder, "golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
+    assert run(folder, "--preset=golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
+    assert run(folder, PYTHON="stub", PRESET="golf")[2][0] == "data/download.py sp1024 -n 40"
+    have(folder, EMBEDDED, GOLF)
+    for args in ((), ("golf",)):
+        assert not [call for call in run(folder, *args, PYTHON="stub")[2] if call.startswith("data/")]
+
+
+def test_own_data_is_not_prepared(folder):
+    assert len(run(folder, "DATA_PATH=data/datasets/mine", PYTHON="stub")[2]) == 2
+    assert len(run(folder, PYTHON="stub", DATA_PATH="data/datasets/mine")[2]) == 2
+
+
+def test_settings_become_flags(folder):
+    have(folder, EMBEDDED)
+    calls = run(folder, "tiny", "MATRIX_LR=0.02", "SAMPLE=a b=c", "--compile", PYTHON="stub")[2]
+    assert calls[-1] == "train_gpt.py --preset=tiny --matrix-lr=0.02 --sample=a b=c --compile"
+
+
+def test_every_gpu_is_used(folder):
+    have(folder, EMBEDDED)
+    program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'; echo 'GPU 2: x'")
+    launched = "-m torch.distributed.run --standalone --nproc_per_node=3 train_gpt.py"
+    assert run(folder, PYTHON="stub")[2][-1] == launched
+    assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="0,2")[2][-1] == launched.replace("=3", "=2")
+    assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="")[2][-1] == "train_gpt.py"
+    assert run(folder, "--device=cpu", PYTHON="stub")[2][-1] == "train_gpt.py --device=cpu"
+
+
+def test_a_refused_plan_ends_it(folder):
+    have(folder, EMBEDDED)
+    program(folder, "stub", 'echo "$*" >> calls; exit 2')
+    assert run(folder, PYTHON="stub") == (2, "", ["train_gpt.py --dry-run"])
+
+
+def test_the_other_commands(folder):
+    assert run(folder, "data", "--text", "x", PYTHON="stub")[2] == ["data/prepare.py --text x"]
+    assert run(folder, "data", "sp1024", PYTHON="stub")[2] == ["data/download.py sp1024"]
+    assert run(folder, "test", "-k", "x", PYTHON="stub")[2] == ["-m pytest -q -k x"]
+    assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
+    refused(folder, ["record.py"], "record", "new", PYTHON="stub")
+    assert os.access(ROOT / "run.sh", os.X_OK)
