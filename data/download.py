@@ -263,7 +263,7 @@ def shard_tokens(path: Path) -> int:
     return count
 
 
-def decoded_bytes(sp, tokens: np.ndarray, bos_id: int) -> int:
+def decoded_bytes(sp, tokens, bos_id: int) -> int:
     """UTF-8 bytes of the text of `tokens`, each document decoded by itself; BOS begins one and adds none.
 
     `tokens` may be a memory map: about DECODE_TOKENS of them are decoded at a time.
@@ -374,8 +374,9 @@ def parse(argv) -> argparse.Namespace:
 
 def connect(args: argparse.Namespace) -> Hub:
     """The hub that HF_ENDPOINT names; raises Refused where address or packages do not allow it."""
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     try:
+        from huggingface_hub.constants import ENDPOINT
+        endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname:
             raise ValueError
         import numpy, sentencepiece  # noqa: E401, F401

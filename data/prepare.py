@@ -252,7 +252,7 @@ def scan(files, counts):
     for text in documents(files, counts):
         hashes.append(document_hash(text))
         sizes.append(len(text.encode()))
-        progress.update(counts["read"])
+        progress.update(counts["read"] - before)
     progress.close()
     if not hashes:
         raise DataError("there is no text in the input")

@@ -13,7 +13,7 @@ GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of run.sh with a PATH of its own: `python3`, `nvidia-smi` and `stub` are what the test writes."""
+    """run.sh beside a PATH of its own: `python3`, `nvidia-smi` and `stub` are what a test makes of them."""
     shutil.copy(ROOT / "run.sh", tmp_path)
     (tmp_path / "requirements.txt").write_text("torch\n")
     (tmp_path / "bin").mkdir()
