@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -136,8 +137,9 @@ def test_micro_batches_agree_with_one_batch(alone, train):
     same_losses(done.losses, alone.losses)
 
 
-def test_two_nodes_agree_with_one(alone, root):
-    """Two torchruns of one rank each, which meet on this host."""
+def test_two_nodes_agree_with_one(alone, root, tmp_path):
+    """Two torchruns of one rank each, which meet on this host but share no folder, as two hosts would not."""
+    shutil.copytree(root / "data", tmp_path / "data")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -162,7 +164,7 @@ def test_two_nodes_agree_with_one(alone, root):
                 "--local-addr=127.0.0.1",
                 str(SCRIPT),
             ],
-            cwd=root,
+            cwd=(root, tmp_path)[node],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -178,6 +180,8 @@ def test_two_nodes_agree_with_one(alone, root):
     assert [job.returncode for job in jobs] == [0, 0], texts
     same_losses(losses_in(texts[0][0] + texts[1][0]), alone.losses)
     assert "val_loss" not in min(texts, key=lambda text: len(text[0]))[0]
+    written = [folder / "logs/nodes/result.json" for folder in (root, tmp_path)]
+    assert sum(path.exists() for path in written) == 1, "rank 0's host has the run folder, the other none"
 
 
 def test_three_ranks_share_six_sequences(train, root):
@@ -243,15 +247,20 @@ def test_same_seed_same_bits(train):
 
 
 def test_compiled_runs_are_the_same_bits(alone, train):
-    """... and train like the uncompiled one. The only test that waits for the compiler."""
-    small = dict(COMPILE="1", BATCH_SCHEDULE="1", WINDOW_SCHEDULE="16", ITERATIONS="10", WARMUP_STEPS="1")
+    """... on two threads, whose race for the embedding's gradient shows at this size unless Team forbids it,
+    and train like the uncompiled one. The only test that waits for the compiler."""
+    small = dict(COMPILE="1", BATCH_SCHEDULE="1", WINDOW_SCHEDULE="0", ITERATIONS="12", WARMUP_STEPS="1",
+                 NUM_LAYERS="1", MODEL_DIM="128", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="4096",
+                 EVAL_CONTEXT="64")
+    torch.set_num_threads(2)
     torch._dynamo.reset()
     runs = [train(**small) for _ in range(2)]
     torch._dynamo.reset()
     assert all(run.code == 0 and "training uncompiled" not in run.out for run in runs), runs[0].out
     assert runs[0].weights == runs[1].weights and runs[0].losses == runs[1].losses
     assert runs[0].result["val_loss_partial"] == runs[1].result["val_loss_partial"]
-    same_losses(runs[0].losses, train(**small | {"COMPILE": "0"}).losses, 10)
+    same_losses(runs[0].losses, train(**small | {"COMPILE": "0"}).losses, 12)
+    torch.set_num_threads(1)
 
 
 def test_rehearsal_leaves_no_trace(tiny_data):
