@@ -740,7 +740,7 @@ def eval_settings(cfg):
                 eval_stride=cfg.eval_stride or context, eval_window=cfg.window_schedule[-1] or "full")
 
 @torch.no_grad()
-def evaluate(model, cfg, data, team, score_fn=log_probs, log=print):
+def evaluate(model, cfg, data, team, log=print):
     """Scores each target of the val split's first val_tokens tokens once, shared by the ranks. Returns Score.
     A row holds eval_context tokens and scores its last eval_stride targets, the first row all of its own.
     Sums are fp64, so neither ranks nor rows per step change the score; on the CPU activations are fp32."""
@@ -760,7 +760,7 @@ def evaluate(model, cfg, data, team, score_fn=log_probs, log=print):
         scored = torch.from_numpy((index < n) & ((index >= low + context - stride) | (low == 0)))
         inputs, targets = (torch.from_numpy(tokens[np.minimum(index + shift, n)].astype(np.int64))
                            .to(team.device) for shift in (0, 1))
-        nats = -score_fn(model, inputs).gather(-1, targets[..., None]).squeeze(-1)
+        nats = -log_probs(model, inputs).gather(-1, targets[..., None]).squeeze(-1)
         sums += torch.tensor([nats[scored.to(team.device)].double().sum(), scored.sum()])
         if (now := time.perf_counter()) - spoken > 5:
             spoken, part = now, min(1, (first + step) / rows)
@@ -889,7 +889,7 @@ class Team:
                f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
         self.device = torch.device("cuda", local) if self.on_gpu else torch.device("cpu")
         bf16_units = (torch.cuda.is_bf16_supported(including_emulation=False) if self.on_gpu else
-                      torch.cpu.get_capabilities().get("amx_bf16"))
+                      getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
         auto = "bfloat16" if bf16_units else "float32"
         self.dtype = getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype)
         if self.on_gpu:
@@ -944,8 +944,10 @@ class Log:
         print(head, early, sep="\n", end="", file=self.file, flush=True)
 
 def scrub(text):
-    """Text without this machine's folders."""
-    return text.replace(os.getcwd(), ".").replace(os.path.expanduser("~"), "~")
+    """Text without this machine's folders, but for a short one such as /, which is part of too much else."""
+    for folder, word in ((os.getcwd(), "."), (os.path.expanduser("~"), "~")):
+        text = text.replace(folder, word) if len(folder) > 3 else text
+    return text
 
 def brief(error):
     """An exception in one short line."""
@@ -1123,7 +1125,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
             clock.stop()
             if done == "wallclock_cap":
                 log(f"stopping_early: {done} train_time:{clock.total * 1e3:.0f}ms step:{step}/{last}")
-            score, window = evaluate(model, cfg, data, team, log=log), None
+            score, window = evaluate(model, cfg, data, team, log), None
             curves["val"].append((step, clock.total, score.val_loss))
             log(f"step:{step}/{last} {score_text(cfg, score)} {time_text(clock.total, step)}")
             check_finite(score.val_loss, "val_loss", step, curves["train"])
@@ -1252,7 +1254,7 @@ def run(cfg, env, log):
                   bytes_total=None)
     if model:
         # 3. the score of a file
-        score = evaluate(model, cfg, data, team, log=log)
+        score = evaluate(model, cfg, data, team, log)
         trained, artifact = (None, score) if cfg.eval_from.endswith(".ptz") else (score, None)
     else:
         # 3. rehearsal, training, the score of what was trained, then of the artifact as read back
@@ -1273,7 +1275,7 @@ def run(cfg, env, log):
             model.load_state_dict(load_model(folder / f"final_model.{CODEC}.ptz")[0].state_dict())
         for bank in optimizer.banks if team.world_size > 1 else ():
             dist.broadcast(bank.data, 0)
-        artifact = evaluate(model, cfg, data, team, log=log)
+        artifact = evaluate(model, cfg, data, team, log)
     name, score = (f"final_{CODEC}_zlib_roundtrip", artifact) if artifact else ("final_model", trained)
     log(f"{name} {score_text(cfg, score)}", f"{name}_exact {score_text(cfg, score, 8)}")
     check_finite(score.val_loss, "the final val_loss", report["steps"], [])

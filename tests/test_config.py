@@ -456,3 +456,20 @@ def test_import_does_nothing(tmp_path):
                           capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_log_lines_survive_a_short_working_folder(monkeypatch):
+    """A container's / is part of every step:1/20; a real folder is taken out."""
+    line = "step:1/20 val_loss:3.1 in /srv/somebody/run/logs and /opt/people/me/x"
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setattr(train_gpt.os, "getcwd", lambda: "/")
+    assert train_gpt.scrub(line) == line
+    monkeypatch.setenv("HOME", "/opt/people/me")
+    monkeypatch.setattr(train_gpt.os, "getcwd", lambda: "/srv/somebody/run")
+    assert train_gpt.scrub(line) == "step:1/20 val_loss:3.1 in ./logs and ~/x"
+
+
+def test_activations_are_fp32_where_torch_cannot_tell(monkeypatch):
+    """Older builds of torch have no get_capabilities."""
+    monkeypatch.delattr(train_gpt.torch.cpu, "get_capabilities", raising=False)
+    assert train_gpt.Team(load_config({"DEVICE": "cpu"}), {}).dtype is train_gpt.torch.float32

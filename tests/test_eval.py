@@ -132,7 +132,7 @@ def test_part_of_the_split_has_no_bpb(toy):
     """... and its loss is called val_loss_partial, unless the preset itself is scored on that part."""
     model, lines = randomised(toy.cfg), []
     part = replace(toy.cfg, val_tokens=100)
-    score = evaluate(model, part, toy.data, fake_team(), log_probs, lines.append)
+    score = evaluate(model, part, toy.data, fake_team(), lines.append)
     assert score.val_bpb is None
     assert score.val_loss == pytest.approx(np.mean(reference_nats(model, part, toy.data.val[:100])), rel=1e-6)
     assert re.fullmatch(r"val_loss_partial:\d\.\d{4}", train_gpt.score_text(part, score))

@@ -335,16 +335,16 @@ def test_the_cap(slowdown, train, monkeypatch):
 
 
 def test_a_slow_step_counts(train, monkeypatch):
-    slow_steps(monkeypatch, lambda step: 1.5 * (step == 5))
+    slow_steps(monkeypatch, lambda step: 2.0 * (step == 5))
     done = train(CLOCK, ITERATIONS="8")
-    assert done.code == 0 and done.result["train_time_ms"] >= 1500 and done.result["step_ms"]["max"] >= 1500
+    assert done.code == 0 and done.result["train_time_ms"] >= 2000 and done.result["step_ms"]["max"] >= 2000
 
 
 def test_a_slow_validation_does_not(train, monkeypatch):
     real, calls = train_gpt.evaluate, []
 
     def evaluate(*args, **kw):
-        calls.append(time.sleep(1.5 if len(calls) == 1 else 0))
+        calls.append(time.sleep(2.0 if len(calls) == 1 else 0))
         return real(*args, **kw)
 
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
