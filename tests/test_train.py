@@ -184,6 +184,19 @@ def test_two_nodes_agree_with_one(alone, root, tmp_path):
     assert sum(path.exists() for path in written) == 1, "rank 0's host has the run folder, the other none"
 
 
+def test_every_rank_scores_the_artifact(root):
+    """Not the weights it trained: two ranks print what one prints for the file. Wide enough for int8 rows."""
+    wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "4", "EMBED_LR": "3", "VAL_BATCH_SIZE": "512"}
+    exact = r"(?m)^final_int8_zlib_roundtrip_exact val_loss_partial:(\S+)$"
+    two = run_cli(root, ranks=2, env=wide | {"RUN_ID": "wide"})
+    one = run_cli(root, env=wide | {"EVAL_FROM": "logs/wide/final_model.int8.ptz", "RUN_ID": "wide_again"})
+    assert two.code == one.code == 0, two.err + one.err
+    scores = [float(re.search(exact, run.out)[1]) for run in (two, one)]
+    trained = json.loads((root / "logs/wide/result.json").read_text())["trained"]["val_loss"]
+    assert abs(trained - scores[1]) > 1e-5, "else the test proves nothing"
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+
+
 def test_three_ranks_share_six_sequences(train, root):
     """A world size that is no power of two, on as many sequences as it divides."""
     six = dict(TRAIN_BATCH_TOKENS="384", ITERATIONS="12")
