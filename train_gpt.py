@@ -1276,9 +1276,10 @@ def run(cfg, env, log):
         for bank in optimizer.banks if team.world_size > 1 else ():
             dist.broadcast(bank.data, 0)
         artifact = evaluate(model, cfg, data, team, log)
-    name, score = (f"final_{CODEC}_zlib_roundtrip", artifact) if artifact else ("final_model", trained)
-    log(f"{name} {score_text(cfg, score)}", f"{name}_exact {score_text(cfg, score, 8)}")
-    check_finite(score.val_loss, "the final val_loss", report["steps"], [])
+    for name, score in (("final_model", trained), (f"final_{CODEC}_zlib_roundtrip", artifact)):
+        if score:
+            log(f"{name} {score_text(cfg, score)}", f"{name}_exact {score_text(cfg, score, 8)}")
+            check_finite(score.val_loss, "the final val_loss", report["steps"], [])
     if team.rank > 0:
         return None
     # 4. samples, curve, result
