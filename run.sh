@@ -82,7 +82,6 @@ case "${1:-}" in
     data) shift; setup; data "$@" ;;
     test) shift; setup; exec "$PYTHON" -m pytest -q "$@" ;;
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
-    record) shift; [ -f records/record.py ] || refuse "records/record.py is not there yet"
-        setup; exec "$PYTHON" records/record.py "$@" ;;
+    record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
     *) train "$@" ;;
 esac

@@ -1256,6 +1256,7 @@ def run(cfg, env, log):
         # 3. the score of a file
         score = evaluate(model, cfg, data, team, log)
         trained, artifact = (None, score) if cfg.eval_from.endswith(".ptz") else (score, None)
+        peak = peak_memory(team)
     else:
         # 3. rehearsal, training, the score of what was trained, then of the artifact as read back
         model = GPT(cfg, team.dtype)
@@ -1267,7 +1268,7 @@ def run(cfg, env, log):
         setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
         log(f"setup:{setup_ms}ms compile:{compile_ms}ms micro_batch:{micro}x{cfg.train_seq_len}")
         trained, curves, report = train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log)
-        log(peak_memory(team))
+        log(peak := peak_memory(team))
         sizes = team.share(write_artifact(cfg, model, folder, source, log) if team.rank == 0 else None)
         report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro,
                        compiled=loss_fn is not model, **sizes)
@@ -1292,7 +1293,7 @@ def run(cfg, env, log):
         resumed=False, trained=trained and trained._asdict(), artifact=artifact and artifact._asdict(),
         eval=eval_settings(cfg), bytes_code=len(source), code_sha256=hashlib.sha256(source).hexdigest(),
         world_size=team.world_size, hardware=hardware(team), torch=torch.__version__,
-        peak_memory=peak_memory(team), config=config, overrides=changed, started=started, finished=utc_now(),
+        peak_memory=peak, config=config, overrides=changed, started=started, finished=utc_now(),
         data=dict(name=data.name, fingerprint=data.fingerprint, train_tokens=int(loader.edges[-1]),
                   val_tokens=len(data.val), val_bytes=data.val_bytes, sha256=data.sha256),
         process_ms=round(1e3 * (time.perf_counter() - began)))

@@ -126,5 +126,5 @@ def test_the_other_commands(folder):
     assert run(folder, "data", "sp1024", PYTHON="stub")[2] == ["data/download.py sp1024"]
     assert run(folder, "test", "-k", "x", PYTHON="stub")[2] == ["-m pytest -q -k x"]
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
-    refused(folder, ["record.py"], "record", "new", PYTHON="stub")
+    assert run(folder, "record", "check", "x", PYTHON="stub")[2] == ["records/record.py check x"]
     assert os.access(ROOT / "run.sh", os.X_OK)
