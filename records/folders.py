@@ -25,46 +25,55 @@ ROOT = HOME.parent
 # ------------------------------------------------------------ rules
 class Track(NamedTuple):
     """What a record of one game must show. 0, "" and None: no such rule."""
-    metric: str                 # val_bpb, val_loss or core
-    rank: str                   # metric, or time: what the board sorts by
-    target: float | None        # the metric's mean must reach it; None: beat the record before
-    margin_nats: float          # by which the record before must be beaten, nats per token
-    p: float                    # of the one-sided test
-    min_runs: int
-    byte_cap: int               # script and artifact
-    time_cap: float             # seconds of training
-    eval_cap: float             # seconds of everything after training
-    data: str                   # dataset
-    fingerprint: str            # of its text
-    val: tuple                  # tokens and bytes of the val split; 0: any
-    eval: dict                  # settings that the score depends on; "=x": the same as x
-    hardware: str               # in the hardware line
-    start: float | None         # what the first record here must beat: the metric, or seconds
-    start_name: str
+    metric: str                     # val_bpb, val_loss or core
+    better: str                     # lower or higher
+    rank: str                       # metric, or time: what the board sorts by
+    data: str                       # dataset
+    target: float | None = None     # the metric's mean must reach it; None: beat the record before
+    margin: float = 0.0             # by which the record before must be beaten
+    unit: str = ""                  # of the margin: nats (per token) or bpb
+    p: float = 0.01                 # of the one-sided test
+    min_runs: int = 5
+    byte_cap: int = 0               # script and artifact
+    time_cap: float = 0             # seconds of training
+    eval_cap: float = 0             # seconds of everything after training
+    fingerprint: str = ""           # of the dataset's text
+    val: tuple = (0, 0)             # tokens and bytes of the val split
+    eval: dict = {}                 # settings that the score depends on; "=x": the same as x
+    hardware: str = ""              # how the hardware line begins; "": any, compared within its kind
+    start: float | None = None      # what the first record here must beat: the metric, or seconds
+    start_name: str = ""
 
 
-EMBEDDED = "dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49"
-PLAIN = {"eval_tokens": "full", "eval_stride": "=eval_context"}
 RULES = {1: {   # version -> track; a record is judged by the version that its submission.json names
-    "tiny": Track("val_bpb", "metric", None, 0, 0.01, 5, 0, 120, 0, "embedded", EMBEDDED, (0, 0), PLAIN, "",
-                  None, ""),
-    "golf": Track("val_bpb", "metric", None, 0.005, 0.01, 3, 16_000_000, 600, 600, "fineweb10B_sp1024", "",
-                  (62_021_632, 151_080_363), {"eval_tokens": "full"}, "8x NVIDIA H100",
-                  1.20143417, "parameter-golf 2026-03-19_TrainingOptSeq4096"),
-    "speedrun": Track("val_loss", "time", 3.28, 0, 0.01, 5, 0, 0, 0, "fineweb10B_gpt2", "", (0, 0),
-                      {"eval_tokens": "10485760"}, "8x NVIDIA H100", 132.2144,
-                      "modded-nanogpt 2025-11-29_BatchSizeSchedule"),
-    "gpt2": Track("core", "time", 0.256525, 0, 0.025, 5, 0, 0, 0, "climbmix", "", (0, 0), {},
-                  "8x NVIDIA H100", 8967, "nanochat, depth 26, ratio 7.25"),
+    "tiny": Track(
+        "val_bpb", "lower", "metric", "embedded", time_cap=120,
+        fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
+        eval={"eval_tokens": "full", "eval_stride": "=eval_context"}),
+    "golf": Track(
+        "val_bpb", "lower", "metric", "fineweb10B_sp1024", margin=0.005, unit="nats", min_runs=3,
+        byte_cap=16_000_000, time_cap=600, eval_cap=600, val=(62_021_632, 151_080_363),
+        eval={"eval_tokens": "full"}, hardware="8x NVIDIA H100",
+        start=1.20143417, start_name="parameter-golf 2026-03-19_TrainingOptSeq4096"),
+    "speedrun": Track(
+        "val_loss", "lower", "time", "fineweb10B_gpt2", target=3.28, eval={"eval_tokens": "10485760"},
+        hardware="8x NVIDIA H100", start=132.2144, start_name="modded-nanogpt 2025-11-29_BatchSizeSchedule"),
+    "gpt2": Track(
+        "core", "higher", "time", "climbmix", target=0.256525, p=0.025, hardware="8x NVIDIA H100",
+        start=8967, start_name="nanochat, depth 26, ratio 7.25"),
 }}
 NEWEST = max(RULES)
 
 
 
+class Altered(Refused):
+    """A folder of ours that no longer says by which rules it is to be judged: a rule that fails."""
+
+
 def track_of(submission):
     version, name = submission.get("rules_version"), submission.get("track")
-    demand(version in RULES, f"submission.json: rules_version {version!r} is none of {list(RULES)}")
-    demand(name in RULES[version], f"submission.json: track {name!r} is none of {', '.join(RULES[version])}")
+    for key, value, known in (("rules_version", version, list(RULES)), ("track", name, list(RULES[NEWEST]))):
+        demand(value in known, f"submission.json: {key} is {value!r}, known are {known}", Altered)
     return RULES[version][name]
 
 
@@ -84,7 +93,7 @@ def read_json(path):
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Refused(f"{path.parent.name} has no {path.name}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{path.name} is no JSON ({str(error)[:80]})") from None
     demand(isinstance(found, dict), f"{path.name} holds no JSON object")
     return found
@@ -99,14 +108,14 @@ class Folder:
         demand(len(self.names) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} files")
         self.files = [name for name in self.names if (self.path / name).is_file()]
         self.submission = read_json(self.path / "submission.json") if "submission.json" in self.files else {}
-        self.ours = "rules_version" in self.submission
         self.results = {name: read_json(self.path / name) for name in self.files
                         if re.fullmatch(r"result(_seed\d+)?\.json", name)}
         read = lambda name: (self.path / name).read_bytes() if name in self.files else b""  # noqa: E731
         page = next((name for name in self.files if name.lower() == "readme.md"), "README.md")
         self.script, self.readme = read("train_gpt.py"), read(page).decode("utf-8", "replace")
-        self.runs, self.baseline = [], []
+        self.runs, self.baseline, self.ours = [], [], "rules_version" in self.submission or bool(self.results)
         if self.ours:
+            demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
             self.track = track_of(self.submission)
             for name in self.files:
                 if re.fullmatch(r"(train|train_seed\d+|baseline_seed\d+)\.log", name):
@@ -114,8 +123,9 @@ class Folder:
         else:
             self.track = None
             for log in find_logs(self.path):
-                with contextlib.suppress(Refused):
+                with contextlib.suppress(Refused, OSError):
                     run = read_log(log)
+                    run.label = str(log.relative_to(self.path))
                     if run.curves["val"] or run.finals or run.source:
                         self.runs.append(run)
         demand(self.runs, f"{self.path.name} holds no log of a run")
@@ -144,6 +154,10 @@ class Folder:
     def hardware(self):
         return self.result(self.runs[0])["hardware"]
 
+    def finished(self):
+        """When the last of its runs ended, UTC."""
+        return max(self.result(run)["finished"] for run in self.runs)
+
     def first_of_track(self):
         return self.track.target is None and self.track.start is None and not self.submission["before"]
 
@@ -154,14 +168,15 @@ class Folder:
             return f"{metric} against {track.target}", test_target(self.values(metric), track.target, metric)
         if self.first_of_track():
             return "the first record of its track", None
-        if before and self.baseline and not track.hardware:     # any machine: only the same one compares
-            found = test_welch([run.value(metric) for run in self.baseline], self.values(metric), metric)
-            return f"{metric} against {before['name']} run again on the same machine", found and found[0]
+        if before and track.start is None:      # a game of our own: both sides are runs, on the same machine
+            old = [run.value(metric) for run in self.baseline] or before["values"]
+            found, again = test_welch(old, self.values(metric), metric), " run again" * bool(self.baseline)
+            return f"{metric} against {before['name']}{again}, Welch", found and found[0]
         goal, name = (before["mean"], before["name"]) if before else (track.start, track.start_name)
         tokens, size = track.val
-        margin = track.margin_nats / math.log(2) * tokens / size if size else 0.0
+        margin = track.margin / math.log(2) * tokens / size if size else 0.0       # nats per token -> bpb
         goal += margin if metric in HIGHER else -margin
-        less = f" less {track.margin_nats} nats" * bool(margin)
+        less = f" less {track.margin} {track.unit}" * bool(margin)
         claim = f"{metric} against {show(metric, goal)}, {name}{less}"
         return claim, test_target(self.values(metric), goal, metric)
 
@@ -213,8 +228,14 @@ def computed(folder):
         out |= {f"{metric}_{part}": value and round(value, 10)      # the same on every machine
                 for part, value in (("mean", stats.mean), ("std", stats.std))}
     test = folder.test()[1]
-    return out | {"n": len(folder.runs), "seeds": [folder.result(run)["seed"] for run in folder.runs],
+    seeds = [folder.result(run)["seed"] for run in folder.runs]
+    return out | {"date": folder.finished()[:10], "n": len(folder.runs), "seeds": seeds,
                   "p": test and round(test.p, 10)}
+
+
+def named(run):
+    """The constants of a log of ours that two runs of one record share."""
+    return {name: value for name, value in run.config.items() if name not in ("seed", "run_id")}
 
 
 def open_run(path):
@@ -292,6 +313,7 @@ def render(folder):
                   ["author", s["author"]], ["github", s["github_id"]], ["git commit", s["git_commit"]],
                   ["code sha256", first["code_sha256"]],
                   ["artifact sha256", s["artifact_sha256"]], ["AI disclosure", s["ai_disclosure"]],
+                  ["pure systems change", "yes" if s["systems_change"] else "no"],
                   ["rules", f"version {s['rules_version']}, track {s['track']}"],
                   ["data", f"{first['data']['name']}, text {first['data']['fingerprint']}"],
                   ["evaluation", " ".join(f"{k}:{v}" for k, v in first["eval"].items())]]), "",
@@ -311,6 +333,9 @@ def before_lines(folder):
              f"{before['hardware']}, torch {before['torch']}.", "",
              table(["constant", "before", "now"], changed) if changed else "No constant differs.", "",
              f"train_gpt.py: {folder.submission['code_change']}"]
+    diff = (folder.path / "changes.diff").read_text(encoding="utf-8")
+    if 0 < diff.count("\n") <= 100:
+        lines += ["", "```diff", diff.rstrip("\n"), "```"]
     if folder.baseline:
         values, times = ([run.value(key) for run in folder.baseline] for key in (metric, "time"))
         found = test_welch(values, folder.values(metric), metric)

@@ -1,10 +1,12 @@
 """The leak probe: does a model's score depend on nothing but the tokens before each target?
 
-judge(...) runs in the process that decides. The folder's own train_gpt.py, a stranger's code, runs in a
-worker process with a time limit; it is asked for log-probabilities only and judged on what it answers:
+judge(...) runs in the process that decides. The folder's own train_gpt.py, a stranger's code, runs in two
+worker processes with a time limit; they are asked for log-probabilities only and judged on what they answer:
 1. changing the tokens after position t leaves every log-probability up to t as it was;
 2. every row is a distribution: finite, and its exponentials sum to 1;
-3. neither the other rows of a batch nor earlier calls change a row.
+3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
+One worker sees the documents as they are, the other only changed ones, in random order and company.
+It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. ARTIFACT - means random weights for the
 configuration that the environment asks for: a leak is a property of the code, with any weights.
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-TOLERANCE = 1e-5        # nats; the same shape gives the same bits on a CPU
+NOISE, LEAST = 1e-4, 2e-6   # nats: what other batch sizes may change by rounding, at most; what is none
 SUM_TOLERANCE = 1e-4    # nats; of the logarithm of a row's sum
 ALIGNMENTS = (8, 16, 32, 64, 128)
 
@@ -34,8 +36,8 @@ def serve(script, artifact):
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)       # what the script prints goes to stderr
     import torch
-    spec = importlib.util.spec_from_file_location("stranger", script)
-    stranger = sys.modules["stranger"] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location("train_gpt", script)
+    stranger = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stranger)
     if artifact != "-":
         model, cfg = stranger.load_model(artifact)
@@ -44,13 +46,15 @@ def serve(script, artifact):
         model, generator = stranger.GPT(cfg), torch.Generator().manual_seed(0)
         for p in model.parameters():    # zero-initialised projections would hide what flows through them
             p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
-        model.set_context(cfg.train_seq_len, cfg.window_schedule[-1])
+    context = None      # sequences of another length need other positions and masks
     hello = {"T": cfg.train_seq_len, "V": cfg.vocab_size, "windows": list(cfg.window_schedule)}
     answers.write(json.dumps(hello).encode() + b"\n")
     answers.flush()
     while head := sys.stdin.buffer.readline():
         shape = json.loads(head)
         tokens = np.frombuffer(sys.stdin.buffer.read(8 * shape[0] * shape[1]), np.int64).reshape(shape)
+        if shape[1] != context:
+            model.set_context(context := shape[1], cfg.window_schedule[-1])
         with torch.no_grad():
             out = stranger.log_probs(model, torch.from_numpy(tokens.copy())).float().contiguous().numpy()
         answers.write(json.dumps(list(out.shape)).encode() + b"\n" + out.tobytes())
@@ -111,9 +115,14 @@ class Model:
         self.process.communicate()
 
 
-def places(T, windows, rng):
-    """Last unchanged positions to try: odd ones, each alignment and the place before it, window edges."""
-    found = {1, T // 2, T - 2, *(int(t) | 1 for t in rng.integers(0, T - 2, 2))}
+def places(T, windows, rng, most):
+    """Last unchanged positions to try: all if they are at most so many, else some odd ones, a random multiple
+    of each alignment and the place before it, and the edges of the windows; most 0: two odd ones."""
+    if T - 1 <= most:
+        return list(range(T - 1))
+    if not most:
+        return [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
+    found = {1, T // 2, T - 2, *(int(t) | 1 for t in rng.integers(0, T - 2, 4))}
     for a in ALIGNMENTS:
         if a < T - 1:
             place = a * int(rng.integers(1, (T - 2) // a + 1))
@@ -123,9 +132,8 @@ def places(T, windows, rng):
     return sorted(t for t in found if 0 <= t < T - 1)
 
 
-def documents(about, val_files, rng):
+def documents(T, V, val_files, rng):
     """[(kind, tokens (T,))]: random tokens, and a piece of the val split where it is at hand."""
-    T, V = about["T"], about["V"]
     found = [("random tokens", rng.integers(0, V, T))]
     for path in val_files[:1]:
         val = np.memmap(path, "<u2", "r", 1024)
@@ -136,48 +144,72 @@ def documents(about, val_files, rng):
 
 
 def check_rows(rows, what):
-    """Every (V,) of rows (T, V) is a distribution."""
-    if not np.isfinite(rows).all() and not (rows[~np.isfinite(rows)] == -np.inf).all():
+    """Every (V,) of rows (…, V) is a distribution."""
+    if np.isnan(rows).any() or (rows == np.inf).any():
         raise ProbeFailed(f"log_probs are not finite ({what})")
-    for part in np.array_split(rows, max(1, rows.size >> 24)):
-        sums = np.log(np.exp(part.astype(np.float64)).sum(-1))
-        if float(np.abs(sums).max()) > SUM_TOLERANCE:
-            total = float(np.exp(sums[np.abs(sums).argmax()]))
+    for part in np.array_split(rows.reshape(-1, rows.shape[-1]), max(1, rows.size >> 24)):
+        sums = np.exp(part.astype(np.float64)).sum(-1)
+        worst = float(sums[np.abs(sums - 1).argmax()])
+        if abs(worst - 1) > SUM_TOLERANCE:
             raise ProbeFailed(f"log_probs are no distribution ({what}): the probabilities of a position sum "
-                              f"to {total:.6g}")
+                              f"to {worst:.6g}")
 
 
-def judge(script, artifact, env, val_files=(), seconds=120, seed=None):
-    """Raises ProbeFailed. Returns what was tried, in one line."""
+def gap(row, base):
+    """The largest difference; that of -inf and -inf is none."""
+    with np.errstate(invalid="ignore"):
+        return float(np.nan_to_num(np.abs(row - base), nan=0.0, posinf=np.inf).max(initial=0.0))
+
+
+def probe(fresh, seen, T, V, windows, val_files, rng, most):
+    """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
+    tried, the largest effect, kinds of documents)."""
+    tried, worst, kinds, largest = 0, 0.0, [], max(1, min(24, (1 << 24) // (T * V)))
+    for kind, document in documents(T, V, val_files, rng):
+        base, noise = seen.log_probs(document[None])[0].copy(), 0.0
+        check_rows(base, kind)
+        kinds.append(kind)
+        for size in (2, 3, largest) if most else ():
+            company = rng.integers(0, V, (size, T))
+            company[place := int(rng.integers(size))] = document
+            noise = max(noise, gap(seen.log_probs(company)[place], base))
+        if noise > NOISE:
+            raise ProbeFailed(f"a leak: other rows or calls change log-probabilities by {noise:.3g} "
+                              f"nats ({kind})")
+        left = [int(t) for t in rng.permutation(places(T, windows, rng, most))]
+        while left:
+            batch = [left.pop() for _ in range(min(len(left), int(rng.integers(1, largest + 1))))]
+            rows = np.tile(document, (len(batch), 1))
+            for row, t in zip(rows, batch):
+                row[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
+            out = fresh.log_probs(rows)
+            check_rows(out, f"{kind}, changed")
+            for t, row in zip(batch, out):
+                worst = max(worst, effect := gap(row[:t + 1], base[:t + 1]))
+                if effect > (max(LEAST, 10 * noise) if most else NOISE):
+                    raise ProbeFailed(f"a leak: tokens after position {t}, or other rows or calls, change "
+                                      f"log-probabilities up to it by {effect:.3g} nats ({kind})")
+            tried += len(batch)
+    return tried, worst, kinds
+
+
+def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None):
+    """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
+    ones most changes are tried on 1,024 tokens and a few on all."""
     rng = np.random.default_rng(seed)
-    model = Model(script, artifact, env, seconds)
-    try:
-        T, V = model.about["T"], model.about["V"]
-        tried, worst, kinds = 0, 0.0, []
-        for kind, document in documents(model.about, val_files, rng):
-            kinds.append(kind)
-            base = None
-            for t in places(T, model.about["windows"], rng):
-                changed = document.copy()
-                changed[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
-                first, second = model.log_probs(np.stack([document, changed]))
-                if base is None:
-                    base = first.copy()
-                check_rows(second, f"{kind}, changed after {t}")
-                for name, row, upto in (("other rows or calls", first, T), ("later tokens", second, t + 1)):
-                    with np.errstate(invalid="ignore"):      # -inf minus -inf is no change
-                        gap = float(np.nan_to_num(np.abs(row[:upto] - base[:upto]), nan=0.0).max())
-                    worst = max(worst, gap)
-                    if gap > TOLERANCE:
-                        raise ProbeFailed(f"a leak: {name} change log-probabilities up to position {t} by "
-                                          f"{gap:.3g} nats ({kind})")
-                tried += 1
-            check_rows(base, kind)
-        weights = "the artifact" if artifact else "random weights"
-        return (f"{tried} changes of later tokens in {T} of {' and '.join(kinds)}, {weights}: the largest "
-                f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
-    finally:
-        model.close()
+    with contextlib.ExitStack() as stack:
+        seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
+                       for _ in range(2))
+        about, full = seen.about, context or seen.about["T"]
+        T, V, windows = min(full, 1024), about["V"], about["windows"]
+        tried, worst, kinds = probe(fresh, seen, T, V, windows, val_files, rng, 512 if T * V < 1 << 21 else 1)
+        lengths = f"{T}"
+        if full > T:
+            more, effect, _ = probe(fresh, seen, full, V, [], val_files[:0], rng, 0)
+            tried, worst, lengths = tried + more, max(worst, effect), f"{T} and {full}"
+    weights = "the artifact" if artifact else "random weights"
+    return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
+            f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
 
 
 def score(script, artifact, env, val, seconds):

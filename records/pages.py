@@ -26,24 +26,25 @@ def near(text, value):
 
 
 def page_lists(readme):
-    """[(name, [number as printed])] of the Python lists on a page, in order."""
+    """[(name, [number as printed], where it ends)] of the Python lists on a page, in order."""
     found = re.finditer(r"^\s*(\w+)\s*=\s*\[([\d.,\s]+)\]", readme, re.M)
-    return [(m[1], re.findall(r"\d+\.\d+", m[2]), m.end()) for m in found]
+    return [(m[1], re.findall(r"\d+(?:\.\d+)?", m[2]), m.end()) for m in found]
 
 
 def list_findings(readme, runs):
     """Lists of losses and times on the page, against the logs of the script that they tell of."""
     lists = [*page_lists(readme), ("", [], 0)]
     for (name, losses, _), (other, times, _) in zip(lists, lists[1:]):
-        if len(losses) < 2 or not name.lower().startswith("loss"):
-            continue
         paired = other.lower().startswith("time") and len(times) == len(losses)
+        if len(losses) < 2 or not (paired or name.lower().startswith("loss")):
+            continue
+        size = 1000 if paired and float(min(times, key=float)) > 20_000 else 1     # milliseconds, or seconds
         rows = list(zip(losses, times if paired else losses))
 
         def fits(row, run):
             """(the loss fits, the time fits)"""
             loss = near(row[0], run.value("val_loss"))
-            return loss, near(row[1], run.time) if paired else loss
+            return loss, near(row[1], run.time and run.time * size) if paired else loss
 
         def hits(group):
             return sum(any(any(fits(row, run)) for run in group) for row in rows)
@@ -97,6 +98,11 @@ def claim_findings(readme, runs):
     values = [run.value("val_bpb") for run in runs if run.finished and run.value("val_bpb")]
     if len(values) < 2:
         return
+    mean = describe(values).mean
+    for text in re.findall(r"(?i)\bmean\b[^\d\n]{0,60}?(\d\.\d{4,})", readme):
+        known = [mean, describe([run.value("val_loss") for run in runs if run.finished]).mean, *values]
+        if 0.99 < float(text) / mean < 1.01 and not any(near(text, value) for value in known):
+            yield f"README: mean {text} on the page, the logs give {mean:.8f}"
     said = re.search(r"\bt\s*=\s*`?-?(\d+\.\d+)", readme)
     goal = re.search(r"(?i)against\s+`?(\d\.\d{3,})", readme)
     if said and goal:
@@ -104,6 +110,9 @@ def claim_findings(readme, runs):
         if (not freedom or int(freedom[1]) == test.df) and not near(said[1], abs(test.t)):
             yield (f"README: t={said[1]} on the page, the logs give t={abs(test.t):.2f} df={test.df:.0f} "
                    f"p={test.p:.4f}")
+        p = re.search(r"\bp\s*=\s*`?(0\.\d+)", readme)
+        if p and not near(p[1], test.p):
+            yield f"README: p={p[1]} on the page, the logs give p={test.p:.4f}"
     spread = re.search(r"(?i)standard deviation[^\d\n]{0,20}(\d\.\d+)", readme)
     if spread and not near(spread[1], describe(values).std):
         yield f"README: standard deviation {spread[1]} on the page, the logs give {describe(values).std:.5f}"

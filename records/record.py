@@ -16,6 +16,7 @@ on disk, their README), runs.py (logs, statistics), trials.py (what trains or co
 foreign pages), leak_probe.py. Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
+import ast
 import contextlib
 import itertools
 import json
@@ -36,11 +37,15 @@ import leak_probe  # noqa: E402
 import pages  # noqa: E402
 import trials  # noqa: E402
 from folders import (  # noqa: E402
-    HOME, KEYS, NEWEST, NOTES, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, config_of,
-    open_run, rank_key, read_json, readme_of, records_of, render, sha256, summary_of, table)
-from runs import DIGITS, Refused, demand, describe, show, test_line, test_target, test_welch  # noqa: E402
+    HOME, KEYS, NEWEST, NOTES, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed,
+    config_of, named, open_run, rank_key, read_json, readme_of, records_of, render, sha256, summary_of, table)
+from runs import (  # noqa: E402
+    DIGITS, FINAL, RULER, STEP, Refused, demand, describe, show, test_line, test_target, test_welch)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
+MEMBERS = re.compile(r"(train|train_seed\d+|baseline_seed\d+)\.log|result(_seed\d+)?\.json|train_gpt\.py|"
+                     r"loss\.png|changes\.diff|final_model\.\w+\.ptz")
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
 
 # ------------------------------------------------------------ 1 what check asks
@@ -72,6 +77,12 @@ def same(where, name, there, other, here):
     hold(there == here, f"{where}: {name} is {there!r}, in {other} {here!r}")
 
 
+def difference(there, here):
+    """(line number, line of there, line of here) of two texts' first difference, or None."""
+    lines = itertools.zip_longest(there.split("\n"), here.split("\n"), fillvalue="")
+    return None if there == here else next((i, a, b) for i, (a, b) in enumerate(lines, 1) if a != b)
+
+
 def each(folder):
     """(run, file name of its log, its result, that file's name) of a folder of ours. NoEvidence of others."""
     if not folder.ours:
@@ -101,8 +112,11 @@ def check_score(folder, options):
         values = [run.value(track.metric) for run in folder.runs]
         claim, test = f"against {track.target}", test_target(values, track.target, track.metric)
     hold(test, f"{claim}: a single run, the test needs more")
-    if folder.submission.get("systems_change"):
-        return f"{claim}: {test_line(test)}; waived, as this is a pure systems change"
+    if folder.ours and folder.submission["systems_change"] and track.rank == "time":
+        mean = describe(folder.values(track.metric)).mean
+        good = mean <= track.target if track.better == "lower" else mean >= track.target
+        hold(good, f"{claim}: the mean is {mean}")
+        return f"{claim}: mean {mean:.6f}; the test is waived for a pure systems change"
     hold(test.p < track.p, f"{claim}: {test_line(test)}, the rule asks for p < {track.p}")
     return f"{claim}: {test_line(test)}"
 
@@ -194,14 +208,23 @@ def check_flags(folder, options):
     """No extra torch._inductor.config or torch.compile flags in the speedrun."""
     if folder.track.data != "fineweb10B_gpt2":
         return None
-    source = folder.source()
-    if not source:
-        raise NoEvidence
-    calls = re.findall(r"torch\.compile\(([^()]*(?:\([^()]*\)[^()]*)*)\)", source)
-    flags = {flag for call in calls for flag in re.findall(r"(\w+)\s*=[^=]", call)} - {"dynamic", "fullgraph"}
-    config = re.search(r"inductor[._]config\b", source)
-    hold(not flags, f"train_gpt.py: torch.compile with {', '.join(sorted(flags))}")
-    hold(not config, f"train_gpt.py: {config and config[0]}")
+    try:
+        tree = ast.parse(folder.source() or "raise")
+    except (SyntaxError, ValueError, RecursionError):
+        raise NoEvidence from None
+    names = {"compile": "torch"}        # of torch.compile, by whatever name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            names |= {alias.asname or alias.name: "" for alias in node.names if alias.name == "compile"}
+        texts = [getattr(node, key, None) for key in ("id", "attr", "name", "module", "value")]
+        for text in (text for text in texts if isinstance(text, str)):
+            hold("_inductor" not in text and "TORCHINDUCTOR" not in text,
+                 f"train_gpt.py, line {getattr(node, 'lineno', '?')}: {text[:60]!r}")
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        flags = [word.arg or "**" for word in node.keywords if word.arg not in ("dynamic", "fullgraph")]
+        hold(not flags or names.get(name) != owner,
+             f"train_gpt.py, line {node.lineno}: torch.compile with {', '.join(flags)}")
     return "none"
 
 
@@ -224,10 +247,12 @@ def check_leaks(folder, options):
     if options.no_exec:
         return "LEFT OUT by --no-exec"
     artifact, script = artifact_of(folder, options), folder.path / "train_gpt.py"
+    context = result["eval"]["eval_context"]
     env = {name.upper(): value for name, value in result["config"].items()
            if name not in ("run_id", "sample", "eval_from", "dry_run", "device", "dtype")}
     try:
-        return leak_probe.judge(script, artifact, env | {"DEVICE": "cpu"}, val_files(result), options.seconds)
+        return leak_probe.judge(script, artifact, env | {"DEVICE": "cpu"}, val_files(result), options.seconds,
+                                context)
     except leak_probe.ProbeFailed as error:
         raise Broken(f"train_gpt.py: {error}") from None
 
@@ -259,7 +284,8 @@ def check_runs(folder, options):
 def check_distinct(folder, options):
     seeds, scores = {}, {}
     for run in folder.runs:
-        score = (tuple(run.finals), tuple(run.curves["train"]), tuple(run.curves["val"]))
+        exact = [final for final in run.finals if final[0].endswith("exact")]       # to the eighth decimal
+        score = tuple(exact or [*run.finals, *run.curves["val"], run.time])
         hold(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
         hold(run.seed not in seeds or run.seed < 0,
              f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
@@ -280,10 +306,11 @@ def check_source(folder, options):
         raise NoEvidence
     for run in folder.runs:
         source = run.source or ""
-        lines = itertools.zip_longest(source.strip().splitlines(), script.strip().splitlines(), fillvalue="")
-        for i, (there, here) in enumerate(lines, 1):
-            hold(there == here, f"{run.file}: its source ({len(source.encode())} bytes) differs from "
-                 f"train_gpt.py ({len(script.encode())} bytes), line {i}: {there[:60]!r}, not {here[:60]!r}")
+        if found := difference(source.strip(), script.strip()):
+            i, there, here = found
+            at = max(0, len(os.path.commonprefix([there, here])) - 30)
+            hold(False, f"{run.file}: its source ({len(source.encode())} bytes) differs from train_gpt.py "
+                 f"({len(script.encode())} bytes), line {i}: {there[at:at + 60]!r}, not {here[at:at + 60]!r}")
     for _, _, result, where in each(folder) if folder.ours else ():
         for key, value in (("code_sha256", sha256(folder.script)), ("bytes_code", len(folder.script))):
             same(where, key, result[key], "train_gpt.py", value)
@@ -310,11 +337,15 @@ def check_config(folder, options):
 def check_results(folder, options):
     for run, name, result, where in each(folder):
         exact = {tag: (loss, bpb) for tag, loss, bpb in run.finals}
-        for part, tag in (("trained", "final_model_exact"), ("artifact", "final_int8_zlib_roundtrip_exact")):
-            hold(tag in exact, f"{name} has no line {tag}")
-            for key, there in zip(("val_loss", "val_bpb"), exact[tag]):
-                if there is not None:
-                    same(where, f"{part} {key}", round(result[part][key], 8), name, there)
+        for part, tag in (("trained", "final_model"), ("artifact", "final_int8_zlib_roundtrip")):
+            for line, digits in ((tag, 4), (tag + "_exact", 8)):
+                hold(line in exact, f"{name} has no line {line}")
+                for key, there in zip(("val_loss", "val_bpb"), exact[line]):
+                    if there is not None:
+                        told = round(result[part][key], digits)
+                        same(where, f"{part} {key}", told, f"{name}, {line}", there)
+        (*_, (_, seconds, loss, _)), last = run.curves["val"], f"the last validation of {name}"
+        same(where, "trained val_loss", round(result["trained"]["val_loss"], 4), last, loss)
         part = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
         for key in ("val_loss", "val_bpb"):
             same(where, key, result[key], f"its {part}", result[part][key])
@@ -324,9 +355,14 @@ def check_results(folder, options):
             same(where, key, result[key], name, run.said.get(key))
         for key in "world_size hardware torch peak_memory".split():
             same(where, key, str(result[key]), name, run.said.get(key))
-        last = f"the last validation of {name}"
         same(where, "steps", result["steps"], last, run.steps)
-        same(where, "train_time_ms", result["train_time_ms"], last, round(run.time * 1e3))
+        same(where, "train_time_ms", result["train_time_ms"], last, round(seconds * 1e3))
+        if result["stop_reason"] == "wallclock_cap":
+            last = f"stopping_early of {name}"
+            same(where, "train_time_ms", result["train_time_ms"], last, run.said.get("stopped_ms"))
+        told = f"val_loss:{result['val_loss']:.4f}"
+        told += f" val_bpb:{result['val_bpb']:.4f}" if result["val_bpb"] else ""
+        same(name, "score", run.table.get("score"), where, told)
         same(where, "bytes_total", result["bytes_total"], "bytes_model and train_gpt.py",
              result["bytes_model"] + len(folder.script))
     return "agree with the logs to the last digit, sizes add up"
@@ -343,9 +379,9 @@ def check_submission(folder, options):
         same("submission.json", key, folder.submission.get(key), "what the logs make", value)
     missing = [key for key in KEYS if key not in folder.submission]
     hold(not missing, f"submission.json lacks {', '.join(missing)}")
-    texts = (folder.path / "submission.json").read_text(encoding="utf-8"), json_text(folder.submission)
-    for i, (there, here) in enumerate(zip(*(text.split("\n") for text in texts)), 1):
-        hold(there == here, f"submission.json, line {i}: {there.strip()}, as numbers {here.strip()}")
+    text = (folder.path / "submission.json").read_text(encoding="utf-8")
+    found = difference(text, json_text(folder.submission))
+    hold(not found, f"submission.json (line, as it is, as its numbers are written): {found}")
     return f"{len(numbers)} recomputed"
 
 
@@ -360,6 +396,10 @@ def check_foreign_submission(folder):
             best = min(values + means, key=lambda value: abs(value - s[key]))
             if abs(best - s[key]) > slack:
                 problems.append(f"submission.json: {key} {s[key]} is in no log, the nearest is {best:.8f}")
+    values = [run.value("val_bpb") for run in folder.runs if run.value("val_bpb")]
+    if len(values) > 1 and s.get("val_bpb") == min(values) < describe(values).mean:
+        problems.append(f"submission.json: val_bpb {s['val_bpb']} is the best of {len(values)} runs, "
+                        f"their mean is {describe(values).mean:.8f}")
     total, models = s.get("bytes_total"), [int(run.said.get("bytes_model", 0)) for run in folder.runs]
     if isinstance(total, int) and any(models) and code and total - code not in models:
         model = min(filter(None, models), key=lambda model: abs(total - code - model))
@@ -380,6 +420,8 @@ def check_files(folder, options):
         same(name, "sha256", sha256((folder.path / name).read_bytes()), "submission.json", digest)
     extra = [name for name in folder.names if name not in {*listed, "README.md", "submission.json"}]
     hold(not extra, f"{', '.join(extra[:3])}: not listed in submission.json")
+    strange = [name for name in listed if not MEMBERS.fullmatch(name)]
+    hold(not strange, f"{', '.join(strange[:3])}: no part of a record, a script must run alone")
     for name in ("train.log", "result.json", "train_gpt.py", "loss.png"):
         hold(name in listed, f"{name} is not part of the record")
     artifact = [name for name in listed if name.endswith(".ptz")]
@@ -397,9 +439,9 @@ def check_readme(folder, options):
     _, closed, end = rest.partition(NOTES[1])
     hold(found and closed, f"README.md has no block between {NOTES[0]} and {NOTES[1]}")
     want_top, want_end = render(folder)
-    pages_lines = (page.split("\n") for page in (f"{top}{end}", f"{want_top}\n\n{want_end}"))
-    for i, (there, here) in enumerate(itertools.zip_longest(*pages_lines), 1):
-        hold(there == here, f"README.md, line {i} (notes apart): {there!r}, "
+    if found := difference(f"{top}{end}", f"{want_top}\n\n{want_end}"):
+        i, there, here = found
+        hold(False, f"README.md, line {i} (notes apart): {there!r}, "
              f"submission.json and the logs make {here!r}")
     return "is what submission.json and the logs make, notes apart"
 
@@ -424,13 +466,13 @@ def check_before(folder, options):
     """The record before is known and told as it is; the difference too; the same machine and torch build."""
     runs, before, others = each(folder), folder.submission["before"], records_of(folder.submission["track"])
     hold(folder.track.rank != "time" or folder.baseline, "time is claimed without logs of a baseline")
+    older = {name: other for name, other in others.items() if other.finished() < folder.finished()}
+    best = best_before(older, folder.hardware())
+    hold((before["name"] if before else "none") == best, "submission.json: the record before is "
+         f"{before['name'] if before else None!r}, but the best in this repository by then is {best!r}")
     if not before:
-        date = folder.submission["date"]
-        earlier = [name for name, other in others.items() if other.submission["date"] < date]
-        hold(not earlier, f"submission.json names no record before, but {', '.join(earlier[:1])} is older")
         return "none, it is the first of its track"
-    other = others.get(before["name"])
-    hold(other, f"submission.json: the record before, {before['name']}, is not in this repository")
+    other = others[before["name"]]
     for key, value in summary_of(before["name"], other).items():
         same("submission.json", f"before: {key}", before[key], before["name"], value)
     diff = code_diff(other.script, folder.script)
@@ -444,7 +486,14 @@ def check_before(folder, options):
             if not folder.baseline:
                 same(name, key, run.said.get(key), f"{before['name']}, with no baseline logs,", before[key])
     if folder.baseline:
+        hold(len(folder.baseline) > 2, f"{len(folder.baseline)} baseline logs, the rules ask for 3")
+        scores = [tuple(base.finals) for base in folder.baseline]
+        hold(len({*scores}) == len(scores), "two baseline logs hold the same run")
         for base in folder.baseline:
+            hold(base.finished, f"{base.file} was cut off")
+            told, was = named(base), before["config"]
+            for key in sorted({*told, *was}):
+                same(base.file, f"config {key}", told.get(key), before["name"], was.get(key))
             same(base.file, "sha256 of its source", sha256((base.source or "").encode()), before["name"],
                  before["code_sha256"])
         metric, p = folder.track.metric, folder.track.p
@@ -481,6 +530,8 @@ def check_rerun(folder, options):
         hold(abs(nats - want["val_loss"]) < slack, f"{artifact.name}: val_loss added up here from log_probs "
              f"is {nats:.8f}, in {where} {want['val_loss']:.8f}")
         text += f", added up here from log_probs {nats:.8f}"
+    else:
+        text += " (too large or another protocol than one row after the other: not added up here)"
     return f"{text}, in {where} {want['val_loss']:.8f}"
 
 
@@ -520,7 +571,7 @@ def check(folder, options, say):
                 text, word = "the format has no evidence of it", "n/a"
             except (Broken, Refused) as error:
                 text, word = str(error), "FAIL"
-            except (KeyError, TypeError, ValueError, AttributeError, OSError, ArithmeticError) as error:
+            except (OSError, *DAMAGE) as error:
                 text, word = f"what is there is damaged: {type(error).__name__} {str(error)[:120]}", "FAIL"
             if text is not None:
                 say(f"  {word:4}  {name:26}  {text}")
@@ -552,16 +603,30 @@ def findings(path):
     return out + ["README: there is none"] * (not folder.readme)
 
 
+def looks_like_log(path):
+    """Does a file begin or end as a log of some run does?"""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with open(path, "rb") as file:
+                start = file.read(1 << 18)
+                file.seek(max(0, path.stat().st_size - (1 << 16)))
+                text = (start + b"\n" + file.read()).decode("utf-8", "replace")
+            return RULER in text or bool(STEP.search(text) or FINAL.search(text))
+    return False
+
+
 def record_folders(root):
-    """Folders below root that hold a record: with submission.json or a README beside or above logs."""
+    """Folders below root that hold a record: submission.json, or logs that no folder above claims with a
+    submission.json or with a README beside logs of its own."""
     found = []
     for here, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-        logs = any(name.endswith((".log", ".txt")) for name in names)
-        above = any(str(here).startswith(str(other) + os.sep) for other in found)
-        if "submission.json" in names or logs and not above:
-            found.append(Path(here))
-    return found
+        here, claimed = Path(here), any(other in Path(here).parents for other, claims in found if claims)
+        if "submission.json" in names:
+            found.append((here, True))
+        elif not claimed and any(looks_like_log(here / n) for n in names if n.endswith((".log", ".txt"))):
+            found.append((here, any(name.lower() == "readme.md" for name in names)))
+    return [path for path, _ in found]
 
 
 def audit(root, say):
@@ -573,6 +638,8 @@ def audit(root, say):
             found = findings(path)
         except Refused as error:
             found = [str(error)]
+        except (OSError, *DAMAGE) as error:
+            found = [f"what is there is damaged: {type(error).__name__} {str(error)[:120]}"]
         bad += bool(found)
         name = path.relative_to(root) if path != Path(root) else path.name
         say(f"{name}: {len(found) or 'no'} finding{'s' * (len(found) != 1)}")
@@ -591,7 +658,7 @@ def siblings(paths, chosen, first):
     """{run_id: result} of the finished runs beside those at paths, and in logs/, that are not chosen but have
     the code and constants of the result `first`."""
     found = {}
-    for parent in {Path(path).resolve().parent for path in paths} | {Path("logs").resolve()}:
+    for parent in {Path(path).resolve().parent for path in paths} | {Path("logs").resolve(), ROOT / "logs"}:
         for path in sorted(parent.glob("*/result.json")):
             with contextlib.suppress(Refused, KeyError, AttributeError):
                 result = read_json(path)
@@ -641,6 +708,9 @@ def new(args, say):
                f"--exclude {name}=reason")
     unknown = [name for name in reasons if name not in others]
     demand(not unknown, f"--exclude {unknown[:1]} is no finished run of the same code and constants")
+    baseline = [open_run(path) for path in args.baseline]
+    seeds = {result["seed"] for _, result in baseline}
+    demand(len(seeds) == len(baseline), "two baseline runs have the same seed")
     # 2. which record before
     earlier = records_of(preset)
     before = args.before or best_before(earlier, first["hardware"])
@@ -652,13 +722,14 @@ def new(args, say):
     artifact, = sorted(home.glob("final_model.*.ptz"))[:1] or [None]
     demand(artifact, f"run {first['run_id']} has no artifact")
     demand(not folder.exists(), f"{folder.name} is there already")
+    final, folder = folder, folder.with_name(f".{folder.name}.tmp")     # whole or not at all
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for i, (run, result) in enumerate(opened):
         end = f"_seed{result['seed']}" if i else ""
         shutil.copyfile(run.path, folder / f"train{end}.log")
         shutil.copyfile(run.path.parent / "result.json", folder / f"result{end}.json")
-    for path in args.baseline:
-        run, result = open_run(path)
+    for run, result in baseline:
         shutil.copyfile(run.path, folder / f"baseline_seed{result['seed']}.log")
     shutil.copyfile(home / "train_gpt.py", folder / "train_gpt.py")
     if artifact.stat().st_size < ARTIFACT_LIMIT:
@@ -682,8 +753,9 @@ def new(args, say):
         (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
         submission |= computed(Folder(folder))
     (folder / "README.md").write_text(readme_of(Folder(folder)), encoding="utf-8")
-    say(f"made {os.path.relpath(folder)}; now `record check` it, then `record board`")
-    return str(folder)
+    folder.rename(final)
+    say(f"made {os.path.relpath(final)}; now `record check` it, then `record board`")
+    return str(final)
 
 
 # ------------------------------------------------------------ 4 board
@@ -697,30 +769,32 @@ def board_table(name, folders):
         s, link = describe(folder.values(by)), f"{folder.path.parent.name}/{folder.path.name}"
         spread = "one run" if s.std is None else f"± {show(by, s.std)}"
         rows.append([
-            f"[{folder.path.name}]({link})", f"{show(by, s.mean)} {spread}", s.n,
+            f"[{folder.path.name}]({link})", f"{show(by, s.mean)} {spread}",
+            show("val_bpb", describe(folder.values("val_bpb")).mean), s.n,
             f"{test.p:.4f}" if test else "first", folder.hardware(), folder.submission["author"],
             f"version {folder.submission['rules_version']}: " +
             (f"fails {', '.join(failed)}" if failed else "passes, code not run")])
     if track.start is not None:
-        rows.append([track.start_name, show(by, track.start), "", "", track.hardware, "", "the start"])
+        rows.append([track.start_name, show(by, track.start), "", "", "", track.hardware, "", "the start"])
     unit = " (s)" if by == "time" else ""
-    return table(["record", f"{by}{unit}, mean and std", "n", "p", "hardware", "by", "rules"], rows)
+    head = ["record", f"{by}{unit}, mean and std", "val_bpb", "n", "p", "hardware", "by", "rules"]
+    return table(head, rows)
 
 
 def rules_table():
     """The newest rules, a row a track, for people."""
     rows = []
     for name, track in RULES[NEWEST].items():
-        goal = f"mean {track.metric} {track.target}" if track.target is not None else "the record before"
-        goal += f" by {track.margin_nats} nats" * bool(track.margin_nats)
+        goal = f"mean {track.target}" if track.target is not None else "the record before"
+        goal += f" by {track.margin} {track.unit}" * bool(track.margin)
         goal += " in less time" * (track.rank == "time")
         caps = f"{track.byte_cap:,} bytes " * bool(track.byte_cap)
         caps += f"{track.time_cap} s" * bool(track.time_cap)
-        rows.append([name, goal, f"< {track.p}", track.min_runs, caps, track.data,
-                     " ".join(f"{k}:{v.lstrip('=')}" for k, v in track.eval.items()),
+        rows.append([name, f"{track.better} {track.metric}", goal, f"< {track.p}", track.min_runs, caps,
+                     track.data, " ".join(f"{k}:{v.lstrip('=')}" for k, v in track.eval.items()),
                      track.hardware or "any, compared within its kind"])
-    head = ["track", "to reach or beat", "p", "runs at least", "caps", "data", "evaluation", "hardware"]
-    return table(head, rows)
+    head = "track, better is, to reach or beat, p, runs at least, caps, data, evaluation, hardware"
+    return table(head.split(", "), rows)
 
 
 def board(say):
@@ -759,7 +833,8 @@ def parse(argv):
         ("--seconds", {"type": float, "default": 300}))
     add("audit", ("folder", {}))
     add("stats", paths, as_json, metric, ("--target", {"type": float}), ("--baseline", text))
-    add("compare", paths, ("--run", on), count, metric, ("--out", text), as_json, seed)
+    add("compare", paths, ("--run", on), count, metric, as_json, seed,
+        ("--out", {"default": "logs/compare.png"}))
     add("sweep", ("settings", {"nargs": "+"}), count, as_json, ("--command", text), seed)
     add("ablate", ("run", {}), count, ("--before", text), as_json, seed)
     add("noise", ("preset", {}), count, metric, as_json, seed)
@@ -779,7 +854,11 @@ def main(argv):
 
     try:
         if args.what == "check":
-            failed = check(Folder(args.folder), args, say)
+            try:
+                failed = check(Folder(args.folder), args, say)
+            except Altered as error:
+                say(f"  FAIL  {error}")
+                failed = ["rules"]
             say(f"{len(failed)} rules fail: {', '.join(failed)}" if failed else "nothing fails")
             return 1 if failed else 0
         if args.what == "audit":
@@ -796,7 +875,7 @@ def main(argv):
         why = str(error)
     except OSError as error:
         why = f"{error.filename or 'a file'}: {error.strerror or error}"
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except DAMAGE as error:
         why = f"what is there is damaged: {type(error).__name__} {str(error)[:150]}"
     except KeyboardInterrupt:
         why = "interrupted"

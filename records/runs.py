@@ -19,9 +19,9 @@ class Refused(Exception):
     """What was asked for cannot be done. Exit 2."""
 
 
-def demand(good, sentence):
+def demand(good, sentence, error=Refused):
     if not good:
-        raise Refused(sentence)
+        raise error(sentence)
 
 
 DIGITS = {"val_bpb": 8, "val_loss": 4, "core": 6, "time": 4}    # as they are printed
@@ -36,14 +36,20 @@ def show(metric, value):
 RULER = "=" * 100
 MAX_LOG, MAX_LOGS = 64 << 20, 3000       # bytes of one log; logs in one call
 HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
-STEP = re.compile(r"^(?:step:)?(\d+)/(\d+) (?:(train_loss|val_loss(?:_partial)?): ?([\d.]+|nan|inf)\s)?"
-                  r"(?:val_bpb: ?([\d.]+)\s)?train_time: ?([\d.]+)(ms|s|m)\b(?:.*? tok/s:(\d+))?", re.M)
-FINAL = re.compile(r"^(\S*(?:final|exact|quantized|ttt)\S*) (val_loss(?:_partial)?): ?(\d+\.\d+)"
-                   r"(?: val_bpb: ?(\d+\.\d+))?", re.M)
+NUMBER = r"\d+(?:\.\d+)?|nan|inf"
+STEP = re.compile(      # step, steps, kind of loss, loss, time, its unit, tok/s
+    rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
+    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER})\b)? ?(?:val_bpb: ?(?:{NUMBER})\b)? ?"
+    r"(?:train_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
+FINAL = re.compile(rf"^(\S*(?:final|exact|quantized|ttt)\S*) (val_loss(?:_partial)?): ?({NUMBER})"
+                   rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
+WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")       # of a last line without a line end
 NUMBERS = {     # what else a log says: the last time that it says it
     "bytes_model": r"^Serialized model [^:\s]\S*: (\d+) bytes", "bytes_code": r"^Code size: (\d+) bytes",
     "bytes_total": r"^Total submission size [^:\s]\S*: (\d+) bytes", "core": r"^core_metric:? ?(\d\.\d+)",
-    "setup_ms": r"^setup:(\d+)ms", "compile_ms": r"^setup:\d+ms compile:(\d+)ms"}
+    "setup_ms": r"^setup:(\d+)ms", "compile_ms": r"^setup:\d+ms compile:(\d+)ms",
+    "stopped_ms": r"^stopping_early: \w+ train_time: ?(\d+)ms",
+    "stopped_at": r"^stopping_early: .*step: ?(\d+)/"}
 WORDS = {       # the first time
     "torch": r"(?i)(?:running pytorch|torch) (\d\.\S+)", "hardware": r"^hardware: (.+)$",
     "fingerprint": r"^data: text fingerprint (\S+)", "data": r"^data: (\S+) train tokens",
@@ -56,6 +62,7 @@ WORDS = {       # the first time
 class Run:
     """One log. Times in seconds, curves {split: [(step, seconds, loss, tokens or None)]}."""
     path: Path
+    label: str = ""                 # how it is called, if not by its file's name
     source: str | None = None       # the script that it begins with
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
     curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": []})
@@ -69,7 +76,7 @@ class Run:
 
     @property
     def file(self):
-        return self.path.name
+        return self.label or self.path.name
 
     @property
     def seed(self):
@@ -79,7 +86,8 @@ class Run:
     @property
     def time(self):
         ends = [curve[-1][1] for curve in self.curves.values() if curve]
-        return max(ends) if ends else None
+        stopped = self.said.get("stopped_ms")
+        return stopped / 1000 if stopped else max(ends) if ends else None
 
     def value(self, metric):
         """val_bpb, val_loss, core or time of a finished run; None where the log has none."""
@@ -99,10 +107,11 @@ def split_log(text):
     at = -1
     while (at := text.find(RULER + "\n", at + 1)) >= 0:
         if (at == 0 or text[at - 1] == "\n") and HEAD_LINE.match(text, at + len(RULER)):
-            source, rest = text[:at], text[at + len(RULER) + 1:]
+            source, rest = text[:at].removesuffix("\n"), text[at + len(RULER) + 1:]
             head, found, body = rest.partition(RULER)
-            return source.removesuffix("\n"), head, body if found else head
-    if re.search(r"^(?:import|from) \w+.*\n(?:.*\n){0,200}?(?:def|class) ", text[:200_000], re.M):
+            script = re.search(r"^(?:import|from) \w", source, re.M)      # or a list of settings
+            return source if script else None, head, body if found else head
+    if re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text):
         return text, "", ""     # a script, cut off before the run began
     return None, text[:20_000], text
 
@@ -116,11 +125,20 @@ def read_log(path):
     demand(b"\0" not in raw[:1 << 16], f"{path.name} is a binary file, no log")
     text = raw.decode("utf-8", "replace")
     del raw
+    text = text.replace("\r\n", "\n") if "\r" in text[:1000] else text
+    if not text.endswith("\n") and not WHOLE_END.search(text, max(0, len(text) - 200)):
+        text = text[:text.rfind("\n") + 1]      # cut off within a line
     source, head, body = split_log(text)
     del text
-    run, unit_size = Run(path, source), {"ms": 1000, "s": 1, "m": 1 / 60}
-    for step, _, kind, loss, _, took, unit, rate in (found.groups() for found in STEP.finditer(body)):
-        seconds, run.steps = float(took) / unit_size[unit], max(run.steps, int(step))
+    again = body.find("\n" + RULER + "\n")
+    while again >= 0 and not HEAD_LINE.match(body, again + 1 + len(RULER)):
+        again = body.find("\n" + RULER + "\n", again + 1)
+    demand(again < 0 or not STEP.search(body, 0, again), f"{path.name} holds more than one run")
+    run, unit_size = Run(path, source=source), {"ms": 1000, "s": 1, "m": 1 / 60}
+    seconds = 0.0
+    for step, _, kind, loss, took, unit, rate in (found.groups() for found in STEP.finditer(body)):
+        seconds = float(took) / unit_size[unit] if took else seconds
+        run.steps = max(run.steps, int(step))
         if kind:
             point = (int(step), seconds, float(loss), int(rate) * seconds if rate else None)
             curve = run.curves["val" if kind.startswith("val") else "train"]
@@ -140,21 +158,23 @@ def read_log(path):
     if found := re.search(r"^eval settings: (.+)$", body, re.M):
         run.eval = dict(pair.partition(":")[::2] for pair in found[1].split())
     run.table = dict(re.findall(r"^ +(\w+)  (\S.*)$", body[-5000:], re.M))
-    ends = re.findall(r"^(?:step:)?(\d+)/(\d+) val_loss", body, re.M)
-    run.finished = bool(run.finals) or bool(ends) and (ends[-1][0] == ends[-1][1] or "stopping_early" in body)
+    val, total = run.curves["val"], re.findall(r"^(?:step:)?\d+/(\d+) ", body[-20_000:], re.M)
+    ends = {run.said.get("stopped_at"), float(total[-1]) if total else None}
+    run.finished = bool(run.finals) or bool(val) and val[-1][0] in ends
     return run
 
 
 def find_logs(path):
     """Log files at path: itself, or every .log and .txt below it. Raises Refused."""
     path = Path(path)
-    demand(path.exists(), f"{path} does not exist")
+    demand(path.is_file() or path.is_dir(), f"{path} is no file and no folder")
     if path.is_file():
         return [path]
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-        found += [Path(folder, name) for name in sorted(names) if name.endswith((".log", ".txt"))]
+        logs = (Path(folder, name) for name in sorted(names) if name.endswith((".log", ".txt")))
+        found += [log for log in logs if log.is_file()]
         demand(len(found) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} logs")
     return found
 
@@ -173,15 +193,26 @@ def load_runs(paths, say=lambda line: None):
                 say(f"left out: {error}")
                 continue
             key = (run.source and hash(run.source), tuple(run.finals), tuple(run.curves["val"]), run.time)
+            loss = run.value("val_loss")
             if not run.curves["val"] and not run.finals:
                 say(f"left out: {log.name} has no validation and no final score")
             elif not run.finished:
                 say(f"left out: {log.name} was cut off at step {run.steps}")
+            elif loss is not None and not math.isfinite(loss):
+                say(f"left out: {log.name} ended with a loss of {loss}")
             elif key in seen:
                 say(f"left out: {log.name} is the same run as {seen[key]}")
             else:
+                if run.rewinds:
+                    say(f"warning: step numbers repeat in {log.name}")
                 seen[key] = log.name
                 runs.append(run)
+    exact = {run.path: any(tag.endswith("exact") for tag, *_ in run.finals) for run in runs}
+    if any(exact.values()):     # then a log without such a line ended before it
+        for run in runs:
+            if not exact[run.path]:
+                say(f"left out: {run.file} was cut off before its final score")
+        runs = [run for run in runs if exact[run.path]]
     demand(runs, f"no finished run in {', '.join(str(path) for path in paths)}")
     return runs
 
@@ -249,17 +280,27 @@ def test_welch(a, b, metric):
 
 
 def detectable(std, n, alpha=ALPHA, power=POWER):
-    """The difference of means that Welch's test with n runs a side finds with that power."""
+    """The difference of means that Welch's test with n >= 3 runs a side finds with that power; None below 3.
+    Its degrees of freedom, between n - 1 and 2n - 2 by chance, count as 1.5 (n - 1), which simulations
+    bear out."""
+    if n < 3:
+        return None
     from scipy import optimize, stats
-    df = 2 * n - 2
+    df = 1.5 * (n - 1)
     critical = stats.t.isf(alpha, df)
     shift = optimize.brentq(lambda d: stats.nct.sf(critical, df, d) - power, 0, 200)
     return float(shift * std * (2 / n) ** 0.5)
 
 
+def cautious_std(std, df):
+    """A bound that the true deviation keeps to in four of five cases, of one measured with df."""
+    from scipy import stats
+    return std * float(df / stats.chi2.ppf(0.2, df)) ** 0.5
+
+
 def runs_needed(difference, std, alpha=ALPHA, power=POWER):
     """Runs a side until that difference would be found; None above 1,000."""
-    for n in itertools.chain(range(2, 40), range(40, 1001, 20)):
+    for n in itertools.chain(range(3, 40), range(40, 1001, 20)):
         if detectable(std, n, alpha, power) <= abs(difference):
             return n
     return None
@@ -290,7 +331,8 @@ def judge(a, b, metric):
     std, n = ((first.std ** 2 + second.std ** 2) / 2) ** 0.5, min(first.n, second.n)
     good = difference > 0 if metric in HIGHER else difference < 0
     out |= {"t": test.t, "df": test.df, "p": test.p, "interval": span,
-            "ratio_interval": tuple(float(np.exp(edge)) for edge in logs), "detectable": detectable(std, n)}
+            "ratio_interval": tuple(float(np.exp(edge)) for edge in logs),
+            "detectable": detectable(cautious_std(std, first.n + second.n - 2), n)}
     if test.p < ALPHA:
         verdict = "better"
     elif 1 - test.p < ALPHA:
@@ -310,8 +352,9 @@ def judge_lines(metric, j):
     low, high = j["interval"]
     return [f"B - A: {j['difference']:+.6f} (95 %: {low:+.6f} to {high:+.6f}), ratio {j['ratio']:.5f} "
             f"({j['ratio_interval'][0]:.5f} to {j['ratio_interval'][1]:.5f})",
-            f"Welch: t={j['t']:.2f} df={j['df']:.1f} p={j['p']:.4f}; these runs find a difference of "
-            f"{j['detectable']:.6f} nine times in ten", f"verdict: {j['verdict']}"]
+            f"Welch: t={j['t']:.2f} df={j['df']:.1f} p={j['p']:.4f}; so many runs find " + (
+                f"a difference of {j['detectable']:.6f} nine times in ten" if j["detectable"] else
+                "nothing reliably, three a side are the least"), f"verdict: {j['verdict']}"]
 
 
 def mean_curve(runs, split, axis, grid):

@@ -16,8 +16,8 @@ import numpy as np
 
 from folders import ROOT, best_before, config_of, open_run, records_of, sha256
 from runs import (
-    HIGHER, demand, describe, detectable, equal_point, judge, judge_lines, load_runs, mean_curve, pick_metric,
-    read_log, show, stats_line, test_line, test_target, test_welch)
+    HIGHER, cautious_std, demand, describe, detectable, equal_point, judge, judge_lines, load_runs,
+    mean_curve, pick_metric, read_log, show, stats_line, test_line, test_target, test_welch)
 
 
 # ------------------------------------------------------------ running
@@ -46,9 +46,18 @@ def trials(commands, n, say, seed=1337):
 
 
 def training_command(settings, script=ROOT / "train_gpt.py"):
-    """A shell command that trains with {NAME: value} in its environment."""
-    words = [f"{name.upper()}={shlex.quote(value)}" for name, value in settings.items()]
-    return " ".join([*words, shlex.quote(sys.executable), shlex.quote(str(script))])
+    """A shell command that trains with {name: value} as flags; the trainer refuses one it does not know."""
+    words = [sys.executable, str(script), *(f"--{name.lower().replace('_', '-')}={value}"
+                                            for name, value in settings.items())]
+    return shlex.join(words)
+
+
+def dry_run(command):
+    """Refuses a setting that the trainer refuses, before anything is trained."""
+    done = subprocess.run(["bash", "-c", command + " --dry-run"], capture_output=True, text=True,
+                          errors="replace")
+    last = (done.stderr.strip() or "no word").splitlines()[-1]
+    demand(done.returncode == 0, f"{command}: {last[:200]}")
 
 
 def parse_settings(words):
@@ -70,6 +79,8 @@ def sweep(args, say):
         pairs = [f"{name.upper()}={value}" for name, value in setting.items()]
         own = f"export {shlex.join(pairs)}; {args.command}" if args.command else training_command(setting)
         commands[" ".join(pairs)] = own
+        if not args.command:
+            dry_run(own)
     return report_many(trials(commands, args.n, say, args.seed), say)
 
 
@@ -119,12 +130,14 @@ def noise(args, say):
     if Path(args.preset).exists():
         runs = load_runs([args.preset], say)
     else:
+        demand(args.n > 1, "the spread needs -n 2 at least")
         command = training_command({"preset": args.preset})
+        dry_run(command)
         runs, = trials({args.preset: command}, args.n, say, args.seed).values()
     metric = pick_metric(runs, args.metric)
     s = describe([run.value(metric) for run in runs])
     demand(s.std is not None, "the spread needs two runs or more")
-    found = {n: detectable(s.std, n) for n in (2, 3, 5, 8, 10, 20)}
+    found = {n: detectable(cautious_std(s.std, s.n - 1), n) for n in (3, 5, 8, 10, 20)}
     say(f"{metric}: {stats_line(metric, s)}")
     say(*[f"{n} runs a side find a difference of {size:.6f} nine times in ten" for n, size in found.items()])
     return {"metric": metric, **s._asdict(), "detectable": found}
@@ -159,9 +172,9 @@ def compare(args, say):
                 f"{test_line(found and found[0])}")
     out = {"metric": metric, **judge(*values, metric)}
     say(*judge_lines(metric, out))
-    if args.out:
-        draw({"A": a, "B": b}, args.out, "A against B")
-        say(f"curves: {args.out}")
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    draw({"A": a, "B": b}, args.out, "A against B")
+    say(f"curves: {args.out}")
     return out
 
 

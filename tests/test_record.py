@@ -196,6 +196,60 @@ def test_other_alterations_are_found(tool, folder, what):
         assert "is the same run as train_seed1339.log" in out
 
 
+def renew(folder):
+    """Lists the folder's files anew, with their hashes and numbers, and makes its page, as a liar would."""
+    submission = json.loads((folder / "submission.json").read_text())
+    names = sorted(p.name for p in folder.iterdir() if p.name not in ("README.md", "submission.json"))
+    submission["files"] = {name: folders.sha256((folder / name).read_bytes()) for name in names}
+    (folder / "submission.json").write_text(record.json_text(submission))
+    submission |= folders.computed(folders.Folder(folder))
+    (folder / "submission.json").write_text(record.json_text(submission))
+    (folder / "README.md").write_text(folders.readme_of(folders.Folder(folder)))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^step:\d+/\d+ val_loss:([\d.]+)",
+        r"^final_int8_zlib_roundtrip val_loss:([\d.]+)",
+        r"^final_model val_loss:\S+ val_bpb:([\d.]+)",
+        r"^ +score  val_loss:([\d.]+)",
+        r"^stopping_early: wallclock_cap train_time:(\d+)",
+        r"^Serialized model int8\+zlib: (\d+)",
+    ],
+)
+def test_a_log_must_agree_with_itself(tool, folder, pattern):
+    text = (folder / "train.log").read_text()
+    (folder / "train.log").write_text(digit_after(text, pattern))
+    renew(folder)
+    code, out, _ = tool("check", "--no-exec", folder)
+    assert code == 1 and re.search(r"FAIL +numbers of the results .*train.log", out), out
+
+
+def test_a_run_copied_with_one_digit_changed_is_the_same_run(tool, folder):
+    text = (folder / "train_seed1340.log").read_text().replace("config seed=1340", "config seed=1342")
+    text = text.replace("config run_id=baseline_seed1340", "config run_id=x")
+    (folder / "train_seed1342.log").write_text(digit_after(text, r"^step:50/\d+ train_loss:([\d.]+)"))
+    result = json.loads((folder / "result_seed1340.json").read_text()) | {"seed": 1342, "run_id": "x"}
+    result["config"] |= {"seed": "1342", "run_id": "x"}
+    (folder / "result_seed1342.json").write_text(json.dumps(result))
+    renew(folder)
+    code, out, _ = tool("check", "--no-exec", folder)
+    assert code == 1 and "train_seed1342.log is the same run as train_seed1340.log" in out
+
+
+def test_a_folder_holds_nothing_else(tool, folder):
+    (folder / "weights.bin").write_bytes(b"1")
+    renew(folder)
+    assert "weights.bin: no part of a record" in tool("check", "--no-exec", folder)[1]
+
+
+def test_a_folder_without_its_submission_is_still_ours(tool, folder):
+    (folder / "submission.json").unlink()
+    code, out, _ = tool("check", "--no-exec", folder)
+    assert code == 1 and "FAIL" in out and "submission.json is missing" in out
+
+
 def test_notes_are_free(tool, folder):
     page = folder / "README.md"
     page.write_text(
@@ -212,11 +266,7 @@ def test_consistent_lies_are_found_too(tool, folder):
             for value in set(re.findall(r"1\.47\d{6,}", text)):
                 text = text.replace(value, value.replace("1.47", "1.46", 1))
             name.write_text(text)
-    submission = json.loads((folder / "submission.json").read_text())
-    submission["files"] = {name: folders.sha256((folder / name).read_bytes()) for name in submission["files"]}
-    submission |= folders.computed(folders.Folder(folder))
-    (folder / "submission.json").write_text(json.dumps(submission, indent=1) + "\n")
-    (folder / "README.md").write_text(folders.readme_of(folders.Folder(folder)))
+    renew(folder)
     code, out, _ = tool("check", "--no-exec", folder)
     assert code == 1 and re.search(r"FAIL +evaluation .*loss, tokens and bytes make", out)
 
@@ -248,6 +298,8 @@ def toy(tiny_data, tmp_path_factory):
         ):
             env = SETTINGS | more | {"RUN_ID": run_id, "SEED": str(seed)}
             assert train_gpt.main([], env) == 0
+            later = "2026-01-01T00:00:0" + str(len(list((root / "logs").iterdir()))) + "Z"
+            edit(root / "logs" / run_id / "result.json", lambda result: result.update(finished=later))
     finally:
         os.chdir(here)
         torch.set_num_threads(threads)
@@ -284,15 +336,39 @@ def test_new_makes_a_folder_that_agrees_with_itself(tool, home):
 
 def test_a_second_record_is_shown_against_the_first(tool, home):
     first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    second = make(tool, "Second", "logs/b0", "logs/b1", "--baseline", "logs/a0", "--baseline", "logs/a1")
+    words = [word for run in ("a0", "a1", "a2") for word in ("--baseline", f"logs/{run}")]
+    second = make(tool, "Second", "logs/b0", "logs/b1", *words)
     page = (second / "README.md").read_text()
     assert f"`{first.name}`" in page and re.search(r"^\| matrix_lr \| 0.03 \| 0.01 \|$", page, re.M)
-    assert "train_gpt.py: unchanged" in page and "Its script on the same machine: n=2" in page
+    assert "train_gpt.py: unchanged" in page and "Its script on the same machine: n=3" in page
     code, out, _ = tool("check", "--no-exec", second)
-    failed = re.findall(r"FAIL  (.{26})", out)
-    assert {name.strip() for name in failed} <= {"data", "runs", "score", "record before"}
+    failed = {name.strip() for name in re.findall(r"FAIL  (.{26})", out)}
+    assert failed <= {"data", "runs", "score", "record before"} and "against the baseline logs: t=" in out
+    baseline = second / "baseline_seed1.log"
+    baseline.write_text(baseline.read_text().replace("config matrix_lr=0.03", "config matrix_lr=0.0001"))
+    out = tool("check", "--no-exec", second)[1]
+    assert f"baseline_seed1.log: config matrix_lr is '0.0001', in {first.name} '0.03'" in out
     shutil.rmtree(first)
-    assert "is not in this repository" in tool("check", "--no-exec", second)[1]
+    assert "but the best in this repository by then is 'none'" in tool("check", "--no-exec", second)[1]
+
+
+def test_a_record_cannot_pass_over_the_one_before(tool, home):
+    first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
+    second = make(tool, "Second", "logs/b0", "logs/b1", "--before", "none")
+    out = tool("check", "--no-exec", second)[1]
+    assert f"the record before is None, but the best in this repository by then is '{first.name}'" in out
+    assert "the first of its track" in tool("check", "--no-exec", first)[1]
+
+
+@pytest.mark.parametrize("what", ["a baseline that is not there", "no artifact"])
+def test_a_failed_new_leaves_nothing(tool, home, what):
+    words = ["logs/a0", "logs/a1", "logs/a2"]
+    if what == "no artifact":
+        (home / "logs/a0/final_model.int8.ptz").unlink()
+    else:
+        words += ["--baseline", "logs/nowhere"]
+    assert tool("new", "--name", "X", *words)[0] == 2
+    assert not list((home / "records").glob("*/*"))
 
 
 def test_a_changed_script_is_shown_as_a_diff(tool, home):
@@ -432,7 +508,8 @@ def fake_folder(track, values, times=None, before=None, **submission):
     """What Folder.test and the rules ask for, without files."""
     made = folders.Folder.__new__(folders.Folder)
     made.track, made.ours, made.baseline = folders.RULES[1][track], True, []
-    made.submission = {"before": before, "track": track, "rules_version": 1, "excluded": []} | submission
+    made.submission = {"before": before, "track": track, "rules_version": 1, "excluded": []}
+    made.submission |= {"systems_change": False} | submission
     made.values = lambda metric: times if metric == "time" else values
     made.runs = [SimpleNamespace(file=f"{i}") for i in range(len(values))]
     made.result = made.result_name = lambda run: {}
@@ -451,7 +528,12 @@ def test_score_rules():
     assert "p=0.0045" in verdict(record.check_score, fake_folder("speedrun", losses))
     worse = [loss + 0.001 for loss in losses]
     assert verdict(record.check_score, fake_folder("speedrun", worse)).startswith("FAIL")
-    assert "waived" in verdict(record.check_score, fake_folder("speedrun", worse, systems_change=True))
+    assert verdict(record.check_score, fake_folder("speedrun", worse, systems_change=True))[:4] == "val_"
+    far = fake_folder("speedrun", [3.29, 3.281], systems_change=True)
+    assert verdict(record.check_score, far).startswith("FAIL")
+    assert verdict(record.check_score, fake_folder("golf", [1.3, 1.31], systems_change=True)).startswith(
+        "FAIL"
+    )
     # golf: 0.005 nats less than 1.20143417 is 1.19847..., in bits per byte of its split
     goal = 1.20143417 - 0.005 / np.log(2) * 62_021_632 / 151_080_363
     assert (
@@ -465,7 +547,7 @@ def test_score_rules():
     assert "p=0.0" in verdict(record.check_score, fake_folder("gpt2", core))
     assert verdict(record.check_score, fake_folder("gpt2", [0.2571, 0.2472, 0.2406])).startswith("FAIL")
     assert "a single run" in verdict(record.check_score, fake_folder("gpt2", [0.27]))
-    before = {"name": "x", "mean": 1.35}
+    before = {"name": "x", "mean": 1.35, "values": [1.35, 1.351, 1.349]}
     assert verdict(record.check_score, fake_folder("tiny", [1.34, 1.341, 1.339], before=before))[:4] == "val_"
     assert verdict(record.check_score, fake_folder("tiny", [1.34, 1.36, 1.339], before=before)).startswith(
         "FAIL"
@@ -511,6 +593,13 @@ LEAKS = {
         x = x * (1 + 0.01 * torch.sigmoid(self.embed[tokens.roll(-1, 1)].mean(-1, keepdim=True)))""",
     "another row of the batch": """
         x = x + 0.01 * x.mean(0, keepdim=True)""",
+    "position 37 alone": """
+        x = torch.cat([x[:, :37], x[:, 37:38] + 0.01 * x[:, 38:39], x[:, 38:]], 1)""",
+    "batches of other sizes than two": """
+        x = x + 0.01 * x.roll(-1, 1) * (x.size(0) != 2)""",
+    "what was seen first": """
+        kept = self.__dict__.setdefault("kept", {})
+        x = x + 0.01 * torch.stack([kept.setdefault(int(t[0]), r.detach()) for t, r in zip(tokens, x)])""",
     "an earlier call": """
         x = x + 0.01 * getattr(self, "kept", torch.zeros(1))
         self.kept = x.mean().detach()""",
@@ -552,9 +641,6 @@ def test_planted_leaks_are_caught(toy, tmp_path, leak, weights):
         leak_probe.judge(script, artifact, env, seconds=60, seed=0)
     if leak in LEAKS:
         assert "a leak: " in str(caught.value)
-        assert ("other rows" in str(caught.value)) == (
-            leak in ("another row of the batch", "an earlier call")
-        )
     elif leak != "an exit":
         assert "log_probs" in str(caught.value)
 
@@ -586,7 +672,7 @@ def test_our_presets_pass_the_probe(name):
 def test_the_probe_tries_every_alignment_and_window_edge():
     rng = np.random.default_rng(0)
     for T in (64, 256, 2048):
-        tried = set(leak_probe.places(T, [100, 0], rng))
+        tried = set(leak_probe.places(T, [100, 0], rng, 1))
         assert {t % 2 for t in tried} == {0, 1} and max(tried) < T - 1
         for a in (a for a in leak_probe.ALIGNMENTS if a < T - 1):
             assert any(t % a == 0 and t for t in tried) and any(t % a == a - 1 for t in tried)
