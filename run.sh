@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, show the plan, train
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | record ARG …
-# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 [-n SHARDS]: the golf game's.
+# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
 set -u
 cd "$(dirname "$0")" || exit 1

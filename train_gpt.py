@@ -142,7 +142,8 @@ PRESETS = {  # what differs from the defaults above
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
         train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000),
 }
-DATA_COMMANDS = {"embedded": "./run.sh data", "fineweb10B_sp1024": "./run.sh data sp1024 -n 40"}
+DATA_COMMANDS = {"embedded": "./run.sh data", "fineweb10B_sp1024": "./run.sh data sp1024 -n 40",
+                 "fineweb10B_gpt2": "./run.sh data gpt2"}
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
 FIELDS = {f.name: f for f in fields(Config)}
@@ -628,7 +629,7 @@ def read_dataset(cfg, folder, name, get_it):
     train, val = shards["train"], list(shards["val"].values())
     # 2. the tokenizer that made them
     tokenizer, about, val_bytes = None, manifest.get("tokenizer") or {}, manifest.get("val_bytes")
-    vocab_size, bos = about.get("vocab_size", 0), about.get("bos_id", 1)
+    vocab_size, bos = about.get("vocab_size", 0), about.get("bos_id", 50256)
     if path := cfg.tokenizer_path or "path" in about and os.path.normpath(folder / about["path"]):
         import sentencepiece
         digest = sha256[os.path.basename(path)] = file_sha256(path)

@@ -3,6 +3,7 @@
     python data/download.py sp1024            # 10 train shards (1B tokens), all val shards, the tokenizer
     python data/download.py sp1024 -n 80      # more train shards; what is there and whole is kept
     python data/download.py sp1024 -n 0       # all that the repository lists
+    python data/download.py gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
 
 Writes OUT/datasets/<name>/*.bin, OUT/tokenizers/*.model and at last manifest.json beside the shards, which
 lists the first N train shards and all val shards, each of them verified in this run. A download that was
@@ -36,13 +37,17 @@ DECODE_TOKENS = 1 << 20                          # tokens per batch, more where 
 class Source(NamedTuple):
     repo: str                                    # dataset repository on the hub
     name: str                                    # our folder under OUT/datasets
-    shards: str                                  # the repository's folder of fineweb_{train,val}_%06d.bin
-    tokenizer: str                               # the repository's path of the SentencePiece model
+    enough: int                                  # train shards where -n does not say
+    shards: str                                  # the repository's path of fineweb_{train,val}_%06d.bin
+    tokenizer: str = ""                          # that of the SentencePiece model; none:
+    vocab_size: int = 0                          # what is known of a tokenizer that is not published there
+    bos_id: int = 0
 
 
 SOURCES = {
-    "sp1024": Source("willdepueoai/parameter-golf", "fineweb10B_sp1024",
-                     "datasets/datasets/fineweb10B_sp1024", "datasets/tokenizers/fineweb_1024_bpe.model"),
+    "sp1024": Source("willdepueoai/parameter-golf", "fineweb10B_sp1024", 10,
+                     "datasets/datasets/fineweb10B_sp1024/", "datasets/tokenizers/fineweb_1024_bpe.model"),
+    "gpt2": Source("kjj0/fineweb10B-gpt2", "fineweb10B_gpt2", 9, "", vocab_size=50257, bos_id=50256),
 }
 
 
@@ -174,8 +179,8 @@ class Hub:
 
 def select(source: Source, listing: list, train_shards: int, out: Path) -> list[File]:
     """The tokenizer, the first `train_shards` train shards (0: all) and all val shards, by name."""
-    found = {"tokenizer": [], "train": [], "val": []}
-    pattern = re.compile(re.escape(source.shards) + r"/fineweb_(train|val)_\d{6}\.bin")
+    found = {"tokenizer": [], "train": [], "val": []} if source.tokenizer else {"train": [], "val": []}
+    pattern = re.compile(re.escape(source.shards) + r"fineweb_(train|val)_\d{6}\.bin")
     for item in sorted(listing, key=lambda item: item.rfilename):
         shard = pattern.fullmatch(item.rfilename)
         if shard or item.rfilename == source.tokenizer:
@@ -185,11 +190,11 @@ def select(source: Source, listing: list, train_shards: int, out: Path) -> list[
                                      item.lfs.sha256 if item.lfs else None, item.blob_id))
     for split, files in found.items():
         if not files:
-            name = source.tokenizer if split == "tokenizer" else f"{source.shards}/fineweb_{split}_*.bin"
+            name = source.tokenizer if split == "tokenizer" else f"{source.shards}fineweb_{split}_*.bin"
             raise Failed(f"the dataset repository {source.repo} lists no {name}")
     if train_shards > len(found["train"]):
         raise Refused(f"-n {train_shards}: {source.repo} lists only {len(found['train'])} train shards")
-    return found["tokenizer"] + found["train"][:train_shards or None] + found["val"]
+    return found.get("tokenizer", []) + found["train"][:train_shards or None] + found["val"]
 
 
 def verify(path: Path, file: File, progress: Progress | None = None) -> str:
@@ -283,35 +288,42 @@ def decoded_bytes(sp, tokens, bos_id: int) -> int:
     return total
 
 
-def count_val(sp, shards: list[Path]) -> tuple[int, int]:
-    """(bytes, documents) of the val shards, which are one stream of tokens."""
+def count_val(sp, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int | None, int]:
+    """(bytes, documents) of the val shards, which are one stream of tokens; without sp the bytes are None."""
     import numpy as np
     parts = [np.memmap(path, "<u2", "r", HEADER_BYTES) for path in shards if shard_tokens(path)]
     if not parts:
         raise Failed("the val shards hold no tokens")
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    if tokens.max() >= sp.vocab_size():
-        raise Failed(f"the val shards hold token {tokens.max()}, the tokenizer has {sp.vocab_size()} pieces")
-    documents = np.count_nonzero(tokens == sp.bos_id()) + (tokens[0] != sp.bos_id())
-    return decoded_bytes(sp, tokens, sp.bos_id()), int(documents)
+    if tokens.max() >= vocab_size:
+        raise Failed(f"the val shards hold token {tokens.max()}, the tokenizer has {vocab_size} pieces")
+    documents = np.count_nonzero(tokens == bos_id) + (tokens[0] != bos_id)
+    return decoded_bytes(sp, tokens, bos_id) if sp else None, int(documents)
+
+
+def read_tokenizer(file: File, digests: dict[File, str], folder: Path):
+    """(SentencePieceProcessor, what the manifest in `folder` says of it); raises Failed."""
+    import sentencepiece
+    try:
+        sp = sentencepiece.SentencePieceProcessor(model_proto=file.local.read_bytes())
+    except RuntimeError:
+        raise Failed(f"{file.remote} is no SentencePiece model") from None
+    if sp.bos_id() < 0:
+        raise Failed(f"{file.remote} has no BOS token")
+    return sp, {"path": Path(os.path.relpath(file.local, folder)).as_posix(), "sha256": digests[file],
+                "vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "lossless": False}
 
 
 def write_manifest(path: Path, source: Source, revision: str | None, digests: dict[File, str]) -> dict:
-    """Write manifest.json in one step; `digests` names the tokenizer first, then the shards."""
-    import sentencepiece
-    tokenizer, *shards = digests
+    """Write manifest.json in one step; `digests` names the tokenizer first, if there is one."""
+    shards = [file for file in digests if file.split != "tokenizer"]
     files = [{"path": file.local.name, "split": file.split, "tokens": shard_tokens(file.local),
               "sha256": digests[file]} for file in shards]
-    try:
-        sp = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.local.read_bytes())
-    except RuntimeError:
-        raise Failed(f"{tokenizer.remote} is no SentencePiece model") from None
-    if sp.bos_id() < 0:
-        raise Failed(f"{tokenizer.remote} has no BOS token")
-    about = {"path": Path(os.path.relpath(tokenizer.local, path.parent)).as_posix(),
-             "sha256": digests[tokenizer], "vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(),
-             "lossless": False}
-    val_bytes, val_docs = count_val(sp, [file.local for file in shards if file.split == "val"])
+    sp, about = None, {"vocab_size": source.vocab_size, "bos_id": source.bos_id, "lossless": False}
+    if source.tokenizer:
+        sp, about = read_tokenizer(next(iter(digests)), digests, path.parent)
+    val_bytes, val_docs = count_val(sp, [file.local for file in shards if file.split == "val"],
+                                    about["vocab_size"], about["bos_id"])
     manifest = {"version": 1, "name": source.name, "source": source.repo, "revision": revision,
                 "tokenizer": about, "files": files, "train_bytes": None, "val_bytes": val_bytes,
                 "train_docs": None, "val_docs": val_docs, "text_fingerprint": None, "document_hashes": None}
@@ -343,9 +355,10 @@ def get(source: Source, train_shards: int, out: Path, hub: Hub) -> str:
     manifest = write_manifest(manifest_path, source, revision, {file: digests[file] for file in files})
     tokens = [sum(file["tokens"] for file in manifest["files"] if file["split"] == split)
               for split in ("train", "val")]
+    size = f" ({manifest['val_bytes']:,} bytes)" if manifest["val_bytes"] else ""
     return (f"{source.name}: {len(files)} files verified, {len(missing)} of them downloaded now "
             f"({sum(file.size for file in missing) / 1e6:,.1f} MB), {tokens[0]:,} train tokens, "
-            f"{tokens[1]:,} val tokens ({manifest['val_bytes']:,} bytes), {time.monotonic() - started:.0f} s")
+            f"{tokens[1]:,} val tokens{size}, {time.monotonic() - started:.0f} s")
 
 
 class Parser(argparse.ArgumentParser):
@@ -356,7 +369,8 @@ class Parser(argparse.ArgumentParser):
 def parse(argv) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help=f"one of: {', '.join(SOURCES)}")
-    parser.add_argument("-n", dest="train_shards", type=int, default=10, help="train shards, 0 = all (10)")
+    parser.add_argument("-n", dest="train_shards", type=int, help="train shards, 0 = all ("
+                        + ", ".join(f"{name}: {source.enough}" for name, source in SOURCES.items()) + ")")
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder (data)")
     parser.add_argument("--tries", type=int, default=5, help="per file (5)")
     parser.add_argument("--retry-delay", type=float, default=1.0, help="seconds, doubled each time (1)")
@@ -366,6 +380,8 @@ def parse(argv) -> argparse.Namespace:
         near = difflib.get_close_matches(args.source, SOURCES, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SOURCES)}"
         raise Refused(f"unknown source {args.source!r}; {hint}")
+    if args.train_shards is None:
+        args.train_shards = SOURCES[args.source].enough
     if (args.train_shards < 0 or args.tries < 1 or not 0 <= args.retry_delay < 1e6
             or not 0 < args.timeout < 1e6):
         raise Refused("-n and --retry-delay are 0 or more, --tries 1 or more, --timeout more than 0")

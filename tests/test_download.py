@@ -57,9 +57,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
-        if path == f"/api/datasets/{REPO}":
+        if path == f"/api/datasets/{hub.repo}":
             return self.listing(hub)
-        stem = f"/datasets/{REPO}/resolve/{hub.revision}/"
+        stem = f"/datasets/{hub.repo}/resolve/{hub.revision}/"
         name = path.removeprefix(stem).removeprefix("/cdn/")
         if name not in hub.files or name == path:
             return self.answer(404, b"", [("X-Error-Code", "EntryNotFound")])
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
                 sha256 = hashlib.sha256(data).hexdigest()
                 item["lfs"] = {"size": len(data), "sha256": sha256, "pointerSize": 134}
             siblings.append(item)
-        body = {"id": REPO, "sha": hub.revision, "siblings": siblings}
+        body = {"id": hub.repo, "sha": hub.revision, "siblings": siblings}
         self.answer(200, json.dumps(body).encode(), [("Content-Type", "application/json")])
 
     def content(self, fault, data):
@@ -119,8 +119,8 @@ class Handler(BaseHTTPRequestHandler):
 class Hub:
     """The repository `files`; faults[name] lists the faults of the next requests, [fault, "*"] lasts."""
 
-    def __init__(self, files):
-        self.files, self.revision, self.faults, self.requests = dict(files), "a" * 40, {}, []
+    def __init__(self, files, repo=REPO):
+        self.repo, self.files, self.revision, self.faults, self.requests = repo, dict(files), "a" * 40, {}, []
         self.traits, self.released = set(), threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.hub, self.server.daemon_threads = self, True
@@ -414,7 +414,7 @@ def test_published_repository_is_unfit(hub, call):
 
 
 @pytest.mark.parametrize("arguments, options, words", [
-    ([], {"source": "sp1204"}, "did you mean sp1024"), ([], {"source": "zzz"}, "known: sp1024"),
+    ([], {"source": "sp1204"}, "did you mean sp1024"), ([], {"source": "zzz"}, "known: sp1024, gpt2"),
     (["-n", "5"], {}, "lists only 4 train shards"), (["-n", "-1"], {}, "-n"), (["-n", "x"], {}, "'x'"),
     (["--shards", "3"], {}, "--shards"), ([], {"timeout": "nan"}, "--timeout"),
     ([], {"tries": "0"}, "--tries"),
@@ -447,6 +447,35 @@ def test_disk_too_small(hub, tmp_path, monkeypatch, capsys):
     (tmp_path / DATASET / Path(TRAIN[1]).name).unlink()
     assert download.main(["sp1024", "-n", "2"]) == 2
     assert (tmp_path / DATASET / Path(TRAIN[0]).name).exists()
+
+
+def test_gpt2_tokens_come_without_a_tokenizer(call, tmp_path):
+    """Shards at the top of the repository; the manifest knows vocabulary, BOS and number of documents."""
+    rng = random.Random(3)
+    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 12))]
+    tokens = {name: [50256, *rng.choices(range(50256), k=400), 50256, 7] for name in names}
+    files = {name: shard(ids) for name, ids in tokens.items()} | {"README.md": b"x"}
+    hub = Hub(files, "kjj0/fineweb10B-gpt2")
+    try:
+        result = call(endpoint=hub.endpoint, source="gpt2")
+        assert result.returncode == 0 and result.stderr == "" and "403 val tokens, " in result.stdout
+        assert sorted(hub.fetched()) == sorted(names[:10])       # nine train shards suffice
+        folder = tmp_path / "data/datasets/fineweb10B_gpt2"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["tokenizer"] == {"vocab_size": 50257, "bos_id": 50256, "lossless": False}
+        assert (manifest["val_bytes"], manifest["val_docs"]) == (None, 2)
+        assert [file["path"] for file in manifest["files"]] == [*names[1:10], names[0]]
+        import train_gpt
+        data = train_gpt.open_data(train_gpt.load_config({"DATA_PATH": str(folder), "DATA_FINGERPRINT": ""}))
+        assert (data.vocab_size, data.bos, data.val_bytes, data.tokenizer) == (50257, 50256, None, None)
+        (folder / "manifest.json").unlink()                     # as others leave them: the BOS is GPT-2's
+        cfg = train_gpt.load_config({"DATA_PATH": str(folder), "DATA_FINGERPRINT": "", "VOCAB_SIZE": "50304"})
+        assert train_gpt.open_data(cfg).bos == 50256
+        hub.files["fineweb_val_000000.bin"] = shard([50256, 50257])
+        (folder / "fineweb_val_000000.bin").unlink()
+        assert "the val shards hold token 50257" in call(endpoint=hub.endpoint, source="gpt2").sentence
+    finally:
+        hub.close()
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1 << 20])
