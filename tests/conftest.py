@@ -1,11 +1,12 @@
-"""Puts the repository on the import path; the dataset that the tests share. Functions are in helpers.py."""
+"""Puts the repository on the import path; what several tests share. Functions are in helpers.py."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records")]
 
 import helpers  # noqa: E402
 
@@ -16,6 +17,21 @@ def tiny_data(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny_data")
     helpers.write_toy_data(root)
     return root
+
+
+@pytest.fixture
+def tool(capsys):
+    """records/record.py: words -> (exit code, what it printed, what went to stderr)."""
+    import record
+
+    def call(*words):
+        capsys.readouterr()
+        code = record.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,27 +13,12 @@ import torch
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY
 
-sys.path.insert(0, str(ROOT / "records"))
-import folders  # noqa: E402
-import leak_probe  # noqa: E402
-import record  # noqa: E402
-import runs  # noqa: E402
+import folders
+import leak_probe
+import record
+import runs
 
-(BASELINE,) = sorted((ROOT / "records" / "track_tiny").glob("*_Baseline"))
-
-
-@pytest.fixture
-def tool(capsys):
-    """main(words) -> (exit code, what it printed, what went to stderr)."""
-
-    def call(*words):
-        capsys.readouterr()
-        code = record.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return call
+BASELINE = sorted((ROOT / "records" / "track_tiny").glob("*_Baseline"))[0]
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ import pytest
 
 from helpers import ROOT
 
-sys.path.insert(0, str(ROOT / "records"))
-import folders  # noqa: E402
-import record  # noqa: E402
-import runs  # noqa: E402
+import folders
+import runs
 
 RULER = "=" * 100
 GPUS = "\n".join(
@@ -176,20 +174,6 @@ Sample standard deviation: `0.00187`. Against `1.21113611`: `t=9.06` with `df=2`
 """
     )
     return folder
-
-
-@pytest.fixture
-def tool(capsys):
-    """main(words) -> (exit code, what it printed, what went to stderr)."""
-
-    def call(*words):
-        capsys.readouterr()
-        code = record.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return call
 
 
 # ------------------------------------------------------------ stats
