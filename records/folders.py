@@ -213,7 +213,8 @@ def summary_of(name, folder):
     first = folder.result(folder.runs[0])
     return {"name": name, "code_sha256": sha256(folder.script), "hardware": first["hardware"],
             "torch": first["torch"], "mean": round(describe(folder.values(folder.track.metric)).mean, 10),
-            "values": folder.values(folder.track.metric), "times": folder.values("time"),
+            "values": folder.values(folder.track.metric), "val_bpb": folder.values("val_bpb"),
+            "times": folder.values("time"),
             "config": config_of(first)}
 
 
@@ -239,9 +240,9 @@ def named(run):
 
 
 def open_run(path):
-    """(Run, result) of a finished run folder. Raises Refused."""
-    path = Path(path)
-    demand(path.is_dir(), f"{path} is no run folder")
+    """(Run, result) of a finished run: its folder, or its run_id under logs/. Raises Refused."""
+    path = Path(path) if Path(path).is_dir() else Path("logs", path)
+    demand(path.is_dir(), f"{path.name} is no run folder")
     demand((path / "train.log").exists(), f"{path} has no train.log")
     result, run = read_json(path / "result.json"), read_log(path / "train.log")
     name, ended = result.get("run_id"), result.get("stop_reason") in ("iterations", "wallclock_cap")

@@ -54,7 +54,11 @@ class Broken(Exception):
 
 
 class NoEvidence(Exception):
-    """A foreign format cannot hold what the rule asks for."""
+    """A foreign format cannot hold what the rule asks for. A folder of ours must."""
+
+
+class LeftOut(Exception):
+    """--no-exec: the rule would run the folder's code."""
 
 
 CHECKS = []     # (heading, name, function(folder, options) -> what holds, or None: no rule of this track)
@@ -136,6 +140,18 @@ def check_time(folder, options):
         other, name = folder.track.start, folder.track.start_name
     hold(mean < other, f"the logs take {mean:.4f} s, {name} {other:.4f} s")
     return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
+
+
+@rule("public", "val_bpb")
+def check_comparison(folder, options):
+    """CORE is noisy, val_bpb hardly: where CORE decides, this is what two records are compared by."""
+    if folder.track.metric != "core":
+        return None
+    each(folder)
+    before, own = folder.submission["before"], folder.values("val_bpb")
+    found = test_welch(before["val_bpb"], own, "val_bpb") if before else None
+    return f"{describe(own).mean:.6f}" + (f", {before['name']} {describe(before['val_bpb']).mean:.6f}, Welch "
+                                          f"{test_line(found and found[0])}" if before else "")
 
 
 @rule("public", "time cap")
@@ -245,7 +261,7 @@ def check_leaks(folder, options):
     """Runs the folder's code, in a process of its own."""
     run, _, result, _ = each(folder)[0]
     if options.no_exec:
-        return "LEFT OUT by --no-exec"
+        raise LeftOut
     artifact, script = artifact_of(folder, options), folder.path / "train_gpt.py"
     context = result["eval"]["eval_context"]
     env = {name.upper(): value for name, value in result["config"].items()
@@ -510,7 +526,7 @@ def check_rerun(folder, options):
         return None
     run, _, result, where = each(folder)[0]
     if options.no_exec:
-        return "LEFT OUT by --no-exec"
+        raise LeftOut
     artifact, files, want = artifact_of(folder, options), val_files(result), result["artifact"]
     hold(artifact, "the artifact is not in the folder: give it with --artifact PATH")
     hold(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
@@ -568,7 +584,9 @@ def check(folder, options, say):
             try:
                 text, word = function(folder, options), "pass"
             except NoEvidence:
-                text, word = "the format has no evidence of it", "n/a"
+                text, word = "there is no evidence of it", "FAIL" if folder.ours else "n/a"
+            except LeftOut:
+                text, word = "LEFT OUT by --no-exec", "----"
             except (Broken, Refused) as error:
                 text, word = str(error), "FAIL"
             except (OSError, *DAMAGE) as error:
@@ -600,7 +618,9 @@ def findings(path):
         out.append(f"one script: the {len(folder.runs)} logs begin with different ones ({counts})")
     for look in (pages.list_findings, pages.claim_findings, pages.seed_findings):
         out += look(folder.readme, folder.runs)
-    return out + ["README: there is none"] * (not folder.readme)
+    missing = ["README.md"] * (not folder.readme)
+    missing += ["train_gpt.py"] * ("submission.json" in folder.files and not folder.script)
+    return out + [f"{name}: there is none" for name in missing]
 
 
 def looks_like_log(path):
@@ -702,7 +722,7 @@ def new(args, say):
     first, home, preset = opened[0][1], opened[0][0].path.parent, opened[0][1]["preset"]
     demand(preset in RULES[NEWEST], f"preset {preset} has no track")
     others = siblings(args.runs, {result["run_id"] for _, result in opened}, first)
-    reasons = dict(pair.partition("=")[::2] for pair in args.exclude)
+    reasons = {Path(run).name: reason for run, _, reason in (pair.partition("=") for pair in args.exclude)}
     for name in others:
         demand(reasons.get(name), f"run {name} has the same code and constants: include it, or give "
                f"--exclude {name}=reason")

@@ -438,7 +438,7 @@ def test_new_refuses(tool, home, what, sentence):
 
 
 def test_an_excluded_run_is_shown_with_its_reason(tool, home):
-    made = make(tool, "Two", "logs/a0", "logs/a1", "--exclude", "a2=the machine was busy")
+    made = make(tool, "Two", "a0", "logs/a1", "--exclude", "logs/a2=the machine was busy")
     assert re.search(r"\| a2 \| 2 \| \d\.\d{8} \| the machine was busy \|", (made / "README.md").read_text())
     edit(made / "submission.json", lambda s: s["excluded"][0].update(reason="it was the worst"))
     assert re.search(r"FAIL +README .*the machine was busy", tool("check", "--no-exec", made)[1])
@@ -536,6 +536,24 @@ def test_score_rules():
     assert verdict(record.check_score, fake_folder("tiny", [1.34, 1.36, 1.339], before=before)).startswith(
         "FAIL"
     )
+
+
+def test_gpt2_is_compared_by_val_bpb_and_a_single_run_is_marked(tool, home):
+    before = {"name": "x", "val_bpb": [0.7501, 0.7502, 0.7500]}
+    told = verdict(record.check_comparison, fake_folder("gpt2", [0.7490, 0.7491, 0.7489], before=before))
+    assert told.startswith("0.749000, x 0.750100, Welch t=13.47") and "p=0.0001" in told
+    assert verdict(record.check_comparison, fake_folder("tiny", [1.0])) is None
+    one = make(tool, "One", "logs/a0", "--exclude", "a1=a test", "--exclude", "a2=a test")
+    assert "**A single run: its spread is unknown.**" in (one / "README.md").read_text()
+
+
+def test_our_folders_have_no_excuse(tool, folder):
+    """What would be n/a of a foreign folder fails one of ours."""
+    made = folders.Folder(folder)
+    made.runs[0].source = made.runs[1].source = None
+    lines = []
+    record.check(made, record.LOOK_ONLY, lines.append)
+    assert any("FAIL  one script" in line for line in lines) and not any("n/a" in line for line in lines)
 
 
 def test_time_rules():

@@ -282,7 +282,7 @@ def test_audit_names_packed_scripts_missing_files_and_wrong_seeds(tool, tmp_path
     code, out, _ = tool("audit", tmp_path)
     assert code == 1 and "train_gpt.py is packed" in out and "1.0900 on the page for seed 42" in out
     assert "holds no log of a run" in out and "submission.json is no JSON" in out
-    assert "x.txt was cut off at step 2160" in out and "README: there is none" in out
+    assert "x.txt was cut off at step 2160" in out and "README.md: there is none" in out
 
 
 def test_check_of_a_foreign_folder_says_what_it_cannot_know(tool, golf):
