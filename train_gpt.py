@@ -1,12 +1,12 @@
 """train_gpt: train a GPT as fast as the hardware allows, in one file.
 
-    ./run.sh                                                               tiny: 120 s on any CPU or GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=golf    golf: 600 s, 16 MB, 8xH100
-    EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py       score what a run left behind
+    python train_gpt.py    tiny: 120 s on any CPU or GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=golf        golf: 600 s, 16 MB, 8xH100
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=speedrun    val_loss 3.28, 8xH100
+    EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py    score what a run left behind
 
-Map: 3 Config, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
-9 artifact - 11 main. --help lists every constant, --dry-run prints the plan of a run.
-Limits: 1,500 lines of 110 columns and 80,000 bytes; golf pays for every byte.
+Map: 3 FIELDS, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
+9 artifact - 11 main. --help lists the constants, --dry-run the plan. At most 1,500 lines, 80,000 bytes.
 """
 # ------------------------------------------------------------ 2 imports
 import difflib
@@ -23,10 +23,11 @@ import sys
 import time
 import traceback
 import zlib
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import make_dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,86 +49,103 @@ def demand(good, sentence, error=Refused):
         raise error(sentence)
 
 # ------------------------------------------------------------ 3 configuration
-def const(default, doc, lo=0, hi=1e12):
-    """One constant: its default, then unit and off-value for --help, then the legal range."""
-    return field(default=default, metadata={"doc": doc, "lo": lo, "hi": hi})
-
-@dataclass(frozen=True)
-class Config:
-    """Every constant, once; the defaults are the `tiny` game. 0 means off or derived."""
+Constant = namedtuple("Constant", "default doc least most", defaults=(0, 1e12))
+# Every constant, once, with unit and off-value; the defaults are the `tiny` game. 0 means off or derived.
+FIELDS = {name: Constant(*row) for name, row in dict(
     # the run
-    preset: str = const("tiny", "row of PRESETS to start from")
-    run_id: str = const("", "folder under logs/; empty: preset, seed and time")
-    seed: int = const(1337, "of first values and samples", 0, 2**31 - 1)
-    device: str = const("auto", "auto | cpu | cuda")
-    dtype: str = const("auto", "auto | float32 | bfloat16")  # of activations; auto: bf16 on CUDA, AMX CPUs
-    compile: bool = const(True, "torch.compile; 0: eager")
-    dry_run: bool = const(False, "print the plan, train nothing")
-    eval_from: str = const("", "artifact or final_model.pt to score instead of training")
-    sample: str = const("", "prompt; empty: beginnings of three val documents")
-    sample_tokens: int = const(96, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = const(0.8, "0: greedy", 0, 10)
+    preset=("tiny", "row of PRESETS to start from"),
+    run_id=("", "folder under logs/; empty: named by preset, seed, time"),
+    seed=(1337, "of first values and samples", 0, 2**31 - 1),
+    device=("auto", "auto | cpu | cuda"),
+    dtype=("auto", "auto | float32 | bfloat16"),  # of activations; auto: bf16 on CUDA and AMX CPUs
+    compile=(True, "by torch; 0: eager"),
+    dry_run=(False, "print the plan, train nothing"),
+    eval_from=("", "artifact or final_model.pt to score, without training"),
+    sample=("", "prompt; empty: three val documents"),
+    sample_tokens=(96, "tokens per sample; 0: no samples", 0, 100_000),
+    sample_temperature=(0.8, "0: greedy", 0, 10),
     # data and batch
-    data_path: str = const("data/datasets/embedded", "folder of token shards")
-    tokenizer_path: str = const("", "SentencePiece model; empty: as manifest.json says")
-    data_fingerprint: str = const("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-                                  "of the text of the game; empty: any text")
-    vocab_size: int = const(0, "tokens; 0: the tokenizer's", 0, 65_536)
-    train_seq_len: int = const(256, "tokens per sequence", 2, 1 << 20)
-    train_batch_tokens: int = const(2_048, "tokens per step, all ranks", 2, 1 << 30)
-    shuffle: bool = const(True, "sequences of a step come from all over the stream; 0: one after the other")
-    device_batch_size: int = const(0, "sequences per rank and micro-step; 0: what fits", 0, 1 << 20)
-    val_tokens: int = const(0, "scored tokens, from the start of the val split; 0: all")
-    val_batch_size: int = const(65_536, "tokens per evaluation step and rank", 1, 1 << 30)
-    eval_context: int = const(0, "tokens per evaluation row; 0: train_seq_len", 0, 1 << 20)
-    eval_stride: int = const(0, "targets scored per evaluation row; 0: eval_context", 0, 1 << 20)
-    # model
-    num_layers: int = const(4, "blocks", 1, 1000)
-    model_dim: int = const(128, "width of the residual stream", 2, 1 << 16)
-    num_heads: int = const(2, "query heads", 1, 4096)
-    num_kv_heads: int = const(0, "key and value heads; 0: num_heads", 0, 4096)
-    mlp_mult: int = const(3, "hidden width of the MLP in model_dim", 1, 64)
-    tie_embeddings: bool = const(False, "the head is the embedding")
-    tied_embed_init_std: float = const(0.005, "of a tied embedding; an untied one starts at 1", 0, 100)
-    logit_softcap: float = const(15.0, "logits = cap * tanh(x / cap); 0: none", 0, 1e4)
-    qk_gain_init: float = const(1.5, "learnt gain per head on normalised queries; 0: none", 0, 100)
-    rope_base: float = const(1_000.0, "longest RoPE wavelength / 2 pi, tokens; 0: no RoPE", 0, 1e9)
-    residual_mix: bool = const(True, "blocks read a learnt mix of the stream and the embedding")
-    layer_scale: bool = const(True, "learnt scale per channel of what attention and MLP add")
-    unet_skips: bool = const(True, "learnt skips from first to second half of the blocks, inside out")
-    value_embed_layers: tuple[int, ...] = const((1,), "1 per layer with token-indexed value embedding", 0, 1)
-    window_pattern: str = const("L", "L long or S short attention window per layer")
-    window_schedule: tuple[int, ...] = const((0,), "L per stage, tokens; 0: all. S: half of it")
+    data_path=("data/datasets/embedded", "folder of token shards"),
+    tokenizer_path=("", "SentencePiece model; empty: manifest.json's"),
+    data_fingerprint=("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
+                      "of the game's text; empty: any"),
+    train_batch_tokens=(2_048, "tokens per step, all ranks", 2, 1 << 30),
+    shuffle=(True, "sequences from all over the stream; 0: in order"),
+    max_epochs=(0, "times to read the train tokens; 0: any"),
+    device_batch_size=(0, "sequences per rank and micro-step; 0: what fits", 0, 1 << 20),
+    val_tokens=(0, "first tokens of the val split to score; 0: all"),
+    val_batch_size=(65_536, "tokens per evaluation step and rank", 1, 1 << 30),
+    eval_context=(0, "tokens per row; 0: train_seq_len", 0, 1 << 20),
+    eval_stride=(0, "targets scored per row; 0: eval_context", 0, 1 << 20),
+    # model: what an artifact carries
+    vocab_size=(0, "tokens; 0: the tokenizer's", 0, 65_536),
+    train_seq_len=(256, "tokens per sequence", 2, 1 << 20),
+    max_doc_len=(0, "tokens of a document, which sees no other; 0: any"),
+    bos_id=(0, "token that begins documents; 0: the dataset's", 0, 65_535),
+    num_layers=(4, "blocks", 1, 1000),
+    model_dim=(128, "width of the residual stream", 2, 1 << 16),
+    num_heads=(2, "query heads", 1, 4096),
+    num_kv_heads=(0, "key and value heads; 0: num_heads", 0, 4096),
+    mlp_mult=(3, "width of the MLP in model_dim", 1, 64),
+    tie_embeddings=(False, "the head is the embedding"),
+    logit_softcap=(15.0, "logits = cap * tanh(x / cap); 0: none", 0, 1e4),
+    qk_gain_init=(1.5, "learnt, per head, on queries; 0: none", 0, 100),
+    attn_scale=(0.0, "of attention's logits; 0: head_dim ** -0.5", 0, 100),
+    attn_gate_dim=(0, "channels that gate each head's output; 0: none", 0, 1 << 16),
+    rope_base=(1_000.0, "RoPE, longest wavelength / 2 pi; 0: none", 0, 1e9),
+    rope_fraction=(1.0, "part of each head that turns", 0, 1),
+    rope_yarn=(False, "RoPE and attn_scale follow the window (YaRN)"),
+    smear_dim=(0, "channels that gate a part of the token before; 0: none", 0, 1 << 16),
+    bigram_rows=(0, "of the embedding of hashed token pairs; 0: none", 0, 1 << 26),
+    residual_mix=(True, "blocks read a learnt mix of stream and embedding"),
+    layer_scale=(True, "learnt scales of what attention and MLP add"),
+    unet_skips=(True, "learnt skips from first to second half of the blocks"),
+    skip_layers=((0,), "from, to, ...: further skips; 0: none", 0, 1000),
+    backout_layer=(0, "of whose output half, learnt, leaves the stream; 0: none", 0, 1000),
+    value_embed_layers=((1, 2, 3, 4), "table of value embeddings per layer; 0: none", 0, 99),
+    window_pattern=("L", "per layer L long, S short, - no attention, 0 no MLP either"),
+    window_schedule=((0,), "L per stage, tokens; 0: all. S: half of it"),
+    window_block=(1, "tokens that windows are multiples of", 1, 1 << 20),
+    eval_window=(0, "L in evaluation, S stays; 0: as in the last stage"),
     # optimizer
-    matrix_lr: float = const(0.03, "Muon: matrices inside the blocks", 0, 10)
-    embed_lr: float = const(0.3, "Adam: untied embedding, value embeddings", 0, 10)
-    head_lr: float = const(0.008, "Adam: untied head", 0, 10)
-    tied_embed_lr: float = const(0.05, "Adam: tied embedding", 0, 10)
-    scalar_lr: float = const(0.04, "Adam: gains, scales, mixes", 0, 10)
-    muon_momentum: float = const(0.95, "after its warm-up", 0, 0.9999)
-    muon_momentum_warmup_start: float = const(0.85, "at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = const(300, "steps; 0: none")
-    muon_backend_steps: int = const(5, "Newton-Schulz iterations", 1, 20)
-    weight_decay: float = const(0.0, "cautious, on matrices, times their LR; 0: none", 0, 10)
-    beta1: float = const(0.8, "Adam", 0, 0.9999)
-    beta2: float = const(0.95, "Adam", 0, 0.99999)
-    adam_eps: float = const(1e-8, "Adam", 1e-20, 1)
-    grad_clip_norm: float = const(0.0, "global gradient norm; 0: no clipping", 0, 1e6)
+    matrix_lr=(0.03, "Muon: matrices of the blocks", 0, 10),
+    embed_lr=(0.3, "Adam: untied embedding, value embeddings", 0, 10),
+    head_lr=(0.008, "Adam: untied head", 0, 10),
+    tied_embed_lr=(0.05, "Adam: tied embedding", 0, 10),
+    tied_embed_init_std=(0.005, "of a tied embedding; untied: 1", 0, 100),
+    scalar_lr=(0.04, "Adam: gains, scales, mixes", 0, 10),
+    muon_momentum=(0.95, "after its warm-up", 0, 0.9999),
+    muon_momentum_warmup_start=(0.85, "at step 0", 0, 0.9999),
+    muon_momentum_warmup_steps=(300, "steps; 0: none"),
+    muon_momentum_cooldown_steps=(0, "last steps, back to the start; 0: none"),
+    orthogonalization=("newton_schulz", "newton_schulz | polar_express"),
+    muon_backend_steps=(5, "iterations of it", 1, 20),
+    normuon_beta2=(0.0, "of NorMuon's mean square per row; 0: none", 0, 0.9999),
+    weight_decay=(0.0, "on matrices, cautious, times LR; 0: none", 0, 10),
+    beta1=(0.8, "Adam", 0, 0.9999),
+    beta2=(0.95, "Adam", 0, 0.99999),
+    adam_eps=(1e-8, "Adam", 1e-20, 1),
+    adam_every=(1, "steps whose gradients one of Adam sums up", 1, 1000),
+    grad_clip_norm=(0.0, "of all gradients together; 0: any", 0, 1e6),
     # schedule
-    iterations: int = const(100_000, "steps at most", 1, 10**9)
-    max_wallclock_seconds: float = const(120.0, "of training; 0: no cap", 0, 1e7)
-    warmup_steps: int = const(2, "steps on random tokens before the clock, undone", 0, 1000)
-    warmdown_iters: int = const(0, "steps of LR decay, at most half the run; 0: warmdown_frac")
-    warmdown_frac: float = const(0.5, "part of the run over which LR decays", 0, 1)
-    lr_floor: float = const(0.0, "LR factor at the end of the decay", 0, 1)
-    batch_schedule: tuple[int, ...] = const((1,), "train_batch_tokens times this, per stage", 1, 1024)
-    batch_lr_power: float = const(0.0, "LR factor = multiple ** this; 0: none", 0, 2)
+    iterations=(100_000, "steps at most", 1, 10**9),
+    extension_iterations=(0, "steps after them, the last stage; 0: none", 0, 10**9),
+    max_wallclock_seconds=(120.0, "of training; 0: no cap", 0, 1e7),
+    warmup_steps=(2, "steps before the clock, undone", 0, 1000),
+    warmdown_iters=(0, "steps of LR decay; 0: warmdown_frac"),
+    warmdown_frac=(0.5, "part of the run with LR decay", 0, 1),
+    lr_floor=(0.0, "LR factor at the end", 0, 1),
+    batch_schedule=((1,), "train_batch_tokens times this, per stage", 1, 1024),
+    batch_lr_power=(0.0, "LR factor = multiple ** this; 0: none", 0, 2),
+    lr_schedule=((0.0,), "LR factors instead; 0: none", 0, 1000),
+    lr_switches=((0.0,), "parts of iterations between them; 0: equal ones", 0, 1),
     # reports
-    train_log_every: int = const(50, "steps; 0: only the first ten")
-    val_loss_every: int = const(0, "steps; 0: only at the end")
-    artifact_bytes_limit: int = const(0, "bytes of script and artifact; 0: no limit")
-    score_artifact: bool = const(True, "result.json scores the artifact; 0: the trained weights")
-
+    train_log_every=(50, "steps; 0: only the first ten"),
+    val_loss_every=(0, "steps; 0: only at the end"),
+    artifact_bytes_limit=(0, "bytes with the script; 0: no limit"),
+    score_artifact=(True, "result.json scores it; 0: the weights")).items()}
+Config = make_dataclass("Config", [(name, type(f.default), f.default) for name, f in FIELDS.items()],
+                        frozen=True)
 PRESETS = {  # what differs from the defaults above
     # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
     "tiny": {},
@@ -141,70 +159,37 @@ PRESETS = {  # what differs from the defaults above
         muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
         train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000),
+    # 8xH100; val_loss 3.28 in 132.2 s (eight seeds: mean 3.2782, std 0.0014)
+    "speedrun": dict(
+        data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
+        train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
+        val_tokens=10_485_760, num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, qk_gain_init=0.0,
+        attn_scale=0.1, attn_gate_dim=12, rope_base=1024.0, rope_fraction=0.5, rope_yarn=True, smear_dim=12,
+        layer_scale=False, unet_skips=False, skip_layers=(4, 7), backout_layer=8,
+        value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), window_pattern="0SSSLSS-SSSL",
+        window_schedule=(384, 896, 1408, 1664), window_block=128, eval_window=2560, matrix_lr=0.023,
+        embed_lr=0.6, beta1=0.65, muon_momentum_cooldown_steps=50, weight_decay=1.2, normuon_beta2=0.95,
+        orthogonalization="polar_express", adam_every=2, iterations=2120, extension_iterations=40,
+        max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1, batch_schedule=(1, 2, 3, 3),
+        lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.33, 0.66), val_loss_every=250, score_artifact=False),
 }
 DATA_COMMANDS = {"embedded": "./run.sh data", "fineweb10B_sp1024": "./run.sh data sp1024 -n 40",
                  "fineweb10B_gpt2": "./run.sh data gpt2"}
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
-FIELDS = {f.name: f for f in fields(Config)}
-NAMES = [*FIELDS, *ALIASES]
-SHAPE = """preset vocab_size train_seq_len num_layers model_dim num_heads num_kv_heads mlp_mult tie_embeddings
-    logit_softcap qk_gain_init rope_base residual_mix layer_scale unet_skips value_embed_layers window_pattern
-    window_schedule""".split()      # the constants that an artifact carries
-READERS = {     # type of a constant: (from text, what the text must be)
-    bool: (lambda text: {"0": False, "1": True, "false": False, "true": True}[text.lower()],
-           "0, 1, true or false"),
-    int: (int, "a whole number"), float: (float, "a number"), str: (str, "text"),
-    tuple[int, ...]: (lambda text: tuple(map(int, text.split(","))), "whole numbers with commas")}
-
-def nearest(word, known):
-    """[the known name that word resembles], or []."""
-    return difflib.get_close_matches(word, known, 1, 0.75)
-
-def near_misses(env):
-    """[(variable, constant)] of each variable that no constant reads and that is one slip away from one."""
-    known, found = [name.upper() for name in NAMES], []
-    for key in env:
-        near = nearest(key.upper(), [name for name in known if abs(len(key) - len(name)) < 2])
-        found += [(key, name) for name in near if key not in known]
-    return found
-
-def parse_value(name, text):
-    """Text -> a value of the constant's type. Raises Refused."""
-    read, legal = READERS[FIELDS[name].type]
-    try:
-        text.encode()  # a ValueError too, for bytes of the environment that are no UTF-8
-        return read(text)
-    except (KeyError, ValueError):
-        raise Refused(f"{name}={text!r} must be {legal}") from None
-
-def parse_flags(argv):
-    """--matrix-lr=0.03, --matrix-lr 0.03 and bare --compile -> {name as typed: text}. Raises Refused."""
-    flags, rest = {}, list(argv)
-    while rest:
-        arg, given, text = rest.pop(0).partition("=")
-        typed = arg[2:].replace("-", "_")
-        f = FIELDS.get(ALIASES.get(typed, typed))
-        if not arg.startswith("--") or not f:
-            near, = nearest(typed, NAMES) or ["help"]
-            raise Refused(f"unknown argument {arg}; did you mean --{near.replace('_', '-')}?")
-        if not given:  # the value is the next word; a Boolean can do without
-            bare = not rest or rest[0].startswith("--")
-            demand(not bare or f.type is bool, f"{arg} needs a value")
-            text = "1" if bare else rest.pop(0)
-        flags[typed] = text
-    return flags
-
+NAMES = {name: name for name in FIELDS} | ALIASES  # as typed: the constant
+SHAPE = list(FIELDS)    # what an artifact carries: constants of the model
+SHAPE = ["preset", *SHAPE[SHAPE.index("vocab_size"):SHAPE.index("matrix_lr")]]
 def load_config(env, argv=()):
-    """Default < preset < environment < flag. env: a mapping of NAME to text; argv: flags. Raises Refused."""
+    """Default < preset < environment < flag. env: {NAME: text}. Raises Refused."""
     given = {}
-    for source in ({name: env[name.upper()] for name in NAMES if name.upper() in env}, parse_flags(argv)):
+    for source in (env, parse_flags(argv)):
         texts = {}
-        for typed, text in source.items():
-            name = ALIASES.get(typed, typed)
-            first = texts.setdefault(name, text)
-            demand(first == text, f"{name} is given twice, as {first} and as {text}")
-            given[name] = parse_value(name, text)
+        for typed, name in NAMES.items():
+            if (text := source.get(typed.upper())) is not None:
+                first = texts.setdefault(name, text)
+                demand(first == text, f"{name} is given twice, as {first} and as {text}")
+                given[name] = parse_value(name, text)
     cfg = replace(preset_config(given.get("preset", Config.preset)), **given)
     check_config(cfg)
     return cfg
@@ -213,51 +198,37 @@ def preset_config(preset):
     demand(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
     return Config(preset=preset, **PRESETS[preset])
 
+RULES = {
+    "run_id must be letters, digits and .,=+-": lambda c: re.fullmatch(r"(\w[\w.,=+-]*)?", c.run_id),
+    "num_heads must divide model_dim into even heads": lambda c: c.model_dim / c.num_heads % 2 == 0,
+    "num_kv_heads must divide num_heads": lambda c: c.num_heads % (c.num_kv_heads or 1) == 0,
+    "train_seq_len must divide train_batch_tokens": lambda c: c.train_batch_tokens % c.train_seq_len == 0,
+    "eval_stride must not exceed eval_context or else train_seq_len":
+        lambda c: c.eval_stride <= (c.eval_context or c.train_seq_len),
+    "val_tokens must leave a target": lambda c: c.val_tokens != 1,
+    "window_pattern must be of L, S, - and 0": lambda c: re.fullmatch("[LS0-]+", c.window_pattern),
+    "batch_schedule and window_schedule must have as many stages, or one":
+        lambda c: len({1, len(c.batch_schedule), len(c.window_schedule)}) < 3,
+    "lr_switches must grow, one fewer than lr_schedule":
+        lambda c: sorted(lr_switches(c)) == lr_switches(c) and len(lr_switches(c)) == len(c.lr_schedule) - 1,
+    "window_block must divide window_schedule and eval_window":
+        lambda c: not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
+    "skip_layers must be pairs of a layer and a later one": lambda c: c.skip_layers == (0,) or len(
+        c.skip_layers) % 2 == 0 and all(
+            a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2]))}
+
 def check_config(cfg):
-    """Refuses what no data and no number of ranks could make possible."""
+    """Refuses what is out of its range, or breaks a rule."""
     for name, value in vars(cfg).items():
-        f = FIELDS[name]
-        doc, lo, hi = f.metadata.values()
-        numbers = value if isinstance(value, tuple) else [value] * (f.type in (int, float))
-        demand(all(lo <= number <= hi for number in numbers),
-               f"{name}={show(value)} must be a number from {lo:g} to {hi:g}")
-        demand(" | " not in doc or value in doc.split(" | "), f"{name}={value!r} must be {doc}")
-    heads, batch, context = cfg.num_heads, cfg.train_batch_tokens, cfg.eval_context or cfg.train_seq_len
-    kv_heads, head_dim = cfg.num_kv_heads or heads, cfg.model_dim / heads
-    stages, windows = len(cfg.batch_schedule), len(cfg.window_schedule)
-    demand(re.fullmatch(r"[\w.,=+-]*", cfg.run_id) and cfg.run_id not in (".", ".."),
-           f"run_id={cfg.run_id!r} names a folder: letters, digits and . _ - + = , only")
-    demand(head_dim % 1 == 0, f"num_heads={heads} does not divide model_dim={cfg.model_dim}")
-    demand(heads % kv_heads == 0, f"num_kv_heads={kv_heads} does not divide num_heads={heads}")
-    demand(not cfg.rope_base or cfg.rope_base >= 1 and head_dim % 2 == 0, f"rope_base={cfg.rope_base:g} must "
-           f"be 0, or at least 1 and model_dim / num_heads = {head_dim:g} even")
-    demand(batch % cfg.train_seq_len == 0,
-           f"train_batch_tokens={batch} is no multiple of train_seq_len={cfg.train_seq_len}")
-    demand(cfg.eval_stride <= context, f"eval_stride={cfg.eval_stride} skips targets in rows of {context}")
-    demand(cfg.val_tokens != 1, "val_tokens=1 has no target to score")
-    demand(re.fullmatch("[LS]+", cfg.window_pattern), f"window_pattern={cfg.window_pattern!r} is not L and S")
-    demand(1 in (stages, windows) or stages == windows,
-           f"batch_schedule has {stages} stages, window_schedule {windows}")
-
-def overrides(cfg):
-    """{name: (the preset's value, the value in force)} where environment or flags changed it."""
-    pairs = zip(FIELDS, vars(preset_config(cfg.preset)).values(), vars(cfg).values())
-    return {name: (old, new) for name, old, new in pairs if old != new}
-
-def show(value):
-    """A constant as one would type it; of an absolute path only the last part."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if isinstance(value, str) and os.path.isabs(value):
-        return os.path.basename(value.rstrip("/"))
-    return str(int(value) if isinstance(value, bool) else value)
-
-def help_text():
-    lines = [__doc__, "NAME=value in the environment or --name=value. [default | presets]"]
-    for name, f in FIELDS.items():
-        values = [show(f.default)] + [f"{p} {show(row[name])}" for p, row in PRESETS.items() if name in row]
-        lines.append(f"  --{name.replace('_', '-'):28} {f.metadata['doc']}  [{' | '.join(values)}]")
-    return "\n".join([*lines, "Aliases: " + ", ".join(map(" = ".join, ALIASES.items()))])
+        _, doc, least, most = FIELDS[name]
+        if isinstance(value, str):
+            good, legal = " | " not in doc or value in doc.split(" | "), doc
+        else:
+            good, legal = all(least <= n <= most for n in np.atleast_1d(value)), f"from {least:g} to {most:g}"
+        demand(good, f"{name}={show(value)} must be {legal}")
+    for rule, holds in RULES.items():
+        values = [f"{name}={getattr(cfg, name)!r}" for name in re.findall(r"\w+", rule) if name in FIELDS]
+        demand(holds(cfg), f"{rule}, but {' and '.join(values)}")
 
 # ------------------------------------------------------------ 4 model
 def rms_norm(x):
@@ -267,11 +238,34 @@ def linear(x, weight):
     """x @ weight.T in the dtype of x; master weights stay fp32."""
     return F.linear(x, weight.to(x.dtype))
 
-def attention(q, k, v, mask):
-    """Causal attention. q (B, H, T, D), k and v (B, KV, T, D), mask (T, T) bool, None for the whole past."""
-    if (groups := q.size(1) // k.size(1)) > 1:
+def attention(q, k, v, mask, scale=None):
+    """Causal attention. q (B, H, T, D), k and v (B, KV, T, D); the cost is the size of the mask."""
+    (B, H, T, D), kernel = q.shape, F.scaled_dot_product_attention
+    if (groups := H // k.size(1)) > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    if mask is None or (n := mask.size(1)) == 1:
+        return kernel(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    W = mask.size(2)
+    q, k, v = (F.pad(x, (0, 0, 0, n * W - T)).view(B, H, n, W, D) for x in (q, k, v))
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), 3) for x in (k, v))  # with the one before
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None], scale=scale)
+    return y.view(B, n, H, W, D).transpose(1, 2).reshape(B, H, n * W, D)[:, :, :T]
+
+def window_mask(reach, T, documents, device):
+    """Each token sees the last reach of its document, itself included; documents (B, T) numbers them. Returns
+    None for the whole past, else bool (B or 1, n, W, K): n blocks of W queries, K keys up to their end."""
+    if reach >= T and documents is None:
+        return None
+    W = T if 2 * reach >= T else reach
+    n, K = math.ceil(T / W), min(T, 2 * W)
+    query = torch.arange(n * W, device=device).view(1, n, W, 1)
+    key = query[:, :, :1] + torch.arange(W - K, W, device=device)
+    mask = (key >= 0) & (key <= query) & (key > query - reach)
+    if documents is not None:
+        documents = F.pad(documents, (K - W, n * W - T), value=-1)
+        mask = mask & (documents[:, K - W:].view(-1, n, W, 1) == documents.unfold(1, K, W)[:, :, None])
+    return mask
 
 def mlp(x, fc, proj):
     """ReLU^2 MLP (Primer, arXiv:2109.08668). x (B, T, C), fc (hidden, C), proj (C, hidden)."""
@@ -284,10 +278,18 @@ def lm_loss(x, head, targets, cap):
     """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
     return F.cross_entropy(softcap(linear(x, head).float(), cap).flatten(0, 1), targets.flatten())
 
-def rope_tables(T, head_dim, base):
-    """cos and sin, each (T, head_dim / 2) fp32 (RoFormer, arXiv:2104.09864)."""
-    angles = torch.arange(T)[:, None] * base ** (-torch.arange(0, head_dim, 2) / head_dim)
-    return angles.cos(), angles.sin()
+def rope_frequencies(cfg, window):
+    """Radians per token of each pair of channels (RoFormer, arXiv:2104.09864) and the scale of the logits;
+    with rope_yarn (YaRN, arXiv:2309.00071) both follow the windows up to this one."""
+    D, windows = cfg.model_dim // cfg.num_heads, [w for w in cfg.window_schedule if w and cfg.rope_yarn]
+    pairs, scale = int(cfg.rope_fraction * D / 2) * (cfg.rope_base > 0), cfg.attn_scale or D ** -0.5
+    frequencies = F.pad(cfg.rope_base ** (-torch.arange(pairs) / pairs), (0, D // 2 - pairs))
+    windows = windows[:windows.index(window) + 1] if window in windows else windows
+    for old, new in zip(windows, windows[1:]):
+        turns = old * frequencies / (2 * math.pi)
+        frequencies *= old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequencies, scale
 
 def rotate(x, cos, sin):
     a, b = x.chunk(2, -1)
@@ -298,76 +300,110 @@ def per_layer(values, num_layers):
     return [values[i % len(values)] for i in range(num_layers)]
 
 def window_sizes(cfg, window, T):
-    """Tokens that long and short layers look back on among T, themselves included. window 0: all."""
-    return {"L": min(window or T, T), "S": min(T, max(1, (window or cfg.train_seq_len) // 2))}
+    """Tokens of T that long and short layers see. window 0: all."""
+    half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
+    half = max(1, half // cfg.window_block) * cfg.window_block
+    return {"L": min(window or T, T), "S": min(T, half)}
 
 def parameter(*shape, on=True):
     return nn.Parameter(torch.empty(shape)) if on else None
 
+def gate(x, weight):
+    """(B, T, C) -> (B, T, n), 0 to 1, by the first channels; weight (n, channels)."""
+    return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
+
 class Block(nn.Module):
-    """Attention and MLP, each on the normalised stream (pre-norm)."""
-    def __init__(self, cfg, value_embed):
+    """Attention and MLP, pre-norm, as far as kind has them."""
+    def __init__(self, cfg, kind):
         super().__init__()
         C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
         self.head_dim = D = C // H
-        self.query, self.key, self.value = parameter(H * D, C), parameter(KV * D, C), parameter(KV * D, C)
-        self.attn_proj = parameter(C, H * D)
-        self.fc, self.mlp_proj = parameter(cfg.mlp_mult * C, C), parameter(C, cfg.mlp_mult * C)
-        self.qk_gain = parameter(H, on=cfg.qk_gain_init)
+        attends, has_mlp = kind in "LS", kind != "0"
+        self.query, self.attn_proj = parameter(H * D, C, on=attends), parameter(C, H * D, on=attends)
+        self.key, self.value = parameter(KV * D, C, on=attends), parameter(KV * D, C, on=attends)
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
+        self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
+        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
         self.residual_mix = parameter(2, C, on=cfg.residual_mix)
         self.layer_scale = parameter(2, C, on=cfg.layer_scale)
-        self.value_embed = parameter(cfg.vocab_size, KV * D, on=value_embed)
 
-    def forward(self, x, x0, tokens, rope, mask):
-        """x and x0, the stream and the embedding (B, T, C); tokens (B, T) -> the new stream."""
-        B, T, _ = x.shape
+    def forward(self, x, x0, value_embed, rope, scale, mask):
+        """Stream x and embedding x0 (B, T, C), value_embed (B, T, KV * D) or None -> stream."""
         if self.residual_mix is not None:
             mix = self.residual_mix.to(x.dtype)
             x = mix[0] * x + mix[1] * x0
-        scale = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
-        h = rms_norm(x)
+        scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
+        if self.query is not None:
+            x = x + scales[0] * self.attend(rms_norm(x), value_embed, rope, scale, mask)
+        if self.fc is not None:
+            x = x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj)
+        return x
+
+    def attend(self, h, value_embed, rope, scale, mask):
         q, k, v = linear(h, self.query), linear(h, self.key), linear(h, self.value)
-        if self.value_embed is not None:
-            v = v + F.embedding(tokens, self.value_embed).to(x.dtype)
-        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
-        q, k = rms_norm(q), rms_norm(k)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        v = v if value_embed is None else v + value_embed
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        q, k = (rotate(rms_norm(y), *rope) for y in (q, k))
         if self.qk_gain is not None:
             q = q * self.qk_gain.to(q.dtype)[:, None, None]
-        x = x + scale[0] * linear(attention(q, k, v, mask).transpose(1, 2).reshape(B, T, -1), self.attn_proj)
-        return x + scale[1] * mlp(rms_norm(x), self.fc, self.mlp_proj)
+        y = attention(q, k, v, mask, scale).transpose(1, 2)
+        if self.attn_gate is not None:
+            y = y * gate(h, self.attn_gate)[..., None]
+        return linear(y.flatten(2), self.attn_proj)
 
 class GPT(nn.Module):
-    """Decoder-only transformer. Sees cfg only, vocab_size resolved; dtype is that of the activations."""
+    """Decoder-only transformer; cfg.vocab_size is resolved, dtype that of activations."""
     def __init__(self, cfg, dtype=torch.float32):
         super().__init__()
-        self.cfg, self.dtype, half = cfg, dtype, cfg.num_layers // 2
-        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
-        embeds = per_layer(cfg.value_embed_layers, cfg.num_layers)
-        self.blocks = nn.ModuleList(Block(cfg, value_embed) for value_embed in embeds)
-        self.skips = {half + i: half - 1 - i for i in range(half)} if cfg.unet_skips else {}  # {to: from}
-        self.skip_weights = parameter(len(self.skips), cfg.model_dim, on=self.skips)
-        self.head = self.embed if cfg.tie_embeddings else parameter(cfg.vocab_size, cfg.model_dim)
+        self.cfg, self.dtype, N, V, C = cfg, dtype, cfg.num_layers, cfg.vocab_size, cfg.model_dim
+        self.kinds, self.embed = per_layer(cfg.window_pattern, N), parameter(V, C)
+        self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
+        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
+        self.smear, self.smear_gate = (parameter(1, n, on=cfg.smear_dim) for n in (1, cfg.smear_dim))
+        self.blocks = nn.ModuleList(Block(cfg, kind) for kind in self.kinds)
+        self.tables, kv_heads = per_layer(cfg.value_embed_layers, N), cfg.num_kv_heads or cfg.num_heads
+        self.value_embeds = nn.ParameterList(
+            parameter(V, kv_heads * C // cfg.num_heads) for _ in range(max(self.tables)))
+        pairs = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] * cfg.unet_skips
+        pairs += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
+        self.skips = {to: (source, row) for row, (source, to) in enumerate(pairs)}
+        self.skip_weights = parameter(len(pairs), C, on=pairs)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
     def set_context(self, T, window):
-        """Positions and masks for sequences of T tokens; window: that of a long layer, tokens, 0: all."""
-        cfg, device, self.rope = self.cfg, self.embed.device, None
-        if cfg.rope_base:
-            tables = rope_tables(T, cfg.model_dim // cfg.num_heads, cfg.rope_base)
-            self.rope = [t.to(device, self.dtype) for t in tables]
-        distance = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)
-        self.masks = {kind: None if reach >= T else (distance >= 0) & (distance < reach)
-                      for kind, reach in window_sizes(cfg, window, T).items()}
+        """For sequences of T tokens; window of long layers, 0: all."""
+        frequencies, self.scale = rope_frequencies(self.cfg, window)
+        angles = torch.arange(T)[:, None] * frequencies
+        self.rope = [t.to(self.embed.device, self.dtype) for t in (angles.cos(), angles.sin())]
+        self.reach = {k: size for k, size in window_sizes(self.cfg, window, T).items() if k in self.kinds}
 
     def hidden(self, tokens):
         """tokens (B, T) -> last activations, normalised (B, T, C)."""
-        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(self.dtype))
-        outputs, kinds = [], per_layer(self.cfg.window_pattern, len(self.blocks))
-        for i, block in enumerate(self.blocks):
-            if (source := self.skips.get(i)) is not None:
-                x = x + self.skip_weights[source].to(x.dtype) * outputs[source]
-            outputs.append(x := block(x, x0, tokens, self.rope, self.masks[kinds[i]]))
+        cfg, T, documents = self.cfg, tokens.size(1), None
+        follows = torch.arange(T, device=tokens.device) > 0  # another token of the same document
+        if cfg.max_doc_len:
+            starts = tokens == cfg.bos_id
+            documents, follows = starts.cumsum(1), follows & ~starts
+        masks = {kind: window_mask(reach, T, documents, tokens.device) for kind, reach in self.reach.items()}
+        x = F.embedding(tokens, self.embed).to(self.dtype)
+        if self.bigram_embed is not None:
+            pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % cfg.bigram_rows
+            x = x + F.embedding(pairs, self.bigram_embed).to(x.dtype) * follows[..., None]
+        if self.smear is not None:
+            before = F.pad(x, (0, 0, 1, -1)) * follows[..., None]
+            x = x + self.smear.to(x.dtype) * gate(x, self.smear_gate) * before
+        x, outputs = (x0 := rms_norm(x)), []
+        for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
+            if i in self.skips:
+                source, row = self.skips[i]
+                x = x + self.skip_weights[row].to(x.dtype) * outputs[source]
+            value_embed = None
+            if self.tables[i]:
+                value_embed = F.embedding(tokens, self.value_embeds[self.tables[i] - 1]).to(x.dtype)
+            outputs.append(x := block(x, x0, value_embed, self.rope, self.scale, masks.get(kind)))
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
         return rms_norm(x)
 
     def logits(self, tokens):
@@ -378,15 +414,17 @@ class GPT(nn.Module):
         """Mean training loss, nats. tokens and targets (B, T)."""
         return lm_loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap)
 
-# Last part of a parameter's name: (its first values, its group in the optimizer)
-PARAMETERS = dict.fromkeys(("query", "key", "value", "fc"), ("uniform", "matrix")) | {
+# Name of a parameter, numbers aside: (its first values, its group in the optimizer)
+PARAMETERS = dict.fromkeys(("query", "key", "value", "fc"), ("uniform", "matrix")) | dict.fromkeys(
+    ("attn_gate", "smear", "smear_gate"), ("zeros", "scalar")) | {
     "attn_proj": ("zeros", "matrix"), "mlp_proj": ("zeros", "matrix"), "skip_weights": ("ones", "scalar"),
-    "embed": ("embed", "embed"), "head": ("zeros", "head"), "value_embed": ("zeros", "value_embed"),
-    "qk_gain": ("gain", "scalar"), "residual_mix": ("mix", "scalar"), "layer_scale": ("ones", "scalar")}
+    "embed": ("embed", "embed"), "head": ("zeros", "head"), "value_embeds": ("zeros", "value_embed"),
+    "bigram_embed": ("zeros", "value_embed"), "backout": ("half", "scalar"), "qk_gain": ("gain", "scalar"),
+    "residual_mix": ("mix", "scalar"), "layer_scale": ("ones", "scalar")}
 
 def parameter_rule(name):
-    """(first values, group) of a parameter. KeyError for one that PARAMETERS does not know."""
-    return PARAMETERS[name.rsplit(".", 1)[-1]]
+    """(first values, group). Raises KeyError for an unknown name."""
+    return PARAMETERS[[part for part in name.split(".") if not part.isdigit()][-1]]
 
 @torch.no_grad()
 def init_parameters(model, seed):
@@ -400,40 +438,57 @@ def init_parameters(model, seed):
             value.normal_(0, cfg.tied_embed_init_std if cfg.tie_embeddings else 1, generator=generator)
         elif first == "mix":  # all stream, no embedding
             value[0] = 1
-        elif first != "zeros":
-            value += 1 if first == "ones" else cfg.qk_gain_init
+        else:
+            value += {"zeros": 0, "half": 0.5, "ones": 1, "gain": cfg.qk_gain_init}[first]
         p.copy_(value)
 
 # ------------------------------------------------------------ 5 optimizer
-def orthogonalize(g, steps):
-    """g (N, R, C) -> roughly the nearest semi-orthogonal matrices: singular values end in [0.6, 1.3].
-    Newton-Schulz with Muon's quintic coefficients (kellerjordan.github.io/posts/muon), in bf16, but on the
-    CPU, where that is slow, in fp32."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+ORTHOGONALIZERS = {     # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x, g = x x'
+    "newton_schulz": [(3.4445, -4.7750, 2.0315)],   # Muon: kellerjordan.github.io/posts/muon
+    "polar_express": [(8.156554524902461, -22.48329292557795, 15.878769915207462),   # arXiv:2505.16932
+                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
+
+def orthogonalize(g, steps, method="newton_schulz"):
+    """g (N, R, C) -> nearly the nearest semi-orthogonal matrices, singular values in [0.6, 1.3]; by bf16, but
+    on CPUs, where that is slow."""
     x = g.float() if g.device.type == "cpu" else g.bfloat16()
     if tall := x.size(-2) > x.size(-1):
         x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    for _ in range(steps):
+    if method == "polar_express":
+        x = x / 1.02  # bf16 may round a value to above 1, where it diverges
+    for i in range(steps):
+        a, b, c = ORTHOGONALIZERS[method][:i + 1][-1]
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(g.dtype)
 
-def muon_update(grad, buffer, momentum, steps):
-    """Nesterov momentum, orthogonalised; tall matrices move as far as square ones. grad and buffer (N, R, C);
-    buffer changes in place. Returns what to subtract, before LR."""
+def muon_update(grad, buffer, momentum, steps, method="newton_schulz"):
+    """Nesterov momentum, orthogonalised; grad and buffer (N, R, C), buffer changes. Returns what to subtract,
+    before LR; tall matrices move as far as square ones."""
     buffer.lerp_(grad, 1 - momentum)
-    return orthogonalize(grad.lerp(buffer, momentum), steps) * max(1, grad.size(-2) / grad.size(-1)) ** 0.5
+    update = orthogonalize(grad.lerp(buffer, momentum), steps, method)
+    return update * max(1, grad.size(-2) / grad.size(-1)) ** 0.5
+
+def normuon_scale(update, v, beta2):
+    """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows, or columns if wide, over their running rms
+    and its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
+    v.lerp_(update.square().mean(-1 if v.size(-1) == 1 else -2, keepdim=True), 1 - beta2)
+    scaled = update * v.clamp_min(1e-10).rsqrt()
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    return scaled * (before / after.clamp_min(1e-10))
 
 def adam_update(grad, m, v, step, beta1, beta2, eps):
-    """Adam (arXiv:1412.6980), step from 1; m and v change in place. Returns what to subtract, before LR."""
+    """Adam (arXiv:1412.6980), step from 1; m and v change. Returns what to subtract, before LR."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     return m / (1 - beta1 ** step) / ((v / (1 - beta2 ** step)).sqrt() + eps)
 
-# torch 2.13 renamed the two
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
-all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 def all_reduce(tensor, world_size, op="SUM"):
     """Sum or MAX over the ranks, in place."""
@@ -442,12 +497,11 @@ def all_reduce(tensor, world_size, op="SUM"):
     return tensor
 
 class Bank:
-    """Parameters of one kind in one flat buffer, so that one collective serves them all. They and their
-    gradients become views of data and grad, cut into units: a matrix for Muon, 64 numbers for Adam, padded to
-    a multiple of world_size. Each rank keeps optimizer state for its own share of the units."""
+    """Parameters of one kind, views of one buffer, as their gradients are: one collective serves all, once
+    the last gradient is there. A rank updates its share of units: matrices for Muon, 64 numbers for Adam."""
     def __init__(self, group, names, params, rank, world_size):
-        self.group, self.names = group, names
-        unit, states = (tuple(params[0].shape), 1) if group == "matrix" else ((64,), 2)
+        self.group, self.names, self.missing, self.job = group, names, 0, None
+        unit = tuple(params[0].shape) if group == "matrix" else (64,)
         size = math.prod(unit)
         places = np.cumsum([0] + [math.ceil(p.numel() / size) for p in params])
         share = math.ceil(places[-1] / world_size) * size
@@ -457,20 +511,31 @@ class Bank:
             here = slice(place * size, place * size + p.numel())
             self.data[here] = p.data.flatten()
             p.data, p.grad = self.data[here].view(p.shape), self.grad[here].view(p.shape)
+            if world_size > 1:
+                p.register_post_accumulate_grad_hook(self.arrived)
         self.my_data = self.data[rank * share:(rank + 1) * share].view(-1, *unit)
         self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.grad.view(-1, *unit)
-        self.state = [torch.zeros_like(self.my_data) for _ in range(states)]
+        second = self.my_data  # Adam's second moment; of NorMuon one number per row, or column
+        if group == "matrix":
+            second = second[:, :, :1] if unit[0] >= unit[1] else second[:, :1]
+        self.state = [torch.zeros_like(t) for t in (self.my_data, second)]
+
+    def arrived(self, _):
+        self.missing -= 1
+        if self.missing == 0:
+            self.job = self.send()
+
+    def send(self):
+        return reduce_scatter(self.my_grad.flatten(), self.grad, async_op=True)
 
 class Optimizer:
-    """Muon for matrices, Adam for the rest. Reduces gradients once per step; ranks share the state."""
+    """Muon for matrices, Adam for the rest; the ranks share its state."""
     def __init__(self, model, cfg, rank=0, world_size=1):
         self.cfg, self.world_size, self.step_count, kinds = cfg, world_size, 0, {}
         for name, p in model.named_parameters():
             kind = (group := parameter_rule(name)[1], p.shape if group == "matrix" else None)
             kinds.setdefault(kind, []).append((name, p))
         self.banks = [Bank(group, *zip(*members), rank, world_size) for (group, _), members in kinds.items()]
-        covered = [name for bank in self.banks for name in bank.names]
-        assert sorted(covered) == sorted(dict(model.named_parameters())), "each parameter in one bank"
         embed_lr = cfg.tied_embed_lr if cfg.tie_embeddings else cfg.embed_lr
         self.lr = dict(matrix=cfg.matrix_lr, embed=embed_lr, value_embed=cfg.embed_lr, head=cfg.head_lr,
                        scalar=cfg.scalar_lr)
@@ -483,308 +548,325 @@ class Optimizer:
         """All that a step changes, parameters included."""
         return [t for bank in self.banks for t in (bank.data, *bank.state)]
 
+    def due(self):
+        """Banks of the coming step: Adam waits for adam_every."""
+        adam = (self.step_count + 1) % self.cfg.adam_every == 0
+        return [bank for bank in self.banks if adam or bank.group == "matrix"]
+
+    def expect(self):
+        """The coming backward is the last of its step."""
+        for bank in self.due():
+            bank.missing = len(bank.names)
+
     @torch.no_grad()
     def step(self, lr_factor, momentum):
-        """One step from the gradients that each rank summed; they are averaged over the ranks here."""
-        cfg, self.step_count = self.cfg, self.step_count + 1
-        if self.world_size > 1:
-            jobs = [reduce_scatter(bank.my_grad.flatten(), bank.grad, async_op=True) for bank in self.banks]
-            for bank, job in zip(self.banks, jobs):
-                job.wait()
-                bank.my_grad.div_(self.world_size)
+        """Averages the gradients of the ranks and updates."""
+        cfg, banks, jobs = self.cfg, self.due(), []
+        self.step_count += 1
+        for bank in banks if self.world_size > 1 else ():
+            (bank.job or bank.send()).wait()
+            bank.job = None
+            bank.my_grad.div_(self.world_size)
         if cfg.grad_clip_norm:
-            norm = all_reduce(sum(bank.my_grad.square().sum() for bank in self.banks), self.world_size).sqrt()
-            for bank in self.banks:
+            norm = all_reduce(sum(bank.my_grad.square().sum() for bank in banks), self.world_size).sqrt()
+            for bank in banks:
                 bank.my_grad.mul_((cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1))
-        for bank in self.banks:
-            lr, p, args = self.lr[bank.group] * lr_factor, bank.my_data, (bank.my_grad, *bank.state)
+        for bank in banks:
+            lr, p, state = self.lr[bank.group] * lr_factor, bank.my_data, bank.state
             if bank.group == "matrix":
-                update = muon_update(*args, momentum, cfg.muon_backend_steps)
-                if cfg.weight_decay:  # only where the update shrinks the weight too (arXiv:2411.16085)
+                update = muon_update(bank.my_grad, state[0], momentum, cfg.muon_backend_steps,
+                                     cfg.orthogonalization)
+                if cfg.normuon_beta2:
+                    update = normuon_scale(update, state[1], cfg.normuon_beta2)
+                if cfg.weight_decay:  # only where the update shrinks it too (arXiv:2411.16085)
                     p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * cfg.weight_decay)
             else:
-                update = adam_update(*args, self.step_count, cfg.beta1, cfg.beta2, cfg.adam_eps)
+                count = self.step_count // cfg.adam_every
+                update = adam_update(bank.my_grad, *state, count, cfg.beta1, cfg.beta2, cfg.adam_eps)
             p.sub_(update, alpha=lr)
-        if self.world_size > 1:
-            for job in [all_gather(b.data, b.my_data.flatten(), async_op=True) for b in self.banks]:
-                job.wait()
+            bank.grad.zero_()
+            if self.world_size > 1:  # while the next bank computes
+                jobs.append(all_gather(bank.data, p.flatten(), async_op=True))
+        for job in jobs:
+            job.wait()
 
 # ------------------------------------------------------------ 6 schedules
-class Stage(NamedTuple):
-    start: float            # part of the run at which it begins
-    batch_multiple: int     # of train_batch_tokens
-    window: int             # of a long layer, tokens; 0: all
+Stage = namedtuple("Stage", "start first_step batch_multiple window")  # start: part of the run
+
+def total_steps(cfg):
+    return cfg.iterations + cfg.extension_iterations
 
 def stage_table(cfg):
-    """Stages of equal length in progress; a table of one entry serves them all."""
-    n = max(len(cfg.batch_schedule), len(cfg.window_schedule))
-    starts = (i / n for i in range(n))
-    return [*map(Stage, starts, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))]
+    """Equal stages, then the extension; one entry serves all. window: of long layers."""
+    n, total = max(len(cfg.batch_schedule), len(cfg.window_schedule)), total_steps(cfg)
+    equal = max(1, n - (cfg.extension_iterations > 0))
+    starts = [min(i / equal, 1) * cfg.iterations / total for i in range(n)]
+    steps = [math.ceil(start * total - 1e-6) for start in starts]  # without a cap
+    return [*map(Stage, starts, steps, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))]
 
 def stage_at(cfg, progress):
     return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
 
+def planned_tokens(cfg):
+    """Tokens of all steps."""
+    _, steps, multiples, _ = zip(*stage_table(cfg))
+    return cfg.train_batch_tokens * int(np.diff([*steps, total_steps(cfg)]) @ multiples)
+
 def run_progress(cfg, step, elapsed):
-    """Part of the run that is done, 0 to 1: of the steps or of the training seconds, whichever is further."""
+    """Part of the run that is done, 0 to 1, by steps or by seconds, whichever is further."""
     cap = cfg.max_wallclock_seconds
-    return min(1.0, max(step / cfg.iterations, elapsed / cap if cap else 0.0))
+    return min(1.0, max(step / total_steps(cfg), elapsed / cap if cap else 0.0))
 
 def lr_factor(cfg, step, progress):
     """Factor on every LR at this step and progress."""
-    # 1. a decay counted in steps becomes a part of the run, at the pace so far, and at most half of it
+    # 1. a decay in steps becomes a part of the run, at the pace so far, at most half
+    scheduled = min(1.0, progress * total_steps(cfg) / cfg.iterations)  # the extension stays at the floor
     decay = cfg.warmdown_frac
     if cfg.warmdown_iters:
         decay = min(0.5, cfg.warmdown_iters * progress / step if step else 0.5)
-    # 2. constant until the decay begins, then linear down to the floor
-    factor = 1.0 if progress <= 1 - decay else cfg.lr_floor + (1 - cfg.lr_floor) * (1 - progress) / decay
-    # 3. larger batches allow larger steps
-    return factor * stage_at(cfg, progress).batch_multiple ** cfg.batch_lr_power
+    # 2. larger batches allow larger steps
+    top = stage_at(cfg, progress).batch_multiple ** cfg.batch_lr_power
+    if any(cfg.lr_schedule):
+        top = cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in lr_switches(cfg))]
+    # 3. the top until the decay begins, then linear down to the floor
+    down = max(0.0, 1 - (1 - scheduled) / decay) if decay else 0.0
+    return top * (1 - down) + cfg.lr_floor * down
 
-def muon_momentum(cfg, step):
-    part = min(1.0, step / cfg.muon_momentum_warmup_steps) if cfg.muon_momentum_warmup_steps else 1.0
+def lr_switches(cfg):
+    """Parts of iterations at which lr_schedule moves on."""
+    n = len(cfg.lr_schedule)
+    return [*cfg.lr_switches] if any(cfg.lr_switches) else [i / n for i in range(1, n)]
+
+def muon_momentum(cfg, step, progress):
+    """Warms up by steps done, cools down by steps left at the pace so far."""
+    left = (1 - progress) * step / progress if progress else math.inf
+    parts = ((step, cfg.muon_momentum_warmup_steps), (left, cfg.muon_momentum_cooldown_steps))
+    part = min(1.0, *(steps / n for steps, n in parts if n), 1.0)
     return cfg.muon_momentum_warmup_start + (cfg.muon_momentum - cfg.muon_momentum_warmup_start) * part
 
 # ------------------------------------------------------------ 7 data
-SHARD_HEAD, SHARD_HEADER_BYTES = [20240520, 1], 1024  # magic, version; then the number of tokens
-
 def open_shard(path, tokens=None):
-    """A .bin shard -> memory map of its uint16 tokens. tokens: as the manifest has it. Raises Refused."""
-    size, head = os.path.getsize(path), np.fromfile(path, "<i4", 3).tolist()
-    demand(head[:2] == SHARD_HEAD, f"{path.name} is no token shard: it begins {head[:2]}, not {SHARD_HEAD}")
-    demand(SHARD_HEADER_BYTES < size == SHARD_HEADER_BYTES + 2 * head[-1],
-           f"shard {path.name} is truncated or its header lies: {size} bytes for {head[-1]} tokens")
-    demand(tokens in (None, head[-1]), f"{path.name} has {head[-1]} tokens, its manifest says {tokens}")
-    return np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES)
+    """A .bin shard, of so many tokens -> their memory map, uint16. Raises Refused."""
+    held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
+    demand(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
+           f"{path.name} is truncated or damaged: {held} tokens, header {head}, manifest {tokens}")
+    return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens, vocab_size, name):
-    """Refuses tokens outside the vocabulary. Reads them once, in pieces."""
-    largest = max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
+    largest = tokens.max()
     demand(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
-class Data(NamedTuple):
-    """An opened dataset: memory maps of its tokens, and what is known of the text behind them."""
-    name: str
-    train: dict  # {shard: tokens}
-    val: np.ndarray
-    tokenizer: object  # SentencePieceProcessor or None
-    vocab_size: int
-    bos: int
-    val_bytes: int | None  # UTF-8 bytes of the val documents
-    fingerprint: str | None
-    lines: list                     # for the log
-    sha256: dict                    # of val shards and tokenizer, by name
+# train: {shard: tokens}; tokenizer, val_bytes (UTF-8) or None; about for result.json, lines for the log
+Data = namedtuple("Data", "train val tokenizer vocab_size bos val_bytes about lines")
 
-def table_bytes(sp, tokens, bos):
-    """UTF-8 bytes behind tokens, summed per token: the field's short cut, wrong if a tokenizer normalises.
-    A dummy prefix, which decoding takes off again, does not count."""
-    pieces = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    sizes = np.array([0 if sp.is_control(i) or sp.is_unused(i) else 1 if sp.is_byte(i) else
-                      len((sp.decode([i]) if sp.is_unknown(i) else piece.replace("\u2581", " ")).encode())
-                      for i, piece in enumerate(pieces)])
-    first, total = sp.encode("a")[0], int(np.bincount(tokens, minlength=len(sizes)) @ sizes)
-    if len(sp.decode([first])) < sizes[first]:
-        spaced = np.array([piece.startswith("\u2581") for piece in pieces])
-        total -= int(spaced[tokens[1:][tokens[:-1] == bos]].sum())
-    return total
+def table_bytes(sp, tokens):
+    """UTF-8 bytes by summing pieces: wrong where a tokenizer normalises."""
+    ids = list(range(sp.vocab_size()))
+    sizes = np.array([len(piece.replace("\u2581", " ").encode()) for piece in sp.id_to_piece(ids)])
+    sizes[sp.is_byte(ids)], sizes[sp.is_control(ids)] = 1, 0
+    return int(np.bincount(tokens, minlength=len(sizes)) @ sizes)
 
 def decoded_bytes(sp, tokens, bos):
-    """UTF-8 bytes behind tokens by decoding every document, from one bos to the next: the definition."""
-    edges, total = np.unique(np.r_[0, np.flatnonzero(tokens == bos), len(tokens)]), 0
-    for i in range(0, len(edges) - 1, 4096):
-        some = edges[i:i + 4097]
-        texts = sp.decode([tokens[a:b].tolist() for a, b in zip(some, some[1:])])
-        total += sum(len(text.encode()) for text in texts)
-    return total
+    """UTF-8 bytes by decoding each document: the definition."""
+    documents = np.split(tokens, np.flatnonzero(tokens == bos))
+    return sum(len(sp.decode(document.tolist()).encode()) for document in documents)
 
-def file_sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_sha256(path, stated=None):
+    """Raises Refused if it is not the stated one."""
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    demand(stated in (None, digest), f"{os.path.basename(path)} is not the file that manifest.json means")
+    return digest
 
 def open_data(cfg):
-    """Finds, opens and checks the dataset of cfg.data_path. Raises Refused."""
-    name = os.path.basename(cfg.data_path.rstrip("/"))
-    get_it = f"get it with `{DATA_COMMANDS.get(name, './run.sh data --text PATH --name NAME')}`"
-    demand(name and os.path.isdir(cfg.data_path), f"no dataset at {show(cfg.data_path)!r}: {get_it}", Missing)
+    """The dataset of cfg.data_path, checked. Raises Refused, Missing if it is not there."""
+    folder = Path(cfg.data_path)
+    get_it = f"get it with `{DATA_COMMANDS.get(folder.name, './run.sh data --text PATH --name NAME')}`"
     try:
-        return read_dataset(cfg, Path(cfg.data_path), name, get_it)
+        return read_dataset(cfg, folder, folder.absolute().name, get_it)
     except Refused:
         raise
-    except Exception as error:  # json, numpy and sentencepiece each have their own for bad files
-        raise Refused(f"manifest.json, a shard or the tokenizer of {name} is damaged or missing "
+    except Exception as error:  # json, numpy and sentencepiece have their own
+        raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
 def read_dataset(cfg, folder, name, get_it):
-    """open_data but for unreadable files. manifest.json lists the shards; without one *_train_*.bin and
-    *_val_*.bin are taken by name."""
+    """What manifest.json lists; without one, all *_train_*.bin and *_val_*.bin."""
     # 1. the shards
-    files = [{"path": path.name, "split": split} for split in ("train", "val")
-             for path in sorted(folder.glob(f"*_{split}_*.bin"))]
-    path, shards, sha256 = folder / "manifest.json", {}, {}
-    manifest = json.loads(path.read_text()) if path.exists() else {"files": files}
-    for split in ("train", "val"):
-        files = [(folder / f["path"], f) for f in manifest["files"] if f["split"] == split]
-        demand(files, f"dataset {name} has no {split} split: {get_it}", Missing)
-        shards[split] = {path.name: open_shard(path, f.get("tokens")) for path, f in files}
-        demand(len(shards[split]) == len(files), f"dataset {name} lists a {split} shard twice")
-    train, val = shards["train"], list(shards["val"].values())
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else {"files": [
+        {"path": shard.name, "split": split} for split in ("train", "val")
+        for shard in sorted(folder.glob(f"*_{split}_*.bin"))]}
+    train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
+                   for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
+    demand(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
+    sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
+              for file in manifest["files"] if file["path"] in val}
+    val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
+    least = max((cfg.eval_context or cfg.train_seq_len) + 1, cfg.val_tokens)
+    demand(len(val) >= least, f"the val split of {name} has {len(val)} tokens; VAL_TOKENS, rows need {least}")
+    lines = [f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}"]
     # 2. the tokenizer that made them
-    tokenizer, about, val_bytes = None, manifest.get("tokenizer") or {}, manifest.get("val_bytes")
-    vocab_size, bos = about.get("vocab_size", 0), about.get("bos_id", 50256)
-    if path := cfg.tokenizer_path or "path" in about and os.path.normpath(folder / about["path"]):
+    made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
+    stated, bos = made_by.get("vocab_size", 0), made_by.get("bos_id", 50256)
+    if path := cfg.tokenizer_path or "path" in made_by and str(folder / made_by["path"]):
         import sentencepiece
-        digest = sha256[os.path.basename(path)] = file_sha256(path)
+        sha256[os.path.basename(path)] = file_sha256(path, made_by.get("sha256"))
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
         size, bos = tokenizer.vocab_size(), tokenizer.bos_id()
-        demand(about.get("sha256", digest) == digest, f"tokenizer {show(path)} did not make dataset {name}")
-        demand(vocab_size in (0, size), f"tokenizer {show(path)} has {size} tokens, {name} {vocab_size}")
-        vocab_size = size
-    vocab_size = vocab_size or cfg.vocab_size
-    demand(vocab_size, f"dataset {name} has no tokenizer: give VOCAB_SIZE")
-    demand(cfg.vocab_size in (0, vocab_size),
-           f"vocab_size={cfg.vocab_size}, but the tokenizer of {name} has {vocab_size} tokens")
-    # 3. the tokens
-    val = val[0] if len(val) == 1 else np.concatenate(val)
+    known = {stated, size} - {0} or {cfg.vocab_size}
+    vocab_size = cfg.vocab_size or max(known)
+    demand(0 < vocab_size < min(known) + 64 and vocab_size >= max(known) and len(known) == 1,
+           f"the vocabulary of {name} is unknown or not one (vocab_size={cfg.vocab_size}, manifest {stated}, "
+           f"tokenizer {size}): set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
     check_tokens(val, vocab_size, f"the val split of {name}")
-    train_tokens, row = sum(map(len, train.values())), cfg.eval_context or cfg.train_seq_len
-    for split, tokens, least, why in (
-            ("val", len(val), max(row + 1, cfg.val_tokens), f"rows of {row} or val_tokens={cfg.val_tokens}"),
-            ("train", train_tokens, cfg.train_seq_len + 1, "one sequence")):
-        demand(tokens >= least, f"the {split} split of {name} has {tokens} tokens, too few for {why}")
-    lines = [f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}"]
-    # 4. the bytes that val_bpb divides by
-    demand(val_bytes is None or type(val_bytes) is int and val_bytes > 0,
-           f"manifest.json of {name} is damaged: val_bytes is {val_bytes!r}")
+    # 3. the bytes that val_bpb divides by
+    val_bytes, source = manifest.get("val_bytes"), "manifest"
     if tokenizer:
-        table, counted = table_bytes(tokenizer, val, bos), val_bytes is None
-        val_bytes = decoded_bytes(tokenizer, val, bos) if counted else val_bytes
-        demand(table == val_bytes or not about.get("lossless"),
-               f"the val text of {name} has {val_bytes} bytes, but {table} by its tokens: prepare it again")
-        lines.append(f"data: val_bytes:{val_bytes} ({'decoded tokens' if counted else 'manifest'}), "
-                     f"by the per-token table:{table}")
+        table = table_bytes(tokenizer, val)
+        if val_bytes is None:
+            val_bytes, source = decoded_bytes(tokenizer, val, bos), "decoded tokens"
+        demand(val_bytes == table if made_by.get("lossless") else type(val_bytes) is int and val_bytes > 0,
+               f"the val text of {name} has {val_bytes!r} bytes, but {table} by its tokens: prepare it again")
+        lines.append(f"data: val_bytes:{val_bytes} ({source}), by the per-token table:{table}")
     elif val_bytes is None:
-        lines.append("data: no tokenizer to count the bytes of the val text with, so val_bpb is null")
-    for f in manifest["files"]:
-        if f["split"] == "val":
-            digest = sha256[f["path"]] = file_sha256(folder / f["path"])
-            demand(f.get("sha256", digest) == digest, f"{f['path']} is not the shard that the manifest means")
-    lines.append(f"data: text fingerprint {(fingerprint := manifest.get('text_fingerprint'))}")
+        lines.append("data: no tokenizer, so val_bpb is null")
+    fingerprint = manifest.get("text_fingerprint")
+    lines.append(f"data: text fingerprint {fingerprint}")
     if cfg.data_fingerprint not in ("", fingerprint):
         lines.append(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
-    return Data(name, train, val, tokenizer, vocab_size, bos, val_bytes, fingerprint, lines, sha256)
+    about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
+                 val_bytes=val_bytes, sha256=sha256)
+    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, lines)
 
 class Loader:
-    """Batches from the endless stream of train tokens: position p of the stream is token p mod their number.
-    A step reads the batch_tokens after position, for any world size; a rank takes its contiguous share of
-    the sequences. With shuffle the sequence at place i is the stream's number i * stride mod their count,
-    stride being coprime to the count and about its golden section: a step then comes from all over the text,
-    not from one document. A thread reads one step ahead; position is the whole state."""
+    """Batches from endless rows of T train tokens and the target after: the stream cut every T tokens or,
+    with max_doc_len, heads of documents until a row is full; with shuffle in one random order. Ranks share
+    the rows of a step. A thread reads one step ahead; position, in rows, is the whole state."""
     def __init__(self, cfg, data, team):
-        self.T, self.team, self.vocab_size = cfg.train_seq_len, team, data.vocab_size
+        self.T, self.team, self.vocab_size, self.documents = cfg.train_seq_len, team, data.vocab_size, None
         self.names, self.shards = zip(*data.train.items())
         self.edges = np.cumsum([0, *map(len, self.shards)])
-        self.position, self.checked, self.ahead = 0, set(), {}
-        here = torch.cuda.set_device if team.on_gpu else None  # the thread pins memory
-        self.thread = ThreadPoolExecutor(1, initializer=here, initargs=(team.device,) if here else ())
-        self.stride, self.period = 1, int(self.edges[-1])
-        if cfg.shuffle:
-            self.period -= self.period % self.T
-            self.stride = int(0.618 * self.period / self.T) + 1
-            while math.gcd(self.stride, self.period // self.T) > 1:
-                self.stride += 1
+        self.position, self.checked, self.ahead, self.lines = 0, set(), {}, []
+        self.thread = ThreadPoolExecutor(1)
+        self.rows = int(self.edges[-1] - 1) // self.T
+        if cfg.max_doc_len:
+            self.pack_documents(cfg.bos_id or data.bos, cfg.max_doc_len)
+        demand(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
+        self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
+        needed = planned_tokens(cfg)
+        short = needed - self.rows * self.T * (cfg.max_epochs or math.inf)
+        demand(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0,
+               f"{short} of {needed} train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
+
+    def pack_documents(self, bos, longest):
+        """documents: starts, lengths, and the first of each row."""
+        starts = [np.flatnonzero(shard == bos) + edge for shard, edge in zip(self.shards, self.edges)]
+        whole = np.diff(starts := np.concatenate(starts), append=self.edges[-1])
+        lengths, first, total = np.minimum(whole, longest), [0], int(self.edges[-1])
+        filled = np.r_[0, np.cumsum(lengths)]
+        while (end := int(np.searchsorted(filled, filled[first[-1]] + self.T + 1))) < len(filled):
+            first.append(end)
+        self.documents, self.rows = (starts, lengths, first), len(first) - 1
+        cut, kept = int((whole - lengths).sum()), self.rows * (self.T + 1)
+        self.lines.append(
+            f"documents: {len(starts)} in {self.rows} rows; of {total} train tokens {kept} are read, {cut} "
+            f"beyond max_doc_len:{longest} and {total - cut - kept} beyond a row are not")
 
     def read(self, start, count):
-        """count tokens from position start on, int64 (count,). Checks a shard before its first use."""
-        parts = []
-        while count:
-            offset = start % self.edges[-1]
-            i = int(np.searchsorted(self.edges, offset, "right")) - 1
-            if i not in self.checked:
-                check_tokens(self.shards[i], self.vocab_size, f"shard {self.names[i]}")
-                self.checked.add(i)
-            parts.append(self.shards[i][offset - self.edges[i]:][:count].astype(np.int64))
-            start, count = start + len(parts[-1]), count - len(parts[-1])
-        return np.concatenate(parts)
+        """count tokens from start on, int64 (count,). Checks a shard before its first use."""
+        i = int(np.searchsorted(self.edges, start, "right")) - 1
+        if i not in self.checked:
+            check_tokens(self.shards[i], self.vocab_size, f"shard {self.names[i]}")
+            self.checked.add(i)
+        part = self.shards[i][start - self.edges[i]:][:count].astype(np.int64)
+        rest = count - len(part)
+        return np.r_[part, self.read(start + len(part), rest)] if rest else part
 
-    def fetch(self, position, batch_tokens):
-        """This rank's sequences of the step at position, each with one token more (B, T + 1)."""
-        n = batch_tokens // self.team.world_size
-        first = position + self.team.rank * n
-        places = [place * self.stride % self.period for place in range(first, first + n, self.T)]
-        rows = torch.from_numpy(np.stack([self.read(place, self.T + 1) for place in places]))
-        return rows.pin_memory() if self.team.on_gpu else rows
+    def row(self, place):
+        """The row at this place of the sequence (T + 1,)."""
+        i = int(self.order[place % self.rows])
+        if not self.documents:
+            return self.read(i * self.T, self.T + 1)
+        starts, lengths, first = self.documents
+        here = slice(first[i], first[i + 1])
+        return np.concatenate([*map(self.read, starts[here], lengths[here])])[:self.T + 1]
+
+    def fetch(self, position, rows):
+        """This rank's rows of the step at position (B, T + 1)."""
+        share = rows // self.team.world_size
+        first = position + self.team.rank * share
+        return torch.from_numpy(np.stack([*map(self.row, range(first, first + share))]))
 
     def next(self, batch_tokens):
-        """(tokens, targets), each (sequences of this rank, T), on the device. Then reads the step after."""
-        step, after = ((self.position + n, batch_tokens) for n in (0, batch_tokens))
+        """(tokens, targets), each (rows of this rank, T), on the device."""
+        n = batch_tokens // self.T
+        step, after = ((self.position + shift, n) for shift in (0, n))
         rows = (self.ahead.pop(step, None) or self.thread.submit(self.fetch, *step)).result()
-        rows = rows.to(self.team.device, non_blocking=True)
+        if self.team.on_gpu:  # or the copy would wait for the device
+            rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         self.position, self.ahead = after[0], {after: self.thread.submit(self.fetch, *after)}
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     @property
     def epoch(self):
-        return self.position // self.period + 1
+        return self.position // self.rows + 1
 
 # ------------------------------------------------------------ 8 evaluation
 def log_probs(model, tokens):
-    """tokens (B, T) int64 -> log-probabilities of the next token (B, T, V) fp32, whence every score."""
+    """tokens (B, T) int64 -> (B, T, V) fp32 of the next token, whence every score."""
     return F.log_softmax(model.logits(tokens), -1)
 
-class Score(NamedTuple):
-    val_loss: float         # mean nats per target
-    val_bpb: float | None   # bits per byte of the text; None for a part of the split
+Score = namedtuple("Score", "val_loss val_bpb")  # nats per target; bits per byte, None for a part of val
+
+def eval_window(cfg):
+    return cfg.eval_window or cfg.window_schedule[-1]
 
 def eval_settings(cfg):
     """What a score depends on besides weights and text."""
     context = cfg.eval_context or cfg.train_seq_len
     return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
-                eval_stride=cfg.eval_stride or context, eval_window=cfg.window_schedule[-1] or "full")
+                eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
 
 @torch.no_grad()
-def evaluate(model, cfg, data, team, log=print):
-    """Scores each target of the val split's first val_tokens tokens once, shared by the ranks. Returns Score.
-    A row holds eval_context tokens and scores its last eval_stride targets, the first row all of its own.
-    Sums are fp64, so neither ranks nor rows per step change the score; on the CPU activations are fp32."""
+def evaluate(model, cfg, data, team):
+    """Scores each target of the first val_tokens tokens once, shared by the ranks. Returns Score. Rows of
+    eval_context tokens score their last eval_stride targets, the first row all. Neither ranks nor rows at a
+    time change the score: sums are fp64, on the CPU activations fp32."""
     tokens = data.val[:cfg.val_tokens or None]
     _, context, stride, _ = eval_settings(cfg).values()
-    n, world = len(tokens) - 1, team.world_size
+    n = len(tokens) - 1
     rows = math.ceil(max(0, n - context) / stride) + 1
     fit = (1 << 30 if team.on_gpu else 1 << 26) // (4 * context * data.vocab_size)  # rows of fp32 logits
     step = max(1, min(cfg.val_batch_size // context, fit, rows))
     training_dtype, model.dtype = model.dtype, model.dtype if team.on_gpu else torch.float32
-    model.set_context(context, cfg.window_schedule[-1])
-    sums, began = torch.zeros(2, dtype=torch.float64), time.perf_counter()
-    spoken = began
-    for first in range(team.rank * step, rows, step * world):
+    model.set_context(context, eval_window(cfg))
+    nats = 0.0
+    for first in range(team.rank * step, rows, step * team.world_size):
         low = np.arange(first, first + step)[:, None] * stride
         index = low + np.arange(context)
         scored = torch.from_numpy((index < n) & ((index >= low + context - stride) | (low == 0)))
         inputs, targets = (torch.from_numpy(tokens[np.minimum(index + shift, n)].astype(np.int64))
                            .to(team.device) for shift in (0, 1))
-        nats = -log_probs(model, inputs).gather(-1, targets[..., None]).squeeze(-1)
-        sums += torch.tensor([nats[scored.to(team.device)].double().sum(), scored.sum()])
-        if (now := time.perf_counter()) - spoken > 5:
-            spoken, part = now, min(1, (first + step) / rows)
-            log(f"evaluation: {part:.0%} eta:{(now - began) * (1 / part - 1):.0f}s")
+        found = log_probs(model, inputs).gather(-1, targets[..., None]).squeeze(-1)
+        nats -= found[scored.to(team.device)].double().sum().item()
     model.dtype = training_dtype
-    nats, count = all_reduce(sums, world).tolist()
-    assert count == n, f"scored {count:.0f} targets of {n}"
+    nats = all_reduce(torch.tensor(nats, dtype=torch.float64), team.world_size).item()
     whole = data.val_bytes and len(tokens) == len(data.val)
     return Score(nats / n, nats / math.log(2) / data.val_bytes if whole else None)
 
 def score_text(cfg, score, digits=4):
-    """`val_loss:… val_bpb:…`; a score on less than the preset's own split is called val_loss_partial."""
+    """`val_loss:… val_bpb:…`, val_loss_partial if not of the preset's own split."""
     partial = "" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "_partial"
     bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
     return f"val_loss{partial}:{score.val_loss:.{digits}f}{bpb}"
 
 @torch.no_grad()
 def generate(model, prompt, count, temperature, generator):
-    """Continues prompt (ids) by count tokens; temperature 0 is greedy. Returns the new ids."""
+    """Continues prompt by count ids; temperature 0: greedy. Returns them."""
     ids, cfg = list(prompt), model.cfg
     for _ in range(count):
         recent = torch.tensor([ids[-cfg.train_seq_len:]], device=model.embed.device)
-        model.set_context(recent.size(1), cfg.window_schedule[-1])
+        model.set_context(recent.size(1), eval_window(cfg))
         scores = log_probs(model, recent)[0, -1].cpu()
         if temperature:
             ids.append(int(torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)))
@@ -793,18 +875,17 @@ def generate(model, prompt, count, temperature, generator):
     return ids[len(prompt):]
 
 def show_samples(model, cfg, data, log):
-    """Continues cfg.sample, or the beginnings of three documents of the val split."""
-    if not (sp := data.tokenizer) or not cfg.sample_tokens:
-        return log("samples: none" + ", there is no tokenizer" * (not sp))
+    """Continues cfg.sample, or three documents of val."""
+    if not (sp := data.tokenizer):
+        return log("samples: none, there is no tokenizer")
     starts = np.flatnonzero(data.val == data.bos)
-    starts = starts[np.linspace(0, len(starts) - 1, 3).astype(int)] if len(starts) else [0]
-    prompts = [data.val[i:i + 24].tolist() for i in starts]
+    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
     if cfg.sample:
         prompts = [[data.bos, *sp.encode(cfg.sample)]]
     generator = torch.Generator().manual_seed(cfg.seed)
-    for i, prompt in enumerate(prompts, 1):
-        new = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, generator)
+    for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
         text = sp.decode(prompt)
+        new = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, generator)
         log(f"sample {i}: {text}»{sp.decode(prompt + new)[len(text):]}")
 
 # ------------------------------------------------------------ 9 artifact
@@ -813,43 +894,40 @@ CLIP_PERCENTILE = 99.99984      # of a row's magnitudes; what lies beyond is cli
 KEEP_NUMEL = 65_536             # tensors of at most this many numbers stay fp16
 
 def quantize_rows(w):
-    """w (R, C) fp32 -> int8 (R, C) and one fp16 scale per row (R,)."""
-    place = CLIP_PERCENTILE / 100 * (w.size(1) - 1)
-    top = w.abs().topk(w.size(1) - math.floor(place), 1).values  # the percentile lies between the last two
-    clip = top[:, -1].lerp(top[:, max(-2, -top.size(1))], place % 1)
+    """w (R, C) fp32 -> int8 (R, C), fp16 scales (R,)."""
+    clip = torch.from_numpy(np.percentile(w.abs().double().numpy(), CLIP_PERCENTILE, 1))
     scale = (clip / 127).clamp_min(2 ** -24).half()  # the least fp16: a row of zeros stays one
     return (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 def pack_artifact(model):
-    """Weights and shape constants as bytes: int8 rows or fp16, fp32 for scalars that steer channels; zlib."""
+    """Weights, int8 rows or fp16, fp32 for scalars, and shape constants; zlib."""
     tensors = {}
     for name, p in model.named_parameters():
         w = p.detach().float().cpu()
         if w.ndim == 2 and w.numel() > KEEP_NUMEL:
             tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w)
         else:
-            tensors[name] = w.clone() if parameter_rule(name)[1] == "scalar" else w.half()
+            tensors[name] = w if parameter_rule(name)[1] == "scalar" else w.half()
     demand(all(t.isfinite().all() for t in tensors.values()),
            "the weights outgrew the artifact's fp16: lower the learning rates", Failed)
     return zlib.compress(to_bytes(model.cfg, tensors), 9)
 
 def to_bytes(cfg, tensors):
-    """torch.save through memory: a path would end up in the bytes."""
+    """torch.save by way of memory and clones: a path or a whole bank would get in."""
+    tensors = {name: t.detach().cpu().clone() for name, t in tensors.items()}
     payload = {"shape": {name: getattr(cfg, name) for name in SHAPE}, "tensors": tensors}
     torch.save(payload, buffer := io.BytesIO())
     return buffer.getvalue()
 
 def load_model(path, device="cpu", base=None):
-    """Artifact or final_model.pt -> (GPT ready for log_probs, Config). base: Config for all but the shape.
-    Raises Refused."""
+    """Artifact or final_model.pt -> (GPT ready for log_probs, Config: base but for SHAPE). Raises Refused."""
     try:
         raw = Path(path).read_bytes()
         raw = raw if raw[:2] == b"PK" else zlib.decompress(raw)
         payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
         shape, tensors = {name: payload["shape"][name] for name in SHAPE}, payload["tensors"]
-        demand(all(type(shape[name]) is type(getattr(Config, name)) for name in SHAPE), "bad shape constants")
-        shape |= {"batch_schedule": (1,), "train_batch_tokens": shape["train_seq_len"]}
-        cfg = replace(base or Config(), **shape)
+        cfg = replace(base or Config(), **shape, batch_schedule=(1,),
+                      train_batch_tokens=shape["train_seq_len"])
         check_config(cfg)
         model = GPT(cfg)
         for name, p in model.named_parameters():
@@ -859,11 +937,9 @@ def load_model(path, device="cpu", base=None):
             demand(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
             p.data.copy_(w)
         demand(not tensors, f"unknown {list(tensors)[:1]}")
-        model.to(device).dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-        model.set_context(cfg.train_seq_len, cfg.window_schedule[-1])
-    except OSError as error:
-        raise Refused(f"model {show(str(path))} cannot be read: {error.strerror}") from None
-    except Exception as error:  # zlib, zip, pickle and torch have one each for bytes that are no model
+        model.to(device).dtype = torch.bfloat16 if "cuda" in str(device) else torch.float32
+        model.set_context(cfg.train_seq_len, eval_window(cfg))
+    except Exception as error:  # zlib, zip, pickle and torch have their own
         raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
     return model.eval(), cfg
 
@@ -876,66 +952,122 @@ def write_atomically(path, content):
     os.replace(f"{path}.tmp", path)
 
 # ------------------------------------------------------------ 11 main
+READERS = {  # type of a constant: from text
+    bool: lambda text: {"0": False, "1": True, "false": False, "true": True}[text.lower()],
+    int: int, float: float, str: lambda text: text.encode().decode()}  # an environment may hold other bytes
+
+def nearest(word, known):
+    """[the known name that word resembles], or []."""
+    return difflib.get_close_matches(word, known, 1, 0.75)
+
+def near_misses(env):
+    """[(variable that no constant reads, the constant that is one slip away)]"""
+    known = [name.upper() for name in NAMES]
+    return [(key, name) for key in env if key not in known
+            for name in nearest(key.upper(), [name for name in known if abs(len(key) - len(name)) < 2])]
+
+def parse_value(name, text):
+    """Text -> a value of the constant's type. Raises Refused."""
+    default = FIELDS[name].default
+    try:
+        if isinstance(default, tuple):
+            return tuple(map(READERS[type(default[0])], text.split(",")))
+        return READERS[type(default)](text)
+    except (KeyError, ValueError):
+        raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
+
+def parse_flags(argv):
+    """--matrix-lr=0.03 or --matrix-lr 0.03 or bare --compile -> {"MATRIX_LR": text}. Raises Refused."""
+    flags, words = {}, list(argv)
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
+        typed = flag[2:].replace("-", "_")
+        if not flag.startswith("--") or typed not in NAMES:
+            near = [*nearest(typed, NAMES), "help"][0].replace("_", "-")
+            raise Refused(f"unknown argument {flag}; did you mean --{near}?")
+        if not equals:  # the value is the next word; a Boolean can do without
+            bare = not words or words[0].startswith("--")
+            demand(not bare or type(FIELDS[NAMES[typed]].default) is bool, f"{flag} needs a value")
+            text = "1" if bare else words.pop(0)
+        flags[typed.upper()] = text
+    return flags
+
+def overrides(cfg):
+    """{name: (value of the preset, value in force)} where they differ."""
+    preset = vars(preset_config(cfg.preset))
+    return {name: (preset[name], value) for name, value in vars(cfg).items() if value != preset[name]}
+
+def show(value):
+    """A constant as one types it; of an absolute path the last part."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    text = str(int(value) if isinstance(value, bool) else value)
+    return Path(text).name if os.path.isabs(text) else text
+
+def help_text():
+    lines = [__doc__, "NAME=value in the environment or --name=value. [default | presets]"]
+    for name, (default, doc, *_) in FIELDS.items():
+        values = [show(default)] + [f"{p} {show(row[name])}" for p, row in PRESETS.items() if name in row]
+        lines.append(f"  --{name.replace('_', '-'):28} {doc}  [{' | '.join(values)}]")
+    return "\n".join([*lines, "Aliases: " + ", ".join(map(" = ".join, ALIASES.items()))])
+
 class Team:
-    """The ranks of a run, and where this one computes. A single process is a team of one."""
+    """The ranks of a run, and where this one computes."""
     def __init__(self, cfg, env):
-        self.rank, local = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
-        self.world_size, self.ranks_here = int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        self.rank, local, self.world_size, self.ranks_here = (
+            int(env.get(name, default)) for name, default in
+            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.on_gpu = cfg.device == "cuda" or cfg.device == "auto" and gpus > 0
-        demand(not self.on_gpu or max(local + 1, self.ranks_here) <= gpus,
-               f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
         sequences = cfg.train_batch_tokens // cfg.train_seq_len
+        self.on_gpu = cfg.device == "cuda" or cfg.device == "auto" and gpus > 0
+        demand(not self.on_gpu or self.ranks_here <= gpus,
+               f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
         demand(sequences % self.world_size == 0 or cfg.eval_from,
                f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
-        self.device = torch.device("cuda", local) if self.on_gpu else torch.device("cpu")
-        bf16_units = (torch.cuda.is_bf16_supported(including_emulation=False) if self.on_gpu else
-                      getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
-        auto = "bfloat16" if bf16_units else "float32"
+        self.device = torch.device(f"cuda:{local}" if self.on_gpu else "cpu")
+        has_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if self.on_gpu else
+                    getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
+        auto = "bfloat16" if has_bf16 else "float32"
         self.dtype = getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype)
         if self.on_gpu:
             torch.cuda.set_device(self.device)
         torch.use_deterministic_algorithms(not self.on_gpu)  # or compiled embedding gradients are not
         torch.utils.deterministic.fill_uninitialized_memory = False
-        np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it looks first after the next line
+        np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it looks after the next line
         torch.set_flush_denormal(True)
         if "RANK" in env and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo")
 
-    def largest(self, *values):
-        """The largest of the ranks' numbers, each of values by itself, without touching the device."""
-        return all_reduce(torch.tensor(values, dtype=torch.float64), self.world_size, "MAX").tolist()
-
     def share(self, value):
-        """Rank 0's object on every rank, which all wait for."""
+        """Rank 0's object on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box)
         return box[0]
 
 class Clock:
-    """train_time in seconds: now() while it runs, total after stop; the device is idle at start and stop."""
+    """train_time, seconds: now() while it runs, total after stop. Both wait for the device."""
     def __init__(self, team):
-        self.total, self.synchronize = 0.0, torch.cuda.synchronize if team.on_gpu else lambda: None
+        self.total, self.wait = 0.0, torch.cuda.synchronize if team.on_gpu else lambda: None
 
     def start(self):
-        self.synchronize()
+        self.wait()
         self.total -= time.perf_counter()
 
     def stop(self):
-        self.synchronize()
+        self.wait()
         self.total = self.now()
 
     def now(self):
         return self.total + time.perf_counter()
 
 class Log:
-    """Lines to the terminal and to train.log, from rank 0; those from before there is a file wait."""
+    """Lines to rank 0's terminal and train.log; kept until that is open."""
     def __init__(self, lead):
         self.lead, self.file, self.started = lead, io.StringIO(), False
 
     def __call__(self, *lines, echo=True):
-        for line in map(scrub, lines):
+        for line in lines:
             if self.lead and echo:
                 print(line, flush=True)
             print(line, file=self.file, flush=True)
@@ -944,16 +1076,10 @@ class Log:
         early, self.file = self.file.getvalue(), open(path, "w", encoding="utf-8")
         print(head, early, sep="\n", end="", file=self.file, flush=True)
 
-def scrub(text):
-    """Text without this machine's folders, but for a short one such as /, which is part of too much else."""
-    for folder, word in ((os.getcwd(), "."), (os.path.expanduser("~"), "~")):
-        text = text.replace(folder, word) if len(folder) > 3 else text
-    return text
-
 def brief(error):
-    """An exception in one short line."""
-    line = next(iter(str(error).strip().splitlines()), "").replace(platform.node() or "\n", "host")
-    return scrub(f"{type(error).__name__}: {line}")[:200]
+    """An exception in one line, without this machine's folders."""
+    line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
 
 def out_of_memory(error):
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
@@ -976,120 +1102,107 @@ def parameter_counts(cfg):
     return counts
 
 def flops_per_token(cfg):
-    """Matmul FLOPs to train on a token: 6 per weight of blocks and head, 12 * width * half of the window."""
-    sizes = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
-    keys = sum(sizes[kind] / 2 for kind in per_layer(cfg.window_pattern, cfg.num_layers))
-    return 6 * (parameter_counts(cfg)["matrix"] + cfg.vocab_size * cfg.model_dim) + 12 * cfg.model_dim * keys
+    """Matmul FLOPs to train on a token: 6 per weight, 6 * width * window per layer."""
+    sizes, n = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len), cfg.num_layers
+    keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, n))
+    return 6 * (parameter_counts(cfg)["matrix"] + cfg.model_dim * (cfg.vocab_size + keys))
 
 def step_memory(cfg, team, sequences):
-    """Bytes that a rank needs for a step of so many sequences at a time, roughly."""
+    """Bytes of a rank with so many sequences at a time, roughly."""
     total, width = sum(parameter_counts(cfg).values()), team.dtype.itemsize
     per_token = cfg.num_layers * cfg.model_dim * (14 + 3 * cfg.mlp_mult) * width + 14 * cfg.vocab_size
     return int(total * (8 + width + 8 / team.world_size) + sequences * cfg.train_seq_len * per_token)
 
 def free_memory(team):
-    """Bytes that a CPU rank may count on; a GPU's limit is found by trying."""
-    if team.on_gpu or sys.platform != "linux":
-        return math.inf
-    known = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
-    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
-    limit = limit.read_text().strip() if limit.exists() else "max"
-    return min(int(known[1]) * 1024, math.inf if limit == "max" else int(limit)) / team.ranks_here
+    """Bytes free on a GPU, or a rank's part of half of the machine's."""
+    if team.on_gpu:
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
 
-def micro_batch(cfg, team, at_most):
-    """Sequences per rank and micro-step: the largest divisor of a rank's share of a step; at_most 0: all."""
-    share = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size
-    return max(n for n in range(1, share + 1) if share % n == 0 and n <= (at_most or share))
+def micro_batch(cfg, team):
+    """Sequences at a time: a divisor of a rank's, as device_batch_size or memory allows."""
+    share, free = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, free_memory(team)
+    most = cfg.device_batch_size or sum(step_memory(cfg, team, n) < free for n in range(1, share + 1)) or 1
+    return max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
 
 def plan(cfg, team, micro):
-    """Lines: size, cost, memory and schedule of the run."""
+    """Lines on size, cost, memory and schedules of the run."""
     counts, flops, batch = parameter_counts(cfg), flops_per_token(cfg), cfg.train_batch_tokens
+    last, tokens = total_steps(cfg), planned_tokens(cfg)
+
+    def windows(window):
+        return "long_window:{L} short_window:{S}".format(**window_sizes(cfg, window, cfg.train_seq_len))
     yield f"parameters:{sum(counts.values())} ({', '.join(f'{k} {v}' for k, v in counts.items())})"
     yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
-    accum = batch // cfg.train_seq_len // team.world_size // micro
     yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
-           f"micro_batch:{micro}x{cfg.train_seq_len} grad_accum_steps:{accum} "
+           f"micro_batch:{micro}x{cfg.train_seq_len} grad_accum_steps:"
+           f"{batch // cfg.train_seq_len // team.world_size // micro} "
            f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
-    yield (f"limits: {cfg.iterations} steps of {cfg.iterations * batch} tokens in all, "
+    yield (f"limits: {last} steps of {tokens} tokens in all, {tokens / last:.0f} per step, "
            f"{cfg.max_wallclock_seconds:g} s (0: none)")
-    for i, stage in enumerate(stage_table(cfg)):
-        sizes = window_sizes(cfg, stage.window, cfg.train_seq_len)
-        yield (f"stage {i} from {stage.start:.0%}: {batch * stage.batch_multiple} tokens per step, "
-               f"long window {sizes['L']}, short {sizes['S']}")
-    for part in (0, 0.5, 0.75, 1):
-        step = int(part * cfg.iterations)
-        yield (f"at {part:4.0%}: lr_factor {lr_factor(cfg, step, part):.4f} "
-               f"muon_momentum {muon_momentum(cfg, step):.4f}")
+    decay = min(cfg.warmdown_iters, last // 2) or cfg.warmdown_frac * cfg.iterations
+    warmup, cooldown = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_cooldown_steps
+    marks = {stage.first_step for stage in stage_table(cfg)} | {warmup // 2, warmup, last - cooldown, last,
+                                                               math.ceil(cfg.iterations - decay)}
+    marks |= {math.ceil(part * cfg.iterations) for part in lr_switches(cfg)}
+    for step in sorted(mark for mark in marks if 0 <= mark <= last):
+        stage = stage_at(cfg, part := step / last)
+        lr, momentum = (f(cfg, step, part) for f in (lr_factor, muon_momentum))
+        yield (f"at step {step} ({part:.1%}): tokens:{batch * stage.batch_multiple} {windows(stage.window)} "
+               f"lr_factor:{lr:.4f} muon_momentum:{momentum:.4f}")
+    yield f"in evaluation: {windows(eval_window(cfg))}"
 
 def open_run(cfg, team, log, source):
-    """Makes logs/<run_id>/ with the script and a train.log that begins with it. Returns (cfg, folder)."""
-    kind, millisecond = "eval" if cfg.eval_from else cfg.preset, time.time_ns() // 10**6 % 1000
-    now = time.strftime(f"%Y%m%d_%H%M%S_{millisecond:03}")
-    run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{now}")
-    folder, problem, rule = Path("logs", run_id), None, "=" * 100
+    """Makes logs/<run_id>/ with script and train.log. Returns (cfg, folder). Raises Refused."""
+    kind, problem, rule = "eval" if cfg.eval_from else cfg.preset, None, "=" * 100
+    run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
+    folder = Path("logs", run_id)
     if team.rank == 0:
-        about = [f"python {platform.python_version()} torch {torch.__version__} numpy {np.__version__} "
-                 f"{platform.system()} {platform.machine()}", f"hardware: {hardware(team)}"]
+        about = [f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}",
+                 f"hardware: {hardware(team)}"]
         if team.on_gpu:
-            ask = "name,driver_version,memory.total,power.limit,clocks.max.sm"
-            about.append(subprocess.getoutput(f"nvidia-smi --query-gpu={ask} --format=csv"))
+            about.append(subprocess.getoutput("nvidia-smi"))
         try:
             folder.mkdir(parents=True)
             (folder / "train_gpt.py").write_bytes(source)
             log.open(folder / "train.log", "\n".join([source.decode(), rule, *about, rule]))
-        except FileExistsError:
-            problem = f"run_id={run_id!r} is already used: logs/{run_id} is never overwritten"
         except OSError as error:
-            problem = f"logs/{run_id} cannot be written: {error.strerror}"
+            problem = f"run_id={run_id!r}: logs/{run_id} cannot be made ({error.strerror})"
     problem = team.share(problem)
     demand(not problem, problem)
     log.started = True
     return replace(cfg, run_id=run_id), folder
 
 def train_step(loss_fn, optimizer, batch, micro, lr, momentum):
-    """Gradients of a step, micro sequences at a time, then the update. Returns this rank's mean loss."""
+    """A step, micro sequences at a time. Returns this rank's mean loss."""
     parts, total = list(zip(*(t.split(micro) for t in batch))), 0.0
-    optimizer.zero_grad()
-    for tokens, targets in parts:
+    for i, (tokens, targets) in enumerate(parts, 1):
         loss = loss_fn(tokens, targets) / len(parts)
+        if i == len(parts):
+            optimizer.expect()
         loss.backward()
         total = total + loss.detach()
     optimizer.step(lr, momentum)
     return total
 
-def rehearse(cfg, team, model, optimizer, log):
-    """Compiles and runs each window of the run on random tokens before the clock, and undoes all that it did.
-    Halves the micro-batch while memory does not suffice; trains uncompiled where compiling fails. Returns
-    (loss function, sequences per micro-step)."""
+def rehearse(cfg, team, model, optimizer, micro, log):
+    """Compiles and runs each window on random tokens and undoes it all. Returns the loss function."""
     kept, rng = [t.clone() for t in optimizer.tensors()], torch.get_rng_state()
     windows = list(dict.fromkeys(stage.window for stage in stage_table(cfg)))
-    generator, micro = torch.Generator().manual_seed(0), micro_batch(cfg, team, cfg.device_batch_size)
-    while True:
-        loss_fn, trouble = torch.compile(model, dynamic=False) if cfg.compile else model, 0
-        noise = torch.randint(cfg.vocab_size, (2, micro, cfg.train_seq_len), generator=generator)
-        batch = noise.to(team.device).unbind()
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(cfg.vocab_size, (2, micro, cfg.train_seq_len), generator=generator)
+    batch = batch.to(team.device).unbind()
+    for loss_fn in [torch.compile(model, dynamic=False)] * cfg.compile + [model]:
         try:
-            if micro > 1 and step_memory(cfg, team, micro) > free_memory(team):
-                raise MemoryError
             for window in windows:
                 model.set_context(cfg.train_seq_len, window)
                 loss_fn(*batch).backward()
-        except Exception as error:  # a compiler's back end may raise anything
-            trouble, why = 1 + out_of_memory(error), brief(error)
-            if trouble == 1 and not cfg.compile:
-                raise
-        worst, = team.largest(trouble)
-        if worst == 0:
             break
-        if worst == 1:
-            log(f"compile: not possible here ({why if trouble else 'another rank'}); training uncompiled")
-            cfg = replace(cfg, compile=False)
-        else:
-            demand(micro > 1, "out of memory with one sequence: lower TRAIN_SEQ_LEN or MODEL_DIM", Failed)
-            micro = micro_batch(cfg, team, micro // 2)
-            log(f"memory does not suffice: trying a micro-batch of {micro} sequences")
-        torch._dynamo.reset()  # what failed counts against the limit of recompilations
-        torch.cuda.empty_cache()
+        except Exception as error:  # a compiler's back end may raise anything
+            if loss_fn is model or out_of_memory(error):
+                raise
+            log(f"compile: not possible here ({brief(error)}); training uncompiled")
+    optimizer.zero_grad()
     for step in range(cfg.warmup_steps):
         model.set_context(cfg.train_seq_len, windows[step % len(windows)])
         train_step(loss_fn, optimizer, batch, micro, 1.0, cfg.muon_momentum)
@@ -1098,24 +1211,24 @@ def rehearse(cfg, team, model, optimizer, log):
     optimizer.step_count = 0
     optimizer.zero_grad()
     torch.set_rng_state(rng)
-    return loss_fn, micro
+    return loss_fn
 
 def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
-    """The loop from the first step to the last: all that runs on the clock. Returns the last Score, the
-    curves {split: [(step, train seconds, loss)]} and the part of result.json that tells how it went.
-    With a cap the host stays at most one step ahead of the device, so that it knows the time; without one it
-    waits for the device at log lines only, and a lap is the mean between two of them."""
-    clock, cap, laps, lap_start, events = Clock(team), cfg.max_wallclock_seconds, [], (0, 0.0), []
-    paces = []  # laps per batch multiple
-    step, last, tokens, window, curves = 0, cfg.iterations, 0, None, {"train": [], "val": []}
-    lost, now, lap = torch.zeros((), device=team.device), 0.0, 0.0
+    """All that is on the clock. Returns the last Score, {split: [(step, seconds, loss)]}, part of the result.
+    With a cap the host is at most a step ahead of the device, to know the time; without one it waits at log
+    lines only, and a lap is the mean between two."""
+    clock, cap, events, laps = Clock(team), cfg.max_wallclock_seconds, [], []  # (seconds, batch multiple)
+    step, last, tokens, window, curves = 0, total_steps(cfg), 0, None, {"train": [], "val": []}
+    lost, now, lap, lap_start = torch.zeros((), device=team.device), 0.0, 0.0, (0, 0.0)
     clock.start()
     while True:
         # 1. the time, the same on all ranks, and whether another step fits in before the cap
         if len(events) > 1:
             events.pop(0).synchronize()
         if cap:
-            now, lap = team.largest(clock.now(), percentile(paces[-100:], 95) if step else 0.0)
+            lap = percentile([t / n for t, n in laps[-100:]], 95)
+            pair = torch.tensor([clock.now(), lap], dtype=torch.float64)
+            now, lap = all_reduce(pair, team.world_size, "MAX").tolist()
         progress = run_progress(cfg, step, now)
         stage = stage_at(cfg, progress)
         reserve = lap * stage.batch_multiple * (1 + team.on_gpu)
@@ -1126,7 +1239,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
             clock.stop()
             if done == "wallclock_cap":
                 log(f"stopping_early: {done} train_time:{clock.total * 1e3:.0f}ms step:{step}/{last}")
-            score, window = evaluate(model, cfg, data, team, log), None
+            score, window = evaluate(model, cfg, data, team), None
             curves["val"].append((step, clock.total, score.val_loss))
             log(f"step:{step}/{last} {score_text(cfg, score)} {time_text(clock.total, step)}")
             check_finite(score.val_loss, "val_loss", step, curves["train"])
@@ -1137,15 +1250,14 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
             model.set_context(cfg.train_seq_len, window := stage.window)
         # 3. a step
         batch_tokens, epoch = cfg.train_batch_tokens * stage.batch_multiple, loader.epoch
-        batch = loader.next(batch_tokens)
-        lr, momentum = lr_factor(cfg, step, progress), muon_momentum(cfg, step)
-        loss = train_step(loss_fn, optimizer, batch, micro, lr, momentum)
+        lr, momentum = (f(cfg, step, progress) for f in (lr_factor, muon_momentum))
+        loss = train_step(loss_fn, optimizer, loader.next(batch_tokens), micro, lr, momentum)
         lost += ~loss.isfinite()
         step, tokens = step + 1, tokens + batch_tokens
         if team.on_gpu and cap:
             events.append(torch.cuda.current_stream().record_event())
         if loader.epoch > epoch:
-            log(f"epoch {loader.epoch} begins in step {step}: all {loader.period} train tokens were read")
+            log(f"epoch {loader.epoch} begins in step {step}: all {loader.rows} train sequences were read")
         # 4. a report
         if report := step <= 10 or step % (cfg.train_log_every or 100) == 0:
             mean, bad = all_reduce(torch.stack([loss / team.world_size, lost]), team.world_size).tolist()
@@ -1155,15 +1267,15 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
             log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(seconds, step)} "
                 f"tok/s:{tokens / seconds:.0f} lr_factor:{lr:.3f} eta:{left:.0f}s")
         if report or cap or not team.on_gpu:
-            laps.append((clock.now() - lap_start[1]) / (step - lap_start[0]))
-            paces.append(laps[-1] / stage.batch_multiple)
+            laps.append(((clock.now() - lap_start[1]) / (step - lap_start[0]), stage.batch_multiple))
             lap_start = (step, clock.now())
-    lap_ms = {name: round(1e3 * percentile(laps, q), 3) for name, q in dict(p50=50, p95=95, max=100).items()}
-    return score, curves, dict(train_time_ms=round(clock.total * 1e3), step_ms=lap_ms, steps=step,
+    step_ms = {name: round(1e3 * percentile([t for t, _ in laps], q), 3)
+               for name, q in (("p50", 50), ("p95", 95), ("max", 100))}
+    return score, curves, dict(train_time_ms=round(clock.total * 1e3), step_ms=step_ms, steps=step,
                                tokens=tokens, tok_per_s=round(tokens / clock.total), stop_reason=done)
 
 def percentile(values, q):
-    return sorted(values)[min(len(values) - 1, len(values) * q // 100)]
+    return sorted(values)[min(len(values) - 1, len(values) * q // 100)] if values else 0.0
 
 def time_text(seconds, step):
     return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
@@ -1173,34 +1285,30 @@ def check_finite(loss, name, step, curve):
     demand(math.isfinite(loss),
            f"{name} is not finite at step {step} (before: {past}): lower the learning rates", Failed)
 
-def write_artifact(cfg, model, folder, source, log):
-    """final_model.pt and the artifact, their sizes in the log. Returns the sizes for result.json."""
-    weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+def write_artifact(model, folder, source, log):
+    """final_model.pt and the artifact. Returns the sizes."""
+    weights, limit = dict(model.named_parameters()), model.cfg.artifact_bytes_limit
     write_atomically(folder / "final_model.pt", to_bytes(model.cfg, weights))
     write_atomically(folder / f"final_model.{CODEC}.ptz", packed := pack_artifact(model))
-    code, size, limit = len(source), len(packed), cfg.artifact_bytes_limit
-    raw, total = 4 * sum(map(torch.numel, weights.values())), code + size
-    log(f"Serialized model {CODEC}+zlib: {size} bytes (weights:{raw} ratio:{raw / size:.2f}x)",
-        f"Code size: {code} bytes", f"Total submission size {CODEC}+zlib: {total} bytes")
+    size, total = len(packed), len(packed) + len(source)
+    log(f"Serialized model {CODEC}+zlib: {size} bytes ({sum(map(torch.numel, weights.values()))} parameters)",
+        f"Code size: {len(source)} bytes", f"Total submission size {CODEC}+zlib: {total} bytes")
+    fits = not limit or total <= limit
     if limit:
-        verdict = "within it" if total <= limit else f"OVER by {total - limit}: this run fails its rule"
-        log(f"artifact_bytes_limit: {limit} bytes, {verdict}")
-    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
+        log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else f"OVER by {total - limit}"))
+    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
 
 def plot_curves(curves, title, path):
-    """loss.png: train and val loss over training seconds."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for split, style in (("train", "-"), ("val", "o-")):
-        _, seconds, losses = zip(*curves[split])
-        axes.plot(seconds, losses, style, label=split, linewidth=1)
+    """loss.png: losses over training seconds."""
+    from matplotlib.figure import Figure
+    axes = (figure := Figure()).subplots()
+    for (split, points), style in zip(curves.items(), ("-", "o-")):
+        _, seconds, losses = zip(*points)
+        axes.plot(seconds, losses, style, label=split)
     axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
              ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
     axes.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    figure.savefig(path)
 
 def peak_memory(team):
     if team.on_gpu:
@@ -1210,132 +1318,119 @@ def peak_memory(team):
     return f"peak memory resident: {used} MiB"
 
 def utc_now():
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 def run(cfg, env, log):
-    """One run: dry, of a file, or training. Returns what it wrote to result.json, None if nothing."""
+    """One run: dry, of a file, or training."""
     began, started, source = time.perf_counter(), utc_now(), Path(__file__).read_bytes()
     for key, name in near_misses(env):
         log(f"warning: {key} in the environment is no constant; did you mean {name}?")
     changed = {name: [*map(show, pair)] for name, pair in overrides(cfg).items()}
     log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
     # 1. the plan
-    team, model, curves, trained, artifact = Team(cfg, env), None, None, None, None
+    team, model, scores, curves = Team(cfg, env), None, {}, None
     if cfg.eval_from:
-        preset = cfg.preset
-        model, cfg = load_model(cfg.eval_from, team.device, cfg)
-        demand(cfg.preset == preset, f"this model played {cfg.preset}: give PRESET={cfg.preset}")
-        model.dtype = team.dtype if team.on_gpu else model.dtype
-        for name in set(SHAPE) & set(changed):
-            asked, there = changed[name][1], show(getattr(cfg, name))
-            demand(asked == there, f"{name}={asked}, but the model has {there}")
+        told, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
+        model.dtype = team.dtype
+        for name in {"preset", *changed} & {*SHAPE}:
+            asked, there = show(getattr(told, name)), show(getattr(cfg, name))
+            demand(asked == there, f"{name}={asked}, but the model has {there}: give that")
     try:
         data = open_data(cfg)
-        cfg = replace(cfg, vocab_size=data.vocab_size)
+        cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
         log(*data.lines)
-    except Missing as error:  # to a dry run, data that is not there is part of the plan
+        log(*(loader := Loader(cfg, data, team)).lines)
+    except Missing as error:  # part of the plan
         if not cfg.dry_run:
             raise
         cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
         log(f"data: {error}; planning with {cfg.vocab_size} tokens")
     if not model:
-        log(*plan(cfg, team, micro_batch(cfg, team, cfg.device_batch_size)))
+        log(*plan(cfg, team, micro := micro_batch(cfg, team)))
     if cfg.dry_run:
-        return None
+        return
     if model and cfg.sample:
-        return show_samples(model, cfg, data, log) if team.rank == 0 else None
+        return show_samples(model, cfg, data, log)
     # 2. the folder
-    loader = Loader(cfg, data, team)
-    loader.read(0, 1)  # a first shard of another vocabulary is refused here
+    loader.read(0, 1)  # refuses a first shard of another vocabulary
     cfg, folder = open_run(cfg, team, log, source)
-    config = {name: show(value) for name, value in vars(cfg).items()}
-    log("eval settings: " + " ".join(f"{k}:{v}" for k, v in eval_settings(cfg).items()))
-    log(*(f"config {name}={value}" for name, value in config.items()), echo=False)
-    report = dict(train_time_ms=0, steps=0, tokens=0, stop_reason="eval_from", bytes_model=None,
-                  bytes_total=None)
+    result = dict(
+        run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
+        train_time_ms=0, steps=0, tokens=0, bytes_code=len(source), bytes_model=None, bytes_total=None,
+        code_sha256=hashlib.sha256(source).hexdigest(), world_size=team.world_size, hardware=hardware(team),
+        torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
+        overrides=changed, data=data.about, eval=eval_settings(cfg), stop_reason="eval_from",
+        started=started, resumed=False)
+    log("eval settings: " + " ".join(f"{name}:{value}" for name, value in result["eval"].items()))
+    log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
+    # 3. the scores: of a file, or of what was trained and then of its artifact as read back
     if model:
-        # 3. the score of a file
-        score = evaluate(model, cfg, data, team, log)
-        trained, artifact = (None, score) if cfg.eval_from.endswith(".ptz") else (score, None)
-        peak = peak_memory(team)
+        kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
+        scores[kind] = evaluate(model, cfg, data, team)
     else:
-        # 3. rehearsal, training, the score of what was trained, then of the artifact as read back
         model = GPT(cfg, team.dtype)
         init_parameters(model, cfg.seed)
         optimizer = Optimizer(model.to(team.device), cfg, team.rank, team.world_size)
         ready = time.perf_counter()
         log("rehearsal before the clock starts" + ", compiling: about a minute" * cfg.compile)
-        loss_fn, micro = rehearse(cfg, team, model, optimizer, log)
+        loss_fn = rehearse(cfg, team, model, optimizer, micro, log)
         setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
         log(f"setup:{setup_ms}ms compile:{compile_ms}ms micro_batch:{micro}x{cfg.train_seq_len}")
-        trained, curves, report = train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log)
-        log(peak := peak_memory(team))
-        sizes = team.share(write_artifact(cfg, model, folder, source, log) if team.rank == 0 else None)
-        report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro,
-                       compiled=loss_fn is not model, **sizes)
+        scores["trained"], curves, report = train(
+            cfg, team, data, model, optimizer, loader, loss_fn, micro, log)
+        result |= report | dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro,
+                                compiled=loss_fn is not model)
         if team.rank == 0:  # other hosts do not have the file
+            result |= write_artifact(model, folder, source, log)
             model.load_state_dict(load_model(folder / f"final_model.{CODEC}.ptz")[0].state_dict())
         for bank in optimizer.banks if team.world_size > 1 else ():
             dist.broadcast(bank.data, 0)
-        artifact = evaluate(model, cfg, data, team, log)
-    for name, score in (("final_model", trained), (f"final_{CODEC}_zlib_roundtrip", artifact)):
-        if score:
-            log(f"{name} {score_text(cfg, score)}", f"{name}_exact {score_text(cfg, score, 8)}")
-            check_finite(score.val_loss, "the final val_loss", report["steps"], [])
+        scores["artifact"] = evaluate(model, cfg, data, team)
+    result["peak_memory"] = peak_memory(team)
+    log(result["peak_memory"])
+    for kind, score in scores.items():
+        tag = "final_model" if kind == "trained" else f"final_{CODEC}_zlib_roundtrip"
+        log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
+        check_finite(score.val_loss, "the final val_loss", result["steps"], [])
+        result[kind] = score._asdict()
     if team.rank > 0:
-        return None
-    # 4. samples, curve, result
+        return
+    # 4. the result
     show_samples(model, cfg, data, log)
-    score = trained if trained and not (artifact and cfg.score_artifact) else artifact
+    score = scores.get("artifact" if cfg.score_artifact else "trained", score)  # a file has but one
     text = score_text(cfg, score)
-    result = dict(
-        {text.split(":")[0]: score.val_loss},  # val_loss, or val_loss_partial
-        run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_bpb=score.val_bpb, core=None, **report,
-        resumed=False, trained=trained and trained._asdict(), artifact=artifact and artifact._asdict(),
-        eval=eval_settings(cfg), bytes_code=len(source), code_sha256=hashlib.sha256(source).hexdigest(),
-        world_size=team.world_size, hardware=hardware(team), torch=torch.__version__,
-        peak_memory=peak, config=config, overrides=changed, started=started, finished=utc_now(),
-        data=dict(name=data.name, fingerprint=data.fingerprint, train_tokens=int(loader.edges[-1]),
-                  val_tokens=len(data.val), val_bytes=data.val_bytes, sha256=data.sha256),
-        process_ms=round(1e3 * (time.perf_counter() - began)))
-    result.setdefault("val_loss")
     if curves:
         try:
             plot_curves(curves, f"{cfg.preset}: {text}", folder / "loss.png")
         except Exception as error:  # no picture is no reason to lose a run
-            log(f"loss.png: not drawn, matplotlib says {brief(error)}")
+            log(f"loss.png: not drawn ({brief(error)})")
+    result |= {text.split(":")[0]: score.val_loss, "val_bpb": score.val_bpb, "finished": utc_now(),
+               "process_ms": round(1e3 * (time.perf_counter() - began))}  # val_loss, or val_loss_partial
     keys = "steps tokens tok_per_s train_time_ms step_ms bytes_model bytes_total process_ms".split()
     table = {key: result.get(key) for key in keys} | {"score": text, "run folder": f"logs/{cfg.run_id}"}
     log(*(f"{key:>14}  {value}" for key, value in table.items()))
     write_atomically(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-    return result
 
 def main(argv, env):
-    """Runs what argv and env ask for. Returns the exit code: 0 done, 1 failed, 2 refused."""
-    log, code = Log(lead=env.get("RANK", "0") == "0"), 1
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # samples may not fit the terminal's encoding
+    """Returns the exit code: 0 done, 1 failed, 2 refused."""
+    log, code = Log(lead=env.get("RANK", "0") == "0"), 0
     if {"--help", "-h"} & set(argv):
         print(help_text())
         return 0
     try:
         run(load_config(env, argv), env, log)
-        code = 0
-    except (Refused, Failed) as error:  # once the run has its folder, nothing is refused any more
-        code, why = 2 if isinstance(error, Refused) and not log.started else 1, str(error)
-    except KeyboardInterrupt:
-        why = "interrupted"
-    except OSError as error:
-        why = f"{show(str(error.filename or 'a file'))}: {error.strerror or brief(error)}"
+    except (Refused, Failed, KeyboardInterrupt) as error:  # with a run folder, nothing is refused
+        code, why = 2 if isinstance(error, Refused) and not log.started else 1, str(error) or "interrupted"
     except Exception as error:
-        why = "out of memory: lower DEVICE_BATCH_SIZE"
-        if not out_of_memory(error):
-            why = brief(error)
+        code, why = 1, brief(error)
+        if out_of_memory(error):
+            why = "out of memory: lower DEVICE_BATCH_SIZE"
+        elif not isinstance(error, OSError):
             traceback.print_exc()  # a mistake of ours
     if code:
         log(why, echo=False)
-        if log.lead or code == 1 or env.get("LOCAL_RANK") == "0":  # the ranks of a host refuse alike
-            print(f"train_gpt: {scrub(why)}", file=sys.stderr, flush=True)
+        if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
+            print(f"train_gpt: {why}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         if code:  # peers may wait in a collective: do not wait for them
             sys.stdout.flush()
@@ -1344,4 +1439,5 @@ def main(argv, env):
     return code
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # for samples
     sys.exit(main(sys.argv[1:], os.environ))

@@ -46,15 +46,17 @@ def serve(script, artifact):
         model, generator = stranger.GPT(cfg), torch.Generator().manual_seed(0)
         for p in model.parameters():    # zero-initialised projections would hide what flows through them
             p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
+    # Evaluation's window; scripts from before it had a constant of its own know only that of the last stage
+    window = stranger.eval_window(cfg) if hasattr(stranger, "eval_window") else cfg.window_schedule[-1]
     context = None      # sequences of another length need other positions and masks
-    hello = {"T": cfg.train_seq_len, "V": cfg.vocab_size, "windows": list(cfg.window_schedule)}
+    hello = {"T": cfg.train_seq_len, "V": cfg.vocab_size, "windows": [*cfg.window_schedule, window]}
     answers.write(json.dumps(hello).encode() + b"\n")
     answers.flush()
     while head := sys.stdin.buffer.readline():
         shape = json.loads(head)
         tokens = np.frombuffer(sys.stdin.buffer.read(8 * shape[0] * shape[1]), np.int64).reshape(shape)
         if shape[1] != context:
-            model.set_context(context := shape[1], cfg.window_schedule[-1])
+            model.set_context(context := shape[1], window)
         with torch.no_grad():
             out = stranger.log_probs(model, torch.from_numpy(tokens.copy())).float().contiguous().numpy()
         answers.write(json.dumps(list(out.shape)).encode() + b"\n" + out.tobytes())

@@ -5,6 +5,10 @@
 Trains a few steps of the preset again and again, and prints medians: tok/s, matmul FLOP/s against the rate of
 plain matrix products, and the shares of forward + backward, of the optimizer, and of the rest of the loop
 (loading, logging, scheduling). Needs the preset's data; leaves no run folder.
+
+    ./run.sh bench --attention [--repeats N]
+
+Instead: milliseconds of attention, forward and backward, and MiB of its mask over lengths and windows.
 """
 import argparse
 import os
@@ -22,7 +26,7 @@ import train_gpt as t  # noqa: E402
 def gemm_rate(team, dtype, shapes, seconds=0.5):
     """FLOP/s of the fastest of the products (M, K) @ (K, N), on random data."""
     best = 0.0
-    synchronize = t.Clock(team).synchronize
+    synchronize = t.Clock(team).wait
     for m, k, n in shapes:
         a, b = (torch.randn(shape, device=team.device).to(dtype) for shape in ((m, k), (k, n)))
         for _ in range(3):
@@ -36,6 +40,28 @@ def gemm_rate(team, dtype, shapes, seconds=0.5):
             count += 5
         best = max(best, 2 * m * k * n * count / (time.perf_counter() - began))
     return best
+
+
+def attention_table(device, repeats, heads=4, head_dim=64):
+    """Prints, for lengths x windows, the median ms of one sequence of documents, and its mask's MiB."""
+    windows, lengths = (256, 512, 0), (1024, 2048, 4096, 8192)
+    print("tokens  " + "".join(f"{'window ' + str(w or '*'):>22}" for w in windows) + "    (* all)")
+    for T in lengths:
+        documents = (torch.arange(T, device=device) // 700)[None]
+        q, k, v = (torch.randn(1, heads, T, head_dim, device=device, requires_grad=True) for _ in range(3))
+        cells, times = [], {w: [] for w in windows}
+        for i in range(repeats + 1):        # the first one warms up; windows in turn
+            for w in windows:
+                began = time.perf_counter()
+                mask = t.window_mask(w or T, T, documents, device)
+                t.attention(q, k, v, mask).sum().backward()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                times[w] += [time.perf_counter() - began] * (i > 0)
+        for w in windows:
+            mask = t.window_mask(w or T, T, documents, device)
+            cells.append(f"{1e3 * statistics.median(times[w]):>11.1f} ms {mask.numel() / 2 ** 20:>4.0f} MiB")
+        print(f"{T:>6}  " + "".join(cells))
 
 
 class Timer:
@@ -58,36 +84,42 @@ def main():
     parser.add_argument("settings", nargs="*", metavar="NAME=value")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--attention", action="store_true")
     args = parser.parse_args()
+    if args.attention:
+        team = t.Team(t.Config(), {})
+        print(f"machine {t.hardware(team)}, torch {torch.__version__}")
+        return attention_table(team.device, args.repeats)
     env = dict(os.environ) | dict(setting.split("=", 1) for setting in args.settings)
-    env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "TRAIN_LOG_EVERY": "10",
-            "VAL_LOSS_EVERY": "0"}
+    env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "EXTENSION_ITERATIONS": "0",
+            "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"}
     try:
         cfg = t.load_config(env)
         team, data = t.Team(cfg, {}), t.open_data(cfg)
+        cfg = t.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
+        loader = t.Loader(cfg, data, team)
     except t.Refused as error:
         sys.exit(f"bench: {error}")
-    cfg = t.replace(cfg, vocab_size=data.vocab_size)
-    quiet, synchronize = lambda *_, **__: None, t.Clock(team).synchronize
-    model = t.GPT(cfg, team.dtype)
+    quiet, synchronize = lambda *_, **__: None, t.Clock(team).wait
+    model, micro = t.GPT(cfg, team.dtype), t.micro_batch(cfg, team)
     t.init_parameters(model, cfg.seed)
     optimizer = t.Optimizer(model.to(team.device), cfg)
     began = time.perf_counter()
-    loss_fn, micro = t.rehearse(cfg, team, model, optimizer, print)
+    loss_fn = t.rehearse(cfg, team, model, optimizer, micro, print)
     compile_seconds = time.perf_counter() - began
     t.evaluate = lambda *_, **__: t.Score(0.0, None)        # the loop ends with one
-    plain_step, plain_update, plain_zero = t.train_step, optimizer.step, optimizer.zero_grad
+    plain_step, plain_update = t.train_step, optimizer.step
     rows = []
     for _ in range(args.repeats):
         t.train_step = Timer(plain_step, synchronize)
-        optimizer.step, optimizer.zero_grad = Timer(plain_update, synchronize), Timer(plain_zero, synchronize)
-        loader = t.Loader(cfg, data, team)
+        optimizer.step = Timer(plain_update, synchronize)
+        loader.position = 0
         report = t.train(cfg, team, data, model, optimizer, loader, loss_fn, micro, quiet)[2]
         total = report["train_time_ms"] / 1e3
-        update, inside = optimizer.step.seconds + optimizer.zero_grad.seconds, t.train_step.seconds
+        update, inside = optimizer.step.seconds, t.train_step.seconds
         rows.append((total / args.steps, (inside - update) / total, update / total, (total - inside) / total))
     step, forward_backward, update, rest = (statistics.median(column) for column in zip(*rows))
-    tokens, wide = cfg.train_batch_tokens, cfg.mlp_mult * cfg.model_dim
+    tokens, wide = report["tokens"] / args.steps, cfg.mlp_mult * cfg.model_dim     # the mean of all stages
     shapes = [(2048, 2048, 2048), (micro * cfg.train_seq_len, cfg.model_dim, wide)]
     flops = t.flops_per_token(cfg) * tokens / step
     rates = {dtype: gemm_rate(team, getattr(torch, dtype), shapes) for dtype in ("float32", "bfloat16")}

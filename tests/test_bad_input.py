@@ -112,7 +112,7 @@ BAD_DATA = {
                        {"DATA_PATH": "data/datasets/fineweb10B_sp1024"}),
     "data dir is a file": (lambda: None, ["train_gpt_is_no_folder"], {"DATA_PATH": "train_gpt_is_no_folder"}),
     "empty data dir": (lambda: (shutil.rmtree(DATA), DATA.mkdir()), ["toy", "train"]),
-    "wrong magic": (lambda: patch(VAL, 0, b"GGUF"), [VAL.name, "20240520"]),
+    "wrong magic": (lambda: patch(VAL, 0, b"GGUF"), [VAL.name, "damaged"]),
     "wrong version": (lambda: patch(TRAIN, 4, b"\x02"), [TRAIN.name, "20240520, 2"]),
     "big-endian header": (lambda: patch(TRAIN, 0, (20240520).to_bytes(4, "big")), [TRAIN.name]),
     "truncated train shard": (lambda: cut(TRAIN, 150_001), [TRAIN.name, "truncated"]),
@@ -122,12 +122,12 @@ BAD_DATA = {
     "empty shard": (lambda: cut(TRAIN, 0), [TRAIN.name]),
     "shard with a tail": (lambda: TRAIN.write_bytes(TRAIN.read_bytes() + b"\0\0"), [TRAIN.name]),
     "header says more": (lambda: patch(TRAIN, 8, (999_999).to_bytes(4, "little")), [TRAIN.name, "999999"]),
-    "header says less": (lambda: patch(VAL, 8, (17).to_bytes(4, "little")), [VAL.name, "17 "]),
+    "header says less": (lambda: patch(VAL, 8, (17).to_bytes(4, "little")), [VAL.name, " 17]"]),
     "header says nothing": (lambda: write_shard(VAL, []), [VAL.name]),
     "header says minus": (lambda: patch(VAL, 8, b"\xff\xff\xff\xff"), [VAL.name, "-1"]),
     "shard is a folder": (lambda: (TRAIN.unlink(), TRAIN.mkdir()), [TRAIN.name]),
     "shard is missing": (TRAIN.unlink, [TRAIN.name]),
-    "token id in val": (lambda: one_more_token("val"), ["val", "512", "vocab_size"]),
+    "token id in val": (lambda: one_more_token("val"), ["val", "not the file that manifest.json means"]),
     "token id in val, no manifest": (lambda: (no_manifest(), one_more_token("val")), ["val", "token 512"],
                                      {"TOKENIZER_PATH": str(MODEL)}),
     "token id in train": (lambda: one_more_token("train"), [TRAIN.name, "token 512", "vocab_size is 512"]),
@@ -151,10 +151,10 @@ BAD_DATA = {
     "no val split, no manifest": (lambda: (no_manifest(), VAL.unlink()), ["toy", "val"]),
     "no train split": (lambda: edit_manifest(files=lambda files: files[:1]), ["toy", "train"]),
     "val shorter than a sequence": (lambda: rewrite_tokens(VAL, np.arange(64)), ["val", "toy", "64"]),
-    "val shorter than a row": (lambda: None, ["val", "toy", "30000"], {"EVAL_CONTEXT": "30000"}),
+    "val shorter than a row": (lambda: None, ["val", "toy", "30001"], {"EVAL_CONTEXT": "30000"}),
     "val_tokens beyond the split": (lambda: None, ["val", "toy", "99999"], {"VAL_TOKENS": "99999"}),
     "train shorter than a sequence": (lambda: (rewrite_tokens(TRAIN, np.arange(64)), edit_manifest(
-        files=lambda files: files[:2])), ["train", "toy", "64"]),
+        files=lambda files: files[:2])), ["train", "64"]),
     "manifest cut": (lambda: cut(MANIFEST, 300), ["manifest.json", "damaged"]),
     "manifest empty": (lambda: cut(MANIFEST, 0), ["manifest.json", "damaged"]),
     "manifest no UTF-8": (lambda: patch(MANIFEST, 20, b"\xff\xfe"), ["manifest.json", "damaged"]),
@@ -166,14 +166,21 @@ BAD_DATA = {
     "manifest with a file without split": (lambda: edit_manifest(files=[{"path": "x"}]), ["manifest.json"]),
     "manifest with a path of a number": (lambda: set_file(1, path=7), ["manifest.json", "damaged"]),
     "manifest with a tokenizer of text": (lambda: edit_manifest(tokenizer="toy.model"), ["manifest.json"]),
-    "manifest with a vocab_size of text": (lambda: set_tokenizer(vocab_size="many"), ["many"]),
+    "manifest with a vocab_size of text": (lambda: set_tokenizer(vocab_size="many"), ["manifest.json"]),
+    "another vocab_size of text": (lambda: set_tokenizer(vocab_size="many"), ["manifest.json", "toy"],
+                                   {"VOCAB_SIZE": "512"}),
     "manifest with other token counts": (lambda: set_file(1, tokens=110_000), [TRAIN.name, "110000"]),
     "manifest with counts of text": (lambda: set_file(1, tokens="x"), [TRAIN.name, "x"]),
     "manifest with a file outside": (lambda: set_file(1, path="../../../outside.bin"), ["outside.bin"]),
     "manifest with an absolute file": (lambda: set_file(1, path="/nowhere/outside.bin"), ["outside.bin"]),
+    "no documents": (lambda: None, ["do not fill a row"], {"MAX_DOC_LEN": "64", "BOS_ID": "65535"}),
+    "one shard of three": (lambda: edit_manifest(files=lambda files: files[:2]),
+                           ["197248 of 307200 train tokens are missing; max_epochs is 1"],
+                           {"MAX_EPOCHS": "1", "ITERATIONS": "300"}),
     "val_bytes too small": (lambda: edit_manifest(val_bytes=lambda n: n - 1), ["val", "toy", "bytes"]),
     "val_bytes zero": (lambda: edit_manifest(val_bytes=0), ["toy", " 0"]),
-    "val tokens changed": (lambda: patch(VAL, 1024 + 2 * 500, b"\x03\x00" * 40), ["val", "toy", "bytes"]),
+    "val tokens changed": (lambda: patch(VAL, 1024 + 2 * 500, b"\x03\x00" * 40),
+                           ["val", "not the file that manifest.json means"]),
 }
 BAD_SETTINGS = {
     "batch that no sequence fits in": ({"TRAIN_BATCH_TOKENS": "32"},
@@ -198,9 +205,24 @@ BAD_SETTINGS = {
     "run_id with a line end": ({"RUN_ID": "a\n"}, ["run_id="]),
     "run_id of a space": ({"RUN_ID": " "}, ["run_id="]),
     "ranks that do not divide the batch": ({"RANK": "0", "WORLD_SIZE": "3"}, ["3 ranks", "16 sequences"]),
-    "no such GPU": ({"DEVICE": "cuda", "LOCAL_RANK": "64"}, ["GPU"]),
+    "windows of no whole blocks": ({"WINDOW_SCHEDULE": "16,40", "WINDOW_BLOCK": "16"},
+                                   ["window_block=16", "window_schedule=(16, 40)"]),
+    "eval_window of no whole blocks": ({"WINDOW_SCHEDULE": "16", "WINDOW_BLOCK": "16", "EVAL_WINDOW": "24"},
+                                       ["window_block=16", "eval_window=24"]),
+    "stages of different numbers": ({"BATCH_SCHEDULE": "1,2,3", "WINDOW_SCHEDULE": "16,32"},
+                                    ["batch_schedule=(1, 2, 3)", "window_schedule=(16, 32)"]),
+    "more switches than factors": ({"LR_SCHEDULE": "1,1.5", "LR_SWITCHES": "0.2,0.6"},
+                                   ["lr_schedule=(1.0, 1.5)", "lr_switches=(0.2, 0.6)"]),
+    "switches that go back": ({"LR_SCHEDULE": "1,1.5,2", "LR_SWITCHES": "0.6,0.2"},
+                              ["lr_switches=(0.6, 0.2)"]),
+    "a skip to where it is from": ({"SKIP_LAYERS": "1,1"}, ["skip_layers=(1, 1)"]),
+    "a skip to nowhere": ({"SKIP_LAYERS": "0,1,1"}, ["skip_layers=(0, 1, 1)"]),
+    "layers of no kind": ({"WINDOW_PATTERN": "SSX"}, ["window_pattern='SSX'"]),
+    "more tokens than the epochs have": ({"MAX_EPOCHS": "2", "BATCH_SCHEDULE": "1,3", "ITERATIONS": "400"},
+                                         ["219264 of 819200 train tokens are missing; max_epochs is 2"]),
+    "no such GPU": ({"DEVICE": "cuda", "LOCAL_WORLD_SIZE": "65"}, ["GPU"]),
     "EVAL_FROM missing": ({"EVAL_FROM": "nowhere.ptz"}, ["nowhere.ptz"]),
-    "EVAL_FROM a folder": ({"EVAL_FROM": "data"}, ["data", "cannot be read"]),
+    "EVAL_FROM a folder": ({"EVAL_FROM": "data"}, ["data", "damaged or no model"]),
     "EVAL_FROM a shard": ({"EVAL_FROM": str(VAL)}, [VAL.name, "damaged or no model"]),
 }
 BAD_FLAGS = {
@@ -258,20 +280,20 @@ def test_bad_flags(case, tiny_data, tmp_path, monkeypatch, capsys):
 # -------------------------------------------------------------------------------- run folders
 def test_a_run_id_is_used_once(workplace, capsys):
     use_run("taken")
-    refused(capsys, {"RUN_ID": "taken"}, [], ["run_id='taken'", "already used"])
+    refused(capsys, {"RUN_ID": "taken"}, [], ["run_id='taken'", "cannot be made"])
     assert [p.name for p in Path("logs/taken").iterdir()] == ["train.log"]
     assert Path("logs/taken/train.log").read_text() == "kept\n"
-    refused(capsys, {}, ["--model-tag=taken"], ["run_id='taken'", "already used"])
+    refused(capsys, {}, ["--model-tag=taken"], ["run_id='taken'", "cannot be made"])
 
 
 def test_logs_that_cannot_be_written(workplace, capsys):
     Path("logs").write_text("a file")
-    refused(capsys, {"RUN_ID": "x"}, [], ["logs/x", "cannot be written"])
+    refused(capsys, {"RUN_ID": "x"}, [], ["logs/x", "cannot be made"])
     assert Path("logs").read_text() == "a file"
 
 
 def test_a_run_id_too_long_for_a_folder(workplace, capsys):
-    refused(capsys, {"RUN_ID": "x" * 300}, [], ["logs/xxx", "cannot be written"])
+    refused(capsys, {"RUN_ID": "x" * 300}, [], ["logs/xxx", "cannot be made"])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -369,7 +391,7 @@ def test_eval_from_with_data_of_another_vocabulary(workplace, artifact, capsys):
 
 # -------------------------------------------------------------------------------- as a command
 COMMANDS = {
-    "missing data": (["--data-path=data/datasets/nowhere"], {}, ["no dataset at 'data/datasets/nowhere'"]),
+    "missing data": (["--data-path=data/datasets/nowhere"], {}, ["val shards at 'data/datasets/nowhere'"]),
     "truncated shard": ([], {}, [TRAIN.name, "truncated"]),
     "typo in a flag": (["--matrx-lr=0.1"], {}, ["did you mean --matrix-lr?"]),
     "MATRIX_LR=nan": ([], {"MATRIX_LR": "nan"}, ["matrix_lr=nan"]),
@@ -413,9 +435,9 @@ def failed(capsys, env, words):
 def test_a_loss_that_is_not_finite_ends_the_run(value, workplace, monkeypatch, capsys):
     """Broken from step 13 on, logged at 20: the run ends there, 80 steps early."""
     calls, lm_loss = [], train_gpt.lm_loss
-    def breaking(x, head, targets, cap):
+    def breaking(*args):
         calls.append(0)
-        loss = lm_loss(x, head, targets, cap)
+        loss = lm_loss(*args)
         return loss * value if len(calls) > 13 else loss       # one call is the rehearsal's
     monkeypatch.setattr(train_gpt, "lm_loss", breaking)
     log = failed(capsys, {"ITERATIONS": "100"}, ["train_loss", "not finite", "step 20"])
@@ -425,9 +447,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(value, workplace, monkeypatch, c
 def test_one_bad_step_is_not_overlooked(workplace, monkeypatch, capsys):
     """A loss that was not finite at a step nobody looked at."""
     calls, lm_loss = [], train_gpt.lm_loss
-    def breaking(x, head, targets, cap):
+    def breaking(*args):
         calls.append(0)
-        loss = lm_loss(x, head, targets, cap)
+        loss = lm_loss(*args)
         return loss.detach() * torch.nan + 0 * loss.nan_to_num() if len(calls) == 14 else loss
     monkeypatch.setattr(train_gpt, "lm_loss", breaking)
     failed(capsys, {"ITERATIONS": "100"}, ["not finite", "step 20"])

@@ -16,10 +16,10 @@ import train_gpt
 from helpers import ROOT, SCRIPT
 from train_gpt import ALIASES, FIELDS, PRESETS, Config, Refused, load_config, near_misses, overrides, show
 
-NUMBERS = [name for name, f in FIELDS.items() if f.type in (int, float)]
-FLOATS = [name for name, f in FIELDS.items() if f.type is float]
-BOOLEANS = [name for name, f in FIELDS.items() if f.type is bool]
-TUPLES = [name for name, f in FIELDS.items() if f.type not in (int, float, bool, str)]
+NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
+FLOATS = [name for name, f in FIELDS.items() if type(f.default) is float]
+BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
+TUPLES = [name for name, f in FIELDS.items() if type(f.default) not in (int, float, bool, str)]
 
 
 def flag(name):
@@ -32,15 +32,17 @@ def other_value(name):
     special = dict(preset="golf", device="cpu", dtype="float32", window_pattern="SL",
                    value_embed_layers=(1, 0), window_schedule=(64, 0), batch_schedule=(1, 2),
                    train_seq_len=512, train_batch_tokens=4096, model_dim=512, num_heads=8, num_kv_heads=2,
-                   eval_stride=64, rope_base=500.0, run_id="a_run", val_tokens=2)
+                   eval_stride=64, rope_base=500.0, run_id="a_run", val_tokens=2, skip_layers=(0, 2, 1, 3),
+                   orthogonalization="polar_express", lr_schedule=(1.0, 1.5), lr_switches=(0.25,),
+                   rope_yarn=True)
     if name in special:
         return special[name]
-    if f.type is bool:
+    if type(f.default) is bool:
         return not f.default
-    if f.type is str:
+    if type(f.default) is str:
         return f.default + "x"
-    value = f.default + 1 if f.type is int else f.default / 2 or 0.125
-    assert f.metadata["lo"] <= value <= f.metadata["hi"], f"give {name} a value in `special`"
+    value = f.default + 1 if type(f.default) is int else f.default / 2 or 0.125
+    assert f.least <= value <= f.most, f"give {name} a value in `special`"
     return value
 
 
@@ -49,23 +51,33 @@ def test_without_anything_the_defaults_hold():
     assert load_config({}) == Config() == train_gpt.preset_config("tiny")
 
 
+# What must be there for a constant to have another value than its default
+COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "rope_yarn": {"window_schedule": (64, 128)}}
+
+
+def companions(name):
+    """Config with them, and the environment that says so."""
+    others = COMPANIONS.get(name, {})
+    return dataclasses.replace(Config(), **others), {key.upper(): show(v) for key, v in others.items()}
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_environment_flag_and_edit_are_the_same_config(name):
-    value = other_value(name)
+    value, (base, env) = other_value(name), companions(name)
     text = show(value)
-    by_edit = dataclasses.replace(Config(), **{name: value})
+    by_edit = dataclasses.replace(base, **{name: value})
     if name == "preset":
         by_edit = Config(preset=value, **PRESETS[value])
-    assert load_config({name.upper(): text}) == by_edit != Config()
-    assert load_config({}, [f"{flag(name)}={text}"]) == by_edit
-    assert load_config({}, [flag(name), text]) == by_edit
+    assert load_config(env | {name.upper(): text}) == by_edit != base
+    assert load_config(env, [f"{flag(name)}={text}"]) == by_edit
+    assert load_config(env, [flag(name), text]) == by_edit
 
 
 def test_the_four_spellings_of_matrix_lr(tmp_path):
     """Environment, both kinds of flag, and an edit of the default in the file itself."""
-    line, = re.findall(r'    matrix_lr: float = const\([\d.]+,', SCRIPT.read_text())
+    line, = re.findall(r'    matrix_lr=\([\d.]+,', SCRIPT.read_text())
     edited = tmp_path / "edited.py"
-    edited.write_text(SCRIPT.read_text().replace(line, "    matrix_lr: float = const(0.0375,"))
+    edited.write_text(SCRIPT.read_text().replace(line, "    matrix_lr=(0.0375,"))
     spec = importlib.util.spec_from_file_location("edited", edited)
     module = sys.modules["edited"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -126,25 +138,34 @@ def test_the_promised_aliases_exist():
 # -------------------------------------------------------------------------------- what values look like
 @pytest.mark.parametrize("name", BOOLEANS)
 def test_booleans(name):
+    _, env = companions(name)
     for text, value in dict({"0": False, "1": True}, false=False, true=True, True_=True, FALSE=False).items():
         text = text.rstrip("_")
-        assert getattr(load_config({name.upper(): text}), name) is value
-        assert getattr(load_config({}, [f"{flag(name)}={text}"]), name) is value
-        assert getattr(load_config({}, [flag(name), text]), name) is value
-    assert getattr(load_config({name.upper(): "0"}, [flag(name)]), name) is True
-    cfg = load_config({name.upper(): "0"}, [flag(name), "--seed=5"])
+        assert getattr(load_config(env | {name.upper(): text}), name) is value
+        assert getattr(load_config(env, [f"{flag(name)}={text}"]), name) is value
+        assert getattr(load_config(env, [flag(name), text]), name) is value
+    assert getattr(load_config(env | {name.upper(): "0"}, [flag(name)]), name) is True
+    cfg = load_config(env | {name.upper(): "0"}, [flag(name), "--seed=5"])
     assert getattr(cfg, name) is True and cfg.seed == 5
     for text in ("yes please", "yes", "2", "-1", "", "on", "0.0", "none"):
         with pytest.raises(Refused, match=name):
-            load_config({name.upper(): text})
+            load_config(env | {name.upper(): text})
+
+
+# Two lists of each constant that is one, where any two numbers will not do
+LEGAL_LISTS = {"skip_layers": ["0", "0,3, 1,2"], "lr_switches": ["0.5", "0.1, 0.75"]}
 
 
 @pytest.mark.parametrize("name", TUPLES)
 def test_tuples_are_comma_lists(name):
-    lo = FIELDS[name].metadata["lo"]
-    assert getattr(load_config({name.upper(): str(lo)}), name) == (lo,)
-    assert getattr(load_config({}, [f"{flag(name)}={lo},{lo + 1}, {lo}"]), name) == (lo, lo + 1, lo)
-    for text in ("", ",", "1,", "1;2", "a", "1.5", "1,nan", "inf", f"{lo},{lo - 1}", "1 2"):
+    lo, kind = FIELDS[name].least, type(FIELDS[name].default[0])
+    for text in LEGAL_LISTS.get(name, [str(lo), f"{lo},{lo + 1}, {lo}"]):
+        wanted = tuple(map(kind, text.split(",")))
+        env = {"LR_SCHEDULE": ",".join("1" * (len(wanted) + 1))} if name == "lr_switches" else {}
+        for cfg in load_config(env | {name.upper(): text}), load_config(env, [f"{flag(name)}={text}"]):
+            assert getattr(cfg, name) == wanted and {type(n) for n in getattr(cfg, name)} == {kind}
+    wrong = ["", ",", "1,", "1;2", "a", "1,nan", "inf", f"{lo},{lo - 1}", "1 2", f"{FIELDS[name].most + 1:g}"]
+    for text in wrong + ["1.5"] * (kind is int):
         with pytest.raises(Refused, match=name):
             load_config({name.upper(): text})
 
@@ -161,15 +182,15 @@ def test_floats_are_finite(name):
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_keep_to_their_range_and_type(name):
     f = FIELDS[name]
-    lo, hi = f.metadata["lo"], f.metadata["hi"]
+    lo, hi = f.least, f.most
     assert -math.inf < lo <= f.default <= hi, "the default is legal, and every range has a lower end"
     outside = [lo - 1] + ([hi + 1, hi * 1000] if hi < math.inf else [])
-    if f.type is float:
+    if type(f.default) is float:
         outside += [lo - 1e-6] + ([hi * (1 + 1e-6) + 1e-9] if hi < math.inf else [])
     for text in [*map(str, outside), "", "x", "1,2", "0x10", "one", "1e", "--", "1 2"]:
         with pytest.raises(Refused, match=name):
             load_config({name.upper(): text})
-    if f.type is int:
+    if type(f.default) is int:
         for text in ("1.5", "1e3", "nan", "inf", "true"):
             with pytest.raises(Refused, match=name):
                 load_config({name.upper(): text})
@@ -197,7 +218,8 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
 @pytest.mark.parametrize("settings, words", [
     (dict(NUM_HEADS="3"), ["num_heads=3", "model_dim"]),
     (dict(NUM_KV_HEADS="3"), ["num_kv_heads=3", "num_heads"]),
-    (dict(NUM_KV_HEADS="8"), ["num_kv_heads=8", "num_heads=2"]), (dict(MODEL_DIM="34"), ["rope", "even"]),
+    (dict(NUM_KV_HEADS="8"), ["num_kv_heads=8", "num_heads=2"]),
+    (dict(MODEL_DIM="34"), ["model_dim=34", "even"]),
     (dict(TRAIN_BATCH_TOKENS="100"), ["train_batch_tokens=100", "train_seq_len=256"]),
     (dict(TRAIN_BATCH_TOKENS="300"), ["train_batch_tokens=300", "train_seq_len=256"]),
     (dict(TRAIN_SEQ_LEN="16384"), ["train_batch_tokens", "train_seq_len=16384"]),
@@ -205,7 +227,15 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     (dict(DEVICE="tpu"), ["tpu", "cpu", "cuda"]), (dict(DTYPE="fp64"), ["fp64", "float32"]),
     (dict(WINDOW_PATTERN="SXL"), ["SXL"]), (dict(WINDOW_PATTERN=""), ["window_pattern"]),
     (dict(BATCH_SCHEDULE="1,2,3", WINDOW_SCHEDULE="64,0"), ["batch_schedule", "window_schedule", "3", "2"]),
-    (dict(ROPE_BASE="0.5"), ["rope_base=0.5"])])
+    (dict(LR_SCHEDULE="1,2,3", LR_SWITCHES="0.5"), ["lr_schedule=(1.0, 2.0, 3.0)", "lr_switches=(0.5,)"]),
+    (dict(LR_SWITCHES="0.5"), ["lr_schedule=(0.0,)", "lr_switches=(0.5,)"]),
+    (dict(LR_SCHEDULE="1,2,3", LR_SWITCHES="0.5,0.4"), ["lr_switches=(0.5, 0.4)", "grow"]),
+    (dict(WINDOW_SCHEDULE="64,100", WINDOW_BLOCK="64"), ["window_schedule=(64, 100)", "window_block=64"]),
+    (dict(EVAL_WINDOW="100", WINDOW_BLOCK="64"), ["eval_window=100", "window_block=64"]),
+    (dict(SKIP_LAYERS="2"), ["skip_layers=(2,)"]), (dict(SKIP_LAYERS="2,1"), ["skip_layers=(2, 1)"]),
+    (dict(SKIP_LAYERS="1,2,3"), ["skip_layers=(1, 2, 3)"]),
+    (dict(ORTHOGONALIZATION="svd"), ["svd", "polar_express"]),
+    (dict(WINDOW_PATTERN="LS1"), ["window_pattern='LS1'"])])
 def test_impossible_combinations_are_named(settings, words):
     with pytest.raises(Refused) as refusal:
         load_config(settings)
@@ -327,7 +357,7 @@ def test_golf_dry_run_without_data(tmp_path, monkeypatch, capsys):
     assert re.search(r"\b17059912\b|\b17,059,912\b", out) and err == ""
     assert "override matrix_lr 0.02 -> 0.03" in out.splitlines()
     assert "fineweb10B_sp1024" in out and "./run.sh data sp1024" in out
-    assert "393216 tokens per step" in out and list(tmp_path.iterdir()) == []
+    assert "393216 per step, 600 s" in out and "tokens:393216" in out and list(tmp_path.iterdir()) == []
 
 
 def test_golf_parameters_by_group():
@@ -343,16 +373,63 @@ def test_tiny_dry_run_names_the_command_that_gets_the_data(tmp_path, monkeypatch
     assert "./run.sh data" in capsys.readouterr().out and list(tmp_path.iterdir()) == []
 
 
+SPEEDRUN_TABLE = """
+    0 131072 384 128 1.0000 0.8500        150 131072 384 128 1.0000 0.9000
+    300 131072 384 128 1.0000 0.9500      700 131072 384 128 1.5100 0.9500
+    707 262144 896 384 1.5100 0.9500      954 262144 896 384 1.5100 0.9500
+    1400 262144 896 384 1.2300 0.9500     1414 393216 1408 640 1.2080 0.9500
+    2110 393216 1408 640 0.1157 0.9500    2120 393216 1664 768 0.1000 0.9300
+    2160 393216 1664 768 0.1000 0.8500"""
+
+
+def test_speedrun_dry_run_without_data(tmp_path, monkeypatch, capsys):
+    """The stage table of FACTS: tokens, windows, LR factor and momentum where one of them changes."""
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.main(["--preset=speedrun", "--dry-run"], {}) == 0
+    out, err = capsys.readouterr()
+    rows = re.findall(r"^at step (\d+) \(.*\): tokens:(\d+) long_window:(\d+) short_window:(\d+) "
+                      r"lr_factor:(\d\.\d{4}) muon_momentum:(\d\.\d{4})$", out, re.M)
+    wanted = SPEEDRUN_TABLE.split()
+    assert [*map(list, rows)] == [wanted[i:i + 6] for i in range(0, len(wanted), 6)]
+    assert "limits: 2160 steps of 571342848 tokens in all, 264511 per step, 0 s" in out
+    assert "./run.sh data gpt2" in out and "fineweb10B_gpt2" in out and err == ""
+    assert re.search(r"^parameters:\d+ \(", out, re.M) and "matmul FLOPs per token" in out
+    assert re.search(r"memory:\d+ MiB", out) and list(tmp_path.iterdir()) == []
+
+
+def test_speedrun_is_the_record():
+    """FACTS 1, where it is not in the table above."""
+    cfg = load_config({"PRESET": "speedrun"})
+    wanted = dict(
+        vocab_size=50_304, num_layers=12, model_dim=768, num_heads=6, max_doc_len=2048, val_tokens=10_485_760,
+        backout_layer=8, smear_dim=12, attn_gate_dim=12, rope_base=1024.0,
+        rope_fraction=0.5, attn_scale=0.1, eval_window=2560, window_block=128, matrix_lr=0.023,
+        normuon_beta2=0.95, weight_decay=1.2, head_lr=0.008, embed_lr=75 * 0.008, scalar_lr=5 * 0.008,
+        beta1=0.65, beta2=0.95, adam_eps=1e-8, adam_every=2, warmdown_frac=0.55, lr_floor=0.1,
+        muon_momentum_warmup_steps=300, muon_momentum_cooldown_steps=50, score_artifact=False)
+    assert {name: getattr(cfg, name) for name in wanted} == pytest.approx(wanted)
+    assert cfg.skip_layers == (4, 7)
+    assert [i for i, kind in enumerate(cfg.window_pattern) if kind not in "LS"] == [0, 7]
+    assert [i for i, kind in enumerate(cfg.window_pattern) if kind == "0"] == [0]
+    assert [i for i, kind in enumerate(cfg.window_pattern) if kind == "L"] == [4, 11]
+    assert [i for i, table in enumerate(cfg.value_embed_layers) if table] == [1, 2, 9, 10, 11]
+
+
+def fitting(cfg, name):
+    """Values of one of the four sizes that the rest of a preset can take: heads are even, sequences whole."""
+    if name == "model_dim":
+        return [cfg.num_heads * head for head in (2, 10, 16, 32, 64, 128)]
+    if name == "train_batch_tokens":
+        return [cfg.train_seq_len * sequences for sequences in (1, 2, 3, 8, 96)]
+    return {"num_layers": [1, 2, 3, 5, 8, 12, 13], "train_seq_len": [64, 128, 256, 512, 1024, 2048]}[name]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name, values", [
-    ("MODEL_DIM", ["64", "128", "256", "320", "384", "512", "768", "1024"]),
-    ("NUM_LAYERS", ["1", "2", "3", "5", "8", "12", "13"]),
-    ("TRAIN_SEQ_LEN", ["64", "128", "256", "512", "1024", "2048"]),
-    ("TRAIN_BATCH_TOKENS", ["4096", "8192", "32768", "393216", "524288", "1048576"])])
-def test_the_four_sizes_can_each_be_set_alone(preset, name, values):
-    for text in values:
-        cfg = load_config({"PRESET": preset, name: text})
-        assert set(overrides(cfg)) <= {name.lower()} and show(getattr(cfg, name.lower())) == text
+@pytest.mark.parametrize("name", ["model_dim", "num_layers", "train_seq_len", "train_batch_tokens"])
+def test_the_four_sizes_can_each_be_set_alone(preset, name):
+    for value in fitting(train_gpt.preset_config(preset), name):
+        cfg = load_config({"PRESET": preset, name.upper(): str(value)})
+        assert set(overrides(cfg)) <= {name} and getattr(cfg, name) == value
         cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 1024)
         with torch.device("meta"):
             model = train_gpt.GPT(cfg)
@@ -404,7 +481,7 @@ def test_config_is_frozen_and_hashable():
 
 def test_every_constant_says_what_it_is():
     for name, f in FIELDS.items():
-        assert f.metadata["doc"] and f.type in (int, float, bool, str, tuple[int, ...]), name
+        assert f.doc and type(f.default) in (int, float, bool, str, tuple), name
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--seed=3", "--help"]])
@@ -415,7 +492,7 @@ def test_help_lists_everything(argv, capsys):
     for name, f in FIELDS.items():
         line, = [line for line in out.splitlines() if line.split()[:1] == [flag(name)]]
         shown = line[line.rindex("  ["):] if not show(f.default) else line
-        assert f.metadata["doc"] in line and show(f.default) in shown
+        assert f.doc in line and show(f.default) in shown
         for preset, row in PRESETS.items():
             assert name not in row or f"{preset} {show(row[name])}" in line
     assert all(alias in out for alias in ALIASES)
@@ -458,15 +535,13 @@ def test_import_does_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_log_lines_survive_a_short_working_folder(monkeypatch):
-    """A container's / is part of every step:1/20; a real folder is taken out."""
-    line = "step:1/20 val_loss:3.1 in /srv/somebody/run/logs and /opt/people/me/x"
-    monkeypatch.setenv("HOME", "/")
-    monkeypatch.setattr(train_gpt.os, "getcwd", lambda: "/")
-    assert train_gpt.scrub(line) == line
-    monkeypatch.setenv("HOME", "/opt/people/me")
-    monkeypatch.setattr(train_gpt.os, "getcwd", lambda: "/srv/somebody/run")
-    assert train_gpt.scrub(line) == "step:1/20 val_loss:3.1 in ./logs and ~/x"
+def test_an_errors_folders_are_left_out():
+    """They name the machine; what is relative stays."""
+    for error, line in (
+            (BlockingIOError(11, "busy", "/srv/me/x.bin"), "BlockingIOError: [Errno 11] busy: 'x.bin'"),
+            (ValueError("data/x, ./y/z at step:1/20\nand more"), "ValueError: data/x, ./y/z at step:1/20"),
+            (RuntimeError("\n/opt/people/me/g++ is missing"), "RuntimeError: g++ is missing")):
+        assert train_gpt.brief(error) == line
 
 
 def test_activations_are_fp32_where_torch_cannot_tell(monkeypatch):

@@ -34,23 +34,42 @@ def normalised(x):
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def turned(x, base):
-    """RoPE on x (T, D): dims d and d + D/2 are one complex number that turns by -position / base^(2d/D)."""
+def rope_speeds(cfg, D, window):
+    """Radians per token of each pair of dims, and the factor on the logits: the first pairs turn with
+    wavelengths up to rope_base, the rest stand still; with YaRN what turns fewer than 32 times in the window
+    slows down as the window grows, all the way if it turns less than once."""
+    n = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
+    speeds = [cfg.rope_base ** (-d / n) for d in range(n)] + [0.0] * (D // 2 - n)
+    factor = cfg.attn_scale or 1 / math.sqrt(D)
+    past = list(cfg.window_schedule)
+    if window in past:
+        past = past[: past.index(window) + 1]
+    for i in range(1, len(past) if cfg.rope_yarn else 1):
+        ratio = past[i] / past[i - 1]
+        factor *= 1 + 0.2 * math.log(ratio)
+        for d, speed in enumerate(speeds):
+            kept = min(1.0, max(0.0, (past[i - 1] * speed / (2 * math.pi) - 1) / 31))
+            speeds[d] = speed * kept + speed / ratio * (1 - kept)
+    return torch.tensor(speeds, dtype=torch.float64), factor
+
+
+def turned(x, speed):
+    """RoPE on x (T, D): dims d and d + D/2 are one complex number that turns by -position * speed[d]."""
     T, D = x.shape
     z = torch.complex(x[:, : D // 2].contiguous(), x[:, D // 2 :].contiguous())
-    speed = torch.tensor([base ** (-2 * d / D) for d in range(D // 2)], dtype=torch.float64)
     z = z * torch.polar(
         torch.ones(T, D // 2, dtype=torch.float64), -torch.arange(T, dtype=torch.float64)[:, None] * speed
     )
     return torch.cat((z.real, z.imag), -1)
 
 
-def attended(q, k, v, reach):
-    """q, k, v (T, D): each position sees itself and the reach - 1 before it."""
+def attended(q, k, v, reach, factor, begins):
+    """q, k, v (T, D): each position sees itself and the reach - 1 before it, back to where its document
+    begins."""
     out = torch.zeros_like(q)
     for t in range(len(q)):
-        first = max(0, t - reach + 1)
-        scores = k[first : t + 1] @ q[t] / math.sqrt(q.size(1))
+        first = max(begins[t], t - reach + 1)
+        scores = k[first : t + 1] @ q[t] * factor
         out[t] = (scores.exp() / scores.exp().sum()) @ v[first : t + 1]
     return out
 
@@ -61,37 +80,64 @@ def reference_log_probs(cfg, weights, tokens, window):
     C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
     D, T, half = C // H, len(tokens), cfg.num_layers // 2
     long = T if window == 0 else min(window, T)
-    reach = {"L": long, "S": max(1, long // 2)}
-    x0 = normalised(w["embed"][tokens])
-    x, stack, popped = x0, [], 0
+    half_window = (min(window, cfg.window_schedule[-1]) or cfg.train_seq_len) // 2
+    half_window = max(cfg.window_block, half_window - half_window % cfg.window_block)
+    reach = {"L": long, "S": min(T, half_window)}
+    begins = [0] * T  # of the document of each position
+    for t in range(1, T):
+        begins[t] = t if cfg.max_doc_len and tokens[t] == cfg.bos_id else begins[t - 1]
+    speeds, factor = rope_speeds(cfg, D, window)
+    x = w["embed"][tokens].clone()
+    if cfg.bigram_rows:
+        for t in range(T):
+            if begins[t] < t:
+                pair = (int(tokens[t]) * 0x9E3779B1) ^ (int(tokens[t - 1]) * 0x85EBCA6B)
+                x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
+    if cfg.smear_dim:
+        plain = x.clone()
+        for t in range(T):
+            if begins[t] < t:
+                opened = torch.sigmoid(plain[t, : cfg.smear_dim] @ w["smear_gate"][0])
+                x[t] += w["smear"].squeeze() * opened * plain[t - 1]
+    x0 = x = normalised(x)
+    stack, popped, outputs = [], 0, []
+    further = dict(zip(cfg.skip_layers[1::2], cfg.skip_layers[::2]))
     for i in range(cfg.num_layers):
         b = {name.split(".")[-1]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
         if cfg.unet_skips and i >= half and stack:  # inside out: the last one in is the first one out
             popped += 1
             x = x + w["skip_weights"][half - popped] * stack.pop()
+        if i in further:
+            x = x + w["skip_weights"][half * cfg.unet_skips] * outputs[further[i]]
         if cfg.residual_mix:
             x = b["residual_mix"][0] * x + b["residual_mix"][1] * x0
-        h = normalised(x)
-        q, k, v = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T
-        if cfg.value_embed_layers[i % len(cfg.value_embed_layers)]:
-            v = v + b["value_embed"][tokens]
-        heads = []
-        for n in range(H):
+        scale = b["layer_scale"] if cfg.layer_scale else (1, 1)
+        h, heads, kind = normalised(x), [], cfg.window_pattern[i % len(cfg.window_pattern)]
+        attends = kind in "LS"
+        if attends:
+            q, k, v = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T
+        if attends and (table := cfg.value_embed_layers[i % len(cfg.value_embed_layers)]):
+            v = v + w[f"value_embeds.{table - 1}"][tokens]
+        for n in range(H if attends else 0):
             pair = n * KV // H  # the kv head that this query head shares
             one_q, one_k, one_v = (y[:, m * D : (m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
             one_q, one_k = normalised(one_q), normalised(one_k)
-            if cfg.rope_base:
-                one_q, one_k = turned(one_q, cfg.rope_base), turned(one_k, cfg.rope_base)
+            one_q, one_k = turned(one_q, speeds), turned(one_k, speeds)
             if cfg.qk_gain_init:
                 one_q = one_q * b["qk_gain"][n]
-            heads.append(
-                attended(one_q, one_k, one_v, reach[cfg.window_pattern[i % len(cfg.window_pattern)]])
-            )
-        scale = b["layer_scale"] if cfg.layer_scale else (1, 1)
-        x = x + scale[0] * (torch.cat(heads, -1) @ b["attn_proj"].T)
-        x = x + scale[1] * ((normalised(x) @ b["fc"].T).clamp(min=0) ** 2 @ b["mlp_proj"].T)
+            y = attended(one_q, one_k, one_v, reach[kind], factor, begins)
+            if cfg.attn_gate_dim:
+                y = y * torch.sigmoid(h[:, : cfg.attn_gate_dim] @ b["attn_gate"][n])[:, None]
+            heads.append(y)
+        if attends:
+            x = x + scale[0] * (torch.cat(heads, -1) @ b["attn_proj"].T)
+        if kind != "0":
+            x = x + scale[1] * ((normalised(x) @ b["fc"].T).clamp(min=0) ** 2 @ b["mlp_proj"].T)
+        outputs.append(x)
         if i < half:
             stack.append(x)
+    if cfg.backout_layer:
+        x = x - w["backout"] * outputs[cfg.backout_layer]
     logits = normalised(x) @ (w["embed"] if cfg.tie_embeddings else w["head"]).T
     if cfg.logit_softcap:
         logits = cfg.logit_softcap * torch.tanh(logits / cfg.logit_softcap)
@@ -117,13 +163,50 @@ SETTINGS = {
         layer_scale=False,
         unet_skips=False,
     ),
-    "value embeddings": dict(value_embed_layers=(1, 0, 1), num_kv_heads=3),
+    "value embeddings": dict(value_embed_layers=(1, 0, 2), num_kv_heads=3),
     "windows": dict(window_pattern="SSL", window_schedule=(10,)),
     "golf-like": dict(
         num_layers=5, num_kv_heads=3, tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0
     ),
     "one layer": dict(num_layers=1, value_embed_layers=(1,)),
     "three layers": dict(num_layers=3, window_pattern="SL", window_schedule=(7,), num_kv_heads=2),
+    "shared value tables": dict(
+        num_layers=5, value_embed_layers=(0, 2, 1, 0, 2), window_pattern="LL-LL", window_schedule=(0,)
+    ),
+    "documents": dict(max_doc_len=9, bos_id=4),
+    "documents in windows": dict(max_doc_len=9, bos_id=4, window_pattern="SL", window_schedule=(6,)),
+    "smear": dict(smear_dim=5, max_doc_len=9, bos_id=4),
+    "smear across": dict(smear_dim=5),
+    "bigrams": dict(bigram_rows=31, max_doc_len=9, bos_id=4),
+    "bigrams across": dict(bigram_rows=4096),
+    "attention gate": dict(attn_gate_dim=7, num_kv_heads=2),
+    "half of RoPE": dict(rope_fraction=0.5),
+    "yarn": dict(rope_yarn=True, window_schedule=(5, 9, 14), attn_scale=0.3, rope_base=30.0),
+    "parts of layers": dict(num_layers=5, window_pattern="0L-S", value_embed_layers=(0,)),
+    "skip and backout": dict(unet_skips=False, skip_layers=(0, 2), backout_layer=1),
+    "skips of both kinds": dict(num_layers=5, skip_layers=(0, 4)),
+    "speedrun-like": dict(
+        num_layers=6,
+        max_doc_len=9,
+        bos_id=4,
+        qk_gain_init=0.0,
+        attn_scale=0.1,
+        attn_gate_dim=12,
+        rope_base=1024.0,
+        rope_fraction=0.5,
+        rope_yarn=True,
+        smear_dim=12,
+        layer_scale=False,
+        unet_skips=False,
+        skip_layers=(2, 3),
+        backout_layer=4,
+        value_embed_layers=(0, 1, 2, 0, 1, 2),
+        window_pattern="0SL-SL",
+        window_schedule=(4, 8, 12),
+        window_block=2,
+        eval_window=16,
+        bigram_rows=50,
+    ),
     "all on": dict(
         num_layers=7,
         num_kv_heads=2,
@@ -131,6 +214,11 @@ SETTINGS = {
         window_pattern="SSSL",
         window_schedule=(16,),
         mlp_mult=3,
+        skip_layers=(0, 6),
+        backout_layer=5,
+        smear_dim=6,
+        bigram_rows=64,
+        attn_gate_dim=8,
     ),
 }
 
@@ -138,7 +226,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_forward_equals_reference(name):
     cfg = replace(SMALL, **SETTINGS[name])
-    window = cfg.window_schedule[-1]
+    window = train_gpt.eval_window(cfg)
     model = randomised(cfg, 23, window)
     tokens = some_tokens(cfg, 2, 24)
     with torch.no_grad():
@@ -225,7 +313,7 @@ def test_windows_are_clipped_to_the_sequence():
             model.set_context(24, window)
             torch.testing.assert_close(log_probs(model, tokens), whole, rtol=0, atol=1e-6)
     cfg = replace(SMALL, train_seq_len=24)
-    for window, T, sizes in ((0, 24, (24, 12)), (99, 24, (24, 24)), (1, 24, (1, 1)), (8, 24, (8, 4))):
+    for window, T, sizes in ((0, 24, (24, 12)), (99, 24, (24, 12)), (1, 24, (1, 1)), (8, 24, (8, 4))):
         assert tuple(train_gpt.window_sizes(cfg, window, T).values()) == sizes
     # a short layer looks back as far in a short prompt as it did in training
     assert train_gpt.window_sizes(cfg, 0, 10) == {"L": 10, "S": 10}
@@ -277,7 +365,7 @@ def test_every_parameter_has_a_rule():
     model = GPT(cfg)
     kinds = {name: parameter_rule(name) for name, _ in model.named_parameters()}
     assert {group for _, group in kinds.values()} == {"matrix", "embed", "value_embed", "head", "scalar"}
-    assert {name.split(".")[-1] for name in kinds} == set(train_gpt.PARAMETERS)
+    assert {name.rstrip(".0123456789").split(".")[-1] for name in kinds} == set(train_gpt.PARAMETERS)
     for name, p in model.named_parameters():
         assert (kinds[name][1] == "matrix") == (
             name.split(".")[-1] in ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
@@ -298,7 +386,7 @@ def test_per_layer_repeats_and_cuts():
     assert train_gpt.per_layer((1, 0), 1) == [1]
     assert train_gpt.per_layer((5,), 3) == [5, 5, 5]
     with_values = GPT(replace(SMALL, num_layers=3, value_embed_layers=(0, 1, 0, 1, 1)))
-    assert [block.value_embed is not None for block in with_values.blocks] == [False, True, False]
+    assert with_values.tables == [0, 1, 0] and len(with_values.value_embeds) == 1
 
 
 def test_first_values():

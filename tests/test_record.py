@@ -358,7 +358,7 @@ def test_a_failed_new_leaves_nothing(tool, home, what):
 def test_a_changed_script_is_shown_as_a_diff(tool, home):
     first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
     script = (home / "logs/b0/train_gpt.py").read_bytes()
-    changed = script.replace(b"cautious, on matrices", b"cautious, on all of the matrices", 1)
+    changed = script.replace(b'    weight_decay=(0.0, "', b'    weight_decay=(0.0, "changed: ', 1)
     assert changed != script
     for name in ("b0", "b1"):
         run = home / "logs" / name

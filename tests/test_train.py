@@ -86,11 +86,11 @@ def train(root, monkeypatch, capsys):
 
 
 def slow_steps(monkeypatch, seconds):
-    """Makes training steps last seconds(step) or their own time, whichever is longer -> LR factors used."""
+    """Makes training steps last seconds(step, rows) or their own time if longer -> LR factors used."""
     real, used = train_gpt.train_step, []
 
     def step(loss_fn, optimizer, batch, micro, lr, momentum):
-        end = time.perf_counter() + seconds(len(used) + 1)
+        end = time.perf_counter() + seconds(len(used) + 1, len(batch[0]))
         loss = real(loss_fn, optimizer, batch, micro, lr, momentum)
         used.append(lr)
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -248,6 +248,63 @@ def test_golf_command_line(train, root):
     }  # the rest is the preset
 
 
+# The whole preset; only what makes it small and what names the toy data differs
+SPEEDRUN = dict(
+    PRESET="speedrun",
+    DATA_PATH="data/datasets/toy",
+    VOCAB_SIZE="512",
+    MODEL_DIM="96",
+    TRAIN_SEQ_LEN="128",
+    TRAIN_BATCH_TOKENS="512",
+    MAX_DOC_LEN="96",
+    WINDOW_SCHEDULE="16,32,48,56",
+    WINDOW_BLOCK="8",
+    EVAL_WINDOW="96",
+    ITERATIONS="9",
+    EXTENSION_ITERATIONS="2",
+    MUON_MOMENTUM_WARMUP_STEPS="3",
+    MUON_MOMENTUM_COOLDOWN_STEPS="2",
+    WARMUP_STEPS="0",
+    VAL_TOKENS="1500",
+    TRAIN_LOG_EVERY="1",
+    COMPILE="0",
+    DEVICE="cpu",
+    DTYPE="float32",
+    SAMPLE_TOKENS="0",
+)
+
+
+def test_speedrun_scaled_down(train, root, monkeypatch):
+    """All stages, the extension and the final window, the same on one rank, on two, in micro-batches, and to
+    the bit after a rehearsal of every stage."""
+    windows, set_context = [], train_gpt.GPT.set_context
+
+    def spy(self, T, window):
+        windows.append(window)
+        set_context(self, T, window)
+
+    monkeypatch.setattr(train_gpt.GPT, "set_context", spy)
+    one = train(SPEEDRUN)
+    assert one.code == 0, one.err
+    assert windows[:4] == [16, 32, 48, 56]  # the rehearsal
+    assert [*dict.fromkeys(windows[4:])][:6] == [96, 16, 32, 48, 56]  # a first score, the run, the last ones
+    assert one.result["tokens"] == 512 * (3 * 1 + 3 * 2 + 3 * 3 + 2 * 3) and one.result["steps"] == 11
+    assert one.losses[11] < one.losses[1] - 0.5
+    assert re.search(r"^documents: \d+ in \d+ rows; of 300000 train tokens \d+ are read", one.out, re.M)
+    assert "eval_window:96" in one.out and one.result["eval"]["eval_window"] == 96
+    for settings in (dict(DEVICE_BATCH_SIZE="1"), dict(WARMUP_STEPS="5")):
+        other = train(SPEEDRUN, **settings)
+        assert other.code == 0, other.err
+        same_losses(other.losses, one.losses, 11)
+    assert other.weights == one.weights and other.losses == one.losses
+    two = run_cli(root, ranks=2, env=SPEEDRUN | {"RUN_ID": "speedrun2"})
+    assert two.code == 0, two.err
+    same_losses(losses_in(two.out), one.losses, 11)
+    scores = [re.findall(r"_exact val_loss_partial:(\S+)", run.out) for run in (one, two)]
+    scores = [[float(score) for score in found] for found in scores]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4) and len(scores[0]) == 2
+
+
 # -------------------------------------------------------------------------------- the same again
 def test_same_seed_same_bits(train):
     """Neither another run nor the rehearsal before the clock changes a bit; another seed does."""
@@ -277,7 +334,7 @@ def test_compiled_runs_are_the_same_bits(alone, train):
 
 
 def test_rehearsal_leaves_no_trace(tiny_data):
-    """Model, optimizer, rotary tables, masks, loader and every random generator, to the bit."""
+    """Model, optimizer, rotary tables, windows, loader and every random generator, to the bit."""
     cfg = toy_config(
         tiny_data,
         vocab_size=512,
@@ -287,6 +344,9 @@ def test_rehearsal_leaves_no_trace(tiny_data):
         value_embed_layers=(1,),
         weight_decay=0.1,
         num_kv_heads=1,
+        normuon_beta2=0.9,
+        adam_every=2,
+        max_doc_len=20,
     )
     team = train_gpt.Team(cfg, {})
     data = train_gpt.open_data(cfg)
@@ -304,19 +364,20 @@ def test_rehearsal_leaves_no_trace(tiny_data):
             *optimizer.tensors(),
             *model.parameters(),
             *model.rope,
-            *model.masks.values(),
             *model.buffers(),
             torch.get_rng_state(),
-            torch.tensor([optimizer.step_count, loader.position]),
+            torch.tensor([optimizer.step_count, loader.position, model.scale, *model.reach.values()]),
         ]
 
-    step()  # momentum and second moments that are not zero; rehearse resets the count of a fresh optimizer
-    optimizer.step_count = 0
-    before = [t.clone() if t is not None else None for t in state()]
+    for _ in range(4):  # until no momentum or second moment is zero
+        step()
+    optimizer.step_count = 0  # rehearse resets that of a fresh optimizer
+    assert all(t.any() for t in optimizer.tensors())
+    before = [t.clone() for t in state()]
     draws = random.getstate(), np.random.get_state()[1].tolist()
-    train_gpt.rehearse(cfg, team, model, optimizer, lambda line, **kw: None)
+    assert train_gpt.rehearse(cfg, team, model, optimizer, 16, lambda line, **kw: None) is model
     for kept, now in zip(before, state(), strict=True):
-        assert kept is now is None or torch.equal(kept, now)
+        assert torch.equal(kept, now)
     assert draws == (random.getstate(), np.random.get_state()[1].tolist())
     for name, p in model.named_parameters():
         assert p.grad is None or p.grad.abs().max() == 0, name
@@ -330,7 +391,7 @@ CLOCK = TOY | dict(SAMPLE_TOKENS="0", VAL_TOKENS="500", TRAIN_BATCH_TOKENS="128"
 def test_the_cap(slowdown, train, monkeypatch):
     """Slower hardware gets fewer steps, not more time: the run ends within two steps before the cap."""
     cap, lap = 2.7, 0.05 * slowdown
-    factors = slow_steps(monkeypatch, lambda step: lap)
+    factors = slow_steps(monkeypatch, lambda step, rows: lap)
     done = train(CLOCK, MAX_WALLCLOCK_SECONDS=str(cap), WARMDOWN_ITERS="3000", VAL_LOSS_EVERY="3")
     assert done.code == 0 and done.result["stop_reason"] == "wallclock_cap"
     seconds, steps = done.result["train_time_ms"] / 1e3, done.result["steps"]
@@ -347,8 +408,21 @@ def test_the_cap(slowdown, train, monkeypatch):
     assert factors == sorted(factors, reverse=True) and factors[-1] < 2.5 * lap / (cap / 2)
 
 
+def test_the_cap_with_larger_batches(train, monkeypatch):
+    """The last stage's steps take three times as long, and are expected to from the first one on."""
+    cap, lap = 2.0, 0.1
+    factors = slow_steps(monkeypatch, lambda step, rows: lap * rows / 2)
+    done = train(CLOCK, MAX_WALLCLOCK_SECONDS=str(cap), BATCH_SCHEDULE="1,3", WARMDOWN_FRAC="0.1",
+                 BATCH_LR_POWER="1")
+    assert done.code == 0 and done.result["stop_reason"] == "wallclock_cap"
+    seconds, steps = done.result["train_time_ms"] / 1e3, done.result["steps"]
+    assert cap - 2 * max(3 * lap, done.result["step_ms"]["p95"] / 1e3) < seconds <= cap
+    assert {1.0, 3.0} <= set(factors) and factors.count(1.0) > factors.count(3.0) > 0
+    assert done.result["tokens"] > 128 * steps
+
+
 def test_a_slow_step_counts(train, monkeypatch):
-    slow_steps(monkeypatch, lambda step: 2.0 * (step == 5))
+    slow_steps(monkeypatch, lambda step, rows: 2.0 * (step == 5))
     done = train(CLOCK, ITERATIONS="8")
     assert done.code == 0 and done.result["train_time_ms"] >= 2000 and done.result["step_ms"]["max"] >= 2000
 
@@ -399,12 +473,49 @@ def memory_for(monkeypatch, sequences):
     monkeypatch.setattr(train_gpt.GPT, "forward", forward)
 
 
-def test_the_micro_batch_halves_itself(alone, train, monkeypatch):
+def test_the_micro_batch_is_what_fits_in_memory(alone, train, monkeypatch):
+    """By the estimate that the plan prints: with room for 5 sequences, 4 of the 16 at a time."""
+    cfg = train_gpt.replace(train_gpt.load_config(STEPS), vocab_size=512)
+    monkeypatch.setattr(train_gpt, "free_memory", lambda team: train_gpt.step_memory(cfg, team, 5) + 1)
     memory_for(monkeypatch, 5)
     done = train()
-    assert done.code == 0 and len(re.findall("memory does not suffice", done.out)) == 2  # 16, 8, 4
-    assert "micro_batch:4x64" in done.out
+    assert done.code == 0 and "grad_accum_steps:4" in done.out and done.result["micro_batch"] == 4
+    assert re.search(r"^world_size:.* micro_batch:4x64 .* memory:\d+ MiB \(estimate\)$", done.out, re.M)
     same_losses(done.losses, alone.losses)
+
+
+@pytest.mark.parametrize(
+    "fits, world_size, asked, micro",
+    [
+        (99, 1, 0, 12),  # the whole share of a rank
+        (99, 2, 0, 6),
+        (11, 1, 0, 6),  # the largest divisor that fits
+        (5, 1, 0, 4),
+        (5, 4, 0, 3),
+        (1, 1, 0, 1),
+        (0, 1, 0, 1),  # one sequence at least, whatever the estimate
+        (99, 1, 5, 4),  # device_batch_size is obeyed, as far as it divides
+        (1, 1, 6, 6),  # ... whatever the estimate
+        (99, 3, 99, 4),
+    ],
+)
+def test_micro_batch(fits, world_size, asked, micro, monkeypatch):
+    cfg = train_gpt.replace(
+        train_gpt.load_config(TOY), vocab_size=512, train_batch_tokens=12 * 64, device_batch_size=asked
+    )
+    team = SimpleNamespace(world_size=world_size, ranks_here=world_size, on_gpu=False, dtype=torch.float32)
+    needs = [train_gpt.step_memory(cfg, team, n) for n in range(13)]
+    assert 0 < needs[0] and needs[12] - needs[0] == pytest.approx(12 * (needs[1] - needs[0]), abs=12)
+    assert needs[1] > needs[0]
+    monkeypatch.setattr(train_gpt, "free_memory", lambda team: train_gpt.step_memory(cfg, team, fits) + 1)
+    assert train_gpt.micro_batch(cfg, team) == micro
+
+
+def test_free_memory_is_shared_by_the_ranks_of_a_host():
+    one, four = (
+        train_gpt.free_memory(SimpleNamespace(on_gpu=False, ranks_here=ranks)) for ranks in (1, 4)
+    )
+    assert 2**27 < one < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") and four == one / 4
 
 
 def test_too_little_memory_for_one_sequence(train, monkeypatch):
@@ -446,8 +557,9 @@ def test_epochs_wrap(train, tmp_path):
         write_shard(tmp_path / f"foreign_{split}.bin", rng.integers(0, 90, size))
     done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="100", VAL_TOKENS="0", ITERATIONS="9")
     assert done.code == 0, done.err
-    wraps = re.findall(r"^epoch (\d+) begins in step (\d+)", done.out, re.M)
-    assert wraps == [("2", "3"), ("3", "6"), ("4", "9")]
+    line = r"^epoch (\d+) begins in step (\d+): all (\d+) train sequences were read$"
+    wraps = re.findall(line, done.out, re.M)
+    assert wraps == [("2", "3", "46"), ("3", "6", "46"), ("4", "9", "46")]  # 2,999 targets in rows of 64
     assert done.result["val_bpb"] is None and done.result["val_loss"] > 0
     assert re.search(r"no tokenizer.*null", done.out)
 
@@ -463,3 +575,9 @@ def test_batch_schedule(train):
     )
     assert done.code == 0 and done.result["tokens"] == 4 * 256 * (1 + 2 + 3)
     assert train(BATCH_SCHEDULE="1,2,3").code == 2  # two windows: no common stages
+    extended = train(
+        BATCH_SCHEDULE="1,2,3", WINDOW_SCHEDULE="64", ITERATIONS="8", EXTENSION_ITERATIONS="3",
+        TRAIN_BATCH_TOKENS="256", VAL_LOSS_EVERY="0"
+    )
+    assert extended.code == 0 and extended.result["tokens"] == 256 * (4 * 1 + 4 * 2 + 3 * 3)
+    assert extended.result["steps"] == 11 and "step:11/11 val_loss" in extended.out
