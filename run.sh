@@ -66,6 +66,7 @@ train() {
     case $path$preset in
         tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
         golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 40 || exit $? ;;
+        speedrun) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
     esac
     "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
     n=$(gpus)

@@ -121,7 +121,7 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     orthogonalization=("newton_schulz", "newton_schulz | polar_express"),
     muon_backend_steps=(5, "iterations of it", 1, 20),
     normuon_beta2=(0.0, "of NorMuon's mean square per row; 0: none", 0, 0.9999),
-    weight_decay=(0.0, "on matrices, cautious, times LR; 0: none", 0, 10),
+    weight_decay=(0.0, "on matrices, cautious, times LR squared; 0: none", 0, 1000),
     beta1=(0.8, "Adam", 0, 0.9999),
     beta2=(0.95, "Adam", 0, 0.99999),
     adam_eps=(1e-8, "Adam", 1e-20, 1),
@@ -155,7 +155,7 @@ PRESETS = {  # what differs from the defaults above
         data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216,
         val_batch_size=524_288, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
         tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, value_embed_layers=(0,), shuffle=False,
-        matrix_lr=0.02, scalar_lr=0.02, tied_embed_lr=0.03, embed_lr=0.6, head_lr=0.008, beta1=0.9,
+        matrix_lr=0.02, scalar_lr=0.02, tied_embed_lr=0.03, embed_lr=0.6, beta1=0.9,
         muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
         train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000),
@@ -165,7 +165,7 @@ PRESETS = {  # what differs from the defaults above
         train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
         val_tokens=10_485_760, num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, qk_gain_init=0.0,
         attn_scale=0.1, attn_gate_dim=12, rope_base=1024.0, rope_fraction=0.5, rope_yarn=True, smear_dim=12,
-        layer_scale=False, unet_skips=False, skip_layers=(4, 7), backout_layer=8,
+        bigram_rows=131_072, layer_scale=False, unet_skips=False, skip_layers=(4, 7), backout_layer=8,
         value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), window_pattern="0SSSLSS-SSSL",
         window_schedule=(384, 896, 1408, 1664), window_block=128, eval_window=2560, matrix_lr=0.023,
         embed_lr=0.6, beta1=0.65, muon_momentum_cooldown_steps=50, weight_decay=1.2, normuon_beta2=0.95,
@@ -353,7 +353,7 @@ class Block(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GPT(nn.Module):
-    """Decoder-only transformer; cfg.vocab_size is resolved, dtype that of activations."""
+    """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations."""
     def __init__(self, cfg, dtype=torch.float32):
         super().__init__()
         self.cfg, self.dtype, N, V, C = cfg, dtype, cfg.num_layers, cfg.vocab_size, cfg.model_dim
@@ -565,7 +565,7 @@ class Optimizer:
         self.step_count += 1
         for bank in banks if self.world_size > 1 else ():
             (bank.job or bank.send()).wait()
-            bank.job = None
+            bank.job, bank.missing = None, 0
             bank.my_grad.div_(self.world_size)
         if cfg.grad_clip_norm:
             norm = all_reduce(sum(bank.my_grad.square().sum() for bank in banks), self.world_size).sqrt()
@@ -579,7 +579,7 @@ class Optimizer:
                 if cfg.normuon_beta2:
                     update = normuon_scale(update, state[1], cfg.normuon_beta2)
                 if cfg.weight_decay:  # only where the update shrinks it too (arXiv:2411.16085)
-                    p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * cfg.weight_decay)
+                    p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * cfg.weight_decay)
             else:
                 count = self.step_count // cfg.adam_every
                 update = adam_update(bank.my_grad, *state, count, cfg.beta1, cfg.beta2, cfg.adam_eps)
@@ -685,7 +685,7 @@ def open_data(cfg):
         return read_dataset(cfg, folder, folder.absolute().name, get_it)
     except Refused:
         raise
-    except Exception as error:  # json, numpy and sentencepiece have their own
+    except Exception as error:  # each has its own
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
@@ -875,7 +875,7 @@ def generate(model, prompt, count, temperature, generator):
     return ids[len(prompt):]
 
 def show_samples(model, cfg, data, log):
-    """Continues cfg.sample, or three documents of val."""
+    """Continues cfg.sample, or three documents."""
     if not (sp := data.tokenizer):
         return log("samples: none, there is no tokenizer")
     starts = np.flatnonzero(data.val == data.bos)
@@ -939,7 +939,7 @@ def load_model(path, device="cpu", base=None):
         demand(not tensors, f"unknown {list(tensors)[:1]}")
         model.to(device).dtype = torch.bfloat16 if "cuda" in str(device) else torch.float32
         model.set_context(cfg.train_seq_len, eval_window(cfg))
-    except Exception as error:  # zlib, zip, pickle and torch have their own
+    except Exception as error:  # each has its own
         raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
     return model.eval(), cfg
 
@@ -1012,7 +1012,7 @@ def help_text():
     return "\n".join([*lines, "Aliases: " + ", ".join(map(" = ".join, ALIASES.items()))])
 
 class Team:
-    """The ranks of a run, and where this one computes."""
+    """The ranks, and where this one computes."""
     def __init__(self, cfg, env):
         self.rank, local, self.world_size, self.ranks_here = (
             int(env.get(name, default)) for name, default in
@@ -1105,7 +1105,7 @@ def flops_per_token(cfg):
     """Matmul FLOPs to train on a token: 6 per weight, 6 * width * window per layer."""
     sizes, n = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len), cfg.num_layers
     keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, n))
-    return 6 * (parameter_counts(cfg)["matrix"] + cfg.model_dim * (cfg.vocab_size + keys))
+    return 6 * (parameter_counts(cfg).get("matrix", 0) + cfg.model_dim * (cfg.vocab_size + keys))
 
 def step_memory(cfg, team, sequences):
     """Bytes of a rank with so many sequences at a time, roughly."""
@@ -1122,7 +1122,8 @@ def free_memory(team):
 def micro_batch(cfg, team):
     """Sequences at a time: a divisor of a rank's, as device_batch_size or memory allows."""
     share, free = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, free_memory(team)
-    most = cfg.device_batch_size or sum(step_memory(cfg, team, n) < free for n in range(1, share + 1)) or 1
+    base, one = (step_memory(cfg, team, n) for n in (0, 1))
+    most = cfg.device_batch_size or max(1, (free - base) // (one - base))
     return max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
 
 def plan(cfg, team, micro):
@@ -1161,7 +1162,7 @@ def open_run(cfg, team, log, source):
         about = [f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}",
                  f"hardware: {hardware(team)}"]
         if team.on_gpu:
-            about.append(subprocess.getoutput("nvidia-smi"))
+            about.append(subprocess.getoutput("nvidia-smi | sed /Proc/Q"))
         try:
             folder.mkdir(parents=True)
             (folder / "train_gpt.py").write_bytes(source)
@@ -1199,10 +1200,9 @@ def rehearse(cfg, team, model, optimizer, micro, log):
                 loss_fn(*batch).backward()
             break
         except Exception as error:  # a compiler's back end may raise anything
-            if loss_fn is model or out_of_memory(error):
+            if loss_fn is model or team.world_size > 1 or out_of_memory(error):
                 raise
             log(f"compile: not possible here ({brief(error)}); training uncompiled")
-    optimizer.zero_grad()
     for step in range(cfg.warmup_steps):
         model.set_context(cfg.train_seq_len, windows[step % len(windows)])
         train_step(loss_fn, optimizer, batch, micro, 1.0, cfg.muon_momentum)
@@ -1337,7 +1337,7 @@ def run(cfg, env, log):
             demand(asked == there, f"{name}={asked}, but the model has {there}: give that")
     try:
         data = open_data(cfg)
-        cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
+        cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
         log(*data.lines)
         log(*(loader := Loader(cfg, data, team)).lines)
     except Missing as error:  # part of the plan
@@ -1352,7 +1352,7 @@ def run(cfg, env, log):
     if model and cfg.sample:
         return show_samples(model, cfg, data, log)
     # 2. the folder
-    loader.read(0, 1)  # refuses a first shard of another vocabulary
+    loader.read(0, 1)  # checks the first shard
     cfg, folder = open_run(cfg, team, log, source)
     result = dict(
         run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,

@@ -347,7 +347,7 @@ def test_cautious_decay():
     """Only matrices decay, and only where the update shrinks the weight too."""
     plain, decayed, start = some_model(), some_model(), values(some_model())
     for model, decay in ((plain, 0.0), (decayed, 0.7)):
-        cfg = replace(SMALL, weight_decay=decay)
+        cfg = replace(SMALL, weight_decay=100 * decay)
         optimizer = Optimizer(model, cfg)
         add_gradients(model, some_gradients(model, 0))
         optimizer.step(0.5, 0.9)
@@ -359,7 +359,7 @@ def test_cautious_decay():
         agree = update * start[name] > 0
         assert 0.2 < agree.float().mean() < 0.8
         assert torch.equal(p[~agree], q[~agree])
-        close((p - q)[agree], (0.5 * SMALL.matrix_lr * 0.7 * start[name])[agree], 1e-6)
+        close((p - q)[agree], ((0.5 * SMALL.matrix_lr) ** 2 * 70 * start[name])[agree], 1e-6)
 
 
 @pytest.mark.parametrize("limit", [0.01, 3.0, 1e5])

@@ -104,10 +104,11 @@ def test_dry_run_prints_the_final_window(dry_run):
 def test_dry_run_prints_size_cost_and_what_data_it_needs(dry_run):
     matrices = 10 * 4 * 768 * 768 + 11 * 2 * 768 * 3072    # 10 layers with attention, 11 with an MLP
     tables = 50_304 * 768                                   # embedding, head, three value embeddings
+    bigrams = 131_072 * 768
     counts = dict(re.findall(r"(embed|head|scalar|matrix|value_embed) (\d+)", dry_run))
-    assert int(counts["matrix"]) == matrices and int(counts["value_embed"]) == 3 * tables
+    assert int(counts["matrix"]) == matrices and int(counts["value_embed"]) == 3 * tables + bigrams
     total = int(re.search(r"^parameters:(\d+)", dry_run, re.M)[1])
-    assert total == matrices + 5 * tables + int(counts["scalar"])
+    assert total == matrices + 5 * tables + bigrams + int(counts["scalar"])
     flops = float(re.search(r"FLOPs per token:(\S+)", dry_run)[1])
     keys = 2 * 1664 / 2 + 8 * 768 / 2                       # two long layers, eight short ones
     assert flops == pytest.approx(6 * (matrices + tables) + 12 * 768 * keys, rel=1e-3)
@@ -305,8 +306,8 @@ def test_the_final_score_is_the_final_windows(alone, root):
         return nats / 2999
 
     assert (cfg.bos_id, cfg.eval_window, cfg.max_doc_len) == (BOS, 80, 80)
-    assert alone.result["val_loss_partial"] == pytest.approx(loss(80), abs=1e-5)
-    assert abs(loss(80) - loss(12)) > 1e-4, "else the test proves nothing"
+    assert alone.result["val_loss_partial"] == pytest.approx(loss(80), abs=2e-6)
+    assert abs(loss(80) - loss(12)) > 1e-5, "else the test proves nothing"
 
 
 def test_the_final_score_is_found_again(alone, root):
@@ -609,11 +610,11 @@ def plain_normuon(weight, gradients, momentum, beta2, lr, decay):
         v = beta2 * v + (1 - beta2) * mean_square
         scaled = u / (v[:, None] if R >= C else v[None]).sqrt()
         scaled = scaled * u.norm() / scaled.norm()
-        weight = weight - lr * decay * weight * (weight * scaled > 0) - lr * scaled
+        weight = weight - lr * lr * decay * weight * (weight * scaled > 0) - lr * scaled
     return weight.float()
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.2])
+@pytest.mark.parametrize("decay", [0.0, 120.0])
 def test_normuon_equals_a_plain_one(decay):
     """Square, tall and wide matrices of a model, ten steps, gradients of all sizes."""
     cfg = replace(Config(), vocab_size=30, model_dim=24, num_layers=3, mlp_mult=2, normuon_beta2=0.95,
