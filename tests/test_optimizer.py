@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -340,6 +341,28 @@ def test_tensors_are_all_that_a_step_changes():
     optimizer.zero_grad()
     second = steps()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_no_bank_is_sent_before_the_last_micro_step(monkeypatch):
+    """Not even one with parameters that get no gradient: an empty first layer leaves two of them without."""
+    sent, done = [], SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(train_gpt, "reduce_scatter", lambda *_, async_op: sent.append(1) or done)
+    monkeypatch.setattr(train_gpt, "all_gather", lambda *_, async_op: done)
+    cfg = replace(SMALL, window_pattern="0LLLL", value_embed_layers=(1, 2), adam_every=2)
+    model, generator = some_model(cfg), torch.Generator().manual_seed(0)
+    optimizer, early = Optimizer(model, cfg, 0, 2), []
+    model.set_context(16, 0)
+
+    def loss_fn(tokens, targets):
+        early.append(len(sent))
+        return model(tokens, targets)
+
+    for step in range(1, 5):
+        due, early[:], sent[:] = len(optimizer.due()), [], []
+        batch = torch.randint(70, (2, 3, 16), generator=generator).unbind()
+        train_gpt.train_step(loss_fn, optimizer, batch, 1, 1.0, 0.9)
+        assert early == [0, 0, 0] and len(sent) == due, step
+    assert due == len(optimizer.banks)
 
 
 # -------------------------------------------------------------------------------- decay and clipping
