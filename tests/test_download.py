@@ -350,7 +350,7 @@ def test_interrupt(hub, call, repository, tmp_path):
         time.sleep(0.02)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    stderr = process.communicate(timeout=20)[1]
+    stderr = process.communicate(timeout=90)[1]
     assert process.returncode == 1 and len(stderr.splitlines()) == 1
     assert stderr.startswith("error: interrupted; the same command continues")
     assert not (tmp_path / MANIFEST).exists()
