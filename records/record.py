@@ -858,7 +858,8 @@ def parse(argv):
     add("sweep", ("settings", {"nargs": "+"}), count, as_json, ("--command", text), seed)
     add("ablate", ("run", {}), count, ("--before", text), as_json, seed)
     add("noise", ("preset", {}), count, metric, as_json, seed)
-    add("plot", paths, ("--out", {"default": "loss.png"}))
+    add("plot", paths, ("--out", {"default": "loss.png"}),
+        ("--by", {"choices": ["seconds", "tokens"], "default": "seconds"}))
     add("board")
     return parser.parse_args(argv)
 

@@ -213,32 +213,34 @@ def stats(args, say):
 
 
 # ------------------------------------------------------------ curves
-def draw(curves, path, title):
-    """{label: [Run]} -> a picture of loss over training seconds: means of the runs, single runs thin."""
+def draw(curves, path, title, by="seconds"):
+    """{label: [Run]} -> a picture of loss over training seconds or tokens: means, single runs thin."""
+    axis, unit = (3, "tokens") if by == "tokens" else (1, "train_time (s)")
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     seen = []
     for i, (label, runs) in enumerate(curves.items()):
-        split = "val" if all(len(run.curves["val"]) > 3 for run in runs) else "train"
-        drawn = [run for run in runs if len(run.curves[split]) > 1]
+        split = "train" if axis == 3 or any(len(run.curves["val"]) < 4 for run in runs) else "val"
+        drawn = [run for run in runs if len([p for p in run.curves[split] if p[axis] is not None]) > 1]
         if drawn:
-            end = min(run.curves[split][-1][1] for run in drawn)
+            end = min(run.curves[split][-1][axis] for run in drawn)
             grid = np.linspace(0.02 * end, end, 400)
-            rows = mean_curve(drawn, split, 1, grid)
+            rows = mean_curve(drawn, split, axis, grid)
             axes.plot(grid, rows.T, color=f"C{i}", alpha=0.2, linewidth=0.7)
             axes.plot(grid, rows.mean(0), color=f"C{i}", linewidth=1.4,
                       label=f"{label}: {split}, {len(drawn)} runs")
             seen += [rows.min(), np.median(rows)]
-        points = [(run.time, run.value("val_loss")) for run in runs]
+        ends = [int(run.table.get("tokens", 0)) or None if by == "tokens" else run.time for run in runs]
+        points = [(end, run.value("val_loss")) for end, run in zip(ends, runs)]
         points = [point for point in points if None not in point]
         if points:
             axes.plot(*zip(*points), "os^dv"[i % 5], color=f"C{i}", markersize=4, label=f"{label}: final val")
             seen += [loss for _, loss in points]
     demand(seen, "there are no curves to draw")
     low, high = min(seen), max(seen)
-    axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
+    axes.set(xlabel=unit, ylabel="nats per token", title=title,
              ylim=(low - 0.1 * (high - low) - 0.01, high + 0.6 * (high - low) + 0.05))
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -250,5 +252,5 @@ def plot(args, say):
     for path in args.paths:
         runs = load_runs([path], say)
         curves[Path(path).stem or path] = runs
-    draw(curves, args.out, " / ".join(curves))
+    draw(curves, args.out, " / ".join(curves), args.by)
     say(f"curves: {args.out}")

@@ -26,17 +26,16 @@ import train_gpt as t  # noqa: E402
 def gemm_rate(team, dtype, shapes, seconds=0.5):
     """FLOP/s of the fastest of the products (M, K) @ (K, N), on random data."""
     best = 0.0
-    synchronize = t.Clock(team).wait
     for m, k, n in shapes:
         a, b = (torch.randn(shape, device=team.device).to(dtype) for shape in ((m, k), (k, n)))
         for _ in range(3):
             a @ b
-        synchronize()
+        team.wait()
         began, count = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             for _ in range(5):
                 a @ b
-            synchronize()
+            team.wait()
             count += 5
         best = max(best, 2 * m * k * n * count / (time.perf_counter() - began))
     return best
@@ -93,14 +92,14 @@ def main():
     env = dict(os.environ) | dict(setting.split("=", 1) for setting in args.settings)
     env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "EXTENSION_ITERATIONS": "0",
             "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"}
+    quiet = lambda *_, **__: None  # noqa: E731
     try:
         cfg = t.load_config(env)
-        team, data = t.Team(cfg, {}), t.open_data(cfg)
+        team, data = t.Team(cfg, {}), t.open_data(cfg, quiet)
         cfg = t.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
-        loader = t.Loader(cfg, data, team)
+        loader = t.Loader(cfg, data, team, quiet)
     except t.Refused as error:
         sys.exit(f"bench: {error}")
-    quiet, synchronize = lambda *_, **__: None, t.Clock(team).wait
     model, micro = t.GPT(cfg, team.dtype), t.micro_batch(cfg, team)
     t.init_parameters(model, cfg.seed)
     optimizer = t.Optimizer(model.to(team.device), cfg)
@@ -111,8 +110,8 @@ def main():
     plain_step, plain_update = t.train_step, optimizer.step
     rows = []
     for _ in range(args.repeats):
-        t.train_step = Timer(plain_step, synchronize)
-        optimizer.step = Timer(plain_update, synchronize)
+        t.train_step = Timer(plain_step, team.wait)
+        optimizer.step = Timer(plain_update, team.wait)
         loader.position = 0
         report = t.train(cfg, team, data, model, optimizer, loader, loss_fn, micro, quiet)[2]
         total = report["train_time_ms"] / 1e3

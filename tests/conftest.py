@@ -19,6 +19,17 @@ def tiny_data(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads that wait for each other take seconds on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def tool(capsys):
     """records/record.py: words -> (exit code, what it printed, what went to stderr)."""

@@ -23,13 +23,7 @@ DATA, MODEL = Path("data/datasets/toy"), Path("data/tokenizers/toy.model")
 VAL, TRAIN = DATA / "toy_val_000000.bin", DATA / "toy_train_000000.bin"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other take seconds on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def other_value(name):
                    train_seq_len=512, train_batch_tokens=4096, model_dim=512, num_heads=8, num_kv_heads=2,
                    eval_stride=64, rope_base=500.0, run_id="a_run", val_tokens=2, skip_layers=(0, 2, 1, 3),
                    orthogonalization="polar_express", lr_schedule=(1.0, 1.5), lr_switches=(0.25,),
-                   rope_yarn=True)
+                   rope_yarn=True, fp8="auto-head")
     if name in special:
         return special[name]
     if type(f.default) is bool:
@@ -455,8 +455,8 @@ def test_preset_rows_hold_only_differences():
 
 def test_overrides_have_old_and_new_values():
     cfg = load_config({"PRESET": "golf", "MATRIX_LR": "0.03", "TIE_EMBEDDINGS": "0", "BATCH_SCHEDULE": "1,2"})
-    assert overrides(cfg) == {"matrix_lr": (0.02, 0.03), "tie_embeddings": (True, False),
-                              "batch_schedule": ((1,), (1, 2))}
+    assert overrides(cfg) == {"matrix_lr": ["0.02", "0.03"], "tie_embeddings": ["1", "0"],
+                              "batch_schedule": ["1", "1,2"]}
 
 
 @pytest.mark.parametrize("value, text", [

@@ -36,12 +36,12 @@ def test_tokens_up_to_the_vocabulary_are_legal():
 
 
 def test_the_toy_dataset(tiny_data):
-    data = open_data(toy_config(tiny_data))
+    data = open_data(toy_config(tiny_data), (lines := []).append)
     assert data.about["name"] == data.about["fingerprint"] == "toy"
     assert data.vocab_size == 512 and data.bos == 1
     assert [len(shard) for shard in data.train.values()] == [110_001, 90_001, 99_998]
     assert 15_000 < len(data.val) < 25_000 and data.val[0] == 1
-    text = "".join(line + "\n" for line in data.lines)
+    text = "\n".join(lines)
     assert "train tokens:300000" in text and f"val tokens:{len(data.val)}" in text and "toy" in text
     assert str(tiny_data) not in text
 
@@ -99,9 +99,9 @@ def shards_of(tokens, sizes, vocab_size=60_000, bos=0):
                            bos=bos, about={"name": "some"})
 
 
-def loader_of(rank=0, world_size=1, data=None, shuffle=False, **settings):
+def loader_of(rank=0, world_size=1, data=None, shuffle=False, log=print, **settings):
     cfg = Config(train_seq_len=T, train_batch_tokens=T, shuffle=shuffle, **settings)
-    return Loader(cfg, data or stream_data(), fake_team(rank, world_size))
+    return Loader(cfg, data or stream_data(), fake_team(rank, world_size), log)
 
 
 def expected(place, count, rows=ROWS):
@@ -309,11 +309,12 @@ def packed_rows(data, longest):
 @pytest.mark.parametrize("longest", [1, 2, 7, T, T + 1, 12, 1000])
 def test_rows_are_packed_documents(longest, before):
     """Each begins with a document; what the log says is read, cut and left over is all there is."""
-    data = documents_data(before=before)
-    loader, (rows, cut) = loader_of(data=data, max_doc_len=longest), packed_rows(data, longest)
+    data, lines = documents_data(before=before), []
+    loader = loader_of(data=data, max_doc_len=longest, log=lines.append)
+    rows, cut = packed_rows(data, longest)
     assert loader.rows == len(rows) > 0 and all(row[0] == BOS for row in rows)
     assert [loader.row(i).tolist() for i in range(3 * len(rows))] == 3 * rows
-    line, = loader.lines
+    line, = lines
     total, kept = before + sum(DOCUMENTS), (T + 1) * len(rows)
     assert f"documents: {len(DOCUMENTS)} in {len(rows)} rows" in line and f"max_doc_len:{longest}" in line
     assert f"of {total} train tokens {kept} are read, {cut} beyond" in line
@@ -350,7 +351,7 @@ def test_too_few_documents_for_a_row():
 
 
 def test_without_max_doc_len_there_is_nothing_to_tell():
-    assert loader_of().lines == []
+    loader_of(log=pytest.fail)
 
 
 # -------------------------------------------------------------------------------- foreign shards
@@ -367,8 +368,9 @@ def gpt2_like(tmp_path):
 def test_gpt2_shards_need_no_manifest(gpt2_like):
     data = open_data(gpt2_like)
     assert (data.vocab_size, data.bos) == (50_304, 50_256) and data.tokenizer is data.val_bytes is None
-    loader = Loader(train_gpt.replace(gpt2_like, max_doc_len=30), data, fake_team())
-    assert loader.rows == 20 and "200 beyond max_doc_len:30" in loader.lines[0]
+    lines = []
+    loader = Loader(train_gpt.replace(gpt2_like, max_doc_len=30), data, fake_team(), lines.append)
+    assert loader.rows == 20 and "200 beyond max_doc_len:30" in lines[0]
 
 
 def test_the_manifest_says_what_begins_a_document(gpt2_like, tmp_path):
@@ -477,10 +479,10 @@ def dataset(tmp_path, case, manifest=True, **changes):
 def test_bytes_of_a_dataset_with_a_manifest(text_case, tmp_path):
     """They are the manifest's; the log has the table's figure too, whether it agrees or not."""
     case = text_case
-    data = open_data(dataset(tmp_path, case))
+    data = open_data(dataset(tmp_path, case), (lines := []).append)
     text_bytes = sum(len(text.encode()) for text in case.texts)
     assert data.val_bytes == text_bytes
-    line, = [line for line in data.lines if "val_bytes" in line]
+    line, = [line for line in lines if "val_bytes" in line]
     assert f"val_bytes:{text_bytes}" in line and str(table_bytes(case.sp, case.tokens)) in line
 
 
@@ -488,19 +490,20 @@ def test_bytes_of_foreign_shards(text_case, tmp_path):
     """Without a manifest they come from decoding the val tokens, and both figures are logged."""
     case = text_case
     cfg = dataset(tmp_path, case, manifest=False)
-    data = open_data(train_gpt.replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model")))
+    cfg = train_gpt.replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model"))
+    data = open_data(cfg, (lines := []).append)
     wanted = reference_bytes(case.sp, case.tokens, 1)
     assert data.val_bytes == wanted and data.vocab_size == case.sp.vocab_size()
-    line, = [line for line in data.lines if "val_bytes" in line]
+    line, = [line for line in lines if "val_bytes" in line]
     assert f"val_bytes:{wanted}" in line and "decoded" in line
     assert str(table_bytes(case.sp, case.tokens)) in line
 
 
 def test_no_tokenizer_no_bytes(text_case, tmp_path):
     cfg = dataset(tmp_path, text_case, manifest=False)
-    data = open_data(train_gpt.replace(cfg, vocab_size=text_case.sp.vocab_size()))
+    data = open_data(train_gpt.replace(cfg, vocab_size=text_case.sp.vocab_size()), (lines := []).append)
     assert data.val_bytes is None and data.tokenizer is None
-    assert any("tokenizer" in line and "val_bpb is null" in line for line in data.lines)
+    assert any("tokenizer" in line and "val_bpb is null" in line for line in lines)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])

@@ -343,7 +343,8 @@ def test_leftover_part(hub, call, repository, tmp_path, left):
 def test_interrupt(hub, call, repository, tmp_path):
     hub.faults[VAL[0]] = ["stall"]
     process = subprocess.Popen([sys.executable, str(SCRIPT), "sp1024", "-n", "1"], cwd=tmp_path, text=True,
-                               env=environment(hub.endpoint, tmp_path), stderr=subprocess.PIPE)
+                               env=environment(hub.endpoint, tmp_path), stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     part = tmp_path / DATASET / (Path(VAL[0]).name + ".part")
     deadline = time.monotonic() + 30
     while not (part.exists() and (VAL[0], None) in hub.requests) and time.monotonic() < deadline:

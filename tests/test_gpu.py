@@ -88,6 +88,16 @@ def test_compiled(train):
     near(compiled.losses, eager.losses)
 
 
+@pytest.mark.parametrize("fp8", ["auto-head", "auto-all"])
+def test_fp8(fp8, train):
+    """Where the GPU can do it: near the same losses as without, and scores that are not quantised."""
+    plain, got = train(GPU), train(GPU, FP8=fp8, VAL_LOSS_EVERY="10")
+    assert plain.code == got.code == 0, got.err
+    can = torch.cuda.get_device_capability() >= (8, 9)
+    assert f"fp8: {fp8} is {fp8[5:] if can else 'off'}" in got.out
+    assert got.losses == pytest.approx(plain.losses, abs=2e-2) and (got.losses != plain.losses) == can
+
+
 def test_under_torchrun(train, root):
     """nccl and gloo side by side, one rank."""
     done = run_cli(root, ranks=1, env=GPU | {"RUN_ID": "torchrun"})

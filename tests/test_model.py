@@ -19,7 +19,7 @@ def randomised(cfg, T=None, window=0, seed=0, dtype=torch.float32):
     """A model with no parameter at zero: initial values would hide half of the arithmetic."""
     model, generator = GPT(cfg, dtype), torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(parameter_rule(name)[1], 1.0)
+        spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(parameter_rule(name)[0], 1.0)
         p.data.normal_(0, spread, generator=generator)
     model.set_context(T or cfg.train_seq_len, window)
     return model
@@ -101,14 +101,15 @@ def reference_log_probs(cfg, weights, tokens, window):
                 x[t] += w["smear"].squeeze() * opened * plain[t - 1]
     x0 = x = normalised(x)
     stack, popped, outputs = [], 0, []
-    further = dict(zip(cfg.skip_layers[1::2], cfg.skip_layers[::2]))
+    further = list(zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]))
     for i in range(cfg.num_layers):
         b = {name.split(".")[-1]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
         if cfg.unet_skips and i >= half and stack:  # inside out: the last one in is the first one out
             popped += 1
             x = x + w["skip_weights"][half - popped] * stack.pop()
-        if i in further:
-            x = x + w["skip_weights"][half * cfg.unet_skips] * outputs[further[i]]
+        for row, (source, target) in enumerate(further, half * cfg.unet_skips):
+            if target == i:
+                x = x + w["skip_weights"][row] * outputs[source]
         if cfg.residual_mix:
             x = b["residual_mix"][0] * x + b["residual_mix"][1] * x0
         scale = b["layer_scale"] if cfg.layer_scale else (1, 1)
@@ -121,6 +122,12 @@ def reference_log_probs(cfg, weights, tokens, window):
         for n in range(H if attends else 0):
             pair = n * KV // H  # the kv head that this query head shares
             one_q, one_k, one_v = (y[:, m * D : (m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
+            if cfg.key_offset and kind == "L":  # second and fourth quarter, from the token before
+                late = [n for n in range(D) if n % (D // 2) >= (D // 2 + 1) // 2]
+                moved = one_k.clone()
+                for t in range(T):
+                    moved[t, late] = one_k[t - 1, late] if begins[t] < t else 0.0
+                one_k = moved
             one_q, one_k = normalised(one_q), normalised(one_k)
             one_q, one_k = turned(one_q, speeds), turned(one_k, speeds)
             if cfg.qk_gain_init:
@@ -180,10 +187,15 @@ SETTINGS = {
     "bigrams": dict(bigram_rows=31, max_doc_len=9, bos_id=4),
     "bigrams across": dict(bigram_rows=4096),
     "attention gate": dict(attn_gate_dim=7, num_kv_heads=2),
+    "key offset": dict(key_offset=True, window_pattern="SL", window_schedule=(12,), num_kv_heads=3),
+    "key offset of six channels": dict(key_offset=True, num_heads=8),
+    "key offset of two channels": dict(key_offset=True, num_heads=24),
+    "key offset in documents": dict(key_offset=True, max_doc_len=9, bos_id=4),
     "half of RoPE": dict(rope_fraction=0.5),
     "yarn": dict(rope_yarn=True, window_schedule=(5, 9, 14), attn_scale=0.3, rope_base=30.0),
     "parts of layers": dict(num_layers=5, window_pattern="0L-S", value_embed_layers=(0,)),
     "skip and backout": dict(unet_skips=False, skip_layers=(0, 2), backout_layer=1),
+    "several skips into a layer": dict(num_layers=4, skip_layers=(0, 2, 1, 3, 0, 3)),
     "skips of both kinds": dict(num_layers=5, skip_layers=(0, 4)),
     "speedrun-like": dict(
         num_layers=6,
@@ -206,6 +218,7 @@ SETTINGS = {
         window_block=2,
         eval_window=16,
         bigram_rows=50,
+        key_offset=True,
     ),
     "all on": dict(
         num_layers=7,
@@ -218,6 +231,7 @@ SETTINGS = {
         backout_layer=5,
         smear_dim=6,
         bigram_rows=64,
+        key_offset=True,
         attn_gate_dim=8,
     ),
 }
@@ -273,6 +287,7 @@ def test_each_part_matters():
         {},
         dict(num_kv_heads=2, window_pattern="SL", window_schedule=(16,)),
         dict(rope_base=0.0, value_embed_layers=(1,), num_layers=5),
+        dict(key_offset=True, smear_dim=6, bigram_rows=300),
     ],
 )
 def test_causal(kw):
@@ -364,10 +379,11 @@ def test_every_parameter_has_a_rule():
     cfg = replace(SMALL, **SETTINGS["all on"])
     model = GPT(cfg)
     kinds = {name: parameter_rule(name) for name, _ in model.named_parameters()}
-    assert {group for _, group in kinds.values()} == {"matrix", "embed", "value_embed", "head", "scalar"}
-    assert {name.rstrip(".0123456789").split(".")[-1] for name in kinds} == set(train_gpt.PARAMETERS)
+    assert {group for group, _ in kinds.values()} == set(train_gpt.PARAMETERS)
+    known = [name for members in train_gpt.PARAMETERS.values() for name in members]
+    assert {name.rstrip(".0123456789").split(".")[-1] for name in kinds} == set(known) and len(known) == 18
     for name, p in model.named_parameters():
-        assert (kinds[name][1] == "matrix") == (
+        assert (kinds[name][0] == "matrix") == (
             name.split(".")[-1] in ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
         ), name
 
@@ -416,7 +432,7 @@ def test_first_values_depend_on_the_seed_alone():
     assert all(torch.equal(first[name], again[name]) for name in first)
     for name in first:
         assert torch.equal(first[name], other[name]) == (
-            parameter_rule(name)[0] not in ("uniform", "embed")
+            parameter_rule(name)[1] not in ("uniform", "normal")
         ), name
     assert not torch.equal(first["blocks.0.query"], first["blocks.1.query"])
 

@@ -584,6 +584,8 @@ def test_bad_questions_are_refused(tool, words, tmp_path, monkeypatch):
 def test_plot_draws_foreign_logs(tool, speedrun, tmp_path):
     code, out, _ = tool("plot", speedrun / "old", "--out", tmp_path / "x.png")
     assert code == 0 and (tmp_path / "x.png").stat().st_size > 5000
+    code, _, err = tool("plot", speedrun / "old", "--out", tmp_path / "y.png", "--by", "tokens")
+    assert code == 2 and "no curves" in err      # those logs do not say how many
 
 
 def test_audit_is_quick(tool, tmp_path):
