@@ -31,7 +31,7 @@ def other_value(name):
     f = FIELDS[name]
     special = dict(preset="golf", device="cpu", dtype="float32", window_pattern="SL",
                    value_embed_layers=(1, 0), window_schedule=(64, 0), batch_schedule=(1, 2),
-                   train_seq_len=512, train_batch_tokens=4096, model_dim=512, num_heads=8, num_kv_heads=2,
+                   train_seq_len=256, train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2,
                    eval_stride=64, rope_base=500.0, run_id="a_run", val_tokens=2, skip_layers=(0, 2, 1, 3),
                    orthogonalization="polar_express", lr_schedule=(1.0, 1.5), lr_switches=(0.25,),
                    rope_yarn=True, fp8="auto-head")
@@ -220,10 +220,10 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     (dict(NUM_KV_HEADS="3"), ["num_kv_heads=3", "num_heads"]),
     (dict(NUM_KV_HEADS="8"), ["num_kv_heads=8", "num_heads=2"]),
     (dict(MODEL_DIM="34"), ["model_dim=34", "even"]),
-    (dict(TRAIN_BATCH_TOKENS="100"), ["train_batch_tokens=100", "train_seq_len=256"]),
-    (dict(TRAIN_BATCH_TOKENS="300"), ["train_batch_tokens=300", "train_seq_len=256"]),
+    (dict(TRAIN_BATCH_TOKENS="100"), ["train_batch_tokens=100", "train_seq_len=512"]),
+    (dict(TRAIN_BATCH_TOKENS="700"), ["train_batch_tokens=700", "train_seq_len=512"]),
     (dict(TRAIN_SEQ_LEN="16384"), ["train_batch_tokens", "train_seq_len=16384"]),
-    (dict(EVAL_STRIDE="257"), ["eval_stride=257", "256"]), (dict(PRESET="gulf"), ["gulf", "tiny", "golf"]),
+    (dict(EVAL_STRIDE="513"), ["eval_stride=513", "512"]), (dict(PRESET="gulf"), ["gulf", "tiny", "golf"]),
     (dict(DEVICE="tpu"), ["tpu", "cpu", "cuda"]), (dict(DTYPE="fp64"), ["fp64", "float32"]),
     (dict(WINDOW_PATTERN="SXL"), ["SXL"]), (dict(WINDOW_PATTERN=""), ["window_pattern"]),
     (dict(BATCH_SCHEDULE="1,2,3", WINDOW_SCHEDULE="64,0"), ["batch_schedule", "window_schedule", "3", "2"]),
