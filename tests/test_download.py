@@ -467,10 +467,11 @@ def test_gpt2_tokens_come_without_a_tokenizer(call, tmp_path):
         assert (manifest["val_bytes"], manifest["val_docs"]) == (None, 2)
         assert [file["path"] for file in manifest["files"]] == [*names[1:10], names[0]]
         import train_gpt
-        data = train_gpt.open_data(train_gpt.load_config({"DATA_PATH": str(folder), "DATA_FINGERPRINT": ""}))
+        env = {"DATA_PATH": str(folder), "DATA_FINGERPRINT": "", "TRAIN_SEQ_LEN": "256"}
+        data = train_gpt.open_data(train_gpt.load_config(env))
         assert (data.vocab_size, data.bos, data.val_bytes, data.tokenizer) == (50257, 50256, None, None)
         (folder / "manifest.json").unlink()                     # as others leave them: the BOS is GPT-2's
-        cfg = train_gpt.load_config({"DATA_PATH": str(folder), "DATA_FINGERPRINT": "", "VOCAB_SIZE": "50304"})
+        cfg = train_gpt.load_config(env | {"VOCAB_SIZE": "50304"})
         assert train_gpt.open_data(cfg).bos == 50256
         hub.files["fineweb_val_000000.bin"] = shard([50256, 50257])
         (folder / "fineweb_val_000000.bin").unlink()
