@@ -160,7 +160,7 @@ PRESETS = {  # what differs from the defaults above
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
         train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000),
     # 8xH100; val_loss 3.28 in 132.2 s (eight seeds: mean 3.2782, std 0.0014), without bigrams and key offset.
-    # Scaled down (BENCH.md) these save a quarter of the tokens, windows gain 0.03, the batch schedule loses.
+    # Scaled down (BENCH.md) bigrams save a quarter of the tokens, windows gain up to 0.03, batches lose 0.02.
     "speedrun": dict(
         data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
         train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
@@ -420,16 +420,16 @@ class GPT(nn.Module):
     """Mean training loss, nats. tokens and targets (B, T)."""
     return lm_loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap, self.head_linear)
 
-PARAMETERS = {  # group in the optimizer: {name, numbers aside: its first values or how they are drawn}
+GROUPS = {  # of the optimizer: {name, numbers aside: its first values or how they are drawn}
     "matrix": dict(query="uniform", key="uniform", value="uniform", attn_proj=0, fc="uniform", mlp_proj=0),
     "scalar": dict(residual_mix="mix", layer_scale=1, qk_gain="gain", attn_gate=0, smear=0, smear_gate=0,
                    skip_weights=1, backout=0.5),
     "embed": dict(embed="normal"), "head": dict(head=0), "value_embed": dict(value_embeds=0, bigram_embed=0)}
+PARAMETERS = {name: (group, first) for group, members in GROUPS.items() for name, first in members.items()}
 
 def parameter_rule(name):
   """(group, first values). Raises KeyError for an unknown name."""
-  kind = [part for part in name.split(".") if not part.isdigit()][-1]
-  return {part: (group, members[part]) for group, members in PARAMETERS.items() for part in members}[kind]
+  return PARAMETERS[[part for part in name.split(".") if not part.isdigit()][-1]]
 
 @torch.no_grad()
 def init_parameters(model, seed):
@@ -748,7 +748,7 @@ class Loader:
   with max_doc_len, heads of documents until a row is full; with shuffle in one random order. Ranks share
   the rows of a step. A thread reads one step ahead; position, in rows, is the whole state."""
   def __init__(self, cfg, data, team, log=print):
-    self.T, self.team, self.position, self.epoch, self.ahead = cfg.train_seq_len, team, 0, 1, {}
+    self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
     names, self.shards = zip(*data.train.items())
     self.check = cache(lambda i: check_tokens(self.shards[i], data.vocab_size, f"shard {names[i]}"))
     self.edges, self.thread = np.cumsum([0, *map(len, self.shards)]), ThreadPoolExecutor(1)
@@ -803,8 +803,11 @@ class Loader:
     if team.on_gpu:  # or the copy would wait for the device
       rows = rows.pin_memory().to(team.device, non_blocking=True)
     self.position, self.ahead = self.position + n, {after: self.thread.submit(self.fetch, after)}
-    self.epoch = self.position // self.rows + 1
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+  @property
+  def epoch(self):
+    return self.position // self.rows + 1
 
 # -------------------- 8 evaluation
 def log_probs(model, tokens):

@@ -41,9 +41,9 @@ def gemm_rate(team, dtype, shapes, seconds=0.5):
     return best
 
 
-def attention_table(device, repeats, heads=4, head_dim=64):
+def attention_table(team, repeats, heads=4, head_dim=64):
     """Prints, for lengths x windows, the median ms of one sequence of documents, and its mask's MiB."""
-    windows, lengths = (256, 512, 0), (1024, 2048, 4096, 8192)
+    device, windows, lengths = team.device, (256, 512, 0), (1024, 2048, 4096, 8192)
     print("tokens  " + "".join(f"{'window ' + str(w or '*'):>22}" for w in windows) + "    (* all)")
     for T in lengths:
         documents = (torch.arange(T, device=device) // 700)[None]
@@ -54,8 +54,7 @@ def attention_table(device, repeats, heads=4, head_dim=64):
                 began = time.perf_counter()
                 mask = t.window_mask(w or T, T, documents, device)
                 t.attention(q, k, v, mask).sum().backward()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                team.wait()
                 times[w] += [time.perf_counter() - began] * (i > 0)
         for w in windows:
             mask = t.window_mask(w or T, T, documents, device)
@@ -88,7 +87,7 @@ def main():
     if args.attention:
         team = t.Team(t.Config(), {})
         print(f"machine {t.hardware(team)}, torch {torch.__version__}")
-        return attention_table(team.device, args.repeats)
+        return attention_table(team, args.repeats)
     env = dict(os.environ) | dict(setting.split("=", 1) for setting in args.settings)
     env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "EXTENSION_ITERATIONS": "0",
             "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"}

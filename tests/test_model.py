@@ -306,10 +306,13 @@ def test_causal(kw):
         assert (scores[row, t + 1 :] - scores[0, t + 1 :]).abs().amax(-1).min() > 1e-3
 
 
-@pytest.mark.parametrize("pattern, reach", [("L", 8), ("S", 4)])
-def test_window_limits_the_past(pattern, reach):
-    cfg = replace(SMALL, num_layers=1, train_seq_len=40, window_pattern=pattern)
-    cfg = replace(cfg, key_offset=False, bigram_rows=0)  # these see the token before as well
+@pytest.mark.parametrize("pattern, window", [("L", 8), ("S", 4)])
+@pytest.mark.parametrize("before", [dict(), dict(key_offset=True), dict(bigram_rows=64)])
+def test_window_limits_the_past(pattern, window, before):
+    """To the token; a key offset in long layers and bigrams see the token before that one too."""
+    plain = replace(SMALL, num_layers=1, train_seq_len=40, window_pattern=pattern)
+    cfg = replace(plain, **dict(key_offset=False, bigram_rows=0) | before)
+    reach = window + (cfg.bigram_rows > 0 or cfg.key_offset and pattern == "L")
     model = randomised(cfg, 40, 8)
     tokens = some_tokens(cfg, 1, 40)
     changed = tokens.clone()
@@ -380,8 +383,8 @@ def test_every_parameter_has_a_rule():
     cfg = replace(SMALL, **SETTINGS["all on"])
     model = GPT(cfg)
     kinds = {name: parameter_rule(name) for name, _ in model.named_parameters()}
-    assert {group for group, _ in kinds.values()} == set(train_gpt.PARAMETERS)
-    known = [name for members in train_gpt.PARAMETERS.values() for name in members]
+    assert {group for group, _ in kinds.values()} == set(train_gpt.GROUPS)
+    known = [name for members in train_gpt.GROUPS.values() for name in members]
     assert {name.rstrip(".0123456789").split(".")[-1] for name in kinds} == set(known) and len(known) == 18
     for name, p in model.named_parameters():
         assert (kinds[name][0] == "matrix") == (

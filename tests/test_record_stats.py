@@ -588,6 +588,17 @@ def test_plot_draws_foreign_logs(tool, speedrun, tmp_path):
     assert code == 2 and "no curves" in err      # those logs do not say how many
 
 
+def test_plot_over_tokens(tool, tmp_path, monkeypatch):
+    """Places and ends of the curves are those of the logs of a record of ours."""
+    logs, drawn = ROOT / "records/track_tiny/2026-11-21_Baseline", []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda axes, x, *rest, **kw: drawn.append(np.ravel(x)))
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *args, **kw: None)
+    code, *_ = tool("plot", logs, "--out", tmp_path / "z.png", "--by", "tokens")
+    tokens = [json.loads(path.read_text())["tokens"] for path in sorted(logs.glob("result*.json"))]
+    assert code == 0 and sorted(drawn[-1].tolist()) == sorted(tokens)
+    assert 0.9 * min(tokens) < drawn[0][-1] <= min(tokens)
+
+
 def test_audit_is_quick(tool, tmp_path):
     """40 folders of 3 logs of about 190 KB: hundreds of folders then take well under five minutes."""
     for i in range(40):
