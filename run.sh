@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, show the plan, train
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | record ARG …
-# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens.
+# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
+# data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
 set -u
 cd "$(dirname "$0")" || exit 1
@@ -67,6 +68,10 @@ train() {
         tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
         golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 40 || exit $? ;;
         speedrun) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
+        gpt2)
+            [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $?
+            [ -f data/core_bundle/core.yaml ] || data core
+            ;;
     esac
     "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
     n=$(gpus)
@@ -78,7 +83,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help) sed -n '2,5s/^# //p' run.sh ;;
+    -h | --help) sed -n '2,6s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test) shift; setup; exec "$PYTHON" -m pytest -q "$@" ;;

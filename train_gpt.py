@@ -3,13 +3,14 @@
     python train_gpt.py    tiny: 120 s on any CPU or GPU
     torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=golf        golf: 600 s, 16 MB, 8xH100
     torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=speedrun    val_loss 3.28, 8xH100
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2        CORE 0.2565, 8xH100
     EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py    score what a run left behind
 
 Map: 3 FIELDS, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
 9 artifact - 10 fp8 - 11 main. --help: the constants, --dry-run: the plan. At most 1,500 lines, 80,000 bytes.
+Beside it, loaded where a run asks for them: core.py, dial.py (gpt2) and kernels.py (fp8).
 """
-# -------------------- 2 imports
-import difflib
+# ---------- 2 imports
 import hashlib
 import io
 import json
@@ -27,8 +28,10 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -46,40 +49,55 @@ def demand(good, sentence, error=Refused):
   if not good:
     raise error(sentence)
 
-# -------------------- 3 configuration
+# ---------- 3 configuration
 Constant = namedtuple("Constant", "default doc least most", defaults=(0, 1e12))
 # Every constant, once, with unit and off-value; the defaults are the `tiny` game. 0 means off or derived.
 FIELDS = {name: Constant(*row) for name, row in dict(
     # the run
-    preset=("tiny", "row of PRESETS to start from"),
-    run_id=("", "folder under logs/; empty: named by preset, seed, time"),
+    preset=("tiny", "row of PRESETS"),
+    run_id=("", "folder under logs/; empty: preset, seed, time"),
     seed=(1337, "of first values and samples", 0, 2**31 - 1),
     device=("auto", "auto | cpu | cuda"),
     dtype=("auto", "auto | float32 | bfloat16"),  # of activations; auto: bf16 on CUDA and AMX CPUs
     fp8=("off", "off | head | all | auto-head | auto-all"),  # products in training; auto: on a GPU that can
     compile=(True, "by torch; 0: eager"),
-    dry_run=(False, "print the plan, train nothing"),
-    eval_from=("", "artifact or final_model.pt to score, without training"),
-    sample=("", "prompt; empty: three val documents"),
-    sample_tokens=(96, "tokens per sample; 0: no samples", 0, 100_000),
+    dry_run=(False, "print the plan only"),
+    eval_from=("", "artifact or final_model.pt to score"),
+    save_every=(0, "no checkpoints yet; 0: none", 0, 0),
+    sample_every=(0, "steps; 0: at the end"),
+    sample=("", "prompts, '|' between; empty: three val documents"),
+    sample_tokens=(96, "tokens per sample; 0: none", 0, 100_000),
     sample_temperature=(0.8, "0: greedy", 0, 10),
+    sample_top_k=(0, "likeliest tokens drawn from; 0: all", 0, 65_536),
+    train_log_every=(50, "steps; 0: the first ten"),
+    val_loss_every=(0, "steps; 0: at the end"),
+    artifact_bytes_limit=(0, "bytes with the script; 0: none"),
+    score_artifact=(True, "result.json scores it; 0: the weights"),
     # data and batch
     data_path=("data/datasets/embedded", "folder of token shards"),
-    tokenizer_path=("", "SentencePiece model; empty: manifest.json's"),
+    tokenizer_path=("", "SentencePiece; empty: manifest.json's"),
     data_fingerprint=("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
                       "of the game's text; empty: any"),
-    train_batch_tokens=(4_096, "tokens per step, all ranks", 2, 1 << 30),
-    shuffle=(True, "sequences from all over the stream; 0: in order"),
+    train_batch_tokens=(4_096, "tokens per step, all ranks; 0: by depth", 0, 1 << 30),
+    shuffle=(True, "sequences from anywhere; 0: in order"),
     max_epochs=(0, "times to read the train tokens; 0: any"),
-    device_batch_size=(0, "sequences per rank and micro-step; 0: what fits", 0, 1 << 20),
-    val_tokens=(0, "first tokens of the val split to score; 0: all"),
-    val_batch_size=(65_536, "tokens per evaluation step and rank", 1, 1 << 30),
-    eval_context=(0, "tokens per row; 0: train_seq_len", 0, 1 << 20),
-    eval_stride=(0, "targets scored per row; 0: eval_context", 0, 1 << 20),
+    device_batch_size=(0, "sequences per rank and micro-step; 0: what fits"),
+    val_tokens=(0, "first tokens of val to score; 0: all"),
+    val_batch_size=(65_536, "tokens per evaluation step and rank", 1),
+    eval_context=(0, "tokens per row; 0: train_seq_len"),
+    eval_stride=(0, "targets scored per row; 0: eval_context"),
+    core=(False, "score CORE at the end"),
+    core_bundle=("data/core_bundle", "folder of its tasks"),
+    core_metric_every=(0, "steps; 0: at the end"),
+    core_metric_max_per_task=(0, "examples; 0: all"),
+    depth=(0, "sets size, batch, rates, decay, steps; 0: none", 0, 198),
+    target_param_data_ratio=(0.0, "tokens per weight of matrices and head; 0: none", 0, 1e6),
+    target_flops=(0.0, "of the run; 0: none", 0, 1e30),
+    plan_mfu=(0.5, "for the plan's hours", 0.001, 1),
     # model: what an artifact carries
     vocab_size=(0, "tokens; 0: the tokenizer's", 0, 65_536),
     train_seq_len=(512, "tokens per sequence", 2, 1 << 20),
-    max_doc_len=(0, "tokens of a document, which sees no other; 0: any"),
+    max_doc_len=(0, "tokens of a document that sees no other; 0: any"),
     bos_id=(0, "token that begins documents; 0: the dataset's", 0, 65_535),
     num_layers=(2, "blocks", 1, 1000),
     model_dim=(128, "width of the residual stream", 2, 1 << 16),
@@ -90,26 +108,26 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     logit_softcap=(15.0, "logits = cap * tanh(x / cap); 0: none", 0, 1e4),
     qk_gain_init=(1.5, "learnt, per head, on queries; 0: none", 0, 100),
     attn_scale=(0.0, "of attention's logits; 0: head_dim ** -0.5", 0, 100),
-    key_offset=(True, "half of a key's channels, in long layers, are the token before's"),
+    key_offset=(True, "in long layers half of a key is the token before's"),
     attn_gate_dim=(0, "channels that gate each head's output; 0: none", 0, 1 << 16),
     rope_base=(1_000.0, "RoPE, longest wavelength / 2 pi; 0: none", 0, 1e9),
     rope_fraction=(1.0, "part of each head that turns", 0, 1),
     rope_yarn=(False, "RoPE and attn_scale follow the window (YaRN)"),
-    smear_dim=(0, "channels that gate a part of the token before; 0: none", 0, 1 << 16),
-    bigram_rows=(16_384, "of the embedding of hashed token pairs; 0: none", 0, 1 << 26),
+    smear_dim=(0, "channels that gate adding the token before; 0: none", 0, 1 << 16),
+    bigram_rows=(16_384, "embeddings of hashed token pairs; 0: none", 0, 1 << 26),
     residual_mix=(True, "blocks read a learnt mix of stream and embedding"),
     layer_scale=(True, "learnt scales of what attention and MLP add"),
-    unet_skips=(True, "learnt skips from first to second half of the blocks"),
+    unet_skips=(True, "learnt skips from first to second half"),
     skip_layers=((0,), "from, to, ...: further skips; 0: none", 0, 1000),
-    backout_layer=(0, "of whose output half, learnt, leaves the stream; 0: none", 0, 1000),
+    backout_layer=(0, "half of its output, learnt, leaves at the end; 0: none", 0, 1000),
     value_embed_layers=((1, 2), "table of value embeddings per layer; 0: none", 0, 99),
     window_pattern=("L", "per layer L long, S short, - no attention, 0 no MLP either"),
     window_schedule=((0,), "L per stage, tokens; 0: all. S: half of it"),
-    window_block=(1, "tokens that windows are multiples of", 1, 1 << 20),
-    eval_window=(0, "L in evaluation, S stays; 0: as in the last stage"),
+    window_block=(1, "tokens that windows are multiples of", 1),
+    eval_window=(0, "L in evaluation; 0: as in the last stage"),
     # optimizer
     matrix_lr=(0.03, "Muon: matrices of the blocks", 0, 10),
-    embed_lr=(0.3, "Adam: untied embedding, value embeddings", 0, 10),
+    embed_lr=(0.3, "Adam: untied and value embeddings", 0, 10),
     head_lr=(0.008, "Adam: untied head", 0, 10),
     tied_embed_lr=(0.05, "Adam: tied embedding", 0, 10),
     tied_embed_init_std=(0.005, "of a tied embedding; untied: 1", 0, 100),
@@ -121,15 +139,15 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     orthogonalization=("newton_schulz", "newton_schulz | polar_express"),
     muon_backend_steps=(5, "iterations of it", 1, 20),
     normuon_beta2=(0.0, "of NorMuon's mean square per row; 0: none", 0, 0.9999),
-    weight_decay=(0.0, "on matrices, cautious, times LR squared; 0: none", 0, 1000),
+    weight_decay=(0.0, "on matrices, cautious, times LR squared; 0: none", 0, 1e6),
     beta1=(0.8, "Adam", 0, 0.9999),
     beta2=(0.95, "Adam", 0, 0.99999),
     adam_eps=(1e-8, "Adam", 1e-20, 1),
-    adam_every=(1, "steps whose gradients one of Adam sums up", 1, 1000),
+    adam_every=(1, "steps that one of Adam sums up", 1, 1000),
     grad_clip_norm=(0.0, "of all gradients together; 0: any", 0, 1e6),
     # schedule
     iterations=(100_000, "steps at most", 1, 10**9),
-    extension_iterations=(0, "steps after them, the last stage; 0: none", 0, 10**9),
+    extension_iterations=(0, "further ones of the last stage; 0: none", 0, 10**9),
     max_wallclock_seconds=(120.0, "of training; 0: no cap", 0, 1e7),
     warmup_steps=(2, "steps before the clock, undone", 0, 1000),
     warmdown_iters=(0, "steps of LR decay; 0: warmdown_frac"),
@@ -138,14 +156,8 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     batch_schedule=((1,), "train_batch_tokens times this, per stage", 1, 1024),
     batch_lr_power=(0.0, "LR factor = multiple ** this; 0: none", 0, 2),
     lr_schedule=((0.0,), "LR factors instead; 0: none", 0, 1000),
-    lr_switches=((0.0,), "parts of iterations between them; 0: equal ones", 0, 1),
-    # reports
-    train_log_every=(50, "steps; 0: only the first ten"),
-    val_loss_every=(0, "steps; 0: only at the end"),
-    artifact_bytes_limit=(0, "bytes with the script; 0: no limit"),
-    score_artifact=(True, "result.json scores it; 0: the weights")).items()}
-Config = make_dataclass("Config", [(name, type(f.default), f.default) for name, f in FIELDS.items()],
-                        frozen=True)
+    lr_switches=((0.0,), "part of iterations from which on each holds", 0, 1)).items()}
+Config = make_dataclass("Config", [(n, type(f.default), f.default) for n, f in FIELDS.items()], frozen=True)
 PRESETS = {  # what differs from the defaults above
     # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
     "tiny": {},
@@ -160,7 +172,7 @@ PRESETS = {  # what differs from the defaults above
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
         train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000),
     # 8xH100; val_loss 3.28 in 132.2 s (eight seeds: mean 3.2782, std 0.0014), without bigrams and key offset.
-    # Scaled down (BENCH.md) bigrams save a quarter of the tokens, windows gain up to 0.03, batches lose 0.02.
+    # Scaled down (BENCH.md) bigrams save a quarter of the tokens, windows gain 0.03, batches lose 0.02
     "speedrun": dict(
         data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
         train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
@@ -172,13 +184,22 @@ PRESETS = {  # what differs from the defaults above
         matrix_lr=0.023, embed_lr=0.6, beta1=0.65, muon_momentum_cooldown_steps=50, weight_decay=1.2,
         normuon_beta2=0.95, orthogonalization="polar_express", adam_every=2, iterations=2120,
         extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
-        batch_schedule=(1, 2, 3, 3), lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.33, 0.66),
+        batch_schedule=(1, 2, 3, 3), lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66),
         val_loss_every=250, score_artifact=False, fp8="auto-head"),
+    # 8xH100; CORE 0.2565 in 8,967 s by depth 26, ratio 7.25, fp8. Rates and decay of depth 12: dial.py
+    "gpt2": dict(
+        depth=24, target_param_data_ratio=10.5, data_path="data/datasets/climbmix", data_fingerprint="",
+        vocab_size=32_768, shuffle=False, train_seq_len=2048, train_batch_tokens=524_288, max_doc_len=2048,
+        mlp_mult=4, qk_gain_init=0.0, rope_base=10_000.0, layer_scale=False, unet_skips=False, matrix_lr=0.02,
+        head_lr=0.004, weight_decay=10.0, normuon_beta2=0.95, orthogonalization="polar_express",
+        max_wallclock_seconds=0.0, val_loss_every=250, score_artifact=False, core=True, fp8="auto-all",
+        sample_temperature=0.0, sample_tokens=16,
+        sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"),
 }
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
-NAMES = {name: name for name in FIELDS} | ALIASES  # as typed: the constant
-SHAPE = list(FIELDS)    # what an artifact carries: constants of the model
+NAMES = {name.upper(): ALIASES.get(name, name) for name in (*FIELDS, *ALIASES)}  # as typed: the constant
+SHAPE = list(FIELDS)  # what an artifact carries: constants of the model
 SHAPE = ["preset", *SHAPE[SHAPE.index("vocab_size"):SHAPE.index("matrix_lr")]]
 
 def load_config(env, argv=()):
@@ -191,35 +212,40 @@ def load_config(env, argv=()):
         first = texts.setdefault(name, text)
         demand(first == text, f"{name} is given twice, as {first} and as {text}")
         given[name] = parse_value(name, text)
-  cfg = replace(preset_config(given.get("preset", Config.preset)), **given)
+  return preset_config(given.get("preset", Config.preset), given)
+
+def preset_config(preset, given=MappingProxyType({})):
+  """The preset, what was given instead and what dial.py makes of depth. Raises Refused."""
+  demand(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
+  cfg = Config(**{"preset": preset} | PRESETS[preset] | given)
+  check_config(cfg, ())
+  if cfg.depth:
+    import dial
+    cfg, problem = dial.turn(cfg, given, horizon_weights, flops_per_token)
+    demand(cfg, problem)
   check_config(cfg)
   return cfg
 
-def preset_config(preset):
-  demand(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
-  return Config(preset=preset, **PRESETS[preset])
+RULES = (  # what must hold between constants, as it is said to who breaks it
+    r"re.fullmatch(r'(\w[\w.,=+-]*)?', run_id)  # letters, digits and .,=+-",
+    "model_dim / num_heads % 2 == 0  # heads are even",
+    "num_heads % (num_kv_heads or 1) == 0",
+    "max(smear_dim, attn_gate_dim) <= model_dim",
+    "train_batch_tokens % train_seq_len == 0 < train_batch_tokens",
+    "vocab_size or not depth",
+    "depth or not (target_param_data_ratio or target_flops)",
+    "not artifact_bytes_limit or fp8 == 'off' and not depth  # it counts this file",
+    "eval_stride <= (eval_context or train_seq_len)",
+    "val_tokens != 1  # a target is left",
+    "re.fullmatch('[LS0-]+', window_pattern)",
+    "len({1, len(batch_schedule), len(window_schedule)}) < 3  # as many stages, or one",
+    "len(lr_switches) == len(lr_schedule)",
+    "sorted(lr_switches) == [*lr_switches] and not lr_switches[0]  # they grow from 0",
+    "not any(window % window_block for window in (*window_schedule, eval_window))",
+    "skip_layers == (0,) or len(skip_layers) % 2 == 0  # pairs",
+    "all(a < b for a, b in zip(skip_layers[::2], skip_layers[1::2]))  # of a layer and a later one")
 
-RULES = {
-    "run_id must be letters, digits and .,=+-": lambda c: re.fullmatch(r"(\w[\w.,=+-]*)?", c.run_id),
-    "num_heads must divide model_dim into even heads": lambda c: c.model_dim / c.num_heads % 2 == 0,
-    "smear_dim, attn_gate_dim must fit model_dim": lambda c: max(c.smear_dim, c.attn_gate_dim) <= c.model_dim,
-    "num_kv_heads must divide num_heads": lambda c: c.num_heads % (c.num_kv_heads or 1) == 0,
-    "train_seq_len must divide train_batch_tokens": lambda c: c.train_batch_tokens % c.train_seq_len == 0,
-    "eval_stride must not exceed eval_context or else train_seq_len":
-        lambda c: c.eval_stride <= (c.eval_context or c.train_seq_len),
-    "val_tokens must leave a target": lambda c: c.val_tokens != 1,
-    "window_pattern must be of L, S, - and 0": lambda c: re.fullmatch("[LS0-]+", c.window_pattern),
-    "batch_schedule and window_schedule must have as many stages, or one":
-        lambda c: len({1, len(c.batch_schedule), len(c.window_schedule)}) < 3,
-    "lr_switches must grow, one fewer than lr_schedule":
-        lambda c: sorted(lr_switches(c)) == lr_switches(c) and len(lr_switches(c)) == len(c.lr_schedule) - 1,
-    "window_block must divide window_schedule and eval_window":
-        lambda c: not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
-    "skip_layers must be pairs of a layer and a later one": lambda c: c.skip_layers == (0,) or len(
-        c.skip_layers) % 2 == 0 and all(
-            a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2]))}
-
-def check_config(cfg):
+def check_config(cfg, rules=RULES):
   """Refuses what is out of its range, or breaks a rule."""
   for name, value in vars(cfg).items():
     _, doc, least, most = FIELDS[name]
@@ -228,11 +254,11 @@ def check_config(cfg):
     else:
       good, legal = all(least <= n <= most for n in np.atleast_1d(value)), f"from {least:g} to {most:g}"
     demand(good, f"{name}={show(value)} must be {legal}")
-  for rule, holds in RULES.items():
-    values = [f"{name}={getattr(cfg, name)!r}" for name in re.findall(r"\w+", rule) if name in FIELDS]
-    demand(holds(cfg), f"{rule}, but {' and '.join(values)}")
+  for rule in rules:
+    values = [f"{name}={value!r}" for name, value in vars(cfg).items() if re.search(rf"\b{name}\b", rule)]
+    demand(eval(rule, {"re": re, **vars(cfg)}), f"{' and '.join(values)} break the rule {rule}")
 
-# -------------------- 4 model
+# ---------- 4 model
 def rms_norm(x):
   return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
@@ -242,31 +268,33 @@ def linear(x, weight):
 
 def attention(q, k, v, mask, scale=None):
   """Causal attention. q (B, H, T, D), k and v (B, KV, T, D); the cost is the size of the mask."""
-  (B, H, T, D), kernel = q.shape, F.scaled_dot_product_attention
-  if (groups := H // k.size(1)) > 1:
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+  B, H, T, _ = q.shape
+  kernel = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=k.size(1) < H)
   if mask is None or (n := mask.size(1)) == 1:
-    return kernel(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return kernel(q, k, v, attn_mask=mask, is_causal=mask is None)
   W = mask.size(2)
-  q, k, v = (F.pad(x, (0, 0, 0, n * W - T)).view(B, H, n, W, D) for x in (q, k, v))
-  k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), 3) for x in (k, v))  # with the one before
+  q, k, v = (F.pad(x, (0, 0, 0, n * W - T)).unflatten(2, (n, W)) for x in (q, k, v))
+  k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), 3) for x in (k, v))  # with the one before
   q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-  y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None], scale=scale)
-  return y.view(B, n, H, W, D).transpose(1, 2).reshape(B, H, n * W, D)[:, :, :T]
+  y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None])
+  return y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
-def window_mask(reach, T, documents, device):
+def window_mask(reach, T, documents, device, first=0):
   """Each token sees the last reach of its document, itself included; documents (B, T) numbers them. Returns
-  None for the whole past, else bool (B or 1, n, W, K): n blocks of W queries, K keys up to their end."""
-  if reach >= T and documents is None:
+  None for the whole past, else bool (B or 1, n, W, K): n blocks of W queries, K keys up to their end; or
+  one block of the queries from first on."""
+  if reach >= T and documents is None and not first:
     return None
-  W = T if 2 * reach >= T else reach
+  W = T if first or 2 * reach >= T else reach
   n, K = math.ceil(T / W), min(T, 2 * W)
-  query = torch.arange(n * W, device=device).view(1, n, W, 1)
-  key = query[:, :, :1] + torch.arange(W - K, W, device=device)
+  block = torch.arange(0, n * W, W, device=device).view(1, n, 1, 1)
+  query, key = (block + torch.arange(low, W, device=device) for low in (first, W - K))
+  query = query.mT
   mask = (key >= 0) & (key <= query) & (key > query - reach)
   if documents is not None:
     documents = F.pad(documents, (K - W, n * W - T), value=-1)
-    mask = mask & (documents[:, K - W:].view(-1, n, W, 1) == documents.unfold(1, K, W)[:, :, None])
+    mine = documents[:, K - W:].view(-1, n, W, 1)[:, :, first:]
+    mask = mask & (mine == documents.unfold(1, K, W)[:, :, None])
   return mask
 
 def mlp(x, fc, proj, linear=linear):
@@ -283,11 +311,12 @@ def lm_loss(x, head, targets, cap, linear=linear):
 def rope_frequencies(cfg, window):
   """Radians per token of each pair of channels (RoFormer, arXiv:2104.09864) and the scale of the logits;
   with rope_yarn (YaRN, arXiv:2309.00071) both follow the windows up to this one."""
-  D, windows = cfg.model_dim // cfg.num_heads, [w for w in cfg.window_schedule if w and cfg.rope_yarn]
+  D, windows = cfg.model_dim // cfg.num_heads, [w for w in cfg.window_schedule * cfg.rope_yarn if w]
   pairs, scale = int(cfg.rope_fraction * D / 2) * (cfg.rope_base > 0), cfg.attn_scale or D ** -0.5
   frequencies = F.pad(cfg.rope_base ** (-torch.arange(pairs) / pairs), (0, D // 2 - pairs))
-  windows = windows[:windows.index(window) + 1] if window in windows else windows
   for old, new in zip(windows, windows[1:]):
+    if old == window:
+      break
     turns = old * frequencies / (2 * math.pi)
     frequencies *= old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     scale *= 1 + 0.2 * math.log(new / old)
@@ -343,7 +372,7 @@ class Block(nn.Module):
       x = x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj, self.linear)
     return x
 
-  def attend(self, h, value_embed, mask, rope, scale, follows):
+  def attend(self, h, value_embed, mask, rope, scale, follows, cache):
     """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
     q, k, v = (self.linear(h, weight) for weight in (self.query, self.key, self.value))
     v = v + value_embed
@@ -353,6 +382,9 @@ class Block(nn.Module):
       before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
       k = torch.cat((now, before), -1).flatten(-2)
     q, k = (rotate(rms_norm(y), *rope) for y in (q, k))
+    if cache is not None:  # what is kept, of one row for all, then what is new
+      k, v = cache[self] = [torch.cat((old.expand(len(h), -1, -1, -1), new[:, :, min(3, old.size(2)):]), 2)
+                            for old, new in zip(cache.get(self, (k[:, :, :0], v[:, :, :0])), (k, v))]
     if self.qk_gain is not None:
       q = q * self.qk_gain.to(q.dtype)[:, None, None]
     y = attention(q, k, v, mask, scale).transpose(1, 2)
@@ -379,8 +411,10 @@ class GPT(nn.Module):
     self.skip_weights = parameter(len(self.skips), C, on=self.skips)
     self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
-  def set_context(self, T, window):
-    """For sequences of T tokens; window of long layers, 0: all."""
+  def set_context(self, T, window, wanted=..., cache=None):
+    """For T tokens; window of long layers, 0: all; wanted, bool (B, T): where logits are made. cache {} keeps
+    keys and values; then only new tokens are computed, and 3 before them, what one sees besides attention."""
+    self.wanted, self.cache = wanted, cache
     frequencies, self.scale = rope_frequencies(self.cfg, window)
     angles = torch.arange(T)[:, None] * frequencies
     self.rope = [t.to(self.embed.device, self.dtype) for t in (angles.cos(), angles.sin())]
@@ -389,10 +423,13 @@ class GPT(nn.Module):
   def hidden(self, tokens):
     """tokens (B, T) -> last activations, normalised (B, T, C)."""
     cfg, T, documents = self.cfg, tokens.size(1), None
+    first = max(0, next(iter(self.cache.values()))[0].size(2) - 3) if self.cache else 0
     follows = torch.arange(T, device=tokens.device) > 0  # another token of the same document
     if cfg.max_doc_len:
       documents, follows = (tokens == cfg.bos_id).cumsum(1), follows & (tokens != cfg.bos_id)
-    masks = {kind: window_mask(reach, T, documents, tokens.device) for kind, reach in self.reach.items()}
+    masks = {kind: window_mask(reach, T, documents, tokens.device, first)
+             for kind, reach in self.reach.items()}
+    tokens, follows, rope = tokens[:, first:], follows[..., first:], [t[first:T] for t in self.rope]
     x = F.embedding(tokens, self.embed).to(self.dtype)
     if self.bigram_embed is not None:
       pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % cfg.bigram_rows
@@ -407,14 +444,14 @@ class GPT(nn.Module):
           x = x + self.skip_weights[row].to(x.dtype) * outputs[source]
       if value_embed := self.tables[i]:
         value_embed = F.embedding(tokens, self.value_embeds[value_embed - 1]).to(x.dtype)
-      outputs.append(x := block(x, x0, value_embed, masks.get(kind), self.rope, self.scale, follows))
+      outputs.append(x := block(x, x0, value_embed, masks.get(kind), rope, self.scale, follows, self.cache))
     if self.backout is not None:
       x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
     return rms_norm(x)
 
   def logits(self, tokens):
-    """tokens (B, T) -> (B, T, V) fp32."""
-    return softcap(linear(self.hidden(tokens), self.head).float(), self.cfg.logit_softcap)
+    """tokens (B, T) -> (B, T, V) fp32, or of the n that are wanted (n, V)."""
+    return softcap(linear(self.hidden(tokens)[self.wanted], self.head).float(), self.cfg.logit_softcap)
 
   def forward(self, tokens, targets):
     """Mean training loss, nats. tokens and targets (B, T)."""
@@ -422,14 +459,14 @@ class GPT(nn.Module):
 
 GROUPS = {  # of the optimizer: {name, numbers aside: its first values or how they are drawn}
     "matrix": dict(query="uniform", key="uniform", value="uniform", attn_proj=0, fc="uniform", mlp_proj=0),
-    "scalar": dict(residual_mix="mix", layer_scale=1, qk_gain="gain", attn_gate=0, smear=0, smear_gate=0,
-                   skip_weights=1, backout=0.5),
+    "scalar": dict(residual_mix=[[1], [0]], layer_scale=1, qk_gain="gain", attn_gate=0, smear=0,
+                   smear_gate=0, skip_weights=1, backout=0.5),
     "embed": dict(embed="normal"), "head": dict(head=0), "value_embed": dict(value_embeds=0, bigram_embed=0)}
 PARAMETERS = {name: (group, first) for group, members in GROUPS.items() for name, first in members.items()}
 
 def parameter_rule(name):
   """(group, first values). Raises KeyError for an unknown name."""
-  return PARAMETERS[[part for part in name.split(".") if not part.isdigit()][-1]]
+  return PARAMETERS[re.findall("[a-z_]+", name)[-1]]
 
 @torch.no_grad()
 def init_parameters(model, seed):
@@ -441,13 +478,11 @@ def init_parameters(model, seed):
       value.uniform_(-p.size(1) ** -0.5, p.size(1) ** -0.5, generator=generator)
     elif first == "normal":
       value.normal_(0, cfg.tied_embed_init_std if cfg.tie_embeddings else 1, generator=generator)
-    elif first == "mix":  # all stream, no embedding
-      value[0] = 1
     else:
-      value += cfg.qk_gain_init if first == "gain" else first
+      value += torch.tensor(cfg.qk_gain_init if first == "gain" else first)
     p.copy_(value)
 
-# -------------------- 5 optimizer
+# ---------- 5 optimizer
 ORTHOGONALIZERS = {     # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x, g = x x'
     "newton_schulz": [(3.4445, -4.7750, 2.0315)],   # Muon: kellerjordan.github.io/posts/muon
     "polar_express": [(8.156555, -22.483293, 15.878770), (4.042930, -2.808917, 0.500018),  # arXiv:2505.16932
@@ -493,43 +528,31 @@ def adam_update(grad, m, v, step, beta1, beta2, eps):
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-def all_reduce(tensor, world_size, op="SUM"):
+def all_reduce(tensor, op="SUM"):
   """Sum or MAX over the ranks, in place."""
-  if world_size > 1:
+  if dist.is_initialized():
     dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
   return tensor
 
 class Bank:
-  """Parameters of one kind, views of one buffer, as their gradients are: one collective serves all, once
-  the last gradient is there. A rank updates its share of units: matrices for Muon, 64 numbers for Adam."""
+  """Parameters of one kind, views of one buffer, as their gradients are: one collective serves all. A rank
+  updates its share of units: matrices for Muon, 64 numbers for Adam."""
   def __init__(self, group, names, params, rank, world_size):
-    self.group, self.names, self.missing, self.job = group, names, 0, None
-    unit = tuple(params[0].shape) if group == "matrix" else (64,)
+    self.group, self.names = group, names
+    unit = params[0].shape if group == "matrix" else (64,)
     size = math.prod(unit)
-    places = np.cumsum([0] + [math.ceil(p.numel() / size) for p in params])
-    share = math.ceil(places[-1] / world_size) * size
-    self.data = torch.zeros(share * world_size, device=params[0].device)
-    self.grad = torch.zeros_like(self.data)
+    places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
+    total = math.ceil(places[-1] / size / world_size) * size * world_size
+    self.data, self.grad = (torch.zeros(total, device=params[0].device) for _ in range(2))
     for p, place in zip(params, places):
-      here = slice(place * size, place * size + p.numel())
-      self.data[here] = p.data.flatten()
-      p.data, p.grad = self.data[here].view(p.shape), self.grad[here].view(p.shape)
-      if world_size > 1:
-        p.register_post_accumulate_grad_hook(self.arrived)
-    self.my_data = self.data[rank * share:(rank + 1) * share].view(-1, *unit)
+      data, p.grad = (t[place:place + p.numel()].view(p.shape) for t in (self.data, self.grad))
+      p.data = data.copy_(p.data)
+    self.my_data = self.data.view(world_size, -1, *unit)[rank]
     self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.grad.view(-1, *unit)
     second = self.my_data  # Adam's second moment; of NorMuon one number per row, or column
     if group == "matrix":
       second = second[:, :, :1] if unit[0] >= unit[1] else second[:, :1]
     self.state = [torch.zeros_like(t) for t in (self.my_data, second)]
-
-  def arrived(self, _):
-    self.missing -= 1
-    if self.missing == 0:
-      self.job = self.send()
-
-  def send(self):
-    return reduce_scatter(self.my_grad.flatten(), self.grad, async_op=True)
 
 class Optimizer:
   """Muon for matrices, Adam for the rest; the ranks share its state."""
@@ -542,57 +565,44 @@ class Optimizer:
     self.lr = dict(matrix=cfg.matrix_lr, embed=cfg.tied_embed_lr if cfg.tie_embeddings else cfg.embed_lr,
                    value_embed=cfg.embed_lr, head=cfg.head_lr, scalar=cfg.scalar_lr)
 
-  def zero_grad(self):
-    for bank in self.banks:
-      bank.grad.zero_()
-
   def tensors(self):
-    """All that a step changes, parameters included."""
-    return [t for bank in self.banks for t in (bank.data, *bank.state)]
-
-  def due(self):
-    """Banks of the coming step: Adam waits for adam_every."""
-    adam = (self.step_count + 1) % self.cfg.adam_every == 0
-    return [bank for bank in self.banks if adam or bank.group == "matrix"]
-
-  def expect(self):
-    """The coming backward is the last of its step."""
-    for bank in self.due():
-      bank.missing = len(bank.names)
+    """All that a step changes or, of gradients, leaves for the next one; parameters included."""
+    return [t for bank in self.banks for t in (bank.data, bank.grad, *bank.state)]
 
   @torch.no_grad()
   def step(self, lr_factor, momentum):
-    """Averages the gradients of the ranks and updates."""
-    cfg, banks, jobs = self.cfg, self.due(), []
+    """Averages the ranks' gradients and updates; collectives are under way meanwhile."""
     self.step_count += 1
+    cfg, jobs, scale = self.cfg, [], 1 / self.world_size
+    banks = [bank for bank in self.banks if bank.group == "matrix" or self.step_count % cfg.adam_every == 0]
     for bank in banks if self.world_size > 1 else ():
-      (bank.job or bank.send()).wait()
-      bank.job, bank.missing = None, 0
-      bank.my_grad.div_(self.world_size)
+      jobs.append(reduce_scatter(bank.my_grad.flatten(), bank.grad, async_op=True))
     if cfg.grad_clip_norm:
-      norm = all_reduce(sum(bank.my_grad.square().sum() for bank in banks), self.world_size).sqrt()
-      for bank in banks:
-        bank.my_grad.mul_((cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1))
-    for bank in banks:
-      lr, p, state = self.lr[bank.group] * lr_factor, bank.my_data, bank.state
+      for job in jobs:
+        job.wait()
+      norm = scale * all_reduce(sum(bank.my_grad.square().sum() for bank in banks)).sqrt()
+      scale *= (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
+    for i, bank in enumerate(banks):
+      if self.world_size > 1:
+        jobs[i].wait()
+      grad, lr, p, state = bank.my_grad.mul_(scale), self.lr[bank.group] * lr_factor, bank.my_data, bank.state
       if bank.group == "matrix":
-        update = muon_update(bank.my_grad, state[0], momentum, cfg.muon_backend_steps,
-                             cfg.orthogonalization)
+        update = muon_update(grad, state[0], momentum, cfg.muon_backend_steps, cfg.orthogonalization)
         if cfg.normuon_beta2:
           update = normuon_scale(update, state[1], cfg.normuon_beta2)
         if cfg.weight_decay:  # only where the update shrinks it too (arXiv:2411.16085)
           p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * cfg.weight_decay)
       else:
         count = self.step_count // cfg.adam_every
-        update = adam_update(bank.my_grad, *state, count, cfg.beta1, cfg.beta2, cfg.adam_eps)
+        update = adam_update(grad, *state, count, cfg.beta1, cfg.beta2, cfg.adam_eps)
       p.sub_(update, alpha=lr)
       bank.grad.zero_()
-      if self.world_size > 1:  # while the next bank computes
+      if self.world_size > 1:
         jobs.append(all_gather(bank.data, p.flatten(), async_op=True))
     for job in jobs:
       job.wait()
 
-# -------------------- 6 schedules
+# ---------- 6 schedules
 Stage = namedtuple("Stage", "start first_step batch_multiple window")  # start: part of the run
 
 def total_steps(cfg):
@@ -600,11 +610,11 @@ def total_steps(cfg):
 
 def stage_table(cfg):
   """Equal stages, then the extension; one entry serves all. window: of long layers."""
-  n, total = max(len(cfg.batch_schedule), len(cfg.window_schedule)), total_steps(cfg)
+  n = max(len(cfg.batch_schedule), len(cfg.window_schedule))
   equal = max(1, n - (cfg.extension_iterations > 0))
-  starts = [min(i / equal, 1) * cfg.iterations / total for i in range(n)]
-  steps = [math.ceil(start * total - 1e-6) for start in starts]  # without a cap
-  return [*map(Stage, starts, steps, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))]
+  steps = [min(i / equal, 1) * cfg.iterations for i in range(n)]
+  return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *entries) for step, *entries in zip(
+      steps, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))]
 
 def stage_at(cfg, progress):
   return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
@@ -616,8 +626,7 @@ def planned_tokens(cfg):
 
 def run_progress(cfg, step, elapsed):
   """Part of the run that is done, 0 to 1, by steps or by seconds, whichever is further."""
-  cap = cfg.max_wallclock_seconds
-  return min(1.0, max(step / total_steps(cfg), elapsed / cap if cap else 0.0))
+  return min(1.0, max(step / total_steps(cfg), elapsed / (cfg.max_wallclock_seconds or math.inf)))
 
 def lr_factor(cfg, step, progress):
   """Factor on every LR at this step and progress."""
@@ -625,30 +634,24 @@ def lr_factor(cfg, step, progress):
   scheduled = min(1.0, progress * total_steps(cfg) / cfg.iterations)  # the extension stays at the floor
   decay = cfg.warmdown_frac
   if cfg.warmdown_iters:
-    decay = min(0.5, cfg.warmdown_iters * progress / step if step else 0.5)
+    decay = min(0.5, cfg.warmdown_iters * progress / max(step, 1))
   # 2. larger batches allow larger steps
   top = stage_at(cfg, progress).batch_multiple ** cfg.batch_lr_power
   if any(cfg.lr_schedule):
-    top = cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in lr_switches(cfg))]
+    top = cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
   # 3. the top until the decay begins, then linear down to the floor
   down = max(0.0, 1 - (1 - scheduled) / decay) if decay else 0.0
   return top * (1 - down) + cfg.lr_floor * down
 
-def lr_switches(cfg):
-  """Parts of iterations at which lr_schedule moves on."""
-  n = len(cfg.lr_schedule)
-  return [*cfg.lr_switches] if any(cfg.lr_switches) else [i / n for i in range(1, n)]
-
 def muon_momentum(cfg, step, progress):
   """Warms up by steps done, cools down by steps left at the pace so far."""
-  left = (1 - progress) * step / progress if progress else math.inf
+  first, left = cfg.muon_momentum_warmup_start, (1 - progress) * step / progress if progress else math.inf
   parts = ((step, cfg.muon_momentum_warmup_steps), (left, cfg.muon_momentum_cooldown_steps))
-  part = min(1.0, *(steps / n for steps, n in parts if n), 1.0)
-  return cfg.muon_momentum_warmup_start + (cfg.muon_momentum - cfg.muon_momentum_warmup_start) * part
+  return first + (cfg.muon_momentum - first) * min([1.0, *(steps / n for steps, n in parts if n)])
 
-# -------------------- 7 data
-DATA_COMMANDS = {"embedded": "./run.sh data", "fineweb10B_sp1024": "./run.sh data sp1024 -n 40",
-                 "fineweb10B_gpt2": "./run.sh data gpt2"}
+# ---------- 7 data
+DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 40", "fineweb10B_gpt2": " gpt2",
+                  "climbmix": " climbmix"}
 
 def open_shard(path, tokens=None):
   """A .bin shard, of so many tokens -> their memory map, uint16. Raises Refused."""
@@ -684,23 +687,22 @@ def file_sha256(path, stated=None):
 
 def open_data(cfg, log=print):
   """The dataset of cfg.data_path, checked. Raises Refused, Missing if it is not there."""
-  folder = Path(cfg.data_path)
-  get_it = f"get it with `{DATA_COMMANDS.get(folder.name, './run.sh data --text PATH --name NAME')}`"
+  folder = Path(cfg.data_path).absolute()
+  get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
   try:
     return read_dataset(cfg, folder, get_it, log)
   except Refused:
     raise
-  except Exception as error:  # each has its own
+  except Exception as error:
     raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                   f"({brief(error)}): {get_it}") from None
 
 def read_dataset(cfg, folder, get_it, log):
   """By manifest.json; without one, all *_train_*.bin and *_val_*.bin."""
   # 1. the shards
-  path, name = folder / "manifest.json", folder.absolute().name
+  path, name = folder / "manifest.json", folder.name
   manifest = json.loads(path.read_text()) if path.exists() else {"files": [
-      {"path": shard.name, "split": split} for split in ("train", "val")
-      for shard in sorted(folder.glob(f"*_{split}_*.bin"))]}
+      {"path": shard.name, "split": shard.name.split("_")[-2]} for shard in sorted(folder.glob("*_*_*.bin"))]}
   train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
                  for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
   demand(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
@@ -746,35 +748,34 @@ def read_dataset(cfg, folder, get_it, log):
 class Loader:
   """Batches from endless rows of T train tokens and the target after: the stream cut every T tokens or,
   with max_doc_len, heads of documents until a row is full; with shuffle in one random order. Ranks share
-  the rows of a step. A thread reads one step ahead; position, in rows, is the whole state."""
+  the rows of a step. A thread reads a step ahead; position, in rows, is the whole state."""
   def __init__(self, cfg, data, team, log=print):
     self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
     names, self.shards = zip(*data.train.items())
     self.check = cache(lambda i: check_tokens(self.shards[i], data.vocab_size, f"shard {names[i]}"))
     self.edges, self.thread = np.cumsum([0, *map(len, self.shards)]), ThreadPoolExecutor(1)
-    self.rows = int(self.edges[-1] - 1) // self.T
-    self.pieces = range(0, self.rows * self.T, self.T), [self.T + 1] * self.rows, range(self.rows + 1)
-    if cfg.max_doc_len:
-      self.pack_documents(cfg.bos_id or data.bos, cfg.max_doc_len, log)
-    demand(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
-    self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
-    needed = planned_tokens(cfg)
-    short = needed - self.rows * self.T * (cfg.max_epochs or math.inf)
-    demand(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0,
-           f"{short} of {needed} train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
-
-  def pack_documents(self, bos, longest, log):
-    """Heads of documents become the pieces: starts, lengths, and the first of each row."""
-    pairs, total, first = zip(self.edges, self.shards), self.edges[-1], [0]
-    starts = np.concatenate([edge + np.flatnonzero(shard == bos) for edge, shard in pairs])
-    lengths = np.minimum(whole := np.diff(starts, append=total), longest)
-    filled = np.r_[0, np.cumsum(lengths)]
-    while (end := np.searchsorted(filled, filled[first[-1]] + self.T + 1)) < len(filled):
+    # 1. the pieces of the stream that are read
+    total, full, bos = int(self.edges[-1]), self.T + 1, cfg.bos_id or data.bos
+    starts = np.arange(0, total - self.T, self.T)
+    lengths = np.full(len(starts), full)
+    if longest := cfg.max_doc_len:
+      starts = np.concatenate([a + np.flatnonzero(b == bos) for a, b in zip(self.edges, self.shards)])
+      lengths = np.diff(starts, append=total).clip(max=longest)
+    # 2. the first piece of each row
+    filled, first = np.cumsum([0, *lengths]), [0]
+    while (end := filled.searchsorted(filled[first[-1]] + full)) < len(filled):
       first.append(end)
     self.pieces, self.rows = (starts, lengths, first), len(first) - 1
-    cut, kept = whole.sum() - filled[-1], self.rows * (self.T + 1)
-    log(f"documents: {len(starts)} in {self.rows} rows; of {total} train tokens {kept} are read, {cut} "
-        f"beyond max_doc_len:{longest} and {total - cut - kept} beyond a row are not")
+    demand(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
+    if longest:
+      kept, rest = self.rows * full, filled[-1] + starts[0]
+      log(f"documents: {len(starts)} in {self.rows} rows; of {total} train tokens {kept} are read, "
+          f"{total - rest} beyond max_doc_len:{longest} and {rest - kept} beyond a row are not")
+    # 3. their order, and whether they are enough
+    self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
+    short = planned_tokens(cfg) - self.rows * self.T * (cfg.max_epochs or math.inf)
+    demand(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0, f"{short} of {planned_tokens(cfg)} "
+           f"train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
 
   def read(self, start, count):
     """count tokens from start on, int64 (count,). Checks a shard before its first use."""
@@ -809,12 +810,13 @@ class Loader:
   def epoch(self):
     return self.position // self.rows + 1
 
-# -------------------- 8 evaluation
+# ---------- 8 evaluation
 def log_probs(model, tokens):
   """tokens (B, T) int64 -> (B, T, V) fp32 of the next token, whence every score."""
   return F.log_softmax(model.logits(tokens), -1)
 
-Score = namedtuple("Score", "val_loss val_bpb")  # nats per target; bits per byte, None for a part of val
+# nats per target; bits per byte, None for a part of val; these without the nats of BOS targets
+Score = namedtuple("Score", "val_loss val_bpb val_bpb_without_bos")
 
 def eval_window(cfg):
   return cfg.eval_window or cfg.window_schedule[-1]
@@ -826,30 +828,42 @@ def eval_settings(cfg):
               eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
 
 @torch.no_grad()
+def scored(model, cfg, rows, team):
+  """rows [(ids, first)], of which ids[first:] are targets -> batches of rows of like length: the row of each
+  target (n,), the targets, their nats in fp64, whether each was the likeliest. CPUs score in fp32."""
+  order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+  most = max([len(ids) - first for ids, first in rows], default=1)
+  fit = (1 << 28) // (most * cfg.vocab_size)  # rows of 1 GiB of logits
+  tokens = min(cfg.val_batch_size, 1 << 30 if team.on_gpu else 2048)  # what a CPU's cache holds
+  dtype, model.dtype = model.dtype, model.dtype if team.on_gpu else torch.float32
+  while order:
+    T = len(rows[order[-1]][0]) - 1  # of the longest that is left
+    step = max(1, min(tokens // T, fit))
+    order, here = order[:-step], order[-step:]
+    ids = np.zeros((len(here), T + 1), np.int64)
+    wanted = np.zeros(ids.shape, bool)
+    for i, (row, first) in enumerate(rows[j] for j in here):
+      ids[i, :len(row)], wanted[i, first:len(row)] = row, True
+    batch, mask, targets = (torch.from_numpy(t).to(team.device) for t in (ids, wanted[:, 1:], ids[wanted]))
+    model.set_context(T, eval_window(cfg), mask)
+    scores = log_probs(model, batch[:, :-1])
+    nats = -scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
+    yield np.array(here)[wanted.nonzero()[0]], ids[wanted], nats, (scores.argmax(-1) == targets).cpu().numpy()
+  model.dtype, model.wanted = dtype, ...
+
 def evaluate(model, cfg, data, team):
   """Score of the first val_tokens tokens, each target once: rows of eval_context tokens score their last
-  eval_stride targets, the first row all. Neither ranks nor rows at a time change it: sums are fp64, on the
-  CPU activations fp32."""
-  tokens = data.val[:cfg.val_tokens or None]
+  eval_stride targets, the first row all. Sums are fp64."""
+  tokens, nats = data.val[:cfg.val_tokens or None], torch.zeros(2, dtype=torch.float64)
   _, context, stride, _ = eval_settings(cfg).values()
   n = len(tokens) - 1
-  rows = math.ceil(max(0, n - context) / stride) + 1
-  fit = (1 << 30 if team.on_gpu else 1 << 26) // (4 * context * data.vocab_size)  # rows of fp32 logits
-  step = max(1, min(cfg.val_batch_size // context, fit, rows))
-  dtype, model.dtype = model.dtype, model.dtype if team.on_gpu else torch.float32
-  model.set_context(context, eval_window(cfg))
-  nats = 0.0
-  for first in range(team.rank * step, rows, step * team.world_size):
-    low = np.arange(first, first + step)[:, None] * stride
-    index = low + np.arange(context + 1)  # of the inputs and the last target
-    scored = (index < n) & ((index >= low + context - stride) | (low == 0))
-    batch = torch.from_numpy(tokens[np.minimum(index, n)].astype(np.int64)).to(team.device)
-    found = log_probs(model, batch[:, :-1]).gather(-1, batch[:, 1:, None])
-    nats -= found.double().cpu().numpy()[scored[:, :-1]].sum()
-  model.dtype = dtype
-  nats = all_reduce(torch.tensor(nats, dtype=torch.float64), team.world_size).item()
+  lows = range(0, max(1, n - context + stride), stride)[team.rank::team.world_size]
+  rows = [(tokens[low:low + context + 1], context - stride + 1 if low else 1) for low in lows]
+  for _, targets, found, _ in scored(model, cfg, rows, team):
+    nats += torch.tensor([found.sum(), found[targets != data.bos].sum()])
+  nats, without = all_reduce(nats).tolist()
   whole = data.val_bytes and len(tokens) == len(data.val)
-  return Score(nats / n, nats / math.log(2) / data.val_bytes if whole else None)
+  return Score(nats / n, *(x / math.log(2) / data.val_bytes if whole else None for x in (nats, without)))
 
 def score_text(cfg, score, digits=4):
   """`val_loss:… val_bpb:…`, val_loss_partial if not of the preset's own split."""
@@ -857,33 +871,51 @@ def score_text(cfg, score, digits=4):
   bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
   return f"val_loss{partial}:{score.val_loss:.{digits}f}{bpb}"
 
+def core_tasks(cfg):
+  """Raises Refused."""
+  import core
+  tasks, problem = core.read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+  demand(not problem, problem)
+  return tasks
+
+def core_metric(model, cfg, data, team, log):
+  """CORE, a part of the result."""
+  import core
+  return core.core_metric(core_tasks(cfg), core.Scorer(
+      model, lambda rows: scored(model, cfg, rows, team), log_probs, eval_window(cfg),
+      data.tokenizer.encode, data.bos, 10 * cfg.train_seq_len, team,
+      lambda numbers: all_reduce(torch.tensor(numbers)).tolist(), log))
+
 @torch.no_grad()
-def generate(model, prompt, count, temperature):
-  """prompt and count ids more; temperature 0: greedy."""
+def generate(model, prompt, count, temperature, top_k=0):
+  """prompt and count ids more, drawn from the top_k likeliest, 0: all; temperature 0: the likeliest."""
   ids, cfg = list(prompt), model.cfg
+  model.set_context(len(ids) + count, eval_window(cfg) or cfg.train_seq_len, cache={})
   for _ in range(count):
-    recent = torch.tensor([ids[-cfg.train_seq_len:]], device=model.embed.device)
-    model.set_context(recent.size(1), eval_window(cfg))
-    scores = log_probs(model, recent)[0, -1].cpu() / max(temperature, 1e-9)
-    ids.append(torch.multinomial(scores.softmax(-1), 1).item())
+    scores = model.logits(torch.tensor([ids], device=model.embed.device))[0, -1].cpu()
+    best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
+    ids.append(which[torch.multinomial((best / (temperature or 1)).softmax(-1), 1)].item())
+  model.cache = None
   return ids
 
 def show_samples(model, cfg, data, log):
-  """Continues cfg.sample, or three documents."""
+  """Continues cfg.sample's prompts, or three documents."""
   if not (sp := data.tokenizer):
-    return log("samples: none, there is no tokenizer")
+    return log("samples: none without a tokenizer")
   starts = np.flatnonzero(data.val == data.bos)
-  prompts = [[data.bos, *sp.encode(cfg.sample)]] if cfg.sample else [
+  prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")] if cfg.sample else [
       data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
   torch.manual_seed(cfg.seed)
   for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
-    text, ids = sp.decode(prompt), generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature)
+    text, ids = sp.decode(prompt), generate(
+        model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k)
+    ids = [i for i in ids if i < sp.vocab_size()]  # of padding
     log(f"sample {i}: {text}»{sp.decode(ids)[len(text):]}")
 
-# -------------------- 9 artifact
+# ---------- 9 artifact
 CODEC = "int8"
-CLIP_PERCENTILE = 99.99984      # of a row's magnitudes; what lies beyond is clipped
-KEEP_NUMEL = 65_536             # tensors of at most this many numbers stay fp16
+CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
+KEEP_NUMEL = 65_536  # tensors of at most this many numbers stay fp16
 
 def quantize_rows(w):
   """w (R, C) fp32 -> int8 (R, C), fp16 scales (R,)."""
@@ -930,7 +962,7 @@ def load_model(path, device="cpu", base=None):
     demand(not tensors, f"unknown {list(tensors)[:1]}")
     model.to(device).dtype = torch.bfloat16 if "cuda" in str(device) else torch.float32
     model.set_context(cfg.train_seq_len, eval_window(cfg))
-  except Exception as error:  # each has its own
+  except Exception as error:
     raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
   return model.eval(), cfg
 
@@ -942,71 +974,28 @@ def write_atomically(path, content):
     os.fsync(file.fileno())
   os.replace(file.name, path)
 
-# -------------------- 10 fast kernels
-def to_fp8(x, scale, dtype):
-  """x -> fp8 and what to multiply it by, 0-dim. scale: a number, or None: max |x| fills the range."""
-  x, top = x.float(), torch.finfo(dtype).max
-  scale = (x.abs().amax() / top).clamp(1e-30) if scale is None else x.new_full((), scale)
-  return (x / scale).clamp(-top, top).to(dtype), scale  # a bare cast can give inf or nan
-
-def scaled_mm(a, b, scale_a, scale_b, fast=False):
-  """a (M, K), b (N, K) -> scale_a a @ (scale_b b).T in bf16. The layout is CUDA's; a CPU takes any."""
-  assert not any(side % 16 for side in (*a.shape, *b.shape)), "sides must be multiples of 16"
-  a, b = a.contiguous(), b.contiguous().t()
-  return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-class Fp8Linear(torch.autograd.Function):
-  """Products in e4m3, those of the gradient with e5m2 (arXiv:2209.05433)."""
-  @staticmethod
-  def forward(ctx, x, weight, scales):
-    *scales, ctx.grad_scale = scales
-    (x, sx), (w, sw) = (to_fp8(*pair, torch.float8_e4m3fn) for pair in zip((x, weight), scales))
-    ctx.save_for_backward(x, w, sx, sw)
-    return scaled_mm(x, w, sx, sw, fast=True)
-
-  @staticmethod
-  def backward(ctx, grad):
-    x, w, sx, sw = ctx.saved_tensors
-    g, sg = to_fp8(grad, ctx.grad_scale, torch.float8_e5m2)
-    return scaled_mm(g, w.t(), sg, sw).to(grad.dtype), scaled_mm(g.t(), x.t(), sg, sx).float(), None
-
-def fp8_linear(x, weight, scales=(None, None, None)):
-  """`linear` in fp8, but where no gradient is wanted: scores are exact. scales of x, weight and gradient;
-  None: by the maximum."""
-  if not torch.is_grad_enabled():
-    return linear(x, weight)
-  return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
-
-def fp8_head(x, weight):
-  """With fixed scales, for x of unit rms, |weight| to 0.87 and a loss that is a mean over the tokens."""
-  return fp8_linear(x, weight, (x.size(-1) ** 0.5 / 448, 2 ** -9, 1 / 448 / x[..., 0].numel()))
-
-FP8 = {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}
+# ---------- 10 fast kernels
+def script_files():
+  """{name: bytes} of this file and of what it loaded from beside it."""
+  loaded = {"train_gpt.py": __file__} | {
+      f"{name}.py": sys.modules[name].__file__ for name in ("core", "dial", "kernels") if name in sys.modules}
+  return {name: Path(path).read_bytes() for name, path in loaded.items()}
 
 def choose_fp8(cfg, team, log):
   """What multiplies in training: of blocks, of head. Raises Refused where it cannot, unless it is auto-."""
-  part, capability = cfg.fp8.removeprefix("auto-"), (9, 0)
-  sides = (cfg.vocab_size, cfg.train_seq_len, cfg.model_dim // cfg.num_heads)
-  if team.on_gpu:
-    capability = torch.cuda.get_device_capability()
-  able = capability >= (8, 9) and not any(side % 16 for side in sides)
-  demand(able or cfg.fp8 not in ("head", "all"),
-         f"fp8={part} needs compute capability 8.9, here {capability}, and multiples of 16, but "
-         f"vocab_size, train_seq_len and head_dim are {sides}")
-  if not able or part != cfg.fp8 and not team.on_gpu:  # where it is slow
-    part = "off"
+  if cfg.fp8 == "off":
+    return linear, linear
+  import kernels
+  part, problem = kernels.fp8_part(cfg, team.on_gpu)
+  demand(part, problem)
   log(f"fp8: {cfg.fp8} is {part}")
-  return FP8[part]
+  return tuple(fast or linear for fast in kernels.FP8[part])
 
-# -------------------- 11 main
-def nearest(typed):
-  """[the name of a constant that is like it], or []."""
-  return difflib.get_close_matches(typed.lower(), NAMES, 1, 0.75)
-
+# ---------- 11 main
 def near_misses(env):
   """[(variable that no constant reads, the constant that is one slip away)]"""
-  return [(key, name.upper()) for key in env for name in nearest(key)
-          if key != name.upper() and abs(len(key) - len(name)) < 2]
+  return [(key, name) for key in env for name in get_close_matches(key.upper(), NAMES, 1, 0.75)
+          if key != name and abs(len(key) - len(name)) < 2]
 
 def parse_value(name, text):
   """Text -> a value of the constant's type. Raises Refused."""
@@ -1015,6 +1004,8 @@ def parse_value(name, text):
     text.encode()  # an environment may hold other bytes
     if isinstance(default, tuple):
       return tuple(map(type(default[0]), text.split(",")))
+    if text == "-1" and type(default) in (int, float) and "; 0: " in FIELDS[name].doc:  # as the field has it
+      return type(default)(0)
     return booleans[text.lower()] if isinstance(default, bool) else type(default)(text)
   except (KeyError, ValueError):
     raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
@@ -1024,14 +1015,15 @@ def parse_flags(argv):
   words = [*argv]
   while words:
     flag, equals, text = words.pop(0).partition("=")
-    typed = flag[2:].replace("-", "_")
-    near = [*nearest(typed), "help"][0].replace("_", "-")
-    demand(flag[:2] == "--" and typed in NAMES, f"unknown argument {flag}; did you mean --{near}?")
-    if not equals:  # the value is the next word; a Boolean can do without
+    name = flag[2:].replace("-", "_").upper()
+    near = dict(near_misses([name])).get(name, "help").lower().replace("_", "-")
+    demand(flag[:2] == "--" and name in NAMES, f"unknown argument {flag}; did you mean --{near}?")
+    if not equals:  # the value is the next word; a Boolean can do without, and fp8
+      alone = "all" if name == "FP8" else "1" if type(FIELDS[NAMES[name]].default) is bool else None
       bare = not words or words[0].startswith("--")
-      demand(not bare or type(FIELDS[NAMES[typed]].default) is bool, f"{flag} needs a value")
-      text = "1" if bare else words.pop(0)
-    yield typed.upper(), text
+      demand(alone or not bare, f"{flag} needs a value")
+      text = alone if bare else words.pop(0)
+    yield name, text
 
 def show(value):
   """A constant as one types it; of an absolute path the last part."""
@@ -1060,7 +1052,7 @@ class Team:
     self.rank, local, self.world_size, self.ranks_here = (int(env.get(*pair)) for pair in alone.items())
     gpus = torch.cuda.is_available() and torch.cuda.device_count()
     sequences = cfg.train_batch_tokens // cfg.train_seq_len
-    self.on_gpu = cfg.device == "cuda" or cfg.device == "auto" and gpus > 0
+    self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
     demand(not self.on_gpu or self.ranks_here <= gpus,
            f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
     demand(sequences % self.world_size == 0 or cfg.eval_from,
@@ -1070,9 +1062,9 @@ class Team:
                 getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
     auto = "bfloat16" if has_bf16 else "float32"
     self.dtype = getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype)
-    self.wait = torch.cuda.synchronize if self.on_gpu else lambda: None  # until the device has done all
-    if self.on_gpu:
-      torch.cuda.set_device(self.device)
+    backend = torch.cuda if self.on_gpu else torch.cpu
+    backend.set_device(self.device)
+    self.wait = backend.synchronize  # until the device has done all
     torch.use_deterministic_algorithms(not self.on_gpu)  # or compiled embedding gradients are not
     torch.utils.deterministic.fill_uninitialized_memory = False
     np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it looks after the next line
@@ -1117,6 +1109,8 @@ def hardware(team):
   name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
   return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
 
+H100_FLOPS = 989.4e12  # per second, bf16, dense, of an H200 too: NVIDIA's data sheet
+
 def parameter_counts(cfg):
   """{group of the optimizer: parameters}"""
   counts = Counter()
@@ -1125,11 +1119,15 @@ def parameter_counts(cfg):
       counts[parameter_rule(name)[0]] += p.numel()
   return counts
 
+def horizon_weights(cfg):
+  """Those of matrices and head."""
+  return parameter_counts(cfg)["matrix"] + cfg.vocab_size * cfg.model_dim
+
 def flops_per_token(cfg):
-  """Matmul FLOPs to train on a token: 6 per weight, 6 * width * window per layer."""
+  """Matmul FLOPs of training, as PaLM counts: 6 per weight, 12 * width * window per layer."""
   sizes = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
   keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, cfg.num_layers))
-  return 6 * (parameter_counts(cfg)["matrix"] + cfg.model_dim * (cfg.vocab_size + keys))
+  return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
 
 def step_memory(cfg, team, sequences):
   """Bytes of a rank with so many sequences at a time, roughly."""
@@ -1145,10 +1143,9 @@ def free_memory(team):
 
 def micro_batch(cfg, team):
   """Sequences at a time: a divisor of a rank's, as device_batch_size or memory allows."""
-  share, free = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, free_memory(team)
-  base, one = (step_memory(cfg, team, n) for n in (0, 1))
-  most = cfg.device_batch_size or max(1, (free - base) // (one - base))
-  return max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
+  share, most = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, cfg.device_batch_size
+  return max(n for n in range(1, share + 1) if share % n == 0 and (
+      n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free_memory(team)))
 
 def listed(table):
   return " ".join(f"{name}:{value}" for name, value in table.items())
@@ -1170,55 +1167,55 @@ def plan(cfg, team, micro):
          f"{cfg.max_wallclock_seconds:g} s (0: none)")
   decay = min(cfg.warmdown_iters, last // 2) or cfg.warmdown_frac * cfg.iterations
   warmup, cooldown = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_cooldown_steps
-  marks = [warmup // 2, warmup, last - cooldown, last, math.ceil(cfg.iterations - decay)]
-  marks += [stage.first_step for stage in stage_table(cfg)]
-  marks += [math.ceil(part * cfg.iterations) for part in lr_switches(cfg)]
-  for step in sorted(mark for mark in {*marks} if 0 <= mark <= last):
+  marks = {warmup // 2, warmup, last - cooldown, last, math.ceil(cfg.iterations - decay),
+           *(math.ceil(part * cfg.iterations) for part in cfg.lr_switches),
+           *(stage.first_step for stage in stage_table(cfg))}
+  for step in sorted(mark for mark in marks if 0 <= mark <= last):
     stage = stage_at(cfg, part := step / last)
     yield (f"at step {step} ({part:.1%}): tokens:{batch * stage.batch_multiple} {windows(stage.window)} "
            f"lr_factor:{lr_factor(cfg, step, part):.4f} "
            f"muon_momentum:{muon_momentum(cfg, step, part):.4f}")
   yield f"in evaluation: {windows(eval_window(cfg))}"
 
-def open_run(cfg, team, log, source):
-  """Makes logs/<run_id>/ with script and train.log. Returns (cfg, folder). Raises Refused."""
-  kind, problem, rule = "eval" if cfg.eval_from else cfg.preset, None, "=" * 100
-  run_id = cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}"
+def open_run(cfg, team, log, files):
+  """Makes logs/<run_id>/ with the script's files and train.log. Returns (cfg, folder). Raises Refused."""
+  kind, rule = "eval" if cfg.eval_from else cfg.preset, "=" * 100
+  run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
+  folder, problem = Path("logs", run_id), None
   if team.rank == 0:
     versions = f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}"
     gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
-    head = [source.decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
+    head = [files["train_gpt.py"].decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
     try:
-      (folder := Path("logs", run_id)).mkdir(parents=True)
-      (folder / "train_gpt.py").write_bytes(source)
+      folder.mkdir(parents=True)
+      for name, content in files.items():
+        (folder / name).write_bytes(content)
       log.open(folder / "train.log", "\n".join(head))
     except OSError as error:
-      problem = f"run_id={run_id!r}: logs/{run_id} cannot be made ({error.strerror})"
-  run_id, problem = team.share((run_id, problem))
+      problem = f"run_id={run_id!r}: {folder} cannot be made ({error.strerror})"
+  problem = team.share(problem)
   demand(not problem, problem)
   log.started = True
-  return replace(cfg, run_id=run_id), Path("logs", run_id)
+  return replace(cfg, run_id=run_id), folder
 
 def train_step(loss_fn, optimizer, batch, micro, lr, momentum):
   """A step, micro sequences at a time. Returns this rank's mean loss."""
   parts, total = list(zip(*(t.split(micro) for t in batch))), 0.0
-  for i, (tokens, targets) in enumerate(parts, 1):
-    loss = loss_fn(tokens, targets) / len(parts)
-    if i == len(parts):
-      optimizer.expect()
+  for part in parts:
+    loss = loss_fn(*part) / len(parts)
     loss.backward()
     total = total + loss.detach()
   optimizer.step(lr, momentum)
   return total
 
 def rehearse(cfg, team, model, optimizer, micro, log):
-  """Compiles and runs each window on random tokens and undoes it all. Returns the loss function."""
-  kept, rng, stages = [t.clone() for t in optimizer.tensors()], torch.get_rng_state(), stage_table(cfg)
-  batch = torch.randint(cfg.vocab_size, (2, micro, cfg.train_seq_len)).to(team.device).unbind()
+  """Compiles and runs each window on made-up tokens and undoes it all. Returns the loss function."""
+  T, kept, stages = cfg.train_seq_len, [t.clone() for t in optimizer.tensors()], stage_table(cfg)
+  batch = torch.arange(2 * micro * T, device=team.device).view(2, micro, T) % cfg.vocab_size
   for loss_fn in [torch.compile(model, dynamic=False)] * cfg.compile + [model]:
     try:
       for step in range(max(cfg.warmup_steps, len(stages))):
-        model.set_context(cfg.train_seq_len, stages[step % len(stages)].window)
+        model.set_context(T, stages[step % len(stages)].window)
         loss_fn(*batch).backward()
         if step < cfg.warmup_steps:
           optimizer.step(1.0, cfg.muon_momentum)
@@ -1227,11 +1224,8 @@ def rehearse(cfg, team, model, optimizer, micro, log):
       if loss_fn is model or team.world_size > 1 or out_of_memory(error):
         raise
       log(f"compile: not possible here ({brief(error)}); training uncompiled")
-  for tensor, value in zip(optimizer.tensors(), kept):
-    tensor.copy_(value)
+  torch._foreach_copy_(optimizer.tensors(), kept)
   optimizer.step_count = 0
-  optimizer.zero_grad()
-  torch.set_rng_state(rng)
   return loss_fn
 
 def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
@@ -1249,7 +1243,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       events.pop(0).synchronize()
     now = time.perf_counter() - start
     if cap:
-      now = all_reduce(torch.tensor(now, dtype=torch.float64), team.world_size, "MAX").item()
+      now = all_reduce(torch.tensor(now, dtype=torch.float64), "MAX").item()
     if step and (report or cap or not team.on_gpu):
       laps.append(((now - lap_start[1]) / (step - lap_start[0]), stage.batch_multiple))
       lap_start = (step, now)
@@ -1260,7 +1254,8 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     done = "iterations" if step == last else None
     done = "wallclock_cap" if step and 0 < cap <= now + reserve else done
     # 2. validation, off the clock
-    if done or cfg.val_loss_every and step % cfg.val_loss_every == 0:
+    measure, show = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
+    if done or due(cfg.val_loss_every, step) or measure or show:
       team.wait()
       now = time.perf_counter() - start  # it stops
       if done == "wallclock_cap":
@@ -1271,6 +1266,10 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       check_finite(score.val_loss, "val_loss", step, curves["train"])
       if done:
         break
+      if measure:
+        core_metric(model, cfg, data, team, log)
+      if show:
+        show_samples(model, cfg, data, log)
       start = time.perf_counter() - now  # it goes on
     if stage.window != window:
       model.set_context(cfg.train_seq_len, window := stage.window)
@@ -1286,16 +1285,22 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       log(f"epoch {loader.epoch} begins in step {step}: all {loader.rows} train sequences were read")
     # 4. a report
     if report := step <= 10 or step % (cfg.train_log_every or 100) == 0:
-      mean = all_reduce((loss + broken) / team.world_size, team.world_size).item()
+      mean = all_reduce((loss + broken) / team.world_size).item()
       curves["train"].append((step, now := time.perf_counter() - start, mean))
       check_finite(mean, "train_loss", step, curves["train"])
       left = now / run_progress(cfg, step, now) - now
       log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(now, step)} tok/s:{tokens / now:.0f} "
           f"lr_factor:{lr:.3f} eta:{left:.0f}s")
   step_ms = np.percentile([1e3 * t for t, _ in laps], (50, 95, 100)).round(3).tolist()
+  flops, best = flops_per_token(cfg) * tokens, min(loss for _, _, loss in curves["val"])
   return score, curves, dict(
       train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=step,
-      tokens=tokens, tok_per_s=round(tokens / now), stop_reason=done)
+      tokens=tokens, tok_per_s=round(tokens / now), stop_reason=done, total_training_flops=flops,
+      min_val_bpb=score.val_bpb and score.val_bpb * best / score.val_loss,
+      mfu=re.search("H[12]00", hardware(team)) and flops / now / team.world_size / H100_FLOPS)
+
+def due(every, step):
+  return every and step % every == 0
 
 def time_text(seconds, step):
   return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
@@ -1312,10 +1317,10 @@ def write_artifact(model, folder, source, log):
   size, total, limit = len(packed), len(packed) + len(source), model.cfg.artifact_bytes_limit
   log(f"Serialized model {CODEC}+zlib: {size} bytes ({sum(map(torch.numel, model.parameters()))} weights)",
       f"Code size: {len(source)} bytes", f"Total submission size {CODEC}+zlib: {total} bytes")
-  over = max(0, total - (limit or total))
+  fits = total <= (limit or total)
   if limit:
-    log(f"artifact_bytes_limit: {limit} bytes, " + (f"OVER by {over}" if over else "within it"))
-  return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not over)
+    log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else f"OVER by {total - limit}"))
+  return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
 
 def plot_curves(curves, title, path):
   """loss.png: losses over training seconds."""
@@ -1336,15 +1341,16 @@ def peak_memory(team):
   used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
   return f"peak memory resident: {used} MiB"
 
-def run(cfg, env, log):
+def run(argv, env, log):
   """One run: dry, of a file, or training."""
-  began, started, source = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}", Path(__file__).read_bytes()
+  cfg = load_config(env, argv)
+  began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
   for key, name in near_misses(env):
     log(f"warning: {key} in the environment is no constant; did you mean {name}?")
   changed = overrides(cfg)
   log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
   # 1. the plan
-  team, model, scores, curves = Team(cfg, env), None, {}, None
+  team, model, scores, curves, report = Team(cfg, env), None, {}, None, {}
   if cfg.eval_from:
     told, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
     model.dtype = team.dtype
@@ -1355,6 +1361,9 @@ def run(cfg, env, log):
     data = open_data(cfg, log)
     cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     loader = Loader(cfg, data, team, log)
+    if (cfg.core or cfg.core_metric_every) and not cfg.dry_run:
+      core_tasks(cfg)
+      demand(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
   except Missing as error:  # part of the plan
     if not cfg.dry_run:
       raise
@@ -1364,25 +1373,37 @@ def run(cfg, env, log):
     log(*plan(cfg, team, micro := micro_batch(cfg, team)))
     linears = choose_fp8(cfg, team, log)
   if cfg.dry_run:
+    if cfg.depth:
+      import dial
+      series = dial.series(cfg.depth, lambda n: load_config(env, [*argv, f"--depth={n}"]), Refused)
+      log(*(dial.line(c, parameter_counts(c).total(), planned_tokens(c), flops_per_token(c), H100_FLOPS)
+            for c in series))
     return
-  if model and cfg.sample:
+  if model and "sample" in changed:
     return show_samples(model, cfg, data, log)
   # 2. the folder
   loader.read(0, 1)  # checks the first shard
-  cfg, folder = open_run(cfg, team, log, source)
+  cfg, folder = open_run(cfg, team, log, files := script_files())
+  companions = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
   result = dict(
       run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
-      train_time_ms=0, steps=0, tokens=0, bytes_code=len(source), bytes_model=None, bytes_total=None,
-      code_sha256=hashlib.sha256(source).hexdigest(), world_size=team.world_size, hardware=hardware(team),
+      train_time_ms=0, steps=0, tokens=0, bytes_code=len(files["train_gpt.py"]), bytes_model=None,
+      bytes_total=None, code_sha256=companions.pop("train_gpt.py"), companions=companions,
+      world_size=team.world_size, hardware=hardware(team),
       torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
       overrides=changed, data=data.about, eval=eval_settings(cfg), stop_reason="eval_from",
       started=started, resumed=False)
   log(f"eval settings: {listed(result['eval'])}")
   log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
   # 3. the scores: of a file, or of what was trained and then of its artifact as read back
+  def core(counts=True):
+    if cfg.core and counts:
+      result.update(core_metric(model, cfg, data, team, log))
+
   if model:
     kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
     scores[kind] = evaluate(model, cfg, data, team)
+    core()
   else:
     model = GPT(cfg, team.dtype, *linears)
     init_parameters(model, cfg.seed)
@@ -1394,20 +1415,21 @@ def run(cfg, env, log):
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
     scores["trained"], curves, report = train(
         cfg, team, data, model, optimizer, loader, loss_fn, micro, log)
-    result |= report | dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro,
-                            compiled=loss_fn is not model)
+    core(not cfg.score_artifact)
+    report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro, compiled=loss_fn is not model)
     if team.rank == 0:  # other hosts do not have the file
-      result |= write_artifact(model, folder, source, log)
+      report |= write_artifact(model, folder, files["train_gpt.py"], log)
       model.load_state_dict(load_model(folder / f"final_model.{CODEC}.ptz")[0].state_dict())
     for bank in optimizer.banks if team.world_size > 1 else ():
       dist.broadcast(bank.data, 0)
     scores["artifact"] = evaluate(model, cfg, data, team)
+    core(cfg.score_artifact)
   result["peak_memory"] = peak_memory(team)
   log(result["peak_memory"])
   for kind, score in scores.items():
     tag = "final_model" if kind == "trained" else f"final_{CODEC}_zlib_roundtrip"
     log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
-    check_finite(score.val_loss, "the final val_loss", result["steps"], [])
+    check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
     result[kind] = score._asdict()
   if team.rank > 0:
     return
@@ -1420,12 +1442,12 @@ def run(cfg, env, log):
       plot_curves(curves, f"{cfg.preset}: {text}", folder / "loss.png")
     except Exception as error:  # no picture is no reason to lose a run
       log(f"loss.png: not drawn ({brief(error)})")
-  result |= {text.split(":")[0]: score.val_loss, "val_bpb": score.val_bpb,  # val_loss or val_loss_partial
-             "process_ms": round(1e3 * (time.perf_counter() - began)),
-             "finished": f"{datetime.now(UTC):%FT%TZ}"}
-  for key in "steps tokens tok_per_s train_time_ms step_ms bytes_model bytes_total process_ms".split():
-    log(f"{key:>14}  {result.get(key)}")
-  log(f"{'score':>14}  {text}", f"    run folder  logs/{cfg.run_id}")
+  report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
+                 val_bpb_without_bos=score.val_bpb_without_bos)
+  result |= report | {text.split(":")[0]: score.val_loss, "val_bpb": score.val_bpb,  # or val_loss_partial
+                      "finished": f"{datetime.now(UTC):%FT%TZ}"}
+  rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
+  log(*(f"{key:>21}  {value}" for key, value in rows.items() if value is not None))
   write_atomically(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
 
 def main(argv, env):
@@ -1435,12 +1457,13 @@ def main(argv, env):
     if {"--help", "-h"} & {*argv}:
       print(*help_text(), sep="\n")
     else:
-      run(load_config(env, argv), env, log)
+      run(argv, env, log)
     if dist.is_initialized():
       dist.destroy_process_group()
     return 0
-  except (Refused, KeyboardInterrupt) as error:
-    code, why = 2 if isinstance(error, Refused) and not log.started else 1, str(error) or "interrupted"
+  except (Refused, ImportError, KeyboardInterrupt) as error:
+    code, why = 1 if log.started or isinstance(error, KeyboardInterrupt) else 2, str(error) or "interrupted"
+    why += ": is it beside this file, or installed?" * isinstance(error, ImportError)
   except Exception as error:
     code, why = 1, brief(error)
     if out_of_memory(error):

@@ -1,29 +1,41 @@
-"""Download published token shards from the Hugging Face hub, verify them and describe them in a manifest.
+"""Download published data, verify it, and leave it as the trainer reads it.
 
     python data/download.py sp1024            # 10 train shards (1B tokens), all val shards, the tokenizer
     python data/download.py sp1024 -n 80      # more train shards; what is there and whole is kept
     python data/download.py sp1024 -n 0       # all that the repository lists
     python data/download.py gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
+    python data/download.py climbmix          # text, 220 train shards and val (22 GB), tokenized here
+    python data/download.py fineweb-edu       # likewise
+    python data/download.py core              # the 22 tasks of CORE
 
-Writes OUT/datasets/<name>/*.bin, OUT/tokenizers/*.model and at last manifest.json beside the shards, which
-lists the first N train shards and all val shards, each of them verified in this run. A download that was
-interrupted continues where it stopped. HF_ENDPOINT names another hub; HF_TOKEN is sent where it is set.
-Exit 0: all is there. 1: it failed, and stderr says which file and why. 2: refused before downloading.
+Token shards: writes OUT/datasets/<name>/*.bin, OUT/tokenizers/*.model and at last manifest.json beside the
+shards, which lists the first N train shards and all val shards, each of them verified in this run.
+Text: writes OUT/parquet/<name>/*.parquet, of which the last that the repository lists is val, and has
+prepare.py make dataset and tokenizer of it (32,768 pieces; val is cut to 50,000,000 bytes). A shard of some
+250M characters gives some 52M tokens. 26 layers at 7.25 tokens per weight need 6.7B; the trainer cuts
+documents to whole rows, so the default is more: its line `documents:` says what is left.
+CORE: writes OUT/core_bundle/ in one step; CORE_BUNDLE_URL names another address of the zip.
+What was interrupted continues where it stopped. HF_ENDPOINT names another hub; HF_TOKEN is sent to it.
+Exit 0: all is there. 1: it failed, and stderr says which file and why. 2: refused, by name or by content.
 """
 from __future__ import annotations
 
 import argparse
+import csv
 import difflib
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import struct
 import sys
 import tempfile
 import time
-from pathlib import Path
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -32,6 +44,8 @@ DISK_MARGIN = 500_000_000                        # bytes that stay free after th
 MAX_DELAY = 60.0                                 # seconds, the longest wait between two tries
 RETRY_STATUS = {408, 416, 425, 429, 500, 502, 503, 504}
 DECODE_TOKENS = 1 << 20                          # tokens per batch, more where a single document has more
+TOKENS_PER_PARQUET = 1.3                         # bytes of token shards per byte of parquet, at most
+CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 
 
 class Source(NamedTuple):
@@ -42,12 +56,16 @@ class Source(NamedTuple):
     tokenizer: str = ""                          # that of the SentencePiece model; none:
     vocab_size: int = 0                          # what is known of a tokenizer that is not published there
     bos_id: int = 0
+    parquet: bool = False                        # shard_%05d.parquet, for a tokenizer of vocab_size pieces
 
 
 SOURCES = {
     "sp1024": Source("willdepueoai/parameter-golf", "fineweb10B_sp1024", 10,
                      "datasets/datasets/fineweb10B_sp1024/", "datasets/tokenizers/fineweb_1024_bpe.model"),
     "gpt2": Source("kjj0/fineweb10B-gpt2", "fineweb10B_gpt2", 9, "", vocab_size=50257, bos_id=50256),
+    "fineweb-edu": Source("karpathy/fineweb-edu-100b-shuffle", "fineweb_edu", 220, "", vocab_size=32768,
+                          parquet=True),
+    "climbmix": Source("karpathy/climbmix-400b-shuffle", "climbmix", 220, "", vocab_size=32768, parquet=True),
 }
 
 
@@ -101,15 +119,17 @@ class Progress:
             f"{self.unit}/s, {left // 60}:{left % 60:02d} left", end="" if self.terminal else "\n")
 
 
-class Hub:
-    """Listing and files of the hub over plain HTTP, by huggingface_hub's client (proxies, token, redirects).
+class Server:
+    """Files over plain HTTP, by huggingface_hub's client (proxies, redirects)."""
+    name = "server"
+    whose = "the server of the bundle (or the one that CORE_BUNDLE_URL names)"
+    advice = {404: "it is not there", 403: "it is not there or not for everyone"}
 
-    hf_hub_download itself keeps no partial file from run to run and may retry without end.
-    """
+    def __init__(self, tries: int, delay: float, timeout: float):
+        self.tries, self.delay, self.timeout = tries, delay, timeout
 
-    def __init__(self, endpoint: str, tries: int, delay: float, timeout: float):
-        from huggingface_hub import HfApi
-        self.api, self.tries, self.delay, self.timeout = HfApi(endpoint=endpoint), tries, delay, timeout
+    def headers(self) -> dict:
+        return {}
 
     def persist(self, what: str, action):
         """action(), tried again after growing waits if that may help; raises Failed if it does not."""
@@ -123,10 +143,9 @@ class Hub:
             except HfHubHTTPError as error:
                 status, after = error.response.status_code, error.response.headers.get("Retry-After", "")
                 if status not in RETRY_STATUS:
-                    advice = {404: "it is not there", 401: "it does not exist or needs a valid HF_TOKEN",
-                              403: "it needs an HF_TOKEN that may read it"}.get(status, "no use in retrying")
-                    raise Failed(f"the Hugging Face hub answered {status} for {what}: {advice}") from None
-                reason = f"the hub answered {status}"
+                    advice = self.advice.get(status, "no use in retrying")
+                    raise Failed(f"the {self.name} answered {status} for {what}: {advice}") from None
+                reason = f"the {self.name.split()[-1]} answered {status}"
                 wait = max(wait, int(after)) if after.isdecimal() else wait
             except HTTPError as error:           # base class of the client: not connected, cut off, timed out
                 kind, text = type(error).__name__, " ".join(str(error).split())
@@ -137,8 +156,54 @@ class Hub:
                 wait = min(wait, MAX_DELAY)
                 say(f"{what}: {reason}; try {trial + 2} of {self.tries} in {wait:g} s")
                 time.sleep(wait)
-        raise Failed(f"{what}: {self.tries} tries failed with the Hugging Face hub (or the server that "
-                     f"HF_ENDPOINT names), the last one: {reason}")
+        raise Failed(f"{what}: {self.tries} tries failed with {self.whose}, the last one: {reason}")
+
+    def fetch(self, url: str, part: Path, size: int | None, progress: Progress):
+        """Complete `part` to `size` bytes, or to what the server states, from where it ends, over one
+        connection; raises Broken if short."""
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+        have = part.stat().st_size if part.exists() else 0
+        if size and 0 < size <= have:
+            return
+        headers = self.headers() | {"Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={have}-"} if have else {}
+        with get_session().stream("GET", url, headers=headers, timeout=self.timeout,
+                                  follow_redirects=True) as response:
+            if response.status_code in (200, 416) and have:        # no resuming here: from the start
+                progress.add(-have)
+                part.unlink()
+                have = 0
+            hf_raise_for_status(response)
+            if size is None and "Content-Length" in response.headers:
+                size = progress.total = have + int(response.headers["Content-Length"])
+            with open(part, "ab") as out:
+                for chunk in response.iter_raw():
+                    out.write(chunk)
+                    progress.add(len(chunk), len(chunk))
+                    if size is not None and out.tell() > size:
+                        break
+                have = out.tell()
+        if size is not None and have < size:
+            raise Broken(f"only {have:,} of {size:,} bytes came")
+
+
+class Hub(Server):
+    """Listing and files of the Hugging Face hub, with its token.
+
+    hf_hub_download itself keeps no partial file from run to run and may retry without end.
+    """
+    name, whose = "Hugging Face hub", "the Hugging Face hub (or the server that HF_ENDPOINT names)"
+    advice = {404: "it is not there", 401: "it does not exist or needs a valid HF_TOKEN",
+              403: "it needs an HF_TOKEN that may read it"}
+
+    def __init__(self, endpoint: str, tries: int, delay: float, timeout: float):
+        from huggingface_hub import HfApi
+        super().__init__(tries, delay, timeout)
+        self.api = HfApi(endpoint=endpoint)
+
+    def headers(self) -> dict:
+        from huggingface_hub.utils import build_hf_headers
+        return build_hf_headers()
 
     def list(self, repo: str):
         """(commit, files with rfilename, size, lfs and blob_id) of a dataset repository."""
@@ -153,44 +218,29 @@ class Hub:
             raise Failed(f"{what}: the server that HF_ENDPOINT names does not answer like a Hugging Face hub "
                          f"({type(error).__name__})") from None
 
-    def fetch(self, url: str, part: Path, size: int, progress: Progress):
-        """Complete `part` to `size` bytes from where it ends, over one connection; raises Broken if short."""
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-        have = part.stat().st_size if part.exists() else 0
-        if 0 < size <= have:
-            return
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        headers |= {"Range": f"bytes={have}-"} if have else {}
-        with get_session().stream("GET", url, headers=headers, timeout=self.timeout) as response:
-            if response.status_code in (200, 416) and have:        # no resuming here: from the start
-                progress.add(-have)
-                part.unlink()
-            hf_raise_for_status(response)
-            with open(part, "ab") as out:
-                for chunk in response.iter_raw():
-                    out.write(chunk)
-                    progress.add(len(chunk), len(chunk))
-                    if out.tell() > size:
-                        break
-                have = out.tell()
-        if have < size:
-            raise Broken(f"only {have:,} of {size:,} bytes came")
-
 
 def select(source: Source, listing: list, train_shards: int, out: Path) -> list[File]:
-    """The tokenizer, the first `train_shards` train shards (0: all) and all val shards, by name."""
-    found = {"tokenizer": [], "train": [], "val": []} if source.tokenizer else {"train": [], "val": []}
-    pattern = re.compile(re.escape(source.shards) + r"fineweb_(train|val)_\d{6}\.bin")
-    for item in sorted(listing, key=lambda item: item.rfilename):
-        shard = pattern.fullmatch(item.rfilename)
+    """The tokenizer, the first `train_shards` train shards (0: all) and all val shards, by name; of parquet
+    shards the last one is val."""
+    found = {split: [] for split in ("tokenizer", "train", "val") if split != "tokenizer" or source.tokenizer}
+    pattern = re.escape(source.shards) + r"fineweb_(train|val)_\d{6}\.bin"
+    listing = sorted(listing, key=lambda item: item.rfilename)
+    if source.parquet:
+        pattern = r"shard_\d{5}\.parquet"
+        last = max((item.rfilename for item in listing if re.fullmatch(pattern, item.rfilename)), default="")
+    for item in listing:
+        shard = re.fullmatch(pattern, item.rfilename)
         if shard or item.rfilename == source.tokenizer:
-            folder = out / "datasets" / source.name if shard else out / "tokenizers"
-            split = shard[1] if shard else "tokenizer"
+            split = "tokenizer" if not shard else shard[1] if not source.parquet else (
+                "val" if item.rfilename == last else "train")
+            folder = out / "tokenizers" if not shard else (
+                out / ("parquet" if source.parquet else "datasets") / source.name)
             found[split].append(File(item.rfilename, folder / Path(item.rfilename).name, split, item.size,
                                      item.lfs.sha256 if item.lfs else None, item.blob_id))
     for split, files in found.items():
         if not files:
-            name = source.tokenizer if split == "tokenizer" else f"{source.shards}fineweb_{split}_*.bin"
+            name = (source.tokenizer if split == "tokenizer" else "shard_*.parquet for " + split
+                    if source.parquet else f"{source.shards}fineweb_{split}_*.bin")
             raise Failed(f"the dataset repository {source.repo} lists no {name}")
     if train_shards > len(found["train"]):
         raise Refused(f"-n {train_shards}: {source.repo} lists only {len(found['train'])} train shards")
@@ -212,13 +262,14 @@ def verify(path: Path, file: File, progress: Progress | None = None) -> str:
     actual, stated = (sha256, file.sha256) if file.sha256 else (git, file.blob_id)
     if stated and actual.hexdigest() != stated:
         raise Broken(f"its {actual.name} differs from the one that the hub states")
-    if file.split != "tokenizer":
+    if file.local.suffix == ".bin":
         shard_tokens(path)
     return sha256.hexdigest()
 
 
-def check_disk(missing: list[File], out: Path):
-    """Raises Refused if the folders are not writable or lack room for `missing` and the margin."""
+def check_disk(missing: list[File], out: Path, more: int = 0):
+    """Raises Refused if the folders are not writable or lack room for `missing`, `more` bytes and the
+    margin."""
     for folder in sorted({file.local.parent for file in missing}):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -227,8 +278,8 @@ def check_disk(missing: list[File], out: Path):
             raise Refused(f"cannot write to {folder}: {error.strerror}") from None
     there = sum(min(path.stat().st_size, file.size) for file in missing
                 for path in (file.part, file.local) if path.exists())
-    need = sum(file.size for file in missing) - there + DISK_MARGIN
-    if missing and (free := shutil.disk_usage(out).free) < need:
+    need = sum(file.size for file in missing) - there + more + DISK_MARGIN
+    if (missing or more) and (free := shutil.disk_usage(out).free) < need:
         raise Refused(f"{out} needs {need / 1e9:,.2f} GB of free disk space ({DISK_MARGIN / 1e9:g} GB of it "
                       f"as a margin) and has {free / 1e9:,.2f} GB")
 
@@ -333,11 +384,9 @@ def write_manifest(path: Path, source: Source, revision: str | None, digests: di
     return manifest
 
 
-def get(source: Source, train_shards: int, out: Path, hub: Hub) -> str:
-    """From the hub's listing to our manifest; returns the summary."""
-    started = time.monotonic()
-    revision, listing = hub.list(source.repo)
-    files = select(source, listing, train_shards, out)
+def obtain(source: Source, files: list[File], revision: str | None, out: Path, hub: Hub, more: int = 0):
+    """(sha256 of each file, files fetched): what is there is verified, what is not is downloaded; `more`
+    bytes of disk are wanted besides."""
     digests, present = {}, [file for file in files if file.local.is_file()]
     progress = Progress("verifying", sum(file.size for file in present))
     for file in present:
@@ -346,19 +395,193 @@ def get(source: Source, train_shards: int, out: Path, hub: Hub) -> str:
         except Broken as error:
             say(f"{file.local.name}: {error}; it will be fetched again")
     missing = [file for file in files if file not in digests]
-    check_disk(missing, out)
+    check_disk(missing, out, more)
     manifest_path = out / "datasets" / source.name / "manifest.json"
     claimed = manifest_path.read_text(errors="replace") if manifest_path.exists() else ""
     if any(file.local.name in claimed for file in missing):
         manifest_path.unlink()                   # it claims more than there is
     digests |= download(hub, source, revision, missing)
-    manifest = write_manifest(manifest_path, source, revision, {file: digests[file] for file in files})
+    return {file: digests[file] for file in files}, missing
+
+
+def told(source: Source, files: list[File], missing: list[File]) -> str:
+    return (f"{source.name}: {len(files)} files verified, {len(missing)} of them downloaded now "
+            f"({sum(file.size for file in missing) / 1e6:,.1f} MB)")
+
+
+def get(args: argparse.Namespace, source: Source, hub: Hub) -> str:
+    """From the hub's listing to our manifest; returns the summary."""
+    started, out = time.monotonic(), args.out
+    revision, listing = hub.list(source.repo)
+    files = select(source, listing, args.train_shards, out)
+    digests, missing = obtain(source, files, revision, out, hub)
+    manifest = write_manifest(out / "datasets" / source.name / "manifest.json", source, revision, digests)
     tokens = [sum(file["tokens"] for file in manifest["files"] if file["split"] == split)
               for split in ("train", "val")]
     size = f" ({manifest['val_bytes']:,} bytes)" if manifest["val_bytes"] else ""
-    return (f"{source.name}: {len(files)} files verified, {len(missing)} of them downloaded now "
-            f"({sum(file.size for file in missing) / 1e6:,.1f} MB), {tokens[0]:,} train tokens, "
+    return (f"{told(source, files, missing)}, {tokens[0]:,} train tokens, "
             f"{tokens[1]:,} val tokens{size}, {time.monotonic() - started:.0f} s")
+
+
+def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
+    """From the hub's listing to parquet files, and by prepare.py to a dataset; returns the summary of the
+    download, prepare.py prints its own."""
+    import prepare
+    started, out = time.monotonic(), args.out
+    revision, listing = hub.list(source.repo)
+    files = select(source, listing, args.train_shards, out)
+    origin = [source.repo, f"{len(files) - 1} train shards"]
+    dataset = out / "datasets" / source.name
+    if dataset.exists() and not args.force:
+        try:
+            made_of = list(json.loads((dataset / "manifest.json").read_text())["source"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise Refused(f"{source.name} exists without a readable manifest; --force replaces it") from None
+        if made_of != origin:
+            raise Refused(f"{source.name} exists and is made of {', '.join(map(str, made_of))}, not of "
+                          f"{origin[1]}; --force replaces it and its tokenizer")
+    partial = out / "datasets" / f".{source.name}.partial"
+    written = sum(path.stat().st_size for path in partial.glob("*.bin"))
+    shards = int(TOKENS_PER_PARQUET * sum(file.size for file in files)) - written
+    made = dataset.exists() and not args.force
+    digests, missing = obtain(source, files, revision, out, hub, 0 if made else max(0, shards))
+    say("", end="")
+    print(f"{told(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
+    inputs = {split: [(file.local, "parquet") for file in files if file.split == split]
+              for split in ("train", "val")}
+    request = prepare.Request(source.name, origin, inputs["train"], source.vocab_size,
+                              prepare.PARQUET_VAL_BYTES, inputs["val"])
+    try:
+        prepare.build_parquet(request, out, args.force)
+    except prepare.DataError as error:
+        raise Refused(str(error)) from None
+    except prepare.Stopped as error:
+        raise Failed(str(error)) from None
+    return f"{source.name} is ready after {time.monotonic() - started:.0f} s"
+
+
+def is_whole_bundle(folder: Path) -> bool:
+    """Whether the folder holds its zip and every file of it, byte for byte."""
+    try:
+        with zipfile.ZipFile(folder / "eval_bundle.zip") as bundle:
+            members = bundle_members(bundle)
+            return all(zlib.crc32((folder / path).read_bytes()) == member.CRC
+                       for path, member in members.items())
+    except (OSError, zipfile.BadZipFile, Broken, Failed):
+        return False
+
+
+def bundle_members(bundle: zipfile.ZipFile) -> dict[PurePosixPath, zipfile.ZipInfo]:
+    """The files under eval_bundle/ by their path from there; raises Failed if any member is no plain file
+    or folder inside the zip's own folder."""
+    found = {}
+    for member in bundle.infolist():
+        path, kind = PurePosixPath(member.filename), stat.S_IFMT(member.external_attr >> 16)
+        if (path.is_absolute() or ".." in path.parts or re.search(r"[\\:\0]", member.filename)
+                or kind not in (0, stat.S_IFREG, stat.S_IFDIR)):
+            raise Failed(f"the CORE bundle holds {member.filename!r}, which is no file inside its own folder")
+        if path.parts[:1] == ("eval_bundle",) and not member.is_dir():
+            found[path.relative_to("eval_bundle")] = member
+    return found
+
+
+def unpack_bundle(archive: Path, folder: Path):
+    """Unpack eval_bundle/ of the zip into the folder; raises Broken if the zip is damaged."""
+    try:
+        with zipfile.ZipFile(archive) as bundle:
+            members = bundle_members(bundle)
+            need = sum(member.file_size for member in members.values()) + DISK_MARGIN
+            if (free := shutil.disk_usage(folder).free) < need:
+                raise Refused(f"the CORE bundle needs {need / 1e9:,.2f} GB of free disk space "
+                              f"({DISK_MARGIN / 1e9:g} GB of it as a margin), there are {free / 1e9:,.2f} GB")
+            for path, member in members.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                with bundle.open(member) as packed, open(folder / path, "wb") as out:
+                    shutil.copyfileobj(packed, out, 1 << 20)     # raises BadZipFile where the CRC differs
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise Broken(f"the zip is damaged ({' '.join(str(error).split()) or type(error).__name__})") from None
+
+
+def check_bundle(folder: Path) -> dict[str, int]:
+    """Examples by task label; raises Failed unless tasks, files, their lines and baselines are all there."""
+    import yaml
+    try:
+        tasks = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        tasks = {task["label"]: PurePosixPath(task["dataset_uri"]) for task in tasks}
+        if not tasks or any(path.is_absolute() or ".." in path.parts for path in tasks.values()):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        raise Failed("core.yaml of the CORE bundle is missing or lists no tasks") from None
+    try:
+        with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as stream:
+            baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(stream)
+                         if row["Eval Task"] in tasks}
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        raise Failed("eval_meta_data.csv of the CORE bundle is missing or damaged") from None
+    examples = {}
+    for label, path in tasks.items():
+        if label not in baselines:
+            raise Failed(f"eval_meta_data.csv of the CORE bundle states no `Random baseline` of {label}")
+        number = 0
+        try:
+            with open(folder / "eval_data" / path, "rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    json.loads(line)
+        except OSError:
+            raise Failed(f"the CORE bundle lacks eval_data/{path} of {label}") from None
+        except (ValueError, RecursionError):
+            raise Failed(f"eval_data/{path} of the CORE bundle: line {number} is not JSON") from None
+        if not number:
+            raise Failed(f"eval_data/{path} of the CORE bundle is empty")
+        examples[label] = number
+    return examples
+
+
+def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
+    """From the zip at `url` to OUT/core_bundle; returns the summary."""
+    folder, partial = args.out / "core_bundle", args.out / ".core_bundle.partial"
+    archive, part = partial / "eval_bundle.zip", partial / "eval_bundle.zip.part"
+    if folder.exists() and not (folder / "eval_bundle.zip").is_file():
+        raise Refused(f"{folder} exists and has another origin than this command: remove or rename it first")
+    there = is_whole_bundle(folder)
+    if not there:
+        check_disk([File("", archive, "", 0, None, None)], args.out)
+        if not part.exists() and zipfile.is_zipfile(folder / "eval_bundle.zip"):
+            shutil.copyfile(folder / "eval_bundle.zip", part)
+
+        def attempt():
+            if not zipfile.is_zipfile(part):     # its end is missing
+                server.fetch(url, part, None, progress)
+            for path in partial.iterdir():       # of an earlier try
+                if path != part:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            try:
+                unpack_bundle(part, partial)
+            except Broken:
+                progress.add(-part.stat().st_size)
+                part.unlink()
+                raise
+
+        progress = Progress("downloading", 0)
+        progress.add(part.stat().st_size if part.exists() else 0)
+        server.persist("the CORE bundle", attempt)
+        part.replace(archive)
+    try:
+        examples = check_bundle(folder if there else partial)
+    except Failed:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if not there:
+        old = args.out / ".core_bundle.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.replace(old)
+        partial.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    digest = hashlib.sha256((folder / "eval_bundle.zip").read_bytes()).hexdigest()
+    return "\n".join([*(f"{label}: {count:,} examples" for label, count in examples.items()),
+                      f"core_bundle: {len(examples)} tasks, {sum(examples.values()):,} examples, "
+                      f"{'there already, whole' if there else 'downloaded now'}, sha256 of the zip {digest}"])
 
 
 class Parser(argparse.ArgumentParser):
@@ -368,46 +591,63 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help=f"one of: {', '.join(SOURCES)}")
+    known = [*SOURCES, "core"]
+    parser.add_argument("source", help=f"one of: {', '.join(known)}")
     parser.add_argument("-n", dest="train_shards", type=int, help="train shards, 0 = all ("
                         + ", ".join(f"{name}: {source.enough}" for name, source in SOURCES.items()) + ")")
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder (data)")
+    parser.add_argument("--force", action="store_true", help="replace a dataset made of other parquet shards")
     parser.add_argument("--tries", type=int, default=5, help="per file (5)")
     parser.add_argument("--retry-delay", type=float, default=1.0, help="seconds, doubled each time (1)")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds without data that fail (30)")
     args = parser.parse_args(argv)
-    if args.source not in SOURCES:
-        near = difflib.get_close_matches(args.source, SOURCES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SOURCES)}"
+    if args.source not in known:
+        near = difflib.get_close_matches(args.source, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
         raise Refused(f"unknown source {args.source!r}; {hint}")
     if args.train_shards is None:
-        args.train_shards = SOURCES[args.source].enough
+        args.train_shards = SOURCES[args.source].enough if args.source in SOURCES else 0
     if (args.train_shards < 0 or args.tries < 1 or not 0 <= args.retry_delay < 1e6
             or not 0 < args.timeout < 1e6):
         raise Refused("-n and --retry-delay are 0 or more, --tries 1 or more, --timeout more than 0")
     return args
 
 
-def connect(args: argparse.Namespace) -> Hub:
-    """The hub that HF_ENDPOINT names; raises Refused where address or packages do not allow it."""
+def web_address(variable: str, default: str) -> str:
+    """What the environment variable says, or the default; raises Refused if it is no address."""
+    address = os.environ.get(variable) or default
+    try:
+        if urlsplit(address).scheme in ("http", "https") and urlsplit(address).hostname:
+            return address
+    except ValueError:
+        pass
+    raise Refused(f"{variable} must be an http:// or https:// address")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Do what the command line says; returns the summary."""
     try:
         from huggingface_hub.constants import ENDPOINT
-        endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-        if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname:
-            raise ValueError
+        if args.source == "core":
+            import yaml  # noqa: F401
+            server = Server(args.tries, args.retry_delay, args.timeout)
+            return get_core(args, server, web_address("CORE_BUNDLE_URL", CORE_URL))
         import numpy, sentencepiece  # noqa: E401, F401
-        return Hub(endpoint, args.tries, args.retry_delay, args.timeout)
+        source = SOURCES[args.source]
+        if source.parquet:
+            import pyarrow  # noqa: F401
     except ImportError as error:
         raise Refused(f"package {error.name} is missing: pip install -r requirements.txt") from None
-    except ValueError:
+    except ValueError:                           # huggingface_hub takes it apart when it is imported
         raise Refused("HF_ENDPOINT must be an http:// or https:// address") from None
+    endpoint = web_address("HF_ENDPOINT", ENDPOINT).rstrip("/")
+    hub = Hub(endpoint, args.tries, args.retry_delay, args.timeout)
+    return (get_parquet if source.parquet else get)(args, source, hub)
 
 
 def main(argv=None) -> int:
     try:
-        args = parse(argv)
-        hub = connect(args)
-        summary = get(SOURCES[args.source], args.train_shards, args.out, hub)
+        summary = run(parse(argv))
         say("", end="")
         print(summary)
         return 0

@@ -36,6 +36,7 @@ def serve(script, artifact):
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)       # what the script prints goes to stderr
     import torch
+    sys.path.insert(0, str(Path(script).resolve().parent))      # where its companions are
     spec = importlib.util.spec_from_file_location("train_gpt", script)
     stranger = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stranger)

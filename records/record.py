@@ -44,7 +44,7 @@ from runs import (  # noqa: E402
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 MEMBERS = re.compile(r"(train|train_seed\d+|baseline_seed\d+)\.log|result(_seed\d+)?\.json|train_gpt\.py|"
-                     r"loss\.png|changes\.diff|final_model\.\w+\.ptz")
+                     r"core\.py|dial\.py|kernels\.py|loss\.png|changes\.diff|final_model\.\w+\.ptz")
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
 
@@ -211,6 +211,9 @@ def check_evaluation(folder, options):
             want = run.eval.get(want[1:]) if want[0] == "=" else want
             same(name, key, run.eval.get(key), "the rules", want)
         hold("val_loss_partial" not in result, f"{where}: only a part of the split was scored")
+        if folder.track.metric == "core":
+            most = result["config"]["core_metric_max_per_task"]
+            hold(most == "0", f"{where}: CORE took only {most} examples of each task")
         if result["val_bpb"] is not None:
             data = result["data"]
             bits = result["val_loss"] / math.log(2) * (data["val_tokens"] - 1) / data["val_bytes"]
@@ -330,6 +333,9 @@ def check_source(folder, options):
     for _, _, result, where in each(folder) if folder.ours else ():
         for key, value in (("code_sha256", sha256(folder.script)), ("bytes_code", len(folder.script))):
             same(where, key, result[key], "train_gpt.py", value)
+        for name, digest in result.get("companions", {}).items():
+            hold(name in folder.files, f"{name} is missing, {where} says that the run loaded it")
+            same(name, "sha256", sha256((folder.path / name).read_bytes()), where, digest)
     return f"{len(folder.runs)} logs begin with train_gpt.py"
 
 
@@ -706,7 +712,8 @@ def agree(opened):
     first, one = opened[0][1], opened[0][1]["run_id"]
     for _, result in opened:
         name, here, there = result["run_id"], config_of(result), config_of(first)
-        demand(result["code_sha256"] == first["code_sha256"], f"run {name} has other code than {one}")
+        for key in ("code_sha256", "companions"):
+            demand(result.get(key) == first.get(key), f"run {name} has other code than {one}")
         for key in sorted({*here, *there}):
             demand(here.get(key) == there.get(key),
                    f"run {name} has {key}={here.get(key)}, {one} has {there.get(key)}")
@@ -751,7 +758,8 @@ def new(args, say):
         shutil.copyfile(run.path.parent / "result.json", folder / f"result{end}.json")
     for run, result in baseline:
         shutil.copyfile(run.path, folder / f"baseline_seed{result['seed']}.log")
-    shutil.copyfile(home / "train_gpt.py", folder / "train_gpt.py")
+    for name in ("train_gpt.py", *first.get("companions", {})):
+        shutil.copyfile(home / name, folder / name)
     if artifact.stat().st_size < ARTIFACT_LIMIT:
         shutil.copyfile(artifact, folder / artifact.name)
     script, metric = (home / "train_gpt.py").read_bytes(), RULES[NEWEST][preset].metric
@@ -854,6 +862,7 @@ def parse(argv):
     add("audit", ("folder", {}))
     add("stats", paths, as_json, metric, ("--target", {"type": float}), ("--baseline", text))
     add("compare", paths, ("--run", on), count, metric, as_json, seed,
+        ("--across", {"metavar": "NAME=a,b", "help": "with --run: at each value, say DEPTH=4,6,8"}),
         ("--out", {"default": "logs/compare.png"}))
     add("sweep", ("settings", {"nargs": "+"}), count, as_json, ("--command", text), seed)
     add("ablate", ("run", {}), count, ("--before", text), as_json, seed)

@@ -46,7 +46,7 @@ FINAL = re.compile(rf"^(\S*(?:final|exact|quantized|ttt)\S*) (val_loss(?:_partia
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")       # of a last line without a line end
 NUMBERS = {     # what else a log says: the last time that it says it
     "bytes_model": r"^Serialized model [^:\s]\S*: (\d+) bytes", "bytes_code": r"^Code size: (\d+) bytes",
-    "bytes_total": r"^Total submission size [^:\s]\S*: (\d+) bytes", "core": r"^core_metric:? ?(\d\.\d+)",
+    "bytes_total": r"^Total submission size [^:\s]\S*: (\d+) bytes", "core": r"^core_metric:? ?(-?\d\.\d+)",
     "setup_ms": r"^setup:(\d+)ms", "compile_ms": r"^setup:\d+ms compile:(\d+)ms",
     "stopped_ms": r"^stopping_early: \w+ train_time: ?(\d+)ms",
     "stopped_at": r"^stopping_early: .*step: ?(\d+)/"}

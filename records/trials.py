@@ -105,6 +105,17 @@ def report_many(found, say):
     return {"metric": metric, "values": values, "p": [float(p) for p in test.pvalue]}
 
 
+def without_derived(own):
+    """Overrides {name: text} without those that follow from the others: of a depth's constants the depth."""
+    sys.path.insert(0, str(ROOT))
+    import train_gpt
+    for name in [name for name in own if name not in ("depth", "preset")] if int(own.get("depth", 0)) else ():
+        rest = {key: text for key, text in own.items() if key != name}
+        cfg = train_gpt.load_config({key.upper(): text for key, text in rest.items()})
+        own = rest if train_gpt.show(getattr(cfg, name)) == own[name] else own
+    return own
+
+
 def ablate(args, say):
     """The run's settings against the same with one changed constant reverted to the record before."""
     run, result = open_run(args.run)
@@ -117,7 +128,9 @@ def ablate(args, say):
     changed = [name for name in now if name in then and now[name] != then[name]]
     demand(changed, f"no constant of {result['run_id']} differs from {before}")
     own = {name: new for name, (_, new) in result["overrides"].items() if name not in ("seed", "run_id")}
-    script, own = run.path.parent / "train_gpt.py", own | {"preset": result["preset"]}
+    script, asked = run.path.parent / "train_gpt.py", without_derived(own | {"preset": result["preset"]})
+    changed = [name for name in changed if name in asked or name not in own]
+    own = asked
     commands = {"as it is": training_command(own, script)}
     for name in changed:
         label = f"{name}={then[name]} (not {now[name]})"
@@ -147,6 +160,8 @@ def compare(args, say):
     """Is B better than A?"""
     demand(len(args.paths) == 2, "compare takes A and B: paths (several of a side with commas), or commands "
            "with --run")
+    if args.across:
+        return compare_across(args, say)
     if args.run:
         demand(args.n > 1, "a comparison needs -n 2 at least")
         labels = {f"{letter}: {command}": command for letter, command in zip("AB", args.paths)}
@@ -176,6 +191,29 @@ def compare(args, say):
     draw({"A": a, "B": b}, args.out, "A against B")
     say(f"curves: {args.out}")
     return out
+
+
+def compare_across(args, say):
+    """Is B better than A at every value of a setting, say of depth? A change that holds at one size only may
+    be luck, or hurt at the size that counts."""
+    demand(args.run and args.n > 1, "--across needs --run, and -n 2 at least")
+    settings = [" ".join(f"{name.upper()}={value}" for name, value in one.items())
+                for one in parse_settings([args.across])]
+    commands = {f"{letter} {setting}": f"export {shlex.join(setting.split(' '))}; {command}"
+                for setting in settings for letter, command in zip("AB", args.paths)}
+    found, out = trials(commands, args.n, say, args.seed), []
+    metric = pick_metric([run for runs in found.values() for run in runs], args.metric)
+    for setting in settings:
+        a, b = ([run.value(metric) for run in found[f"{letter} {setting}"]] for letter in "AB")
+        out.append({"setting": setting, "metric": metric, **judge(a, b, metric)})
+        say(f"{setting}: A {stats_line(metric, describe(a))}; B {stats_line(metric, describe(b))}")
+        say(*[f"  {line}" for line in judge_lines(metric, out[-1])])
+    good = [one["difference"] * (1 if metric in HIGHER else -1) > 0 for one in out]
+    sure = [one["verdict"] for one in out].count("better")
+    say(f"B is ahead at {sum(good)} of {len(good)} settings, for sure at {sure}: "
+        + ("holds across them" if sure == len(out) else "leans the same way at all" if all(good)
+           else "does not hold across them"))
+    return {"metric": metric, "settings": out}
 
 
 def stats(args, say):

@@ -9,6 +9,16 @@ plain matrix products, and the shares of forward + backward, of the optimizer, a
     ./run.sh bench --attention [--repeats N]
 
 Instead: milliseconds of attention, forward and backward, and MiB of its mask over lengths and windows.
+
+    ./run.sh bench --core DIR [--examples N] [--repeats N] [NAME=value …]
+
+Instead: examples per second of CORE on the bundle at DIR, ours and the tests' slow reference (one option at a
+time, all logits), on the same untrained model, and whether their picks are the same.
+
+    ./run.sh bench --decode [--repeats N] [NAME=value …]
+
+Instead: milliseconds per token of generation after contexts of several lengths, with and without the cache of
+keys and values.
 """
 import argparse
 import os
@@ -62,6 +72,73 @@ def attention_table(team, repeats, heads=4, head_dim=64):
         print(f"{T:>6}  " + "".join(cells))
 
 
+def untrained(settings):
+    """(model, cfg, data, team) of the constants; its head is not zero, so that scores differ."""
+    cfg = t.load_config(dict(os.environ) | settings)
+    team, data = t.Team(cfg, {}), t.open_data(cfg, lambda *_, **__: None)
+    cfg = t.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
+    model = t.GPT(cfg, team.dtype)
+    t.init_parameters(model, cfg.seed)
+    torch.nn.init.normal_(model.head, 0, 0.3)
+    print(f"machine {t.hardware(team)}, torch {torch.__version__}; {sum(t.parameter_counts(cfg).values()):,} "
+          f"parameters, {cfg.num_layers} layers of {cfg.model_dim}, vocabulary {cfg.vocab_size}")
+    return model.to(team.device), cfg, data, team
+
+
+def core_table(settings, folder, examples, repeats):
+    """Prints, per task, the examples per second of ours and of the reference."""
+    import core
+    from core_reference import read_bundle, reference_picks
+    model, cfg, data, team = untrained(settings)
+    tasks, problem = core.read_tasks(folder, examples)
+    t.demand(not problem, problem)
+    scorer = core.Scorer(
+        model, lambda rows: t.scored(model, cfg, rows, team), t.log_probs, t.eval_window(cfg),
+        data.tokenizer.encode, data.bos, 10 * cfg.train_seq_len, team, None, print)
+    sums = [0.0, 0.0, 0]
+    for task, plain in zip(tasks, read_bundle(folder)):
+        seconds = [[], []]
+        for _ in range(repeats):    # in turn
+            began = time.perf_counter()
+            picks, _ = core.pick_options(task, scorer)
+            half = time.perf_counter()
+            want, _ = reference_picks(model, cfg, data.tokenizer, data.bos, plain, examples)
+            seconds[0].append(half - began)
+            seconds[1].append(time.perf_counter() - half)
+        ours, slow = (statistics.median(side) for side in seconds)
+        n, same = len(task.items), sum(pick == other for pick, other in zip(picks.values(), want))
+        sums = [sums[0] + ours, sums[1] + slow, sums[2] + n]
+        print(f"{task.label:<34} {n / ours:9.1f} examples/s, reference {n / slow:7.1f}: {slow / ours:5.1f} "
+              f"times; same picks {same} of {n}")
+    ours, slow, n = sums
+    print(f"{'together':<34} {n / ours:9.1f} examples/s, reference {n / slow:7.1f}: {slow / ours:5.1f} times")
+
+
+@torch.no_grad()
+def decode_table(settings, repeats, tokens=8):
+    """Prints, per length of the context, the median ms of one more token."""
+    model, cfg, data, _ = untrained(settings)
+    for length in (256, 512, 1024):
+        prompt, times = data.val[:length].tolist(), [[], []]
+        window = t.eval_window(cfg) or cfg.train_seq_len
+        for _ in range(repeats):
+            model.set_context(length + tokens, window, cache={})
+            model.logits(torch.tensor([prompt]))
+            ids = list(prompt)
+            for side in (0, 1):
+                if side:
+                    model.set_context(length + tokens, window)
+                for n in range(tokens):
+                    ids = [*prompt, *data.val[length:length + n + 1].tolist()]
+                    model.set_context(len(ids), window) if side else None
+                    began = time.perf_counter()
+                    model.logits(torch.tensor([ids]))[0, -1].argmax().item()
+                    times[side].append(time.perf_counter() - began)
+        cached, full = (1e3 * statistics.median(side) for side in times)
+        print(f"context {length:5}: {cached:7.2f} ms per token with the cache, {full:8.2f} without: "
+              f"{full / cached:5.1f} times")
+
+
 class Timer:
     """Adds up the seconds inside a function; the device is idle at both ends."""
     def __init__(self, fn, synchronize):
@@ -83,12 +160,20 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--core", metavar="DIR")
+    parser.add_argument("--examples", type=int, default=20)
+    parser.add_argument("--decode", action="store_true")
     args = parser.parse_args()
+    settings = dict(setting.split("=", 1) for setting in args.settings)
+    if args.core:
+        return core_table(settings, args.core, args.examples, args.repeats)
+    if args.decode:
+        return decode_table(settings, args.repeats)
     if args.attention:
         team = t.Team(t.Config(), {})
         print(f"machine {t.hardware(team)}, torch {torch.__version__}")
         return attention_table(team, args.repeats)
-    env = dict(os.environ) | dict(setting.split("=", 1) for setting in args.settings)
+    env = dict(os.environ) | settings
     env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "EXTENSION_ITERATIONS": "0",
             "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"}
     quiet = lambda *_, **__: None  # noqa: E731
@@ -105,7 +190,7 @@ def main():
     began = time.perf_counter()
     loss_fn = t.rehearse(cfg, team, model, optimizer, micro, print)
     compile_seconds = time.perf_counter() - began
-    t.evaluate = lambda *_, **__: t.Score(0.0, None)        # the loop ends with one
+    t.evaluate = lambda *_, **__: t.Score(1.0, None, None)  # the loop ends with one
     plain_step, plain_update = t.train_step, optimizer.step
     rows = []
     for _ in range(args.repeats):

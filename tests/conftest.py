@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records"), str(ROOT / "data")]
 
 import helpers  # noqa: E402
 

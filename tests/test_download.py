@@ -7,11 +7,13 @@ import os
 import random
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,6 +27,7 @@ REPO, ROOT = "willdepueoai/parameter-golf", "datasets/datasets/fineweb10B_sp1024
 TOKENIZER = "datasets/tokenizers/fineweb_1024_bpe.model"
 TRAIN = [f"{ROOT}/fineweb_train_{i:06d}.bin" for i in range(4)]
 VAL = [f"{ROOT}/fineweb_val_{i:06d}.bin" for i in range(2)]
+BUNDLE = "eval_bundle.zip"
 DATASET = Path("data/datasets/fineweb10B_sp1024")
 MANIFEST = DATASET / "manifest.json"
 
@@ -57,6 +60,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
+        hub.authorized.append("Authorization" in self.headers)
+        if path == f"/{BUNDLE}" and BUNDLE in hub.files:
+            hub.requests.append((BUNDLE, self.headers.get("Range")))
+            return self.content(hub.fault(BUNDLE), hub.files[BUNDLE])
         if path == f"/api/datasets/{hub.repo}":
             return self.listing(hub)
         stem = f"/datasets/{hub.repo}/resolve/{hub.revision}/"
@@ -83,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, data in hub.files.items():
             item = {"rfilename": name, "size": len(data),
                     "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
-            if name.endswith(".bin"):
+            if name.endswith((".bin", ".parquet")):
                 sha256 = hashlib.sha256(data).hexdigest()
                 item["lfs"] = {"size": len(data), "sha256": sha256, "pointerSize": 134}
             siblings.append(item)
@@ -121,7 +128,7 @@ class Hub:
 
     def __init__(self, files, repo=REPO):
         self.repo, self.files, self.revision, self.faults, self.requests = repo, dict(files), "a" * 40, {}, []
-        self.traits, self.released = set(), threading.Event()
+        self.traits, self.released, self.authorized = set(), threading.Event(), []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.hub, self.server.daemon_threads = self, True
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
@@ -415,7 +422,8 @@ def test_published_repository_is_unfit(hub, call):
 
 
 @pytest.mark.parametrize("arguments, options, words", [
-    ([], {"source": "sp1204"}, "did you mean sp1024"), ([], {"source": "zzz"}, "known: sp1024, gpt2"),
+    ([], {"source": "sp1204"}, "did you mean sp1024"), ([], {"source": "climbmx"}, "did you mean climbmix"),
+    ([], {"source": "zzz"}, "known: sp1024, gpt2, fineweb-edu, climbmix, core"),
     (["-n", "5"], {}, "lists only 4 train shards"), (["-n", "-1"], {}, "-n"), (["-n", "x"], {}, "'x'"),
     (["--shards", "3"], {}, "--shards"), ([], {"timeout": "nan"}, "--timeout"),
     ([], {"tries": "0"}, "--tries"),
@@ -497,3 +505,268 @@ def test_import_does_nothing():
     code = f"import runpy, sys; runpy.run_path({str(SCRIPT)!r}); print(sorted(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0 and "huggingface_hub" not in result.stdout and "numpy" not in result.stdout
+
+
+# --- text in parquet files, which prepare.py tokenizes ----------------------------------------------------
+
+@pytest.fixture
+def climbmix(tmp_path, monkeypatch, capsys):
+    """(call, hub, texts by shard): call(*arguments) is main() with a vocabulary of 400 and one process."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rng, texts, files = random.Random(7), {}, {"README.md": b"x", "shard_9.parquet": b"x"}
+    words = ["".join(rng.choices("abcdefghijk", k=rng.randint(1, 7))) for _ in range(500)]
+    for name in (f"shard_{i:05d}.parquet" for i in range(5)):
+        texts[name] = [" ".join(rng.choices(words, k=rng.randint(9, 90))) for _ in range(60)]
+        sink = io.BytesIO()
+        pq.write_table(pa.table({"text": texts[name]}), sink, row_group_size=16)
+        files[name] = sink.getvalue()
+    hub, download = Hub(files, "karpathy/climbmix-400b-shuffle"), load_script()
+    assert download.SOURCES["climbmix"][:3] == (hub.repo, "climbmix", 220)
+    assert download.SOURCES["fineweb-edu"][:3] == ("karpathy/fineweb-edu-100b-shuffle", "fineweb_edu", 220)
+    assert {download.SOURCES[name].vocab_size for name in ("climbmix", "fineweb-edu")} == {32768}
+    smaller = download.SOURCES["climbmix"]._replace(vocab_size=400)
+    monkeypatch.setitem(download.SOURCES, "climbmix", smaller)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(hub.endpoint, tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+    def call(*arguments, expect=0):
+        code = download.main(["climbmix", "--retry-delay", "0.01", "--timeout", "1", *arguments])
+        out, err = capsys.readouterr()
+        assert code == expect, err
+        return err if expect else out
+    call.module = download
+    yield call, hub, texts
+    hub.close()
+
+
+def test_parquet_becomes_a_dataset(climbmix, tmp_path):
+    call, hub, texts = climbmix
+    names = sorted(texts)
+    said = call("-n", "2")
+    assert hub.fetched() == [*names[:2], names[4]] and "3 files verified, 3 of them downloaded" in said
+    folder = tmp_path / "data/datasets/climbmix"
+    for name in (*names[:2], names[4]):
+        assert (tmp_path / "data/parquet/climbmix" / name).read_bytes() == hub.files[name]
+    from test_prepare import read_documents
+    assert read_documents(tmp_path / "data", "climbmix", "val") == texts[names[4]]
+    assert read_documents(tmp_path / "data", "climbmix", "train") == texts[names[0]] + texts[names[1]]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["source"] == [hub.repo, "2 train shards"] and manifest["name"] == "climbmix"
+    import train_gpt
+    env = {"DATA_PATH": str(folder), "DATA_FINGERPRINT": "", "TRAIN_SEQ_LEN": "256"}
+    data = train_gpt.open_data(train_gpt.load_config(env))
+    assert (data.vocab_size, data.bos) == (400, 1)
+    assert data.val_bytes == sum(len(text.encode()) for text in texts[names[4]])
+
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    assert "nothing to do" in call("-n", "2") and hub.fetched() == []
+    sentence = call("-n", "0", expect=2)
+    assert "2 train shards" in sentence and "--force" in sentence and hub.fetched() == []
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
+    call("-n", "0", "--force")
+    assert hub.fetched() == names[2:4]
+    assert len(read_documents(tmp_path / "data", "climbmix", "train")) == 240
+    assert "lists only 4 train shards" in call("-n", "5", expect=2)
+
+
+def test_parquet_download_resumes(climbmix, tmp_path):
+    call, hub, texts = climbmix
+    name = "shard_00001.parquet"
+    hub.faults[name] = ["cut"]
+    assert name in call("-n", "2", "--tries", "1", expect=1)
+    assert not (tmp_path / "data/datasets").exists()
+    hub.requests.clear()
+    call("-n", "2")
+    assert hub.requests[1:] == [(name, f"bytes={len(hub.files[name]) // 2}-"), ("shard_00004.parquet", None)]
+    path = tmp_path / "data/parquet/climbmix" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    hub.fetched()
+    call("-n", "2")
+    assert hub.fetched() == [name] and path.read_bytes() == hub.files[name]
+
+
+def test_published_parquet_is_unfit(climbmix, tmp_path):
+    call, hub, texts = climbmix
+    hub.files["shard_00000.parquet"] = b"PAR1 no parquet"
+    sentence = call("-n", "2", expect=2)
+    assert "shard_00000.parquet is a damaged parquet file" in sentence and len(sentence.splitlines()) == 1
+    assert not (tmp_path / "data/datasets/climbmix").exists()
+    for name in texts:
+        del hub.files[name]
+    assert "lists no shard_*.parquet" in call(expect=1)
+
+
+def test_disk_has_room_for_text_and_tokens(climbmix, tmp_path, monkeypatch):
+    call, hub, texts = climbmix
+    download, sizes = call.module, [len(hub.files[f"shard_{i:05d}.parquet"]) for i in (0, 4)]
+    free = [download.DISK_MARGIN + sum(sizes) + int(download.TOKENS_PER_PARQUET * sum(sizes)) - 1]
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free[0]}))
+    assert "free disk space" in call("-n", "1", expect=2) and hub.fetched() == []
+    free[0] += 1
+    call("-n", "1")
+    free[0] = 0                                  # all is there
+    call("-n", "1")
+
+
+# --- the tasks of CORE ------------------------------------------------------------------------------------
+
+CORE = {
+    "core.yaml": "icl_tasks:\n- label: copa\n  dataset_uri: a/copa.jsonl\n  num_fewshot: [0]\n"
+                 "- label: squad\n  dataset_uri: b/squad.jsonl\n"
+                 "- label: again\n  dataset_uri: a/copa.jsonl\n",
+    "eval_meta_data.csv": 'Eval Task,Random baseline,Description\n'
+                          'copa,50,"x, y"\nsquad,0,\nagain,50,\nmmlu,,\n',
+    "eval_data/a/copa.jsonl": '{"query": "x"}\n' * 700,
+    "eval_data/b/squad.jsonl": '{"context": "é"}\n{"context": "z"}',
+}
+
+
+def bundle(members, top="eval_bundle/", store=False):
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED if store else zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("__MACOSX/._core.yaml", b"x")
+        archive.writestr(top, b"")
+        for name, text in members.items():
+            archive.writestr(name if isinstance(name, zipfile.ZipInfo) else top + name, text)
+    return sink.getvalue()
+
+
+@pytest.fixture
+def core(hub, call, tmp_path):
+    """core(*arguments) fetches hub.files[BUNDLE]."""
+    hub.files[BUNDLE] = bundle(CORE)
+
+    def core(*arguments, **options):
+        options = {"CORE_BUNDLE_URL": f"{hub.endpoint}/{BUNDLE}"} | options
+        return call(*arguments, source="core", **options)
+    return core
+
+
+def check_core(hub, folder, members=CORE):
+    place = folder / "data/core_bundle"
+    found = {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*")
+             if path.is_file()}
+    assert found == {name: text.encode() for name, text in members.items()} | {BUNDLE: hub.files[BUNDLE]}
+    assert [path.name for path in (folder / "data").iterdir()] == ["core_bundle"]
+
+
+def test_core_bundle(hub, core, tmp_path):
+    digest = hashlib.sha256(hub.files[BUNDLE]).hexdigest()
+    result = core(HF_TOKEN="hf_secret")
+    assert result.returncode == 0 and result.stdout.splitlines() == [
+        "copa: 700 examples", "squad: 2 examples", "again: 700 examples",
+        f"core_bundle: 3 tasks, 1,402 examples, downloaded now, sha256 of the zip {digest}"]
+    assert hub.authorized == [False]             # the hub's token is for the hub
+    check_core(hub, tmp_path)
+    hub.fetched()
+    assert "there already, whole" in core().stdout and hub.fetched() == []
+    path = tmp_path / "data/core_bundle/eval_data/b/squad.jsonl"
+    for damage in (lambda: path.write_text('{"context": "y"}\n'), path.unlink):
+        damage()
+        assert core().returncode == 0 and hub.fetched() == []          # from the zip
+        check_core(hub, tmp_path)
+    (tmp_path / "data/core_bundle" / BUNDLE).write_bytes(b"x")
+    (tmp_path / "data/core_bundle/core.yaml").unlink()
+    assert core().returncode == 0 and hub.fetched() == [BUNDLE]
+    check_core(hub, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["stall", "cut", "short", "long", 503])
+def test_core_fault_that_passes(hub, core, tmp_path, fault):
+    hub.faults[BUNDLE] = [fault]
+    result = core(timeout="0.5")
+    assert result.returncode == 0 and "the CORE bundle: " in result.stderr and "try 2 of 3" in result.stderr
+    half = f"bytes={len(hub.files[BUNDLE]) // 2}-" if fault in ("stall", "cut") else None
+    assert [wanted for _, wanted in hub.requests] == [None, half]
+    check_core(hub, tmp_path)
+
+
+def test_core_resumes_in_the_next_run(hub, core, tmp_path):
+    hub.faults[BUNDLE] = ["cut"]
+    assert core(tries="1").returncode == 1
+    assert not (tmp_path / "data/core_bundle").exists()
+    hub.requests.clear()
+    assert core().returncode == 0
+    assert hub.requests == [(BUNDLE, f"bytes={len(hub.files[BUNDLE]) // 2}-")]
+    check_core(hub, tmp_path)
+
+
+def test_core_is_not_to_be_had(hub, core, tmp_path):
+    hub.faults[BUNDLE] = [404]
+    result = core()
+    assert result.returncode == 1 and "404" in result.sentence and len(hub.requests) == 1
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        result = core(CORE_BUNDLE_URL=f"http://127.0.0.1:{unused.getsockname()[1]}/x.zip")
+    assert result.returncode == 1 and "refused" in result.sentence and "CORE_BUNDLE_URL" in result.sentence
+    assert core(CORE_BUNDLE_URL="ftp://x/y.zip").returncode == 2
+    hub.files[BUNDLE] = b"<html>not a zip</html>"
+    assert "the zip is damaged" in core().sentence
+    stored = bundle(CORE, store=True)
+    hub.files[BUNDLE] = stored.replace(b'{"query": "x"}', b'{"query": "y"}', 1)
+    result = core()
+    assert result.returncode == 1 and "CRC" in result.sentence
+    assert not (tmp_path / "data/core_bundle").exists()
+
+
+def link(name):
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info
+
+
+@pytest.mark.parametrize("name", ["eval_bundle/../../escaped", "/escaped", "eval_bundle/a/..\\escaped",
+                                  "../escaped", "c:/escaped", link("eval_bundle/eval_data/escaped")],
+                         ids=["up", "absolute", "backslash", "beside", "drive", "link"])
+def test_core_member_that_escapes(hub, core, tmp_path, name):
+    info = name if isinstance(name, zipfile.ZipInfo) else zipfile.ZipInfo(name)
+    hub.files[BUNDLE] = bundle(CORE | {info: "/"})
+    result = core()
+    assert result.returncode == 1 and "escaped" in result.sentence and len(hub.requests) == 1
+    assert not list(tmp_path.rglob("escaped")) and not (tmp_path / "data/core_bundle").exists()
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("core.yaml", None, "core.yaml"), ("core.yaml", "icl_tasks: []", "lists no tasks"),
+    ("core.yaml", "a: [", "core.yaml"), ("core.yaml", "- x", "core.yaml"),
+    ("core.yaml", CORE["core.yaml"].replace("a/copa", "../../x"), "core.yaml"),
+    ("eval_meta_data.csv", None, "eval_meta_data.csv"), ("eval_meta_data.csv", "a,b\n1,2\n", "csv"),
+    ("eval_meta_data.csv", CORE["eval_meta_data.csv"].replace("squad,0", "squid,0"), "baseline` of squad"),
+    ("eval_meta_data.csv", CORE["eval_meta_data.csv"].replace("squad,0", "squad,"), "eval_meta_data.csv"),
+    ("eval_data/b/squad.jsonl", None, "lacks eval_data/b/squad.jsonl of squad"),
+    ("eval_data/b/squad.jsonl", "", "eval_data/b/squad.jsonl of the CORE bundle is empty"),
+    ("eval_data/a/copa.jsonl", "{}\n{}\n{\n", "eval_data/a/copa.jsonl of the CORE bundle: line 3")])
+def test_core_bundle_that_lacks_something(hub, core, tmp_path, name, text, words):
+    assert core().returncode == 0
+    (tmp_path / "data/core_bundle/core.yaml").unlink()
+    (tmp_path / "data/core_bundle" / BUNDLE).write_bytes(b"x")
+    members = (CORE | {name: text}).items()
+    hub.files[BUNDLE] = bundle({key: value for key, value in members if value is not None})
+    result = core()
+    assert result.returncode == 1 and words in result.sentence
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["core_bundle"]
+    assert not (tmp_path / "data/core_bundle/core.yaml").exists()       # as it was
+
+
+def test_core_killed_while_unpacking(hub, core, tmp_path):
+    code = ("import download, os, signal, sys\n"
+            "download.check_bundle = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "download.main(['core', '--out', sys.argv[1]])")
+    env = environment(hub.endpoint, tmp_path) | {"CORE_BUNDLE_URL": f"{hub.endpoint}/{BUNDLE}"}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=SCRIPT.parent, env=env)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "data/.core_bundle.partial/core.yaml").exists()
+    assert not (tmp_path / "data/core_bundle").exists()
+    (tmp_path / "data/.core_bundle.partial/eval_data/a/stray.jsonl").write_text("{}")
+    assert core().returncode == 0
+    check_core(hub, tmp_path)
+
+
+def test_core_bundle_of_somebody_else(hub, core, tmp_path):
+    (tmp_path / "data/core_bundle").mkdir(parents=True)
+    (tmp_path / "data/core_bundle/core.yaml").write_text("mine")
+    result = core()
+    assert result.returncode == 2 and "data/core_bundle" in result.sentence and hub.requests == []
+    assert (tmp_path / "data/core_bundle/core.yaml").read_text() == "mine"

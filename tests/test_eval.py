@@ -146,19 +146,45 @@ def test_evaluate_leaves_the_weights_and_draws_nothing(toy):
 
 @torch.no_grad()
 def test_greedy_samples_are_the_argmax(toy):
-    """Also once the text is longer than the model's context: the last train_seq_len tokens count."""
+    """Also once the text is longer than the model's context: each token sees train_seq_len of them."""
     model, prompt = randomised(toy.cfg), toy.data.val[:5].tolist()
     ids = list(prompt)
     for _ in range(20):
-        recent = torch.tensor([ids[-16:]])
-        model.set_context(recent.size(1), 0)
-        ids.append(int(model.logits(recent)[0, -1].argmax()))
-    assert train_gpt.generate(model, prompt, 20, 0) == ids
+        model.set_context(len(ids), 16)
+        ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
+    assert train_gpt.generate(model, prompt, 20, 0) == ids == train_gpt.generate(model, prompt, 20, 1, 1)
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append(train_gpt.generate(model, prompt, 20, 1.0))
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 25
+    scores = log_probs(model, torch.tensor([prompt]))[0, -1]
+    best = {*scores.topk(3)[1].tolist()}
+    assert {train_gpt.generate(model, prompt, 1, 50.0, 3)[-1] for _ in range(60)} == best
+
+
+EVERYTHING = dict(
+    num_layers=4, window_pattern="SL-L", window_schedule=(32, 64), max_doc_len=200, bos_id=1, smear_dim=6,
+    attn_gate_dim=5, rope_yarn=True, rope_fraction=0.5, backout_layer=2, skip_layers=(0, 3), num_kv_heads=1,
+)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(num_layers=3, window_pattern="SSL"), EVERYTHING])
+@pytest.mark.parametrize("window", [0, 64])
+@torch.no_grad()
+def test_cached_decoding_equals_the_full_forward(toy, settings, window):
+    """300 tokens one by one after a prompt of 7; full and short windows, documents that end on the way."""
+    cfg = replace(toy.cfg, train_seq_len=128, train_batch_tokens=128, **settings)
+    model = randomised(cfg)
+    tokens = torch.randint(2, cfg.vocab_size, (1, 307), generator=torch.Generator().manual_seed(3))
+    tokens[0, [0, 90, 91, 250]] = 1
+    model.set_context(307, window)
+    full = model.logits(tokens)
+    model.set_context(307, window, cache={})
+    found = [model.logits(tokens[:, :7])]
+    found += [model.logits(tokens[:, :T])[:, -1:] for T in range(8, 308)]
+    assert (torch.cat(found, 1) - full).abs().max() < 1e-4
+    assert full.std() > 0.5
 
 
 # -------------------------------------------------------------------------------- the artifact

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import lzma
 import random
@@ -14,14 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import prepare
 import pytest
 import sentencepiece as spm
 
-SCRIPT = Path(__file__).resolve().parent.parent / "data" / "prepare.py"
-spec = importlib.util.spec_from_file_location("prepare", SCRIPT)
-prepare = importlib.util.module_from_spec(spec)
-sys.modules["prepare"] = prepare
-spec.loader.exec_module(prepare)
+SCRIPT = Path(prepare.__file__).resolve()
 
 ODD = ["", " ", "  a  b ", "\n", "\r\n\r\nx\r\n", "\ttab\t\t", "nul\0nul", "\ufffd",
        "\u2581", "a\u2581b\u2581\u2581 c", "<s>", "</s><unk>", "<0x0A><0xE2>",

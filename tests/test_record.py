@@ -1,5 +1,6 @@
 """records/: a record folder made, checked, altered; the leak probe; the board."""
 
+import hashlib
 import json
 import os
 import re
@@ -318,6 +319,24 @@ def test_new_makes_a_folder_that_agrees_with_itself(tool, home):
     assert set(folders.KEYS) <= set(submission) and submission["seeds"] == [0, 1, 2]
 
 
+def test_files_beside_the_script_belong_to_the_record(tool, home):
+    """What a run loaded from beside train_gpt.py is copied, and checked by its sha256."""
+    for run in ("a0", "a1", "a2"):
+        (home / "logs" / run / "dial.py").write_text("turns = 1\n")
+        beside = {"dial.py": hashlib.sha256(b"turns = 1\n").hexdigest()}
+        edit(home / "logs" / run / "result.json", lambda result: result.update(companions=beside))
+    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
+    assert (made / "dial.py").read_text() == "turns = 1\n"
+    assert "2 rules fail: data, runs" in tool("check", "--no-exec", made)[1]
+    for damage in (lambda: (made / "dial.py").write_text("turns = 2\n"), (made / "dial.py").unlink):
+        damage()
+        code, out, _ = tool("check", "--no-exec", made)
+        assert code == 1 and "dial.py" in out and "one script" in out.split("rules fail:")[1], out
+    edit(home / "logs" / "a1" / "result.json", lambda result: result.update(companions={"dial.py": "0" * 64}))
+    code, _, err = tool("new", "logs/a0", "logs/a1", "logs/a2", "--name", "Other")
+    assert code == 2 and "other code" in err
+
+
 def test_a_second_record_is_shown_against_the_first(tool, home):
     first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
     words = [word for run in ("a0", "a1", "a2") for word in ("--baseline", f"logs/{run}")]
@@ -536,6 +555,16 @@ def test_score_rules():
     assert verdict(record.check_score, fake_folder("tiny", [1.34, 1.36, 1.339], before=before)).startswith(
         "FAIL"
     )
+
+
+@pytest.mark.parametrize("most, word", [("0", "bits per byte add up"), ("100", "CORE took only 100")])
+def test_core_of_a_part_is_no_record(most, word):
+    folder = fake_folder("gpt2", [0.26])
+    folder.runs[0].eval = {}
+    folder.result_name = lambda run: "result.json"
+    folder.result = lambda run: {"eval": {}, "val_loss": 3.0, "val_bpb": None,
+                                 "config": {"core_metric_max_per_task": most}}
+    assert word in verdict(record.check_evaluation, folder)
 
 
 def test_gpt2_is_compared_by_val_bpb_and_a_single_run_is_marked(tool, home):

@@ -514,6 +514,19 @@ def test_compare_of_folders_and_torch_builds(tool, fake, tmp_path):
     assert code == 0 and "warning: not the same torch: 2.11.0, 2.13.0" in out and "verdict: better" in out
 
 
+def test_compare_across_a_setting(tool, fake):
+    """A and B in turn at each depth, whichever comes first; the change must help at all of them."""
+    worse_at_8 = f"if [ $DEPTH = 8 ]; then export MATRIX_LR=0.09; else export MATRIX_LR=0.01; fi; {fake}"
+    for b, word in ((f"MATRIX_LR=0.01 {fake}", "B is ahead at 3 of 3 settings, for sure at 3: holds across"),
+                    (worse_at_8, "B is ahead at 2 of 3 settings, for sure at 2: does not hold across")):
+        code, out, _ = tool("compare", "--run", fake, b, "--across", "DEPTH=4,6,8", "-n", 4)
+        order = [line.split(" seed")[0].split(" ", 1)[1] for line in out.splitlines() if "/24 " in line]
+        first = [f"{side} DEPTH={depth}" for depth in (4, 6, 8) for side in "AB"]
+        assert code == 0 and order == (first + first[::-1]) * 2 and word in out, out
+    code, _, err = tool("compare", fake, fake, "--across", "DEPTH=4,6,8")
+    assert code == 2 and "--across needs --run" in err
+
+
 def test_sweep_interleaves_and_corrects(tool, fake):
     code, out, _ = tool("sweep", "MATRIX_LR=0.03,0.031,0.02", "-n", 4, "--command", fake)
     assert code == 0

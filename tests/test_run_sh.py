@@ -89,8 +89,9 @@ def test_missing_data_is_made_then_planned_then_trained(folder):
     assert run(folder, "golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
     assert run(folder, "--preset=golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
     assert run(folder, PYTHON="stub", PRESET="golf")[2][0] == "data/download.py sp1024 -n 40"
-    have(folder, EMBEDDED, GOLF)
-    for args in ((), ("golf",)):
+    assert run(folder, "gpt2", PYTHON="stub")[2][:2] == ["data/download.py climbmix", "data/download.py core"]
+    have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
+    for args in ((), ("golf",), ("gpt2",)):
         assert not [call for call in run(folder, *args, PYTHON="stub")[2] if call.startswith("data/")]
 
 
@@ -113,6 +114,21 @@ def test_every_gpu_is_used(folder):
     assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="0,2")[2][-1] == launched.replace("=3", "=2")
     assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="")[2][-1] == "train_gpt.py"
     assert run(folder, "--device=cpu", PYTHON="stub")[2][-1] == "train_gpt.py --device=cpu"
+
+
+def test_what_cannot_be_fetched(folder):
+    """Without data there is no run; without CORE's tasks there is one."""
+    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *climbmix) exit 3;; *core) exit 1;; esac')
+    assert run(folder, "gpt2", PYTHON="stub") == (3, "", ["data/download.py climbmix"])
+    have(folder, "data/datasets/climbmix/manifest.json")
+    code, _, calls = run(folder, "gpt2", PYTHON="stub")
+    assert code == 0 and calls[0] == "data/download.py core" and calls[-1] == "train_gpt.py --preset=gpt2"
+
+
+def test_help_names_the_data(folder):
+    done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5 and all(word in done.stdout for word in ("sp1024", "climbmix", "core", "PYTHON="))
 
 
 def test_a_refused_plan_ends_it(folder):

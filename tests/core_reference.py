@@ -1,0 +1,203 @@
+"""CORE once more, slowly and plainly: one example, one option, one forward at a time. Also writes bundles."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import torch
+import yaml  # comes with huggingface-hub
+
+from train_gpt import eval_window, log_probs
+
+LABELS = """hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
+openbook_qa lambada_openai hellaswag winograd winogrande bigbench_dyck_languages agi_eval_lsat_ar
+bigbench_cs_algorithms bigbench_operators bigbench_repeat_copy_logic squad coqa boolq
+bigbench_language_identification""".split()
+COLUMNS = ["Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "Random baseline",
+           "Centered Metric?", "Description"]
+
+
+# -------------------------------------------------------------------------------- bundles
+def write_bundle(folder, tasks, published=False):
+    """core.yaml, eval_meta_data.csv and eval_data/ of tasks: dicts of label, kind, items and, if not the
+    default, shots, base, delimiter (None: not written). published: lists as the published file has them."""
+    folder, rows = Path(folder), [COLUMNS]
+    lines = ["# A small bundle in the layout of the published one.", "icl_tasks:"]
+    for task in tasks:
+        path = folder / "eval_data" / "some_category" / f"{task['label']}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in task["items"])
+        path.write_bytes((text + "\n" * task.get("blank_lines", 0)).encode())
+        about = dict(label=task["label"], dataset_uri=f"some_category/{path.name}",
+                     num_fewshot=f"[{task.get('shots', 0)}]", icl_task_type=task["kind"])
+        if task.get("delimiter") is not None:
+            about["continuation_delimiter"] = json.dumps(task["delimiter"])
+        if published:
+            about["has_categories"] = "true"
+        told = [f"{name}: {value}" for name, value in about.items()]
+        if published:
+            lines += ["-", *("  " + line for line in told)]
+        else:
+            lines += ["- " + told[0], *("  " + line for line in told[1:])]
+        rows.append([task["label"], "some category", task["kind"].replace("_", " "), task.get("shots", 0),
+                     len(task["items"]), task.get("base", 0), "", 'Of "quotes", commas\nand two lines.'])
+    rows.insert(1, ["not_in_core", "none", "question answering", 3, 1000, "", "", "Has no baseline."])
+    (folder / "core.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with open(folder / "eval_meta_data.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+def read_bundle(folder):
+    """[dict of label, kind, shots, base, delimiter, items], the items in the order of their file."""
+    folder = Path(folder)
+    with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
+        baselines = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
+    tasks = []
+    for entry in yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]:
+        lines = (folder / "eval_data" / entry["dataset_uri"]).read_bytes().decode().split("\n")
+        tasks.append(dict(
+            label=entry["label"], kind=entry["icl_task_type"], shots=entry["num_fewshot"][0],
+            base=float(baselines[entry["label"]]), delimiter=entry.get("continuation_delimiter", " "),
+            items=[json.loads(line) for line in lines if line.strip()]))
+    return tasks
+
+
+def shuffled(items, most):
+    """In the order they are asked in, the first `most` of them; 0: all."""
+    items = list(items)
+    random.Random(1337).shuffle(items)
+    return items[:most] if most > 0 else items
+
+
+# -------------------------------------------------------------------------------- one example
+def solved(task, item, choice):
+    """The text of an item with one of its options filled in."""
+    if task["kind"] == "multiple_choice":
+        return item["query"] + task["delimiter"] + item["choices"][choice]
+    if task["kind"] == "schema":
+        return item["context_options"][choice] + task["delimiter"] + item["continuation"]
+    return item["context"].strip() + task["delimiter"] + item["continuation"]
+
+
+def prompts(task, items, i):
+    """Texts of example i: one for each option; language modelling: without and with the continuation."""
+    others = [j for j in range(len(items)) if j != i]
+    shots = [items[j] for j in random.Random(1234 + i).sample(others, task["shots"])]
+    before = "".join(solved(task, shot, shot.get("gold")) + "\n\n" for shot in shots)
+    item = items[i]
+    if task["kind"] == "language_modeling":
+        without = before + item["context"].strip() + task["delimiter"]
+        return [without.strip(), before + solved(task, item, None)]
+    options = item["choices"] if task["kind"] == "multiple_choice" else item["context_options"]
+    return [before + solved(task, item, choice) for choice in range(len(options))]
+
+
+def common_prefix(sequences):
+    """Tokens that all sequences begin with."""
+    length = 0
+    while all(length < len(s) and s[length] == sequences[0][length] for s in sequences):
+        length += 1
+    return length
+
+
+def common_suffix(sequences):
+    """Tokens that all sequences end with."""
+    return common_prefix([s[::-1] for s in sequences])
+
+
+def spans(kind, sequences):
+    """[(tokens, start)]: what is scored is tokens[start:]. language modelling: one, of the tokens with it."""
+    if kind == "multiple_choice":
+        start = common_prefix(sequences)
+        return [(tokens, start) for tokens in sequences]
+    if kind == "schema":
+        length = common_suffix(sequences)
+        return [(tokens, len(tokens) - length) for tokens in sequences]
+    without, with_it = sequences
+    return [(with_it, common_prefix([without, with_it]))]  # all of `without`, where that is a prefix
+
+
+def crop(tokens, start, longest):
+    """The last `longest` tokens and where the span begins in them; the first token cannot be predicted."""
+    cut = max(0, len(tokens) - longest)
+    return tokens[cut:], max(1, start - cut)
+
+
+@torch.no_grad()
+def span_log_probs(model, cfg, tokens, start):
+    """log-probabilities (n, V) at the n places of the span, and its n tokens, after cropping."""
+    tokens, start = crop(tokens, start, 10 * cfg.train_seq_len)
+    if start >= len(tokens):
+        return None, []
+    model.set_context(len(tokens), eval_window(cfg))
+    scores = log_probs(model, torch.tensor([tokens]))[0]
+    return scores[start - 1:len(tokens) - 1], tokens[start:]
+
+
+def example_spans(sp, bos, task, items, i):
+    """-> ([(tokens, start)], 1 if the prompt alone is no prefix of the prompt with its continuation)."""
+    sequences = [[bos, *sp.encode(text)] for text in prompts(task, items, i)]
+    lost = task["kind"] == "language_modeling" and common_prefix(sequences) < len(sequences[0])
+    return spans(task["kind"], sequences), int(lost)
+
+
+def mean_losses(model, cfg, sp, bos, task, items, i):
+    """Nats per token of each option of example i, None for an empty span. Not for language modelling."""
+    found = []
+    for tokens, start in example_spans(sp, bos, task, items, i)[0]:
+        scores, targets = span_log_probs(model, cfg, tokens, start)
+        losses = [-float(scores[p, token]) for p, token in enumerate(targets)]
+        found.append(sum(losses) / len(losses) if losses else None)
+    return found
+
+
+def leads(model, cfg, sp, bos, task, items, i):
+    """Language modelling: per continuation token, its log-probability less that of the best other one."""
+    ((tokens, start),) = example_spans(sp, bos, task, items, i)[0]
+    scores, targets = span_log_probs(model, cfg, tokens, start)
+    found = []
+    for p, token in enumerate(targets):
+        others = torch.cat((scores[p, :token], scores[p, token + 1:]))
+        found.append(float(scores[p, token]) - float(others.max()))
+    return found
+
+
+def pick_of(model, cfg, sp, bos, task, items, i):
+    """Index of the option with the lowest mean loss, the first of equals, or -1; language modelling: 0 where
+    every continuation token is the argmax, else -1."""
+    if task["kind"] == "language_modeling":
+        ((tokens, start),) = example_spans(sp, bos, task, items, i)[0]
+        scores, targets = span_log_probs(model, cfg, tokens, start)
+        right = [int(scores[p].argmax()) == token for p, token in enumerate(targets)]
+        return 0 if right and all(right) else -1
+    best, pick = float("inf"), -1
+    for option, loss in enumerate(mean_losses(model, cfg, sp, bos, task, items, i)):
+        if loss is not None and loss < best:
+            best, pick = loss, option
+    return pick
+
+
+# -------------------------------------------------------------------------------- the metric
+def reference_picks(model, cfg, sp, bos, task, most=0):
+    """-> (pick of each example, number whose prompt alone is no prefix of the prompt with continuation)."""
+    items, picks, retokenized = shuffled(task["items"], most), [], 0
+    for i in range(len(items)):
+        picks.append(pick_of(model, cfg, sp, bos, task, items, i))
+        retokenized += example_spans(sp, bos, task, items, i)[1]
+    return picks, retokenized
+
+
+def reference_core(model, cfg, sp, bos, folder, most=0):
+    """-> (CORE or None unless all of LABELS are there, mean of centred accuracies, {label: dict of accuracy,
+    centered, n})."""
+    found = {}
+    for task in read_bundle(folder):
+        items = shuffled(task["items"], most)
+        picks, _ = reference_picks(model, cfg, sp, bos, task, most)
+        right = sum(pick == item.get("gold", 0) for pick, item in zip(picks, items))
+        accuracy, base = right / len(items), task["base"] / 100
+        found[task["label"]] = dict(accuracy=accuracy, centered=(accuracy - base) / (1 - base), n=len(items))
+    mean = sum(one["centered"] for one in found.values()) / len(found)
+    return mean if set(found) == set(LABELS) else None, mean, found
