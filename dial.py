@@ -39,7 +39,7 @@ def turn(cfg, given, horizon_weights, flops_per_token):
     weights = horizon_weights(cfg)
     growth = weights / horizon_weights(reference)
     # 2. Tokens: so many per weight (Chinchilla, arXiv:2203.15556, fitted 20 per parameter), so that tokens
-    #    grow as the weights do. Batch: a power of the tokens (arXiv:2505.13738), to the next power of two.
+    #    grow as the weights do. Batch: a power of the tokens (arXiv:2505.13738), to the nearest power of 2.
     batch = cfg.train_batch_tokens
     if not batch:
         batch = 2 ** round(math.log2(REFERENCE_BATCH * growth ** BATCH_POWER))

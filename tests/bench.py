@@ -124,13 +124,11 @@ def decode_table(settings, repeats, tokens=8):
         for _ in range(repeats):
             model.set_context(length + tokens, window, cache={})
             model.logits(torch.tensor([prompt]))
-            ids = list(prompt)
-            for side in (0, 1):
-                if side:
-                    model.set_context(length + tokens, window)
+            for side in (0, 1):     # with the cache, without
                 for n in range(tokens):
                     ids = [*prompt, *data.val[length:length + n + 1].tolist()]
-                    model.set_context(len(ids), window) if side else None
+                    if side:
+                        model.set_context(len(ids), window)
                     began = time.perf_counter()
                     model.logits(torch.tensor([ids]))[0, -1].argmax().item()
                     times[side].append(time.perf_counter() - began)

@@ -104,6 +104,18 @@ def test_a_config_repeats_itself():
         assert load_config(env) == cfg
 
 
+def test_an_ablation_repeats_what_was_asked(monkeypatch):
+    """Of a depth's overrides, which a log lists with all that follows from it, those that were given."""
+    monkeypatch.syspath_prepend(str(ROOT / "records"))
+    import trials
+    asked = {"preset": "gpt2", "depth": "8", "target_param_data_ratio": "8.0", "matrix_lr": "0.03"}
+    env = {name.upper(): value for name, value in asked.items()}
+    listed = {name: new for name, (_, new) in overrides(load_config(env)).items()} | {"preset": "gpt2"}
+    assert len(listed) > 9 and trials.without_derived(listed) == asked
+    tiny = {"preset": "tiny", "matrix_lr": "0.01"}
+    assert trials.without_derived(tiny) == tiny
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--preset=gpt2", "--depth=0"], "depth=0"), (["--preset=gpt2", "--depth=-3"], "depth=-3"),
     (["--preset=gpt2", "--depth=199"], "depth=199"), (["--preset=gpt2", "--depth=2.5"], "depth='2.5'"),
