@@ -163,6 +163,15 @@ def test_greedy_samples_are_the_argmax(toy):
     assert {train_gpt.generate(model, prompt, 1, 50.0, 3)[-1] for _ in range(60)} == best
 
 
+def test_scores_and_samples_leave_nothing_behind(toy):
+    """After them log_probs is again of every token, whatever they wanted or kept."""
+    model = randomised(toy.cfg)
+    for use in (lambda: evaluate(model, toy.cfg, toy.data, fake_team()),
+                lambda: train_gpt.generate(model, [1, 5, 6, 7, 8], 4, 0)):
+        use()
+        assert model.wanted is ... and model.cache is None and model.dtype == torch.float32
+
+
 EVERYTHING = dict(
     num_layers=4, window_pattern="SL-L", window_schedule=(32, 64), max_doc_len=200, bos_id=1, smear_dim=6,
     attn_gate_dim=5, rope_yarn=True, rope_fraction=0.5, backout_layer=2, skip_layers=(0, 3), num_kv_heads=1,
