@@ -11,7 +11,6 @@ REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2 ** 19     # layer
 CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
 BATCH_POWER = 0.383
 HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
-GPUS = 8
 
 
 def size(depth, train_seq_len):
@@ -58,21 +57,3 @@ def turn(cfg, given, horizon_weights, flops_per_token):
     factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=adam, weight_decay=rate / growth)
     derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
     return replace(cfg, **derived | given | {"train_batch_tokens": batch}), ""
-
-
-def series(depth, load, refused):
-    """Configs of the depths 4, 8, … 32 and this one, load(depth); but where what was given does not fit."""
-    for n in sorted({*range(4, 33, 4), depth}):
-        try:
-            yield load(n)
-        except refused:
-            continue
-
-
-def line(cfg, parameters, tokens, flops_per_token, peak):
-    """Of the plan's miniseries: what a run of this depth takes; peak: FLOP/s of one GPU."""
-    flops = flops_per_token * tokens
-    hours = flops / (GPUS * peak * cfg.plan_mfu) / 3600
-    return (f"depth:{cfg.depth} parameters:{parameters} flops_per_token:{flops_per_token:.4g} "
-            f"tokens:{tokens} batch:{cfg.train_batch_tokens} steps:{cfg.iterations} flops:{flops:.4g} "
-            f"hours:{hours:.2f} ({GPUS}xH100 at mfu {cfg.plan_mfu:g})")

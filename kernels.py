@@ -55,15 +55,18 @@ def fp8_head(x, weight):
 FP8 = {"off": (None, None), "head": (None, fp8_head), "all": (fp8_linear, fp8_linear)}
 
 
-def fp8_part(cfg, on_gpu):
-    """(The key of FP8 for cfg.fp8, "") or (None, why not). auto-: where it is fast, on a GPU that can."""
+def choose_fp8(t, cfg, on_gpu, log):
+    """(What multiplies in blocks, in the head) for cfg.fp8; auto-: where it is fast, on a GPU that can.
+    t: the trainer's module. Raises its Refused."""
     sides = {name: getattr(cfg, name) for name in ("vocab_size", "train_seq_len", "model_dim")}
     sides["head_dim"] = cfg.model_dim // cfg.num_heads
     capability = torch.cuda.get_device_capability() if on_gpu else None
     able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides.values())
     part = cfg.fp8.removeprefix("auto-")
     if part != cfg.fp8:
-        return part if able and on_gpu else "off", ""
-    return (part, "") if able else (
-        None, f"fp8={part} needs compute capability 8.9, here {capability}, and multiples of 16, but "
-              f"{', '.join(f'{name}={n}' for name, n in sides.items())}")
+        part = part if able and on_gpu else "off"
+    else:
+        t.demand(able, f"fp8={part} needs compute capability 8.9, here {capability}, and multiples of 16, "
+                       f"but {', '.join(f'{name}={n}' for name, n in sides.items())}")
+    log(f"fp8: {cfg.fp8} is {part}")
+    return tuple(fast or t.linear for fast in FP8[part])

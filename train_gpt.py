@@ -8,9 +8,10 @@
 
 Map: 3 FIELDS, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
 9 artifact - 10 fp8 - 11 main. --help: the constants, --dry-run: the plan. At most 1,500 lines, 80,000 bytes.
-Beside it, loaded where a run asks for them: core.py, dial.py (gpt2) and kernels.py (fp8).
+Beside it: core.py, dial.py (gpt2), kernels.py (fp8), plan.py (--dry-run), faults.py (checkpoints, watch).
 """
 # ---------- 2 imports
+import fcntl
 import hashlib
 import io
 import json
@@ -26,12 +27,14 @@ import traceback
 import zlib
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import make_dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -63,7 +66,9 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     compile=(True, "by torch; 0: eager"),
     dry_run=(False, "print the plan only"),
     eval_from=("", "artifact or final_model.pt to score"),
-    save_every=(0, "no checkpoints yet; 0: none", 0, 0),
+    resume=("", "run_id to go on with"),
+    save_every=(0, "steps between checkpoints; 0: none"),
+    save_every_seconds=(0.0, "of training between them; 0: none", 0, 1e7),
     sample_every=(0, "steps; 0: at the end"),
     sample=("", "prompts, '|' between; empty: three val documents"),
     sample_tokens=(96, "tokens per sample; 0: none", 0, 100_000),
@@ -159,8 +164,7 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     lr_switches=((0.0,), "part of iterations from which on each holds", 0, 1)).items()}
 Config = make_dataclass("Config", [(n, type(f.default), f.default) for n, f in FIELDS.items()], frozen=True)
 PRESETS = {  # what differs from the defaults above
-    # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
-    "tiny": {},
+    "tiny": {},  # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
     # 8xH100, 600 s, 16,000,000 bytes; val_bpb 1.2014 (three seeds: mean 1.20136, std 0.0019)
     "golf": dict(
         data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
@@ -199,7 +203,7 @@ PRESETS = {  # what differs from the defaults above
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
 NAMES = {name.upper(): ALIASES.get(name, name) for name in (*FIELDS, *ALIASES)}  # as typed: the constant
-SHAPE = list(FIELDS)  # what an artifact carries: constants of the model
+SHAPE = [*FIELDS]  # what an artifact carries: constants of the model
 SHAPE = ["preset", *SHAPE[SHAPE.index("vocab_size"):SHAPE.index("matrix_lr")]]
 
 def load_config(env, argv=()):
@@ -208,20 +212,20 @@ def load_config(env, argv=()):
   for source in (env, dict(parse_flags(argv))):
     texts = {}
     for typed, name in NAMES.items():
-      if (text := source.get(typed.upper())) is not None:
+      if (text := source.get(typed)) is not None:
         first = texts.setdefault(name, text)
         demand(first == text, f"{name} is given twice, as {first} and as {text}")
         given[name] = parse_value(name, text)
   return preset_config(given.get("preset", Config.preset), given)
 
-def preset_config(preset, given=MappingProxyType({})):
+def preset_config(preset, given=()):
   """The preset, what was given instead and what dial.py makes of depth. Raises Refused."""
   demand(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
-  cfg = Config(**{"preset": preset} | PRESETS[preset] | given)
+  cfg = Config(**{"preset": preset} | PRESETS[preset] | dict(given))
   check_config(cfg, ())
   if cfg.depth:
     import dial
-    cfg, problem = dial.turn(cfg, given, horizon_weights, flops_per_token)
+    cfg, problem = dial.turn(cfg, dict(given), horizon_weights, flops_per_token)
     demand(cfg, problem)
   check_config(cfg)
   return cfg
@@ -566,17 +570,17 @@ class Optimizer:
                    value_embed=cfg.embed_lr, head=cfg.head_lr, scalar=cfg.scalar_lr)
 
   def tensors(self):
-    """All that a step changes or, of gradients, leaves for the next one; parameters included."""
+    """All that a step changes or leaves for the next one, parameters included."""
     return [t for bank in self.banks for t in (bank.data, bank.grad, *bank.state)]
 
   @torch.no_grad()
   def step(self, lr_factor, momentum):
     """Averages the ranks' gradients and updates; collectives are under way meanwhile."""
     self.step_count += 1
-    cfg, jobs, scale = self.cfg, [], 1 / self.world_size
+    cfg, scale, count = self.cfg, 1 / self.world_size, self.step_count // self.cfg.adam_every
     banks = [bank for bank in self.banks if bank.group == "matrix" or self.step_count % cfg.adam_every == 0]
-    for bank in banks if self.world_size > 1 else ():
-      jobs.append(reduce_scatter(bank.my_grad.flatten(), bank.grad, async_op=True))
+    jobs = [reduce_scatter(bank.my_grad.flatten(), bank.grad, async_op=True)
+            for bank in banks * (self.world_size > 1)]
     if cfg.grad_clip_norm:
       for job in jobs:
         job.wait()
@@ -593,7 +597,6 @@ class Optimizer:
         if cfg.weight_decay:  # only where the update shrinks it too (arXiv:2411.16085)
           p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * cfg.weight_decay)
       else:
-        count = self.step_count // cfg.adam_every
         update = adam_update(grad, *state, count, cfg.beta1, cfg.beta2, cfg.adam_eps)
       p.sub_(update, alpha=lr)
       bank.grad.zero_()
@@ -712,6 +715,10 @@ def read_dataset(cfg, folder, get_it, log):
   least = max((cfg.eval_context or cfg.train_seq_len) + 1, cfg.val_tokens)
   demand(len(val) >= least, f"the val split of {name} has {len(val)} tokens; VAL_TOKENS, rows need {least}")
   log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
+  if side := manifest.get("document_hashes"):
+    hashes = np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])
+    both = len(np.intersect1d(*hashes))
+    demand(not both, f"{both} documents of {name} are in train and in val: prepare it again")
   # 2. the tokenizer that made them
   made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
   stated, bos = made_by.get("vocab_size", 0), made_by.get("bos_id", 50256)
@@ -751,8 +758,10 @@ class Loader:
   the rows of a step. A thread reads a step ahead; position, in rows, is the whole state."""
   def __init__(self, cfg, data, team, log=print):
     self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
-    names, self.shards = zip(*data.train.items())
-    self.check = cache(lambda i: check_tokens(self.shards[i], data.vocab_size, f"shard {names[i]}"))
+    self.names, self.shards = zip(*data.train.items())
+    self.files = [open(shard.filename, "rb") for shard in self.shards]
+    self.check = cache(lambda i: [check_tokens(self.part(i, n), data.vocab_size, f"shard {self.names[i]}")
+                                  for n in range(0, len(self.shards[i]), 1 << 24)])
     self.edges, self.thread = np.cumsum([0, *map(len, self.shards)]), ThreadPoolExecutor(1)
     # 1. the pieces of the stream that are read
     total, full, bos = int(self.edges[-1]), self.T + 1, cfg.bos_id or data.bos
@@ -777,11 +786,18 @@ class Loader:
     demand(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0, f"{short} of {planned_tokens(cfg)} "
            f"train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
 
+  def part(self, i, start, count=1 << 24):
+    """Tokens of a shard; a memory map of one that shrinks would end the process."""
+    size = 2 * min(count, len(self.shards[i]) - start)
+    raw = os.pread(self.files[i].fileno(), size, 1024 + 2 * start)
+    demand(len(raw) == size, f"shard {self.names[i]} cannot be read to its end")
+    return np.frombuffer(raw, "<u2")
+
   def read(self, start, count):
     """count tokens from start on, int64 (count,). Checks a shard before its first use."""
     i = int(np.searchsorted(self.edges, start, "right")) - 1
     self.check(i)
-    part = self.shards[i][start - self.edges[i]:][:count].astype(np.int64)
+    part = self.part(i, start - self.edges[i], count).astype(np.int64)
     rest = count - len(part)
     return np.r_[part, self.read(start + len(part), rest)] if rest else part
 
@@ -837,6 +853,7 @@ def scored(model, cfg, rows, team):
   tokens = min(cfg.val_batch_size, 1 << 30 if team.on_gpu else 2048)  # what a CPU's cache holds
   dtype, model.dtype = model.dtype, model.dtype if team.on_gpu else torch.float32
   while order:
+    team.at("evaluation")
     T = len(rows[order[-1]][0]) - 1  # of the longest that is left
     step = max(1, min(tokens // T, fit))
     order, here = order[:-step], order[-step:]
@@ -976,20 +993,16 @@ def write_atomically(path, content):
 
 # ---------- 10 fast kernels
 def script_files():
-  """{name: bytes} of this file and of what it loaded from beside it."""
-  loaded = {"train_gpt.py": __file__} | {
-      f"{name}.py": sys.modules[name].__file__ for name in ("core", "dial", "kernels") if name in sys.modules}
-  return {name: Path(path).read_bytes() for name, path in loaded.items()}
+  """{name: bytes} of this file and of what it loaded that counts."""
+  beside = (sys.modules[name].__file__ for name in ("core", "dial", "kernels") if name in sys.modules)
+  return {Path(file).name: Path(file).read_bytes() for file in (__file__, *beside)}
 
 def choose_fp8(cfg, team, log):
   """What multiplies in training: of blocks, of head. Raises Refused where it cannot, unless it is auto-."""
   if cfg.fp8 == "off":
     return linear, linear
   import kernels
-  part, problem = kernels.fp8_part(cfg, team.on_gpu)
-  demand(part, problem)
-  log(f"fp8: {cfg.fp8} is {part}")
-  return tuple(fast or linear for fast in kernels.FP8[part])
+  return kernels.choose_fp8(sys.modules[__name__], cfg, team.on_gpu, log)
 
 # ---------- 11 main
 def near_misses(env):
@@ -1038,13 +1051,6 @@ def overrides(cfg):
   return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
           if value != preset[name]}
 
-def help_text():
-  yield __doc__ + "\nNAME=value in the environment or --name=value. [default | presets]"
-  for name, (default, doc, *_) in FIELDS.items():
-    values = [show(default)] + [f"{p} {show(row[name])}" for p, row in PRESETS.items() if name in row]
-    yield f"  --{name.replace('_', '-'):28} {doc}  [{' | '.join(values)}]"
-  yield "Aliases: " + ", ".join(map(" = ".join, ALIASES.items()))
-
 class Team:
   """The ranks, and where this one computes."""
   def __init__(self, cfg, env):
@@ -1055,7 +1061,7 @@ class Team:
     self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
     demand(not self.on_gpu or self.ranks_here <= gpus,
            f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
-    demand(sequences % self.world_size == 0 or cfg.eval_from,
+    demand(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
            f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
     self.device = torch.device(f"cuda:{local}" if self.on_gpu else "cpu")
     has_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if self.on_gpu else
@@ -1067,7 +1073,7 @@ class Team:
     self.wait = backend.synchronize  # until the device has done all
     torch.use_deterministic_algorithms(not self.on_gpu)  # or compiled embedding gradients are not
     torch.utils.deterministic.fill_uninitialized_memory = False
-    np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it looks after the next line
+    np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it looks later
     torch.set_flush_denormal(True)
     if "RANK" in env and not dist.is_initialized():
       dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo")
@@ -1079,10 +1085,13 @@ class Team:
       dist.broadcast_object_list(box)
     return box[0]
 
+  def at(self, phase, step=None):
+    """Tells the watch how far this rank is."""
+
 class Log:
   """Lines to rank 0's terminal and train.log; kept until that is open."""
   def __init__(self, lead):
-    self.lead, self.file, self.started = lead, io.StringIO(), False
+    self.lead, self.file, self.started, self.guard = lead, io.StringIO(), False, None
 
   def __call__(self, *lines, echo=True):
     for line in lines:
@@ -1091,8 +1100,10 @@ class Log:
       print(line, file=self.file, flush=True)
 
   def open(self, path, head):
-    early, self.file = self.file.getvalue(), open(path, "w", encoding="utf-8")
-    print(head, early, sep="\n", end="", file=self.file, flush=True)
+    early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
+    with suppress(OSError):
+      fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one run at a time
+    print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
 
 def brief(error):
   """An exception in one line, without this machine's folders."""
@@ -1150,35 +1161,8 @@ def micro_batch(cfg, team):
 def listed(table):
   return " ".join(f"{name}:{value}" for name, value in table.items())
 
-def plan(cfg, team, micro):
-  """Lines on size, cost, memory and schedules of the run."""
-  counts, flops, batch = parameter_counts(cfg), flops_per_token(cfg), cfg.train_batch_tokens
-  T, last, tokens = cfg.train_seq_len, total_steps(cfg), planned_tokens(cfg)
-
-  def windows(window):
-    return "long_window:{L} short_window:{S}".format(**window_sizes(cfg, window, T))
-
-  yield f"parameters:{sum(counts.values())} ({listed(counts)})"
-  yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
-  yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
-         f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
-         f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
-  yield (f"limits: {last} steps of {tokens} tokens in all, {tokens / last:.0f} per step, "
-         f"{cfg.max_wallclock_seconds:g} s (0: none)")
-  decay = min(cfg.warmdown_iters, last // 2) or cfg.warmdown_frac * cfg.iterations
-  warmup, cooldown = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_cooldown_steps
-  marks = {warmup // 2, warmup, last - cooldown, last, math.ceil(cfg.iterations - decay),
-           *(math.ceil(part * cfg.iterations) for part in cfg.lr_switches),
-           *(stage.first_step for stage in stage_table(cfg))}
-  for step in sorted(mark for mark in marks if 0 <= mark <= last):
-    stage = stage_at(cfg, part := step / last)
-    yield (f"at step {step} ({part:.1%}): tokens:{batch * stage.batch_multiple} {windows(stage.window)} "
-           f"lr_factor:{lr_factor(cfg, step, part):.4f} "
-           f"muon_momentum:{muon_momentum(cfg, step, part):.4f}")
-  yield f"in evaluation: {windows(eval_window(cfg))}"
-
-def open_run(cfg, team, log, files):
-  """Makes logs/<run_id>/ with the script's files and train.log. Returns (cfg, folder). Raises Refused."""
+def open_run(cfg, team, log, files, again=False):
+  """logs/<run_id>/ with the script's files and train.log, new or again -> (cfg, folder). Raises Refused."""
   kind, rule = "eval" if cfg.eval_from else cfg.preset, "=" * 100
   run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
   folder, problem = Path("logs", run_id), None
@@ -1187,14 +1171,13 @@ def open_run(cfg, team, log, files):
     gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
     head = [files["train_gpt.py"].decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
     try:
-      folder.mkdir(parents=True)
+      folder.mkdir(parents=True, exist_ok=again)
       for name, content in files.items():
         (folder / name).write_bytes(content)
       log.open(folder / "train.log", "\n".join(head))
     except OSError as error:
-      problem = f"run_id={run_id!r}: {folder} cannot be made ({error.strerror})"
-  problem = team.share(problem)
-  demand(not problem, problem)
+      problem = f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})"
+  demand(not (problem := team.share(problem)), problem)
   log.started = True
   return replace(cfg, run_id=run_id), folder
 
@@ -1232,19 +1215,22 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
   """All that is on the clock. Returns the last Score, {split: [(step, seconds, loss)]}, part of the result.
   With a cap the host is at most a step ahead of the device, to know the time; without one it waits at log
   lines only, and a lap is the mean between two."""
-  cap, last, curves = cfg.max_wallclock_seconds, total_steps(cfg), {"train": [], "val": []}
-  step, stage, report, window, events, laps, lap_start = 0, None, False, None, [], [], (0, 0.0)
+  cap, last, tokens = cfg.max_wallclock_seconds, total_steps(cfg), loader.position * loader.T
+  stage, report, window, events = None, False, None, []
+  guard, begin = log.guard, dict(step=0, now=0.0, curves={"train": [], "val": []}, laps=[])
+  step, now, curves, laps = ((guard and guard.state or begin)[key] for key in begin)
+  lap_start = step, now
   broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
   team.wait()
-  start = time.perf_counter()  # the clock starts
+  start = time.perf_counter() - now  # the clock starts
   while True:
-    # 1. the time, the same on all ranks, and whether another step fits in before the cap
+    # 1. the time, the same on all ranks; does another step fit in before the cap?
     if len(events) > 1:
       events.pop(0).synchronize()
-    now = time.perf_counter() - start
-    if cap:
-      now = all_reduce(torch.tensor(now, dtype=torch.float64), "MAX").item()
-    if step and (report or cap or not team.on_gpu):
+    team.at("training", step)
+    mine = [time.perf_counter() - start, guard.stop if guard else 0]
+    now, stop = all_reduce(torch.tensor(mine, dtype=torch.float64), "MAX").tolist()
+    if step > lap_start[0] and (report or cap or not team.on_gpu):
       laps.append(((now - lap_start[1]) / (step - lap_start[0]), stage.batch_multiple))
       lap_start = (step, now)
     progress = run_progress(cfg, step, now)
@@ -1253,7 +1239,10 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     reserve = pace[len(pace) * 95 // 100] * stage.batch_multiple * (1 + team.on_gpu)
     done = "iterations" if step == last else None
     done = "wallclock_cap" if step and 0 < cap <= now + reserve else done
-    # 2. validation, off the clock
+    # 2. a checkpoint
+    if guard and guard.due(step, now, stop, done):
+      guard.save(step, now=now, curves=curves, laps=laps[-100:])
+    # 3. validation, off the clock
     measure, show = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
     if done or due(cfg.val_loss_every, step) or measure or show:
       team.wait()
@@ -1273,7 +1262,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       start = time.perf_counter() - now  # it goes on
     if stage.window != window:
       model.set_context(cfg.train_seq_len, window := stage.window)
-    # 3. a step
+    # 4. a step
     lr, momentum = (f(cfg, step, progress) for f in (lr_factor, muon_momentum))
     epoch, batch = loader.epoch, loader.next(cfg.train_batch_tokens * stage.batch_multiple)
     loss = train_step(loss_fn, optimizer, batch, micro, lr, momentum)
@@ -1283,7 +1272,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       events.append(torch.cuda.current_stream().record_event())
     if loader.epoch > epoch:
       log(f"epoch {loader.epoch} begins in step {step}: all {loader.rows} train sequences were read")
-    # 4. a report
+    # 5. a report
     if report := step <= 10 or step % (cfg.train_log_every or 100) == 0:
       mean = all_reduce((loss + broken) / team.world_size).item()
       curves["train"].append((step, now := time.perf_counter() - start, mean))
@@ -1347,10 +1336,20 @@ def run(argv, env, log):
   began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
   for key, name in near_misses(env):
     log(f"warning: {key} in the environment is no constant; did you mean {name}?")
+  team, model, scores, curves, report, state = Team(cfg, env), None, {}, None, {}, None
+  faults, plan = (find_spec(name) and import_module(name) for name in ("faults", "plan"))
+  log.guard = faults and faults.Guard(sys.modules[__name__], team, env, log)
+  if not (faults and plan):
+    log("faults.py, plan.py are not beside this: no checkpoints, no watch, no plan")
+  if cfg.resume:
+    import faults
+    cfg, state = log.guard.resume(cfg, overrides(cfg))
+    if not cfg:
+      return
+    team.__init__(cfg, env)
   changed = overrides(cfg)
   log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
   # 1. the plan
-  team, model, scores, curves, report = Team(cfg, env), None, {}, None, {}
   if cfg.eval_from:
     told, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
     model.dtype = team.dtype
@@ -1370,20 +1369,16 @@ def run(argv, env, log):
     cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
     log(f"data: {error}; planning with {cfg.vocab_size} tokens")
   if not model:
-    log(*plan(cfg, team, micro := micro_batch(cfg, team)))
+    micro = micro_batch(cfg, team)
+    log(*plan.lines(sys.modules[__name__], cfg, team, micro, argv, env) if plan else ())
     linears = choose_fp8(cfg, team, log)
   if cfg.dry_run:
-    if cfg.depth:
-      import dial
-      series = dial.series(cfg.depth, lambda n: load_config(env, [*argv, f"--depth={n}"]), Refused)
-      log(*(dial.line(c, parameter_counts(c).total(), planned_tokens(c), flops_per_token(c), H100_FLOPS)
-            for c in series))
     return
   if model and "sample" in changed:
     return show_samples(model, cfg, data, log)
   # 2. the folder
   loader.read(0, 1)  # checks the first shard
-  cfg, folder = open_run(cfg, team, log, files := script_files())
+  cfg, folder = open_run(cfg, team, log, files := script_files(), state is not None)
   companions = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
   result = dict(
       run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
@@ -1392,10 +1387,10 @@ def run(argv, env, log):
       world_size=team.world_size, hardware=hardware(team),
       torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
       overrides=changed, data=data.about, eval=eval_settings(cfg), stop_reason="eval_from",
-      started=started, resumed=False)
+      started=(state or {}).get("started", started), resumed=state is not None)
   log(f"eval settings: {listed(result['eval'])}")
   log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
-  # 3. the scores: of a file, or of what was trained and then of its artifact as read back
+  # 3. the scores: of a file, or of what was trained and of its artifact as read back
   def core(counts=True):
     if cfg.core and counts:
       result.update(core_metric(model, cfg, data, team, log))
@@ -1409,15 +1404,18 @@ def run(argv, env, log):
     init_parameters(model, cfg.seed)
     optimizer = Optimizer(model.to(team.device), cfg, team.rank, team.world_size)
     ready = time.perf_counter()
-    log("rehearsal before the clock starts" + ", compiling: about a minute" * cfg.compile)
+    team.at("compile")
+    log("rehearsal before the clock" + ", compiling: about a minute" * cfg.compile)
     loss_fn = rehearse(cfg, team, model, optimizer, micro, log)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
+    if log.guard:
+      log.guard.begin(cfg, model, optimizer, loader, folder, started)
     scores["trained"], curves, report = train(
         cfg, team, data, model, optimizer, loader, loss_fn, micro, log)
     core(not cfg.score_artifact)
     report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro, compiled=loss_fn is not model)
-    if team.rank == 0:  # other hosts do not have the file
+    if team.rank == 0:  # other hosts lack the file
       report |= write_artifact(model, folder, files["train_gpt.py"], log)
       model.load_state_dict(load_model(folder / f"final_model.{CODEC}.ptz")[0].state_dict())
     for bank in optimizer.banks if team.world_size > 1 else ():
@@ -1440,7 +1438,7 @@ def run(argv, env, log):
   if curves:
     try:
       plot_curves(curves, f"{cfg.preset}: {text}", folder / "loss.png")
-    except Exception as error:  # no picture is no reason to lose a run
+    except Exception as error:  # a run needs no picture
       log(f"loss.png: not drawn ({brief(error)})")
   report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
                  val_bpb_without_bos=score.val_bpb_without_bos)
@@ -1455,25 +1453,31 @@ def main(argv, env):
   log = Log(lead=env.get("RANK", "0") == "0")
   try:
     if {"--help", "-h"} & {*argv}:
-      print(*help_text(), sep="\n")
+      import plan
+      print(*plan.help_text(sys.modules[__name__]), sep="\n")
     else:
       run(argv, env, log)
+    if log.guard:
+      log.guard.done()
     if dist.is_initialized():
       dist.destroy_process_group()
     return 0
-  except (Refused, ImportError, KeyboardInterrupt) as error:
-    code, why = 1 if log.started or isinstance(error, KeyboardInterrupt) else 2, str(error) or "interrupted"
+  except (Exception, KeyboardInterrupt) as error:
+    refused, out = isinstance(error, (Refused, ImportError)), out_of_memory(error)
+    code = 2 if refused and not log.started else 1
+    said = refused or isinstance(error, KeyboardInterrupt)
+    why = str(error) or "interrupted" if said else brief(error)
     why += ": is it beside this file, or installed?" * isinstance(error, ImportError)
-  except Exception as error:
-    code, why = 1, brief(error)
-    if out_of_memory(error):
-      why = "out of memory: lower DEVICE_BATCH_SIZE"
-    elif not isinstance(error, OSError):
+    why = "out of memory: lower DEVICE_BATCH_SIZE" if out else why
+    if log.guard:
+      why = log.guard.verdict(why, error)
+    if not (said or out or isinstance(error, (OSError, dist.DistError))):
       traceback.print_exc()  # a mistake of ours
-  log(why, echo=False)
+  with suppress(OSError):  # of a full disk
+    log(why, echo=False)
   if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
     print(f"train_gpt: {why}", file=sys.stderr, flush=True)
-  if dist.is_initialized():  # peers may wait in a collective: do not wait for them
+  if dist.is_initialized():  # do not wait for peers in a collective
     os._exit(code)
   return code
 

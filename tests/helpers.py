@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,16 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(raw := header.tobytes() + tokens.tobytes())
     return {"path": path.name, "tokens": len(tokens), "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def shard_file(tokens):
+    """A shard as open_shard returns it; its file goes when it does."""
+    import train_gpt
+    file = tempfile.NamedTemporaryFile(suffix=".bin")
+    write_shard(file.name, tokens)
+    shard = train_gpt.open_shard(Path(file.name))
+    shard.file = file
+    return shard
 
 
 def train_tokenizer(texts, vocab_size=512, **options):
@@ -117,7 +128,8 @@ def toy_config(root, **settings):
 def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
     import torch
-    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False)
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False,
+                           at=lambda *_: None)
 
 
 def run_cli(cwd, *args, ranks=0, env=None, timeout=120):

@@ -274,20 +274,20 @@ def test_bad_flags(case, tiny_data, tmp_path, monkeypatch, capsys):
 # -------------------------------------------------------------------------------- run folders
 def test_a_run_id_is_used_once(workplace, capsys):
     use_run("taken")
-    refused(capsys, {"RUN_ID": "taken"}, [], ["run_id='taken'", "cannot be made"])
+    refused(capsys, {"RUN_ID": "taken"}, [], ["run_id='taken'", "cannot be written"])
     assert [p.name for p in Path("logs/taken").iterdir()] == ["train.log"]
     assert Path("logs/taken/train.log").read_text() == "kept\n"
-    refused(capsys, {}, ["--model-tag=taken"], ["run_id='taken'", "cannot be made"])
+    refused(capsys, {}, ["--model-tag=taken"], ["run_id='taken'", "cannot be written"])
 
 
 def test_logs_that_cannot_be_written(workplace, capsys):
     Path("logs").write_text("a file")
-    refused(capsys, {"RUN_ID": "x"}, [], ["logs/x", "cannot be made"])
+    refused(capsys, {"RUN_ID": "x"}, [], ["logs/x", "cannot be written"])
     assert Path("logs").read_text() == "a file"
 
 
 def test_a_run_id_too_long_for_a_folder(workplace, capsys):
-    refused(capsys, {"RUN_ID": "x" * 300}, [], ["logs/xxx", "cannot be made"])
+    refused(capsys, {"RUN_ID": "x" * 300}, [], ["logs/xxx", "cannot be written"])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

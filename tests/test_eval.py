@@ -539,5 +539,6 @@ def test_the_copied_script_runs_alone(first, tmp_path):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0 and "parameters:17059912" in done.stdout, done.stderr
+    assert done.returncode == 0 and "planning with 1024 tokens" in done.stdout, done.stderr
+    assert "faults.py, plan.py are not beside this" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train_gpt.py"]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from helpers import SCRIPT, fake_team, library_documents, run_cli, write_shard
+from helpers import SCRIPT, fake_team, library_documents, run_cli, shard_file, write_shard
 from test_model import randomised
 from train_gpt import GPT, Config, Loader, Optimizer, Refused, load_config, preset_config
 
@@ -425,7 +425,7 @@ def document_loader(tokens, cuts=(), rank=0, world_size=1, T=16, longest=20, log
     cfg = replace(Config(), train_seq_len=T, max_doc_len=longest,
                   **dict(shuffle=False, train_batch_tokens=8 * T) | settings)
     shards = np.split(np.array(tokens, "<u2"), cuts)
-    train = {f"s{i}": shard for i, shard in enumerate(shards)}
+    train = {f"s{i}": shard_file(shard) for i, shard in enumerate(shards)}
     data = SimpleNamespace(train=train, vocab_size=60_000, bos=BOS, about={"name": "toy"})
     return Loader(cfg, data, fake_team(rank, world_size), log)
 
