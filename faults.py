@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 FILES = ("checkpoint.pt", "checkpoint_prev.pt")
 # What may be given with RESUME; all else is as the run began
-FREE = ("resume", "run_id", "device", "data_path", "tokenizer_path", "core_bundle", "save_every",
+FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle", "save_every",
         "save_every_seconds", "device_batch_size")
 RESULT = ("stop_reason", "steps", "train_time_ms", "val_loss", "val_loss_partial", "val_bpb", "core")
 
@@ -393,16 +393,16 @@ class Guard:
         if self.state:
             restore(self.team, model, optimizer, loader, self.state)
             self.started = self.state["started"]
-        self.saved_at, self.wanted, self.between = self.state["now"] if self.state else 0.0, False, True
+        self.saved = (self.state["step"], self.state["now"]) if self.state else (0, 0.0)
+        self.wanted, self.between = False, True
 
     def due(self, step, now, stop, done):
-        """Is a checkpoint to be made before this step? stop: of any rank; done: the run is at its end. While
-        Adam's gradients wait for the next step, it waits too."""
-        cfg, new = self.cfg, step > (self.state["step"] if self.state else 0)
-        regular = cfg.save_every or cfg.save_every_seconds
+        """Is a checkpoint to be made before this step? stop: of any rank; done: no step follows. While Adam's
+        gradients wait for the next step, it waits too."""
+        cfg, (saved_step, saved_at) = self.cfg, self.saved
         self.between, self.stopping = not done, bool(stop)
-        if stop or new and regular and (done or self.t.due(cfg.save_every, step)
-                                        or 0 < cfg.save_every_seconds <= now - self.saved_at):
+        if stop or step > saved_step and not done and (
+                self.t.due(cfg.save_every, step) or 0 < cfg.save_every_seconds <= now - saved_at):
             self.wanted = True
         return self.wanted and step % cfg.adam_every == 0
 
@@ -420,7 +420,7 @@ class Guard:
                              updates=self.optimizer.step_count, random=torch.get_rng_state())
             self.job = self.thread.submit(self.write, dict(
                 shape=shape, tensors=tensors, state=state, progress=copied(progress)))
-        self.saved_at, self.wanted = now, False
+        self.saved, self.wanted = (step, now), False
         if self.stopping:
             self.wait()
             raise KeyboardInterrupt(f"RESUME={self.run_id}")

@@ -1242,6 +1242,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     # 2. a checkpoint
     if guard and guard.due(step, now, stop, done):
       guard.save(step, now=now, curves=curves, laps=laps[-100:])
+      continue
     # 3. validation, off the clock
     measure, show = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
     if done or due(cfg.val_loss_every, step) or measure or show:

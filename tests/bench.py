@@ -19,11 +19,17 @@ time, all logits), on the same untrained model, and whether their picks are the 
 
 Instead: milliseconds per token of generation after contexts of several lengths, with and without the cache of
 keys and values.
+
+    ./run.sh bench --saving [NAME=value …] [--steps N] [--repeats N]
+
+Instead: what a checkpoint costs on the clock: the copy that training waits for, and how much slower the steps
+are while a thread writes the file; as a part of a minute, too.
 """
 import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -151,6 +157,74 @@ class Timer:
         return result
 
 
+def ready(settings, steps, **more):
+    """(cfg, team, data, model, optimizer, loader, loss_fn, micro, log), rehearsed, for t.train to run so many
+    steps; and the seconds that the rehearsal took."""
+    env = dict(os.environ) | settings | {
+        "MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(steps), "EXTENSION_ITERATIONS": "0",
+        "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"} | more
+    log = t.Log(lead=False)
+    try:
+        cfg = t.load_config(env)
+        team, data = t.Team(cfg, {}), t.open_data(cfg, log)
+        cfg = t.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
+        loader = t.Loader(cfg, data, team, log)
+    except t.Refused as error:
+        sys.exit(f"bench: {error}")
+    model, micro = t.GPT(cfg, team.dtype), t.micro_batch(cfg, team)
+    t.init_parameters(model, cfg.seed)
+    optimizer = t.Optimizer(model.to(team.device), cfg)
+    began = time.perf_counter()
+    loss_fn = t.rehearse(cfg, team, model, optimizer, micro, print)
+    took = time.perf_counter() - began
+    t.evaluate = lambda *_, **__: t.Score(1.0, None, None)  # the loop ends with one
+    return (cfg, team, data, model, optimizer, loader, loss_fn, micro, log), took
+
+
+def saving_table(settings, steps, repeats):
+    """Prints medians over all checkpoints but the first of each run."""
+    import faults
+    every = 10
+    run, _ = ready(settings, steps, SAVE_EVERY=str(every))
+    cfg, team, _, model, optimizer, loader, _, _, log = run
+    log.guard = guard = faults.Guard(t, team, {}, log)
+    plain_step, plain_save, plain_write = t.train_step, guard.save, guard.write
+    saves, writes, times = [], [], []       # seconds of copies, of files, of steps with whether under a write
+
+    def timed(fn, seconds):
+        def call(*args, **kwargs):
+            began = time.perf_counter()
+            fn(*args, **kwargs)
+            seconds.append(time.perf_counter() - began)
+        return call
+
+    def step(*args):
+        began, writing = time.perf_counter(), guard.job is not None and not guard.job.done()
+        loss = plain_step(*args)
+        team.wait()
+        times.append((time.perf_counter() - began, writing))
+        return loss
+    t.train_step, guard.save, guard.write = step, timed(plain_save, saves), timed(plain_write, writes)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repeats):
+            loader.position = 0
+            guard.begin(cfg, model, optimizer, loader, Path(folder), "")
+            t.train(*run)
+            guard.wait()
+        size = Path(folder, faults.FILES[0]).stat().st_size
+    guard.release()
+    alone = statistics.median(seconds for seconds, writing in times if not writing)
+    slower = sum(seconds - alone for seconds, writing in times if writing) / len(saves)
+    copy = statistics.median(saves)
+    print(f"machine           {t.hardware(team)}, torch {torch.__version__}")
+    print(f"run               {cfg.preset}, {steps} steps x {repeats} repeats, a checkpoint every {every}, "
+          f"{len(saves)} in all, of {size / 2 ** 20:.1f} MiB")
+    print(f"copy              {1e3 * copy:.1f} ms (longest {1e3 * max(saves):.1f}), training waits")
+    print(f"file              {1e3 * statistics.median(writes):.1f} ms (longest {1e3 * max(writes):.1f})")
+    print(f"step              {1e3 * alone:.2f} ms; those under a write {1e3 * slower:.1f} ms longer in all")
+    print(f"of a minute       {(copy + slower) / 60:.2%}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,6 +235,7 @@ def main():
     parser.add_argument("--core", metavar="DIR")
     parser.add_argument("--examples", type=int, default=20)
     parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--saving", action="store_true")
     args = parser.parse_args()
     settings = dict(setting.split("=", 1) for setting in args.settings)
     if args.core:
@@ -171,31 +246,17 @@ def main():
         team = t.Team(t.Config(), {})
         print(f"machine {t.hardware(team)}, torch {torch.__version__}")
         return attention_table(team, args.repeats)
-    env = dict(os.environ) | settings
-    env |= {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(args.steps), "EXTENSION_ITERATIONS": "0",
-            "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"}
-    quiet = lambda *_, **__: None  # noqa: E731
-    try:
-        cfg = t.load_config(env)
-        team, data = t.Team(cfg, {}), t.open_data(cfg, quiet)
-        cfg = t.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
-        loader = t.Loader(cfg, data, team, quiet)
-    except t.Refused as error:
-        sys.exit(f"bench: {error}")
-    model, micro = t.GPT(cfg, team.dtype), t.micro_batch(cfg, team)
-    t.init_parameters(model, cfg.seed)
-    optimizer = t.Optimizer(model.to(team.device), cfg)
-    began = time.perf_counter()
-    loss_fn = t.rehearse(cfg, team, model, optimizer, micro, print)
-    compile_seconds = time.perf_counter() - began
-    t.evaluate = lambda *_, **__: t.Score(1.0, None, None)  # the loop ends with one
+    if args.saving:
+        return saving_table(settings, args.steps, args.repeats)
+    run, compile_seconds = ready(settings, args.steps)
+    cfg, team, _, _, optimizer, loader, _, micro, _ = run
     plain_step, plain_update = t.train_step, optimizer.step
     rows = []
     for _ in range(args.repeats):
         t.train_step = Timer(plain_step, team.wait)
         optimizer.step = Timer(plain_update, team.wait)
         loader.position = 0
-        report = t.train(cfg, team, data, model, optimizer, loader, loss_fn, micro, quiet)[2]
+        report = t.train(*run)[2]
         total = report["train_time_ms"] / 1e3
         update, inside = optimizer.step.seconds, t.train_step.seconds
         rows.append((total / args.steps, (inside - update) / total, update / total, (total - inside) / total))

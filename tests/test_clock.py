@@ -1,0 +1,221 @@
+"""Honest clocks and scores: what may pause train_time, what trains on which text, what does not grow."""
+import json
+import re
+import time
+from pathlib import Path
+
+import faults
+import numpy as np
+import pytest
+import torch
+from helpers import TOY, shard_file, tokens_of, toy_environment, write_dataset, write_shard
+
+import train_gpt
+
+PAUSE = 1.2     # seconds, more than the rest of a run of six steps takes
+
+
+@pytest.fixture
+def home(tiny_data, tmp_path, monkeypatch, one_thread):
+    """An empty folder to run in, with the toy data."""
+    (tmp_path / "data").symlink_to(tiny_data / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, **settings):
+    """A run in this process -> its result."""
+    assert train_gpt.main([], toy_environment(run_id="r", iterations=6, **settings)) == 0, capsys.readouterr().err
+    return json.loads(Path("logs/r/result.json").read_text())
+
+
+def once(fn, when):
+    """fn, but that the first of its calls that finds when(…) true takes PAUSE longer; and a list that is not
+    empty once it did."""
+    paused = []
+
+    def slow(*args, **kwargs):
+        if not paused and when(*args, **kwargs):
+            paused.append(True)
+            time.sleep(PAUSE)
+        return fn(*args, **kwargs)
+    return slow, paused
+
+
+def second(when):
+    """True at the second call that when finds true."""
+    found = []
+
+    def again(*args, **kwargs):
+        found.extend([True] * when(*args, **kwargs))
+        return len(found) == 2
+    return again
+
+
+# (place, name, when it pauses, settings)
+ALWAYS = lambda *_, **__: True  # noqa: E731
+COUNTED = {
+    "the agreement on the time": (train_gpt, "all_reduce", lambda x, *_: x.numel() == 2, {}),
+    "the batch": (train_gpt.Loader, "next", lambda self, _: self.position > 0, {}),
+    "the disk": (train_gpt.Loader, "fetch", lambda _, places: places[0] > 32, {}),
+    "forward and backward": (train_gpt, "train_step", ALWAYS, {}),
+    "the optimizer": (train_gpt.Optimizer, "step", ALWAYS, dict(warmup_steps=0)),
+    "the schedules": (train_gpt, "lr_factor", lambda _, step, __: step == 2, {}),     # no plan tells of it
+    "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: "step:2/" in lines[:1][0][:7], {}),
+    "a change of the window": (train_gpt.GPT, "set_context", second(lambda _, __, window, *more: window == 32),
+                               dict(window_schedule=(16, 32), eval_window=16)),    # the first is rehearsal's
+    "the copy for a checkpoint": (faults.Guard, "save", ALWAYS, dict(save_every=3)),
+    "whether a checkpoint is due": (faults.Guard, "due", lambda _, step, *__: step == 2, {}),
+}
+NOT_COUNTED = {
+    "validation": (train_gpt, "evaluate", ALWAYS, dict(val_loss_every=3)),
+    "the last validation": (train_gpt, "evaluate", ALWAYS, {}),
+    "samples": (train_gpt, "show_samples", ALWAYS, dict(sample_every=2)),
+    "writing a checkpoint": (faults, "write_checkpoint", ALWAYS, dict(save_every=3)),
+    "rehearsal": (train_gpt, "rehearse", ALWAYS, {}),
+    "the artifact": (train_gpt, "write_artifact", ALWAYS, {}),
+}
+
+
+@pytest.mark.parametrize("what", [*COUNTED, *NOT_COUNTED])
+def test_only_what_the_contract_names_pauses_the_clock(what, home, monkeypatch, capsys):
+    place, name, when, settings = (COUNTED | NOT_COUNTED)[what]
+    slow, paused = once(getattr(place, name), when)
+    monkeypatch.setattr(place, name, slow)
+    result = run(capsys, **settings)
+    assert paused
+    seconds, longest = result["train_time_ms"] / 1e3, result["step_ms"]["max"] / 1e3
+    assert (seconds >= PAUSE) == (what in COUNTED), (what, seconds)
+    assert longest < PAUSE or what in COUNTED
+    log = Path("logs/r/train.log").read_text()
+    assert re.findall(r"^step:6/6 val_loss.* train_time:(\d+)ms", log, re.M) == [str(result["train_time_ms"])]
+
+
+def test_a_cap_counts_the_copies_of_checkpoints(home, monkeypatch, capsys):
+    """A run that saves after each step still ends before its cap."""
+    def slow(*args, **kwargs):
+        time.sleep(0.3)
+        return save(*args, **kwargs)
+    save = faults.Guard.save
+    monkeypatch.setattr(faults.Guard, "save", slow)
+    assert train_gpt.main([], toy_environment(run_id="r", max_wallclock_seconds=2.0, save_every=1)) == 0
+    result = json.loads(Path("logs/r/result.json").read_text())
+    assert result["stop_reason"] == "wallclock_cap" and 3 <= result["steps"] < 9
+    assert result["train_time_ms"] <= 2000
+
+
+def test_a_clock_that_is_set_means_nothing(home, monkeypatch, capsys):
+    """The wall clock jumps by a day at each look: no time, schedule or result depends on it."""
+    plain = run(capsys, max_wallclock_seconds=60)
+    Path("logs/r").rename("logs/first")
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 86_400 * next(jumps))
+
+    class Jumping(train_gpt.datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return cls.fromtimestamp(time.time(), zone)
+    monkeypatch.setattr(train_gpt, "datetime", Jumping)
+    again = run(capsys, max_wallclock_seconds=60)
+    assert again["val_loss_partial"] == plain["val_loss_partial"] and again["steps"] == 6
+    assert again["train_time_ms"] < 20_000 and next(jumps) >= 2
+    assert again["finished"] > again["started"]
+
+
+def test_validation_text_never_reaches_the_optimizer(tmp_path, monkeypatch, capsys):
+    """Train and val share no token: what the gradient is taken of, after the rehearsal's made-up tokens that
+    are undone, has none of val's."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("data/datasets/apart")
+    rng = np.random.default_rng(0)
+    write_shard(folder / "x_train_000000.bin", rng.integers(0, 100, 20_000))
+    write_shard(folder / "x_val_000000.bin", rng.integers(100, 200, 3_000))
+    loss, seen, scored, optimized = train_gpt.lm_loss, [], [], []
+
+    def lm_loss(x, head, targets, *more):
+        assert torch.is_grad_enabled()
+        seen.append(targets)
+        return loss(x, head, targets, *more)
+
+    def log_probs(model, tokens):
+        assert not torch.is_grad_enabled()
+        scored.append(tokens)
+        return score(model, tokens)
+
+    def step(self, *more):
+        optimized.append(len(seen))
+        return plain_step(self, *more)
+    score, plain_step = train_gpt.log_probs, train_gpt.Optimizer.step
+    monkeypatch.setattr(train_gpt, "lm_loss", lm_loss)
+    monkeypatch.setattr(train_gpt, "log_probs", log_probs)
+    monkeypatch.setattr(train_gpt.Optimizer, "step", step)
+    env = toy_environment(
+        run_id="r", data_path=folder, vocab_size=200, val_tokens=0, iterations=8, val_loss_every=2,
+        warmup_steps=2, sample_every=4, save_every=3, device_batch_size=8)
+    assert train_gpt.main([], env) == 0, capsys.readouterr().err
+    warm_up, steps, micro_steps = 2, 8, 2
+    batches = seen[warm_up:]
+    assert len(batches) == steps * micro_steps and all(batch.max() < 100 for batch in batches)
+    assert optimized == [1, 2, *range(4, 19, 2)], "each update follows its own micro-steps, and nothing else"
+    assert scored and all(((tokens >= 100) | (tokens == 0)).all() for tokens in scored), "0 fills rows up"
+
+
+@pytest.mark.parametrize("both", [0, 1, 3])
+def test_documents_in_train_and_val_are_refused(both, tiny_data, tmp_path, monkeypatch, capsys):
+    """By the hashes beside the manifest, where there are any."""
+    monkeypatch.chdir(tmp_path)
+    sp = train_gpt.open_data(train_gpt.replace(
+        train_gpt.load_config(TOY), data_path=str(tiny_data / TOY["DATA_PATH"]))).tokenizer
+    texts = ["def one(): return 1\n" * 400, "x = [1, 2]\n" * 300]
+    model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
+    train, val = tokens_of(sp, texts * 4), tokens_of(sp, texts)
+    folder = write_dataset(tmp_path, "toy", model, [train], val, sum(len(text.encode()) for text in texts))
+    val_hashes, train_hashes = np.arange(4), np.arange(4 - both, 40)
+    np.concatenate([val_hashes, train_hashes]).astype("<u8").tofile(folder / "document_hashes.bin")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["document_hashes"] = dict(path="document_hashes.bin", val=4, train=len(train_hashes))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    code = train_gpt.main([], toy_environment(run_id="r", val_tokens=0, iterations=2))
+    err = capsys.readouterr().err
+    assert code == (2 if both else 0), err
+    assert not both or f"{both} documents of toy are in train and in val" in err and "Traceback" not in err
+
+
+def anonymous_memory():
+    return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_steps(home, monkeypatch, capsys):
+    """Under 50 MB from step 200 to step 2,200, with checkpoints, validation and several epochs on the way."""
+    grown = {}
+
+    def step(loss_fn, optimizer, *more):
+        loss = plain(loss_fn, optimizer, *more)
+        if optimizer.step_count in (200, 2200):
+            grown[optimizer.step_count] = anonymous_memory()
+        return loss
+    plain = train_gpt.train_step
+    monkeypatch.setattr(train_gpt, "train_step", step)
+    env = toy_environment(
+        run_id="r", iterations=2200, num_layers=1, model_dim=16, train_seq_len=32, train_batch_tokens=256,
+        bigram_rows=64, save_every=250, val_loss_every=500, train_log_every=5)
+    assert train_gpt.main([], env) == 0, capsys.readouterr().err
+    assert "epoch 2 begins" in Path("logs/r/train.log").read_text()
+    assert grown[2200] - grown[200] < 50, grown
+
+
+def test_a_shard_is_read_and_not_mapped(home):
+    """A map of a file that shrinks would end the process without a word."""
+    shard = shard_file(np.arange(400) % 200)
+    cfg = train_gpt.replace(train_gpt.Config(), train_seq_len=16, train_batch_tokens=64, shuffle=False)
+    data = train_gpt.Data({"s0": shard}, None, None, 256, 1, None, {})
+    team = train_gpt.Team(train_gpt.load_config(TOY), {})
+    loader = train_gpt.Loader(cfg, data, team, lambda *_: None)
+    assert loader.row(3).tolist() == shard[48:65].tolist()
+    with open(shard.filename, "r+b") as file:
+        file.truncate(1024 + 2 * 100)
+    assert loader.row(3).tolist() == list(range(48, 65)), "what is left can be read"
+    with pytest.raises(train_gpt.Refused, match="shard s0 cannot be read to its end"):
+        loader.row(6)
