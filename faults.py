@@ -283,7 +283,7 @@ class Watch:
             last = seen
             if self.posted:
                 self.end(*self.posted)
-            elif quiet > SILENT + 8:
+            elif quiet > SILENT + 4:
                 self.end("the host of rank 0 does not answer", [0], min(set(range(self.world_size)) - {0}))
             elif quiet == 0 and (dead := [rank for rank in seen if silent[rank] >= SILENT]):
                 self.post("stopped answering", dead, seen)
@@ -341,7 +341,7 @@ class Watch:
         if isinstance(error, KeyboardInterrupt):
             follows = not str(error)
         self.place = ("interrupted", self.place[1])
-        for _ in range(SILENT + 8 if follows else 0):
+        for _ in range(SILENT + 12 if follows else 0):
             if self.seen and all(place[1] == "interrupted" for place in self.seen.values()):
                 break
             time.sleep(1)
