@@ -372,7 +372,8 @@ class Guard:
         self.at = team.at = self.watch.at if self.watch else team.at
         self.handlers = []
         if threading.current_thread() is threading.main_thread():
-            self.handlers = [(n, signal.signal(n, self.note)) for n in (signal.SIGINT, signal.SIGTERM)]
+            self.handlers = [(n, signal.signal(n, self.note)) for n in (signal.SIGINT, signal.SIGTERM)
+                             if signal.getsignal(n) is not signal.SIG_IGN]      # as a shell has it for `&`
 
     def note(self, *_):
         if not self.between:
