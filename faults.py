@@ -137,7 +137,7 @@ class Found(NamedTuple):
 def find_run(t, cfg, changed):
     """-> Found, of run cfg.resume; changed: {name: [preset's text, text]} of what was given with RESUME."""
     folder = Path("logs", cfg.resume)
-    if not folder.is_dir():
+    if not re.fullmatch(r"\w[\w.,=+-]*", cfg.resume) or not folder.is_dir():     # as run_id is written
         return Found(f"resume={cfg.resume!r}: there is no {folder}")
     if (folder / "result.json").exists():
         return Found(result=json.loads((folder / "result.json").read_text()))
