@@ -137,7 +137,9 @@ class Found(NamedTuple):
 def find_run(t, cfg, changed):
     """-> Found, of run cfg.resume; changed: {name: [preset's text, text]} of what was given with RESUME."""
     folder = Path("logs", cfg.resume)
-    if not re.fullmatch(r"\w[\w.,=+-]*", cfg.resume) or not folder.is_dir():     # as run_id is written
+    if not re.fullmatch(r"\w[\w.,=+-]*", cfg.resume):
+        return Found(f"resume={cfg.resume!r} is no run_id")
+    if not folder.is_dir():
         return Found(f"resume={cfg.resume!r}: there is no {folder}")
     if (folder / "result.json").exists():
         return Found(result=json.loads((folder / "result.json").read_text()))

@@ -492,3 +492,443 @@ def test_a_sample_of_configurations(workplace):
 @pytest.mark.slow
 def test_configurations(workplace):
     check_configurations(CONFIGURATIONS, 12)
+
+
+# -------------------------------------------------------------------------------- mutated files
+DATA, MODEL = Path("data/datasets/small"), Path("data/tokenizers/small.model")
+MANIFEST, VAL = DATA / "manifest.json", DATA / "small_val_000000.bin"
+TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
+RUN = Path("logs/run")
+SMALL = TOY | dict(
+    DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
+    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64")
+SHAPES = ("NUM_LAYERS", "MODEL_DIM", "NUM_HEADS", "TRAIN_SEQ_LEN", "BIGRAM_ROWS", "MAX_DOC_LEN")
+SCORING = {name: text for name, text in SMALL.items() if name not in SHAPES} | {"TRAIN_BATCH_TOKENS": "4096"}
+JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, False, "", "x", "../x", ".", "/",
+        "..", "val", "train", "test", "0" * 64, VAL.name, f"./{VAL.name}", f"../small/{TRAIN[0].name}", TRAIN[1].name,
+        "../../tokenizers/small.model", "manifest.json", [], [1], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]
+
+
+class Evil:
+    """Pickles to a call of os.system."""
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def spots(tree, path=()):
+    """Every place in a tree of dicts, lists and tuples."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, child in children:
+        yield path + (key,)
+        yield from spots(child, path + (key,))
+
+
+def edit(rng, tree, junk=JUNK):
+    """A value of the tree replaced, deleted or doubled."""
+    *way, last = rng.choice([*spots(tree)])
+    at = tree
+    for key in way:
+        at = at[key]
+    kind = rng.random()
+    if kind < 0.2:
+        del at[last]
+    elif kind < 0.3 and isinstance(at, list):
+        at.append(at[last])
+    elif kind < 0.4 and type(at[last]) is int:
+        at[last] += rng.choice((-1, 1, 2**31, -2 * at[last]))
+    else:
+        at[last] = rng.choice(junk)
+    return tree
+
+
+def scramble(rng, raw):
+    """raw with bytes flipped, zeroed, moved, cut off or added; never as it was."""
+    new, n = bytearray(raw), len(raw)
+    kind = rng.randrange(8)
+    here, size = rng.randrange(n), rng.choice((1, 8, 64, 512, 4096))
+    if kind == 0:
+        new = new[:rng.choice((0, 1, 5, here, n - 1))]
+    elif kind == 1:
+        new += rng.randbytes(size) if rng.random() < 0.5 else bytes(size)
+    elif kind == 2:
+        new[here:here + size] = bytes(len(new[here:here + size]))
+    elif kind == 3:
+        del new[here:here + size]
+    elif kind == 4:
+        new[here:here] = new[here:here + size]
+    elif kind == 5:
+        new[here] ^= 1 << rng.randrange(8)
+    else:
+        for _ in range(rng.randint(1, 5)):
+            new[rng.randrange(n if kind == 6 else min(n, 64))] = rng.randrange(256)
+    return bytes(new) if new != raw else scramble(rng, raw)
+
+
+def payload_of(raw):
+    return torch.load(io.BytesIO(raw if raw[:2] == b"PK" else zlib.decompress(raw)), weights_only=True)
+
+
+def packed(payload, squeeze=True):
+    torch.save(payload, buffer := io.BytesIO())
+    return zlib.compress(buffer.getvalue(), 1) if squeeze else buffer.getvalue()
+
+
+def edit_tensors(rng, tensors):
+    """One tensor missing, more, of another shape, dtype, kind or not finite."""
+    name = rng.choice([*tensors])
+    w = tensors[name]
+    kinds = [lambda: tensors.pop(name), lambda: tensors.update({name + "x": w}), lambda: tensors.update(x=w),
+             lambda: tensors.update({name + ".int8": w}), lambda: tensors.update({name + ".scale": w})]
+    kinds += [lambda new=new: tensors.update({name: new(w)}) for new in (
+        lambda w: w.double(), lambda w: w.to(torch.int64), lambda w: w.bool(), lambda w: w.bfloat16(),
+        lambda w: w.to(torch.complex64), lambda w: w.flatten(), lambda w: w[:1], lambda w: w[None],
+        lambda w: w.flatten()[0], lambda w: torch.cat((w, w)), lambda w: w[:0], lambda w: w.float() * torch.nan,
+        lambda w: torch.full_like(w, torch.inf, dtype=torch.float32), lambda w: w.tolist(), lambda w: None,
+        lambda w: "weights", lambda w: w.float().to_sparse(), lambda w: w.to("meta"),
+        lambda w: torch.nn.Parameter(w.float()), lambda w: w.T if w.ndim == 2 else w.view(-1, 1),
+        lambda w: w.flatten()[:1].as_strided((1 << 40,), (0,)),
+        lambda w: w.flatten()[:1].as_strided(w.shape, (0,) * w.ndim),
+        lambda w: torch.quantize_per_tensor(w.float(), 0.1, 0, torch.qint8))]
+    rng.choice(kinds)()
+
+
+# Each of these damages a file, by chance, and returns what has to come of it: "refused"; "same": the score of
+# whole files; "either"; "any": a refusal or a finite score, as no checksum is stated that would tell.
+def val_shard(rng):
+    raw = VAL.read_bytes()
+    if rng.random() < 0.7:
+        VAL.write_bytes(scramble(rng, raw))
+    else:
+        helpers.write_shard(VAL, np.frombuffer(raw, "<u2", offset=1024)[:rng.randrange(1, 900)])
+    return "refused"
+
+
+def train_shard(rng):
+    """Header and size are checked at the start, the range of its tokens when a shard is first read. A token
+    in that range is not: a sum over 100 GB at each start would take longer than a run."""
+    path = rng.choice(TRAIN)
+    raw = path.read_bytes()
+    kind = rng.randrange(4)
+    if kind == 0:
+        new = scramble(rng, raw)
+    elif kind == 1:
+        header = np.frombuffer(raw[:1024], "<i4").copy()
+        header[rng.randrange(3)] = rng.choice((0, 1, -1, 2, 2**31 - 1, 20240519, int(header[2]) - 1))
+        new = header.tobytes() + raw[1024:]
+    elif kind == 2:
+        new = raw[:1024 + rng.randrange(len(raw) - 1024)]
+    else:
+        place = 1024 + 2 * rng.randrange((len(raw) - 1024) // 2)
+        new = raw[:place] + rng.choice((512, 65_535)).to_bytes(2, "little") + raw[place + 2:]
+    path.write_bytes(new)
+    known = len(new) == len(raw) and new[:12] == raw[:12]
+    return "any" if known or new == raw else "refused"
+
+
+def train_file(rng):
+    """A shard that is no shard, or that is another."""
+    path, other = rng.sample([*TRAIN, VAL, MODEL, MANIFEST], 2)
+    path.unlink()
+    rng.choice((path.mkdir, lambda: path.symlink_to(path.name), lambda: shutil.copy(other, path), bool))()
+    return "any" if path.is_file() and path in TRAIN and other in TRAIN else "refused" if path != MANIFEST else "any"
+
+
+def tokenizer(rng):
+    MODEL.write_bytes(scramble(rng, MODEL.read_bytes()))
+    return "refused"
+
+
+def tokenizer_unstated(rng):
+    """Where no sha256 is stated, the bytes of the val text tell of pieces that others stand for."""
+    manifest = json.loads(MANIFEST.read_text())
+    del manifest["tokenizer"]["sha256"]
+    MANIFEST.write_text(json.dumps(manifest))
+    MODEL.write_bytes(scramble(rng, MODEL.read_bytes()))
+    return "either"
+
+
+def manifest_bytes(rng):
+    MANIFEST.write_bytes(scramble(rng, MANIFEST.read_bytes()))
+    return "either"
+
+
+def manifest_values(rng):
+    MANIFEST.write_text(json.dumps(edit(rng, json.loads(MANIFEST.read_text()))))
+    return "either"
+
+
+def manifest_without_tokenizer(rng):
+    """As of a dataset that a tokenizer of another kind made."""
+    manifest = json.loads(MANIFEST.read_text())
+    manifest["tokenizer"] = edit(rng, {"vocab_size": 512, "bos_id": 1})
+    MANIFEST.write_text(json.dumps(manifest))
+    return "any"
+
+
+def hashes(rng):
+    path = DATA / "document_hashes.bin"
+    path.write_bytes(scramble(rng, path.read_bytes()))
+    return "either"
+
+
+def artifact(rng):
+    path = Path("model.ptz")
+    path.write_bytes(scramble(rng, path.read_bytes()))
+    return "either"
+
+
+def final_model(rng):
+    path = Path("model.pt")
+    path.write_bytes(scramble(rng, path.read_bytes()))
+    return "either"
+
+
+def artifact_inside(rng):
+    """Sound checksums over other tensors, other constants, or what is no model."""
+    path = rng.choice((Path("model.ptz"), Path("model.pt")))
+    payload, kind = payload_of(path.read_bytes()), rng.randrange(10)
+    if kind < 4:
+        edit_tensors(rng, payload["tensors"])
+    elif kind < 8:
+        numbers = [0, 1, 2, 3, 4, 16, 16.0, 17, 64, 99, 1000, 65_536, 1 << 20, 1 << 26, (0,), (1, 2), (), ("L",), 1e-3]
+        payload["shape"] = edit(rng, payload["shape"], [*JUNK, *numbers])
+    elif kind == 8:
+        payload = rng.choice(([1, 2], None, "x", {}, {"shape": payload["shape"]}, {"tensors": payload["tensors"]},
+                              {"shape": Evil(), "tensors": {}}, Evil(), {"shape": payload["shape"], "tensors": []}))
+    raw = packed(payload, path.suffix == ".ptz")
+    if kind == 9:
+        raw = rng.choice((pickle.dumps(Evil()), zlib.compress(pickle.dumps(Evil())), zlib.compress(bytes(10**7)),
+                          zlib.compress(raw), raw + raw, b"PK", zlib.compress(b"PK\3\4" + bytes(99))))
+    path.write_bytes(raw)
+    return "any"
+
+
+def checkpoint(rng):
+    """Of two one is left, or none: from there a run goes on to the same end."""
+    for path in rng.choice(([RUN / "checkpoint.pt"], [RUN / "checkpoint.pt", RUN / "checkpoint_prev.pt"])):
+        if rng.random() < 0.1:
+            path.unlink()
+        else:
+            path.write_bytes(scramble(rng, path.read_bytes()))
+    return "same"
+
+
+def checkpoint_inside(rng):
+    path = RUN / "checkpoint.pt"
+    payload, kind = payload_of(path.read_bytes()), rng.randrange(8)
+    if kind < 2:
+        edit_tensors(rng, payload["tensors"])
+    elif kind < 4:
+        edit_tensors(rng, payload["state"])
+    elif kind < 6:
+        payload["progress"] = edit(rng, payload["progress"], [*JUNK, 3, 6, 10**9, torch.zeros(3)])
+    elif kind == 6:
+        edit(rng, payload, [*JUNK, torch.zeros(3)])
+    else:
+        payload = rng.choice(([1], None, {}, Evil(), payload["tensors"], {"progress": {"step": 4}}))
+    path.write_bytes(packed(payload))
+    return "any"
+
+
+def run_log(rng):
+    """The constants that a run began with have no checksum; the trainer in front of them is compared."""
+    path = RUN / "train.log"
+    raw = path.read_bytes()
+    end = raw.rindex(b"config ")
+    head = len(train_gpt.script_files()["train_gpt.py"])
+    if rng.random() < 0.5:
+        path.write_bytes(scramble(rng, raw[:head]) + raw[head:])
+    else:
+        path.write_bytes(raw[:head + 200] + scramble(rng, raw[head + 200:end]) + raw[end:])
+    return "any"
+
+
+def finished(rng):
+    """A result.json that is there says that the run is over."""
+    text = (RUN / "done.json").read_text()
+    path = RUN / "result.json"
+    if rng.random() < 0.5:
+        path.write_bytes(scramble(rng, text.encode()))
+    else:
+        path.write_text(json.dumps(edit(rng, json.loads(text))))
+    return "over"
+
+
+MUTATIONS = {   # what scores the file: the trainer, or its functions, which are faster
+    val_shard: "data", train_shard: "train", train_file: "data", tokenizer: "data", tokenizer_unstated: "data",
+    manifest_bytes: "data", manifest_values: "data", manifest_without_tokenizer: "score", hashes: "data",
+    artifact: "score", final_model: "score", artifact_inside: "score", checkpoint: "resume",
+    checkpoint_inside: "resume", run_log: "resume", finished: "resume"}
+TIMES = {manifest_values: 4, train_shard: 2, artifact_inside: 4, checkpoint_inside: 3, checkpoint: 2}
+ROUND = [mutation for mutation in MUTATIONS for _ in range(TIMES.get(mutation, 1))]
+KNOWN_MUTATIONS = {final_model}     # left out: torch's reader looks at no checksum of final_model.pt
+
+
+def prepare(tiny_data):
+    """Everything that is damaged, whole, in the current folder -> (its files, scores of it)."""
+    model = Path(tiny_data, "data/tokenizers/toy.model").read_bytes()
+    sp = spm.SentencePieceProcessor(model_proto=model)
+    text = list(helpers.library_documents(12_000))
+    train, val = helpers.tokens_of(sp, text[2:]), helpers.tokens_of(sp, text[:2])
+    helpers.write_dataset(".", "small", model, np.split(train, [700, 1500]), val, sum(len(t.encode()) for t in text[:2]))
+    manifest = json.loads(MANIFEST.read_text())
+    np.arange(len(text), dtype="<u8").tofile(DATA / "document_hashes.bin")
+    manifest["document_hashes"] = {"path": "document_hashes.bin", "val": 2}
+    MANIFEST.write_text(json.dumps(manifest))
+    import faults
+    kept, write = [], faults.write_checkpoint
+
+    def keep(folder, payload):
+        write(folder, payload)
+        kept.append((folder / "checkpoint.pt").read_bytes())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "write_checkpoint", keep)
+        assert call_main([], SMALL | {"SAVE_EVERY": "2", "RUN_ID": "run"}).code == 0
+    result = json.loads((RUN / "result.json").read_text())
+    (RUN / "checkpoint.pt").write_bytes(kept[1])
+    (RUN / "checkpoint_prev.pt").write_bytes(kept[0])
+    (RUN / "result.json").rename(RUN / "done.json")
+    shutil.move(RUN / "final_model.int8.ptz", "model.ptz")
+    shutil.move(RUN / "final_model.pt", "model.pt")
+    files = {path: path.read_bytes() for path in Path(".").rglob("*") if path.is_file()}
+    want = {"resume": (result["val_loss"], result["val_bpb"])}
+    for name in ("model.ptz", "model.pt"):
+        want[name] = score_of(call_main([], SCORING | {"EVAL_FROM": name, "RUN_ID": "whole"}), "whole")
+        shutil.rmtree("logs/whole")
+    assert math.isfinite(sum(sum(pair) for pair in want.values()))
+    return files, want
+
+
+def put_back(files):
+    """Undo what a case did to the folder."""
+    for path in sorted(Path(".").rglob("*"), key=lambda path: -len(path.parts)):
+        if path.is_symlink() or path.is_file():
+            if path.is_symlink() or path not in files:
+                path.unlink()
+        elif path not in {parent for file in files for parent in file.parents}:
+            path.rmdir()
+    for path, raw in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_bytes() != raw:
+            path.write_bytes(raw)
+
+
+def score_of(done, name):
+    """(val_loss, val_bpb) of a call that went well."""
+    assert done.code == 0, done.err
+    result = json.loads(Path("logs", name, "result.json").read_text())
+    return result["val_loss"], result["val_bpb"]
+
+
+def try_data(model):
+    """Score of the data by the functions that read them, and a batch."""
+    cfg = train_gpt.load_config(SMALL)
+    data = train_gpt.open_data(cfg, lambda *_: None)
+    cfg = train_gpt.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
+    loader = train_gpt.Loader(cfg, data, fake_team(), lambda *_: None)
+    tokens, _ = loader.next(cfg.train_batch_tokens)
+    assert 0 <= tokens.min() and tokens.max() < data.vocab_size == 512
+    score = train_gpt.evaluate(model, cfg, data, fake_team())
+    return score.val_loss, score.val_bpb
+
+
+def run_mutation(mutation, rng, model, want, direct):
+    """-> (what came of it, what is wrong: "" or a sentence). direct: by functions where that is possible."""
+    try:
+        expected = mutation(rng)
+    except RecursionError:
+        return "skipped", ""
+    how, score = MUTATIONS[mutation], None
+    if how == "data" and direct:
+        try:
+            with limited():
+                score = try_data(model)
+        except Refused as refusal:
+            if expected == "same" or "\n" in str(refusal) or len(str(refusal)) < 10:
+                return "refused", f"refused: {refusal}"
+            return "refused", ""
+        wanted = want["data"]
+    else:
+        which = "model.pt" if Path("model.pt").read_bytes() != want["files"][Path("model.pt")] else "model.ptz"
+        env = {"data": SCORING | {"EVAL_FROM": which, "RUN_ID": "new"},
+               "score": SCORING | {"EVAL_FROM": which, "RUN_ID": "new"},
+               "train": SMALL | {"ITERATIONS": "2", "RUN_ID": "new", "SHUFFLE": rng.choice("01")},
+               "resume": SMALL | {"RESUME": "run"}}[how]
+        wanted = want["resume"] if how == "resume" else want[which]
+        done = call_main([], env)
+        done.given = []
+        if Path("executed").exists():
+            return "executed", "code of the file was run"
+        if done.code:
+            words = complaint(done)
+            if done.code == 1 and not words and not done.err.startswith("train_gpt: "):
+                words = "no sentence"
+            if expected == "same":
+                words = words or "refused"
+            if not words and done.code == 2 and [path for path in done.new]:
+                words = "a run folder is left"
+            return "refused", words and f"{words}: exit {done.code}: {summary(done.err)}"
+        if done.err or done.warnings:
+            return "scored", f"words on stderr: {summary(done.err)} {done.warnings}"
+        if expected == "over":
+            return "over", "" if "has finished" in done.out else "not over"
+        score = score_of(done, "run" if how == "resume" else "new")
+    if not math.isfinite(score[0]):
+        return "scored", f"score {score}"
+    if expected == "refused":
+        return "accepted", "accepted"
+    if expected in ("either", "same") and (score[0] != wanted[0] or score[1] not in (wanted[1], None)):
+        return "accepted", f"score {score} instead of {wanted}"
+    return "scored", ""
+
+
+def fuzz_files(numbers, files, want):
+    """-> {(mutation, what came of it): times}, findings."""
+    outcomes, findings = Counter(), []
+    model, cfg = train_gpt.load_model("model.pt")
+    want |= {"files": files, "data": try_data(model)}
+    for number in numbers:
+        mutation = ROUND[number % len(ROUND)]
+        if mutation in KNOWN_MUTATIONS:
+            continue
+        words = f"{SEED} {mutation.__name__} {number}"
+        rng = random.Random(words)
+        try:
+            outcome, wrong = run_mutation(mutation, rng, model, want, number // len(ROUND) % 4 > 0)
+        except Hang as hang:
+            outcome, wrong = "hung", str(hang)
+        except Exception as error:
+            outcome, wrong = "raised", f"{type(error).__name__}: {summary(str(error))}"
+        outcomes[mutation.__name__, outcome] += 1
+        if wrong:
+            findings.append(f"{mutation.__name__}(random.Random({words!r})): {wrong}")
+        put_back(files)
+        if number % 50 == 0:
+            gc.collect()
+    return outcomes, findings
+
+
+@pytest.fixture
+def damaged(tiny_data, tmp_path, monkeypatch):
+    """A folder to damage; runs in it draw no picture."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
+    return prepare(tiny_data)
+
+
+def check_files(total, damaged):
+    outcomes, findings = fuzz_files(range(total), *damaged)
+    print(f"{total} mutations:", ", ".join(f"{name} {what} {n}" for (name, what), n in sorted(outcomes.items())))
+    report(findings)
+    sums = Counter(what for (_, what), n in outcomes.items() for _ in range(n))
+    assert sums["refused"] * 4 > total and sums["scored"] * 10 > total
+
+
+def test_a_sample_of_mutated_files(damaged):
+    check_files(SAMPLE_MUTATED, damaged)
+
+
+@pytest.mark.slow
+def test_mutated_files(damaged):
+    check_files(MUTATED, damaged)
