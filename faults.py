@@ -224,16 +224,17 @@ def resume(t, cfg, changed, team, log):
     if not progress:
         log(f"resume: no whole checkpoint in logs/{run_id}: it starts at step 0")
         return cfg, {}
-    t.demand(progress["step"] <= t.total_steps(cfg), f"the checkpoint of {run_id} is of step {progress['step']}, "
-             f"but the run has {t.total_steps(cfg)}")
+    t.demand(progress["step"] <= t.total_steps(cfg), f"the checkpoint of {run_id} is of step "
+             f"{progress['step']}, but the run has {t.total_steps(cfg)}")
     log(f"resume: from step {progress['step']} at train_time:{progress['now'] * 1e3:.0f}ms")
     return cfg, progress | {"payload": found.payload}
 
 
 def fitting(tensor, shape):
-    """tensor, of that shape. Raises ValueError."""
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or not tensor.isfinite().all():
-        raise ValueError(f"not numbers of the shape {tuple(shape)}")
+    """tensor, if it is fp32, finite and of that shape. Raises ValueError."""
+    if not (isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.shape == shape
+            and tensor.isfinite().all()):
+        raise ValueError(f"not fp32 numbers of the shape {tuple(shape)}")
     return tensor
 
 

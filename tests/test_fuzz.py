@@ -168,9 +168,11 @@ RATES = ("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr")      
 TAME = {
     "run_id": lambda rng, _: f"{rng.choice(('a', 'a=1,b', 'é.', '_-+'))}{rng.randrange(10**9)}",
     "seed": among(0, 1, 42, 2**31 - 1), "device": among("cpu", "cpu", "auto"),
-    "dtype": among("auto", "float32", "bfloat16"), "fp8": among("off", "head", "all", "auto-head", "auto-all"),
+    "dtype": among("auto", "float32", "bfloat16"),
+    "fp8": among("off", "head", "all", "auto-head", "auto-all"),
     "save_every": among(0, 1, 2, 5, 10**12), "save_every_seconds": scale(1e-6, 1e7, 0.0),
-    "sample_every": among(0, 1, 2, 3), "sample": among("", "a", "|", "a|b||c", "def f(x):", "é\U0001f600\t", " "),
+    "sample_every": among(0, 1, 2, 3),
+    "sample": among("", "a", "|", "a|b||c", "def f(x):", "é\U0001f600", " "),
     "sample_temperature": scale(1e-6, 10.0, 0.0), "sample_top_k": among(0, 1, 5, 512, 65_536),
     "train_log_every": among(0, 1, 2, 50, 10**12), "val_loss_every": among(0, 1, 2, 10**12),
     "artifact_bytes_limit": among(0, 1, 10**6, 16 * 10**6, 10**12), "score_artifact": boolean,
@@ -210,8 +212,8 @@ GROUPS = {"evaluation": ("eval_context", "eval_stride"), "skips": ("skip_layers"
           "by_depth": ("depth", "target_param_data_ratio", "target_flops"),
           "windows": ("window_block", "eval_window", "window_schedule", "batch_schedule"),
           "lr_stages": ("lr_schedule", "lr_switches")}
-JUNK_TEXT = ("", " ", "x", "nan", "1 2", "0x10", "½", "−1", "True", "None", "[1]", "1;2", "1,,2", ",", "--1", "1e", "😀",
-             "\udcff", "9" * 5000, "a\nb")
+JUNK_TEXT = ("", " ", "x", "nan", "1 2", "0x10", "½", "−1", "None", "[1]", "1;2", "1,,2", ",", "--1", "1e",
+             "\U0001f600", "\udcff", "9" * 5000, "a\nb")
 FEATURES = dict(    # settings that break one rule each, on top of base()
     run_id=("a/b", "..", ".", " ", "/x", "a b", "-a", "=", "a\n", "a\\b", "%s"),
     heads=(dict(num_heads=3), dict(num_heads=4096), dict(model_dim=2, num_heads=2), dict(model_dim=37)),
@@ -236,8 +238,8 @@ BAD_PATHS = dict(
     tokenizer_path=("nowhere.model", "data", "data/datasets/toy/manifest.json", "x" * 300, "é\nb"),
     eval_from=("nowhere.ptz", "data", "data/tokenizers/toy.model", "/", "x" * 300, "a\nb"),
     resume=("nowhere", "..", ".", "/", "../data", "x" * 300, "a\nb", "data/datasets"))
-OTHER_WORDS = ("--zzz=1", "--zzz", "golf", "-x", "--", "---", "--matrx-lr=0.1", "--Matrix-LRR=1", "=", "", "--=1",
-               "--seed", "--presets=golf", "--help-me", "--a\nb=1", "\udcff")
+OTHER_WORDS = ("--zzz=1", "--zzz", "golf", "-x", "--", "---", "--matrx-lr=0.1", "--Matrix-LRR=1", "=", "",
+               "--=1", "--seed", "--presets=golf", "--help-me", "--a\nb=1", "\udcff")
 
 
 def text_of(rng, name, value):
@@ -284,11 +286,10 @@ def out_of_range(rng, name):
         return rng.choice(("yes", "2", "", "on", "-1", "nan", "01"))
     kind = type(default[0] if isinstance(default, tuple) else default)
     beyond = [kind(least) - 1, kind(most) * 2 + 1, 10**30, -10**30, -5]
-    texts = [str(n) for n in beyond if n < least or n > most] + [text for text in JUNK_TEXT if text != "True"]
+    texts = [str(n) for n in beyond if n < least or n > most] + [*JUNK_TEXT]
     texts += ["1.5", "1e3", "1e999"] if kind is int else ["inf", "-inf", "1e999", "-1e-9", "nan"]
     if isinstance(default, tuple):
-        texts = [*texts, "1,x", f"1,{texts[0]}"]
-        texts = [text for text in texts if name != "lr_schedule" or text != "1e999,"]
+        texts += ["1,x", f"1,{texts[0]}"]
     return rng.choice([text for text in texts if text not in KNOWN and not (off and text == "-1")])
 
 
@@ -297,9 +298,9 @@ def dry_settings(rng, cfg):
     T = rng.choice((512, 2048, 1 << 20))
     return cfg | dict(
         dry_run=True, num_layers=rng.choice((12, 60, 200)), model_dim=rng.choice((4096, 1 << 16)),
-        num_heads=rng.choice((32, 64)), num_kv_heads=0, train_seq_len=T, train_batch_tokens=T * rng.choice((8, 512)),
-        bigram_rows=1 << 26, mlp_mult=64, iterations=10**9, extension_iterations=10**9, warmup_steps=1000,
-        sample_tokens=100_000, val_tokens=0, eval_context=rng.choice((0, 64)), data_path="nowhere")
+        num_heads=rng.choice((32, 64)), num_kv_heads=0, train_seq_len=T,
+        train_batch_tokens=T * rng.choice((8, 512)), bigram_rows=1 << 26, mlp_mult=64,
+        iterations=10**9, extension_iterations=10**9, warmup_steps=1000, sample_tokens=100_000, val_tokens=0, eval_context=rng.choice((0, 64)), data_path="nowhere")
 
 
 def draw(number):
@@ -340,8 +341,9 @@ def draw(number):
             case.named += [cfg[name]]
     texts = {name: text_of(rng, name, value) for name, value in cfg.items()}
     if kind == "junk":
-        name = rng.choice([name for name in FIELDS if name != "preset" and out_of_range(rng, name) is not None])
-        texts[name], case.named = out_of_range(rng, name), [name]
+        wrong = {name: out_of_range(rng, name) for name in FIELDS}
+        name = rng.choice([name for name, text in wrong.items() if text is not None])
+        texts[name], case.named = wrong[name], [name]
     elif kind == "words":
         extra = [rng.choice([word for word in OTHER_WORDS if word not in KNOWN])]
         case.named = [extra[0].split("=")[0], "needs a value"]
@@ -368,9 +370,14 @@ def test_every_constant_is_drawn():
     assert set(FIELDS) == drawn - set(GROUPS)
 
 
+def loss_of(result):
+    return result.get("val_loss_partial") if result["val_loss"] is None else result["val_loss"]
+
+
 def problem_of(case, done):
     """What is wrong with how the trainer took a configuration: "" or a sentence. Sets case.outcome."""
-    done.given, case.outcome = [*case.argv, *case.env.values()], {0: "trained", 1: "diverged", 2: "refused"}.get(done.code)
+    done.given = [*case.argv, *case.env.values()]
+    case.outcome = {0: "trained", 1: "diverged", 2: "refused"}.get(done.code)
     if done.warnings:
         return f"warnings: {done.warnings}"
     if done.code:
@@ -395,13 +402,12 @@ def problem_of(case, done):
     if len(done.new) != 1 or not (done.new[0] / "result.json").exists():
         return "no result.json"
     result = json.loads((done.new[0] / "result.json").read_text())
-    case.loss = result.get("val_loss", result.get("val_loss_partial"))
-    if case.loss is None:
-        case.loss = result.get("val_loss_partial")
+    case.loss = loss_of(result)
     if not isinstance(case.loss, float) or not math.isfinite(case.loss):
         return f"loss {case.loss}"
     steps = int(result["config"]["iterations"]) + int(result["config"]["extension_iterations"])
-    if not (result["steps"] == steps or result["stop_reason"] == "wallclock_cap" and 1 <= result["steps"] < steps):
+    capped = result["stop_reason"] == "wallclock_cap" and 1 <= result["steps"] < steps
+    if result["steps"] != steps and not capped:
         return f"{result['steps']} steps of {steps}"
     wrong = {name: (text, result["config"][name]) for name, text in case.want.items()
              if result["config"][name] != text}
@@ -431,7 +437,8 @@ def fuzz_configurations(numbers, commands):
         except Hang as hang:
             words, case.outcome = str(hang), "hung"
         if words:
-            findings.append(f"draw({number}): {words}\n    {case.preset} {case.kind} argv={case.argv} env={case.env}")
+            findings.append(f"draw({number}): {words}\n    {case.preset} {case.kind} argv={case.argv} "
+                            f"env={case.env}")
         outcomes[case.outcome] += 1
         if case.outcome == "refused":
             sentences[re.sub(r"'.*?'|\d[\d.e+-]*", "#", case.said)[:60]] += 1
@@ -440,11 +447,10 @@ def fuzz_configurations(numbers, commands):
             cases.append(case)
         if number % 50 == 0:
             gc.collect()        # files and threads of runs that are over
-    # as commands: as many of each kind as there are
-    for case in [c for kind in ("trained", "refused")
-                 for c in [c for c in cases if c.outcome == kind and not any(
-                     "\0" in text for text in [*c.argv, *c.env.values()])][::max(1, len(cases) // 12)]][:commands]:
-        findings += command_differs(case)
+    for outcome in ("trained", "refused"):
+        here = [case for case in cases if case.outcome == outcome]
+        for case in here[::2 * len(here) // commands][:commands // 2] if commands else ():
+            findings += command_differs(case)
     return outcomes, sentences, findings
 
 
@@ -455,7 +461,7 @@ def command_differs(case):
     new, loss = folders() - had, None
     for folder in new:
         result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
-        loss = result.get("val_loss") if result.get("val_loss") is not None else result.get("val_loss_partial")
+        loss = result and loss_of(result)
         shutil.rmtree(folder)
     said = done.err.encode(errors="replace") == case.said.encode(errors="replace")
     if done.code == case.code and loss == case.loss and (said or not case.code):
@@ -505,9 +511,10 @@ SMALL = TOY | dict(
     VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64")
 SHAPES = ("NUM_LAYERS", "MODEL_DIM", "NUM_HEADS", "TRAIN_SEQ_LEN", "BIGRAM_ROWS", "MAX_DOC_LEN")
 SCORING = {name: text for name, text in SMALL.items() if name not in SHAPES} | {"TRAIN_BATCH_TOKENS": "4096"}
-JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, False, "", "x", "../x", ".", "/",
-        "..", "val", "train", "test", "0" * 64, VAL.name, f"./{VAL.name}", f"../small/{TRAIN[0].name}", TRAIN[1].name,
-        "../../tokenizers/small.model", "manifest.json", [], [1], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]
+JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, False, "", "x", "../x",
+        ".", "/", "..", "val", "train", "test", "0" * 64, VAL.name, f"./{VAL.name}", TRAIN[1].name,
+        f"../small/{TRAIN[0].name}", "../../tokenizers/small.model", "manifest.json", [], [1], {}, {"a": 1},
+        [[]], "x" * 5000, "a\nb"]
 
 
 class Evil:
@@ -582,8 +589,9 @@ def edit_tensors(rng, tensors):
              lambda: tensors.update({name + ".int8": w}), lambda: tensors.update({name + ".scale": w})]
     kinds += [lambda new=new: tensors.update({name: new(w)}) for new in (
         lambda w: w.double(), lambda w: w.to(torch.int64), lambda w: w.bool(), lambda w: w.bfloat16(),
-        lambda w: w.to(torch.complex64), lambda w: w.flatten(), lambda w: w[:1], lambda w: w[None],
-        lambda w: w.flatten()[0], lambda w: torch.cat((w, w)), lambda w: w[:0], lambda w: w.float() * torch.nan,
+        lambda w: w.flatten(), lambda w: w[:1], lambda w: w[None],
+        lambda w: w.flatten()[0], lambda w: torch.cat((w, w)), lambda w: w[:0],
+        lambda w: w.float() * torch.nan,
         lambda w: torch.full_like(w, torch.inf, dtype=torch.float32), lambda w: w.tolist(), lambda w: None,
         lambda w: "weights", lambda w: w.float().to_sparse(), lambda w: w.to("meta"),
         lambda w: torch.nn.Parameter(w.float()), lambda w: w.T if w.ndim == 2 else w.view(-1, 1),
@@ -626,11 +634,17 @@ def train_shard(rng):
 
 
 def train_file(rng):
-    """A shard that is no shard, or that is another."""
+    """A file that is missing, no file, or another file."""
     path, other = rng.sample([*TRAIN, VAL, MODEL, MANIFEST], 2)
     path.unlink()
-    rng.choice((path.mkdir, lambda: path.symlink_to(path.name), lambda: shutil.copy(other, path), bool))()
-    return "any" if path.is_file() and path in TRAIN and other in TRAIN else "refused" if path != MANIFEST else "any"
+    kind = rng.randrange(4)
+    if kind == 0:
+        path.mkdir()
+    elif kind == 1:
+        path.symlink_to(path.name)
+    elif kind == 2:
+        shutil.copy(other, path)
+    return "any" if path == MANIFEST else "refused"
 
 
 def tokenizer(rng):
@@ -690,15 +704,18 @@ def artifact_inside(rng):
     if kind < 4:
         edit_tensors(rng, payload["tensors"])
     elif kind < 8:
-        numbers = [0, 1, 2, 3, 4, 16, 16.0, 17, 64, 99, 1000, 65_536, 1 << 20, 1 << 26, (0,), (1, 2), (), ("L",), 1e-3]
+        numbers = [0, 1, 2, 3, 4, 16, 16.0, 17, 64, 99, 1000, 65_536, 1 << 20, 1 << 26, (0,), (1, 2), (),
+                   ("L",), 1e-3]
         payload["shape"] = edit(rng, payload["shape"], [*JUNK, *numbers])
     elif kind == 8:
-        payload = rng.choice(([1, 2], None, "x", {}, {"shape": payload["shape"]}, {"tensors": payload["tensors"]},
-                              {"shape": Evil(), "tensors": {}}, Evil(), {"shape": payload["shape"], "tensors": []}))
+        shape, tensors = {"shape": payload["shape"]}, {"tensors": payload["tensors"]}
+        payload = rng.choice(([1, 2], None, "x", {}, shape, tensors, shape | {"tensors": []},
+                              tensors | {"shape": Evil()}, Evil()))
     raw = packed(payload, path.suffix == ".ptz")
     if kind == 9:
-        raw = rng.choice((pickle.dumps(Evil()), zlib.compress(pickle.dumps(Evil())), zlib.compress(bytes(10**7)),
-                          zlib.compress(raw), raw + raw, b"PK", zlib.compress(b"PK\3\4" + bytes(99))))
+        raw = rng.choice((pickle.dumps(Evil()), zlib.compress(pickle.dumps(Evil())), raw[:2],
+                          zlib.compress(bytes(10**7)), zlib.compress(raw), raw + raw,
+                          zlib.compress(b"PK\3\4" + bytes(99))))
     path.write_bytes(raw)
     return "any"
 
@@ -755,8 +772,8 @@ def finished(rng):
 
 
 MUTATIONS = {   # what scores the file: the trainer, or its functions, which are faster
-    val_shard: "data", train_shard: "train", train_file: "data", tokenizer: "data", tokenizer_unstated: "data",
-    manifest_bytes: "data", manifest_values: "data", manifest_without_tokenizer: "score", hashes: "data",
+    val_shard: "data", train_shard: "train", train_file: "data", tokenizer: "data",
+    tokenizer_unstated: "data", manifest_bytes: "data", manifest_values: "data", manifest_without_tokenizer: "score", hashes: "data",
     artifact: "score", final_model: "score", artifact_inside: "score", checkpoint: "resume",
     checkpoint_inside: "resume", run_log: "resume", finished: "resume"}
 TIMES = {manifest_values: 4, train_shard: 2, artifact_inside: 4, checkpoint_inside: 3, checkpoint: 2}
@@ -770,7 +787,8 @@ def prepare(tiny_data):
     sp = spm.SentencePieceProcessor(model_proto=model)
     text = list(helpers.library_documents(12_000))
     train, val = helpers.tokens_of(sp, text[2:]), helpers.tokens_of(sp, text[:2])
-    helpers.write_dataset(".", "small", model, np.split(train, [700, 1500]), val, sum(len(t.encode()) for t in text[:2]))
+    helpers.write_dataset(".", "small", model, np.split(train, [700, 1500]), val,
+                          sum(len(part.encode()) for part in text[:2]))
     manifest = json.loads(MANIFEST.read_text())
     np.arange(len(text), dtype="<u8").tofile(DATA / "document_hashes.bin")
     manifest["document_hashes"] = {"path": "document_hashes.bin", "val": 2}
@@ -848,7 +866,8 @@ def run_mutation(mutation, rng, model, want, direct):
             return "refused", ""
         wanted = want["data"]
     else:
-        which = "model.pt" if Path("model.pt").read_bytes() != want["files"][Path("model.pt")] else "model.ptz"
+        touched = Path("model.pt").read_bytes() != want["files"][Path("model.pt")]
+        which = "model.pt" if touched else "model.ptz"
         env = {"data": SCORING | {"EVAL_FROM": which, "RUN_ID": "new"},
                "score": SCORING | {"EVAL_FROM": which, "RUN_ID": "new"},
                "train": SMALL | {"ITERATIONS": "2", "RUN_ID": "new", "SHUFFLE": rng.choice("01")},
@@ -919,7 +938,7 @@ def damaged(tiny_data, tmp_path, monkeypatch):
 
 def check_files(total, damaged):
     outcomes, findings = fuzz_files(range(total), *damaged)
-    print(f"{total} mutations:", ", ".join(f"{name} {what} {n}" for (name, what), n in sorted(outcomes.items())))
+    print(f"{total} mutations:", *(f"{name} {what} {n}," for (name, what), n in sorted(outcomes.items())))
     report(findings)
     sums = Counter(what for (_, what), n in outcomes.items() for _ in range(n))
     assert sums["refused"] * 4 > total and sums["scored"] * 10 > total
