@@ -38,7 +38,11 @@ SEED = 20
 CONFIGURATIONS, MUTATED = 2000, 500     # of the full run
 SAMPLE_CONFIGURATIONS, SAMPLE_MUTATED = 120, 60
 SECONDS = 60        # for one case: a hang fails
-KNOWN = ("a\nb", "--a\nb=1")      # texts left out of the draw: what they are refused with is no one line
+# Findings in train_gpt.py that are left out of the draw until it is mended; () draws them all.
+# lines: a text of two lines is refused in two. temperature: one of 1e-300 ends a run without its result.
+# clipping: of no gradients, where all parameters are Adam's and it waits. no_tokenizer: a manifest without
+# one, with a bos_id, vocab_size or val_bytes of another type. final_model: no checksum of it is looked at
+KNOWN = ("lines", "temperature", "clipping", "no_tokenizer", "final_model")
 
 
 # -------------------------------------------------------------------------------- running a case
@@ -89,6 +93,11 @@ def complaint(done):
     if str(Path.cwd()) in done.err and str(Path.cwd()) not in " ".join(done.given):
         return "a machine's path"
     return ""
+
+
+def one_of(rng, texts):
+    """One of them, of one line each as long as others are known to be a problem."""
+    return rng.choice([text for text in texts if not ("lines" in KNOWN and "\n" in str(text))])
 
 
 def summary(error):
@@ -173,7 +182,8 @@ TAME = {
     "save_every": among(0, 1, 2, 5, 10**12), "save_every_seconds": scale(1e-6, 1e7, 0.0),
     "sample_every": among(0, 1, 2, 3),
     "sample": among("", "a", "|", "a|b||c", "def f(x):", "é\U0001f600", " "),
-    "sample_temperature": scale(1e-6, 10.0, 0.0), "sample_top_k": among(0, 1, 5, 512, 65_536),
+    "sample_temperature": scale(1e-3, 10.0, 0.0, 1e-6 if "temperature" in KNOWN else 1e-300),
+    "sample_top_k": among(0, 1, 5, 512, 65_536),
     "train_log_every": among(0, 1, 2, 50, 10**12), "val_loss_every": among(0, 1, 2, 10**12),
     "artifact_bytes_limit": among(0, 1, 10**6, 16 * 10**6, 10**12), "score_artifact": boolean,
     "data_path": among("data/datasets/toy/", "./data/datasets/../datasets/toy", "data//datasets/toy"),
@@ -185,10 +195,10 @@ TAME = {
     "by_depth": by_depth, "plan_mfu": uniform(0.001, 1.0), "vocab_size": among(0, 512, 513, 575),
     "max_doc_len": among(0, 1, 2, 8, 64, 2048, 10**12), "bos_id": among(0, 1, 1, 2, 300),
     "num_layers": among(1, 2, 5, 8), "mlp_mult": among(1, 2, 4, 8), "tie_embeddings": boolean,
-    "logit_softcap": scale(0.1, 1e4, 0.0), "qk_gain_init": scale(1e-3, 100.0, 0.0),
-    "attn_scale": scale(1e-3, 100.0, 0.0), "key_offset": boolean,
+    "logit_softcap": scale(0.1, 1e4, 0.0, 1e-30), "qk_gain_init": scale(1e-3, 100.0, 0.0, 1e-30),
+    "attn_scale": scale(1e-3, 100.0, 0.0, 1e-30), "key_offset": boolean,
     "attn_gate_dim": lambda rng, cfg: rng.randint(0, cfg["model_dim"]),
-    "smear_dim": lambda rng, cfg: rng.randint(0, cfg["model_dim"]), "rope_base": scale(0.1, 1e9, 0.0),
+    "smear_dim": lambda rng, cfg: rng.randint(0, cfg["model_dim"]), "rope_base": scale(0.1, 1e9, 0.0, 1e-30),
     "rope_fraction": uniform(0.0, 1.0), "rope_yarn": boolean, "residual_mix": boolean, "layer_scale": boolean,
     "unet_skips": boolean, "skips": skips, "backout_layer": among(0, 1, 2, 3, 1000),
     "value_embed_layers": lambda rng, _: tuple(rng.choice((0, 1, 2, 3, 9)) for _ in range(rng.randint(1, 5))),
@@ -201,7 +211,7 @@ TAME = {
     "orthogonalization": among("newton_schulz", "polar_express"), "muon_backend_steps": among(1, 2, 5, 20),
     "normuon_beta2": uniform(0.0, 0.9999), "weight_decay": scale(1e-3, 100.0, 0.0),
     "beta1": uniform(0.0, 0.9999), "beta2": uniform(0.0, 0.99999), "adam_eps": scale(1e-20, 1.0),
-    "adam_every": among(1, 1, 2, 3, 1000), "grad_clip_norm": scale(1e-6, 1e6, 0.0),
+    "adam_every": among(1, 1, 2, 3, 1000), "grad_clip_norm": scale(1e-6, 1e6, 0.0, 1e-300),
     "iterations": among(1, 2, 3), "extension_iterations": among(0, 1, 2),
     "max_wallclock_seconds": among(0.0, 1e-6, 30.0, 1e7), "warmup_steps": among(0, 1, 3),
     "warmdown_iters": among(0, 1, 2, 300, 10**12), "warmdown_frac": uniform(0.0, 1.0),
@@ -281,7 +291,7 @@ def out_of_range(rng, name):
     default, doc, least, most = FIELDS[name]
     off = "; 0: " in doc and type(default) in (int, float)
     if isinstance(default, str):
-        return rng.choice(("", "x", "CPU", "float16", " ")) if " | " in doc else None
+        return one_of(rng, ("", "x", "CPU", "float16", " ", "a\nb")) if " | " in doc else None
     if isinstance(default, bool):
         return rng.choice(("yes", "2", "", "on", "-1", "nan", "01"))
     kind = type(default[0] if isinstance(default, tuple) else default)
@@ -290,7 +300,7 @@ def out_of_range(rng, name):
     texts += ["1.5", "1e3", "1e999"] if kind is int else ["inf", "-inf", "1e999", "-1e-9", "nan"]
     if isinstance(default, tuple):
         texts += ["1,x", f"1,{texts[0]}"]
-    return rng.choice([text for text in texts if text not in KNOWN and not (off and text == "-1")])
+    return one_of(rng, [text for text in texts if not (off and text == "-1")])
 
 
 def dry_settings(rng, cfg):
@@ -300,7 +310,8 @@ def dry_settings(rng, cfg):
         dry_run=True, num_layers=rng.choice((12, 60, 200)), model_dim=rng.choice((4096, 1 << 16)),
         num_heads=rng.choice((32, 64)), num_kv_heads=0, train_seq_len=T,
         train_batch_tokens=T * rng.choice((8, 512)), bigram_rows=1 << 26, mlp_mult=64,
-        iterations=10**9, extension_iterations=10**9, warmup_steps=1000, sample_tokens=100_000, val_tokens=0, eval_context=rng.choice((0, 64)), data_path="nowhere")
+        iterations=10**9, extension_iterations=10**9, warmup_steps=1000, sample_tokens=100_000, val_tokens=0,
+        eval_context=rng.choice((0, 64)), data_path="nowhere")
 
 
 def draw(number):
@@ -322,6 +333,8 @@ def draw(number):
     if kind == "train" and rng.random() < 0.04:     # may diverge, and must say so then
         cfg[rng.choice(RATES)] = rng.choice((1.0, 10.0))
     case.hot = cfg.get("beta2", 1) < 0.1 or any(cfg.get(name, 0) > 0.5 for name in RATES)
+    if "clipping" in KNOWN and cfg.get("grad_clip_norm"):
+        cfg["adam_every"] = 1
     cfg = {name: value for name, value in cfg.items() if value is not None}
     if preset == "gpt2" and cfg["train_batch_tokens"] and "matrix_lr" not in cfg:
         cfg["matrix_lr"] = 0.02
@@ -330,12 +343,12 @@ def draw(number):
         cfg = dry_settings(rng, cfg)
     elif kind == "rule":
         rule = rng.choice([*FEATURES])
-        change = rng.choice([change for change in FEATURES[rule] if change not in KNOWN])
+        change = one_of(rng, FEATURES[rule])
         cfg |= {rule: change} if isinstance(change, str) else change
         case.named = [rule] if isinstance(change, str) else [*change]
     elif kind == "path":
         name = rng.choice([*BAD_PATHS])
-        cfg[name] = rng.choice([path for path in BAD_PATHS[name] if path not in KNOWN])
+        cfg[name] = one_of(rng, BAD_PATHS[name])
         case.named = [name, "val shards", "tokenizer", "damaged", "manifest.json"]
         if name == "tokenizer_path":
             case.named += [cfg[name]]
@@ -345,8 +358,8 @@ def draw(number):
         name = rng.choice([name for name, text in wrong.items() if text is not None])
         texts[name], case.named = wrong[name], [name]
     elif kind == "words":
-        extra = [rng.choice([word for word in OTHER_WORDS if word not in KNOWN])]
-        case.named = [extra[0].split("=")[0], "needs a value"]
+        extra = [one_of(rng, OTHER_WORDS)]
+        case.named = [" ".join(extra[0].split("=")[0].split()), "needs a value"]
     elif kind == "twice":
         alias, name = rng.choice([*ALIASES.items()])
         again, case.named = {alias.upper(): "7", name.upper(): "8"}, [name]
@@ -545,7 +558,7 @@ def edit(rng, tree, junk=JUNK):
     elif kind < 0.4 and type(at[last]) is int:
         at[last] += rng.choice((-1, 1, 2**31, -2 * at[last]))
     else:
-        at[last] = rng.choice(junk)
+        at[last] = one_of(rng, junk)
     return tree
 
 
@@ -674,7 +687,9 @@ def manifest_values(rng):
 def manifest_without_tokenizer(rng):
     """As of a dataset that a tokenizer of another kind made."""
     manifest = json.loads(MANIFEST.read_text())
-    manifest["tokenizer"] = edit(rng, {"vocab_size": 512, "bos_id": 1})
+    manifest["tokenizer"] = {"vocab_size": 512, "bos_id": 1}
+    at = rng.choice((manifest, manifest["tokenizer"]))
+    at[rng.choice(("val_bytes", "tokenizer", "files") if at is manifest else [*at])] = one_of(rng, JUNK)
     MANIFEST.write_text(json.dumps(manifest))
     return "any"
 
@@ -773,12 +788,12 @@ def finished(rng):
 
 MUTATIONS = {   # what scores the file: the trainer, or its functions, which are faster
     val_shard: "data", train_shard: "train", train_file: "data", tokenizer: "data",
-    tokenizer_unstated: "data", manifest_bytes: "data", manifest_values: "data", manifest_without_tokenizer: "score", hashes: "data",
-    artifact: "score", final_model: "score", artifact_inside: "score", checkpoint: "resume",
-    checkpoint_inside: "resume", run_log: "resume", finished: "resume"}
+    tokenizer_unstated: "data", manifest_bytes: "data", manifest_values: "data",
+    manifest_without_tokenizer: "score", hashes: "data", artifact: "score", final_model: "score",
+    artifact_inside: "score", checkpoint: "resume", checkpoint_inside: "resume", run_log: "resume",
+    finished: "resume"}
 TIMES = {manifest_values: 4, train_shard: 2, artifact_inside: 4, checkpoint_inside: 3, checkpoint: 2}
 ROUND = [mutation for mutation in MUTATIONS for _ in range(TIMES.get(mutation, 1))]
-KNOWN_MUTATIONS = {final_model}     # left out: torch's reader looks at no checksum of final_model.pt
 
 
 def prepare(tiny_data):
@@ -907,7 +922,7 @@ def fuzz_files(numbers, files, want):
     want |= {"files": files, "data": try_data(model)}
     for number in numbers:
         mutation = ROUND[number % len(ROUND)]
-        if mutation in KNOWN_MUTATIONS:
+        if {final_model: "final_model", manifest_without_tokenizer: "no_tokenizer"}.get(mutation) in KNOWN:
             continue
         words = f"{SEED} {mutation.__name__} {number}"
         rng = random.Random(words)
