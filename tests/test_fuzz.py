@@ -724,8 +724,8 @@ def artifact_inside(rng):
                    ("L",), 1e-3]
         old = dict(payload["shape"])
         new = edit(rng, payload["shape"], [*JUNK, *numbers])
-        payload["shape"] = {name: value if "shapes" not in KNOWN or type(value) is type(old[name]) else old[name]
-                            for name, value in new.items()}
+        kept = {name for name in new if "shapes" in KNOWN and type(new[name]) is not type(old[name])}
+        payload["shape"] = new | {name: old[name] for name in kept}
     elif kind == 8:
         shape, tensors = {"shape": payload["shape"]}, {"tensors": payload["tensors"]}
         payload = rng.choice(([1, 2], None, "x", {}, shape, tensors, shape | {"tensors": []},
