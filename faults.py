@@ -31,6 +31,8 @@ FILES = ("checkpoint.pt", "checkpoint_prev.pt")
 FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle", "save_every",
         "save_every_seconds", "device_batch_size")
 RESULT = ("stop_reason", "steps", "train_time_ms", "val_loss", "val_loss_partial", "val_bpb", "core")
+PROGRESS = dict(step=int, position=int, updates=int, now=float, started=str, curves=dict, laps=list,
+                random=torch.Tensor)
 
 
 # ------------------------------------------------------------ checkpoints
@@ -73,6 +75,24 @@ def write_checkpoint(folder, payload):
     replace_durably(temporary, path)
 
 
+def check_progress(progress):
+    """Raises KeyError, TypeError, ValueError where it is not of the form that Guard.save gives it."""
+    for name, kind in PROGRESS.items():
+        if type(progress[name]) is not kind:
+            raise TypeError(f"{name} is a {type(progress[name]).__name__}")
+    rows = [(2, row) for row in progress["laps"]]
+    rows += [(3, row) for split in ("train", "val") for row in progress["curves"][split]]
+    numbers = [progress[name] for name in ("step", "position", "updates", "now")]
+    for width, row in rows:
+        if len(row) != width:
+            raise ValueError(f"{len(row)} numbers instead of {width}")
+        numbers += row
+    if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers):
+        raise ValueError("a number that is none, is negative or not finite")
+    if not all(n for _, n in progress["laps"]):
+        raise ValueError("a lap of no tokens")
+
+
 def read_checkpoint(folder):
     """The newer whole one -> (payload or None, [sentence on each that is damaged])."""
     damaged = []
@@ -80,7 +100,7 @@ def read_checkpoint(folder):
         try:
             raw = zlib.decompress((folder / name).read_bytes())
             payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
-            payload["tensors"], payload["state"], payload["progress"]["step"]
+            payload["tensors"], payload["state"], check_progress(payload["progress"])
             return payload, damaged
         except FileNotFoundError:
             continue
@@ -103,13 +123,27 @@ def copied(value):
 
 
 # ------------------------------------------------------------ resuming
-def logged_config(path):
-    """The config lines of a run's train.log {name: text}, the names that override lines tell of, and the
-    source that it begins with."""
-    text = path.read_text(errors="replace") if path.exists() else ""
+def logged_config(path, fields):
+    """({constant: text} of the last whole block of config lines in a run's train.log, {}: there is none; the
+    names that override lines tell of; the source that it begins with; whether a block is not whole only
+    because the file ends there). A value of two lines makes no whole block."""
+    text = path.read_text(errors="replace") if path.is_file() else ""
     source, _, rest = text.partition("\n" + "=" * 100 + "\n")
-    return (dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M)),
-            set(re.findall(r"^override (\w+) .*->", rest, re.M)), source)
+    lines, n = [re.fullmatch(r"config (\w+)=(.*)", line) for line in rest.split("\n")], len(fields)
+    names = [line and line[1] for line in lines]
+    starts = [i for i, name in enumerate(names) if name == "preset"]
+    whole = [i for i in starts if names[i:i + n] == fields and i + n < len(names)]
+    config = {line[1]: line[2] for i in whole[-1:] for line in lines[i:i + n]}
+    cut = all(names[i:-1] == fields[:len(names) - 1 - i] for i in starts)
+    return config, set(re.findall(r"^override (\w+) .*->", rest, re.M)), source, cut
+
+
+def finished(path):
+    """The result of a run, which is why it does not go on."""
+    result = json.loads(path.read_text())
+    if not isinstance(result, dict):
+        raise ValueError("not the result of a run")
+    return result
 
 
 def in_use(path):
@@ -137,15 +171,22 @@ class Found(NamedTuple):
 def find_run(t, cfg, changed):
     """-> Found, of run cfg.resume; changed: {name: [preset's text, text]} of what was given with RESUME."""
     folder = Path("logs", cfg.resume)
-    if not folder.is_dir():
+    if not re.fullmatch(r"\w[\w.,=+-]*", cfg.resume):
+        return Found(f"resume={cfg.resume!r} is no run_id")
+    if not os.path.isdir(folder):
         return Found(f"resume={cfg.resume!r}: there is no {folder}")
     if (folder / "result.json").exists():
-        return Found(result=json.loads((folder / "result.json").read_text()))
+        try:
+            return Found(result=finished(folder / "result.json"))
+        except (OSError, ValueError, RecursionError) as error:
+            return Found(f"{folder}/result.json is damaged ({type(error).__name__}): move it away to go on")
     if in_use(folder / "train.log"):
         return Found(f"resume={cfg.resume!r}: that run is still going")
-    config, names, source = logged_config(folder / "train.log")
-    if set(config) != set(t.FIELDS):
+    config, names, source, cut = logged_config(folder / "train.log", [*t.FIELDS])
+    if not config and cut:
         return Found(lines=(f"resume: {folder} ended before its constants were written",))
+    if not config:
+        return Found(f"resume={cfg.resume!r}: the constants in {folder}/train.log cannot be read back")
     if source.strip() != t.script_files()["train_gpt.py"].decode().strip():
         return Found(f"train_gpt.py is not what {cfg.resume} began with: put {folder}/train_gpt.py here")
     asked = {name: text for name, (_, text) in changed.items() if name not in FREE}
@@ -155,7 +196,8 @@ def find_run(t, cfg, changed):
         if text != config[name]:
             return Found(f"{name}={text}, but {cfg.resume} began with {config[name]}")
     payload, damaged = read_checkpoint(folder)
-    given = {name: config[name] for name in ("preset", *names) if name not in FREE or name not in changed}
+    given = {name: config[name] for name in ("preset", *names)
+             if name in config and (name not in FREE or name not in changed)}
     return Found(given=given, payload=payload, lines=tuple(f"resume: {line}" for line in damaged))
 
 
@@ -182,8 +224,18 @@ def resume(t, cfg, changed, team, log):
     if not progress:
         log(f"resume: no whole checkpoint in logs/{run_id}: it starts at step 0")
         return cfg, {}
+    t.demand(progress["step"] <= t.total_steps(cfg), f"the checkpoint of {run_id} is of step "
+             f"{progress['step']}, but the run has {t.total_steps(cfg)}")
     log(f"resume: from step {progress['step']} at train_time:{progress['now'] * 1e3:.0f}ms")
     return cfg, progress | {"payload": found.payload}
+
+
+def fitting(tensor, shape):
+    """tensor, if it is fp32, finite and of that shape. Raises ValueError."""
+    if not (isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.shape == shape
+            and tensor.isfinite().all()):
+        raise ValueError(f"not fp32 numbers of the shape {tuple(shape)}")
+    return tensor
 
 
 @torch.no_grad()
@@ -192,15 +244,15 @@ def restore(team, model, optimizer, loader, state):
     payload, world_size = state.pop("payload"), team.world_size
     if payload:
         for name, p in model.named_parameters():
-            p.copy_(payload["tensors"][name])
+            p.copy_(fitting(payload["tensors"][name], p.shape))
     for bank in optimizer.banks:
         if world_size > 1:
             dist.broadcast(bank.data, 0)
         for i, mine in enumerate(bank.state):
             whole = mine.new_zeros((world_size * len(mine), *mine.shape[1:]))
             if payload:
-                part = payload["state"][f"{bank.names[0]} {i}"]
-                whole[:len(part)] = part
+                units = units_of(model, bank)
+                whole[:units] = fitting(payload["state"][f"{bank.names[0]} {i}"], (units, *mine.shape[1:]))
             if world_size > 1:
                 dist.broadcast(whole, 0)
             mine.copy_(whole.view(world_size, *mine.shape)[team.rank])
@@ -392,7 +444,11 @@ class Guard:
         if self.watch:
             self.watch.path = folder / "train.log"
         if self.state:
-            restore(self.team, model, optimizer, loader, self.state)
+            try:
+                restore(self.team, model, optimizer, loader, self.state)
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise self.t.Refused(f"the checkpoint of {cfg.run_id} does not fit it "
+                                     f"({self.t.brief(error)})") from None
             self.started = self.state["started"]
         self.saved = (self.state["step"], self.state["now"]) if self.state else (0, 0.0)
         self.wanted, self.between = False, True
