@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains: the plan that --dry-run shows and train.log holds, and --help.
+"""What a run tells of itself: the plan that --dry-run shows and train.log holds, --help, loss.png.
 
 Each function is given t, the trainer's module.
 """
@@ -51,6 +51,20 @@ def miniseries(t, cfg, argv, env):
                f"flops_per_token:{flops_per_token:.4g} tokens:{tokens} batch:{c.train_batch_tokens} "
                f"steps:{c.iterations} flops:{flops:.4g} hours:{hours:.2f} "
                f"({GPUS}xH100 at mfu {c.plan_mfu:g})")
+
+
+def plot_curves(curves, title, path):
+    """A run's loss.png: its losses, {split: [(step, training seconds, loss)]}."""
+    from matplotlib.figure import Figure
+    figure = Figure()
+    axes = figure.subplots()
+    for split, points in curves.items():
+        _, seconds, losses = zip(*points)
+        axes.plot(seconds, losses, ".-", label=split)
+    axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
+             ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
+    axes.legend()
+    figure.savefig(path)
 
 
 def lines(t, cfg, team, micro, argv, env):

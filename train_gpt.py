@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+import zipfile
 import zlib
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -581,7 +582,7 @@ class Optimizer:
     banks = [bank for bank in self.banks if bank.group == "matrix" or self.step_count % cfg.adam_every == 0]
     jobs = [reduce_scatter(bank.my_grad.flatten(), bank.grad, async_op=True)
             for bank in banks * (self.world_size > 1)]
-    if cfg.grad_clip_norm:
+    if cfg.grad_clip_norm and banks:
       for job in jobs:
         job.wait()
       norm = scale * all_reduce(sum(bank.my_grad.square().sum() for bank in banks)).sqrt()
@@ -721,7 +722,7 @@ def read_dataset(cfg, folder, get_it, log):
     demand(not both, f"{both} documents of {name} are in train and in val: prepare it again")
   # 2. the tokenizer that made them
   made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
-  stated, bos = made_by.get("vocab_size", 0), made_by.get("bos_id", 50256)
+  stated, bos = int(made_by.get("vocab_size", 0)), int(made_by.get("bos_id", 50256))
   if path := cfg.tokenizer_path or "path" in made_by and str(folder / made_by["path"]):
     import sentencepiece
     sha256[Path(path).name] = file_sha256(path, made_by.get("sha256"))
@@ -729,7 +730,7 @@ def read_dataset(cfg, folder, get_it, log):
     size, bos = tokenizer.vocab_size(), tokenizer.bos_id()
   known, *others = {stated, size} - {0} or {cfg.vocab_size}
   vocab_size = cfg.vocab_size or known
-  demand(not others and 0 < known <= vocab_size < known + 64,
+  demand(not others and 0 < known <= vocab_size < known + 64 < 1e5,
          f"vocab_size={cfg.vocab_size} does not fit {name} (manifest.json {stated}, tokenizer {size}): "
          "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
   check_tokens(val, vocab_size, f"the val split of {name}")
@@ -739,11 +740,12 @@ def read_dataset(cfg, folder, get_it, log):
     if val_bytes is None:
       val_bytes, source = decoded_bytes(tokenizer, val, bos), "decoded tokens"
     table = table_bytes(tokenizer, val)
-    demand(val_bytes == table if made_by.get("lossless") else type(val_bytes) is int and val_bytes > 0,
+    demand(val_bytes == table or not made_by.get("lossless"),
            f"the val text of {name} has {val_bytes!r} bytes, but {table} by its tokens: prepare it again")
     log(f"data: val_bytes:{val_bytes} ({source}), by the per-token table:{table}")
   elif val_bytes is None:
     log("data: no tokenizer, so val_bpb is null")
+  demand(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name} has {val_bytes!r} val_bytes")
   fingerprint = manifest.get("text_fingerprint")
   log(f"data: text fingerprint {fingerprint}")
   if cfg.data_fingerprint not in ("", fingerprint):
@@ -911,7 +913,7 @@ def generate(model, prompt, count, temperature, top_k=0):
   for _ in range(count):
     scores = model.logits(torch.tensor([ids], device=model.embed.device))[0, -1].cpu()
     best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
-    ids.append(which[torch.multinomial((best / (temperature or 1)).softmax(-1), 1)].item())
+    ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
   model.cache = None
   return ids
 
@@ -965,8 +967,10 @@ def load_model(path, device="cpu", base=None):
   try:
     raw = Path(path).read_bytes()
     raw = raw if raw[:2] == b"PK" else zlib.decompress(raw)
+    demand(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong")
     payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
     shape, tensors = {name: payload["shape"][name] for name in SHAPE}, payload["tensors"]
+    demand(all(type(shape[name]) is type(FIELDS[name].default) for name in SHAPE), "a type is wrong")
     cfg = replace(base or Config(), **shape, batch_schedule=(1,),
                   train_batch_tokens=shape["train_seq_len"])
     check_config(cfg)
@@ -1312,18 +1316,6 @@ def write_artifact(model, folder, source, log):
     log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else f"OVER by {total - limit}"))
   return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
 
-def plot_curves(curves, title, path):
-  """loss.png: losses over training seconds."""
-  from matplotlib.figure import Figure
-  axes = (figure := Figure()).subplots()
-  for split, points in curves.items():
-    _, seconds, losses = zip(*points)
-    axes.plot(seconds, losses, ".-", label=split)
-  axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
-           ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
-  axes.legend()
-  figure.savefig(path)
-
 def peak_memory(team):
   if team.on_gpu:
     used, held = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
@@ -1438,7 +1430,7 @@ def run(argv, env, log):
   text = score_text(cfg, score)
   if curves:
     try:
-      plot_curves(curves, f"{cfg.preset}: {text}", folder / "loss.png")
+      plan.plot_curves(curves, f"{cfg.preset}: {text}", folder / "loss.png")
     except Exception as error:  # a run needs no picture
       log(f"loss.png: not drawn ({brief(error)})")
   report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
@@ -1467,7 +1459,7 @@ def main(argv, env):
     refused, out = isinstance(error, (Refused, ImportError)), out_of_memory(error)
     code = 2 if refused and not log.started else 1
     said = refused or isinstance(error, KeyboardInterrupt)
-    why = str(error) or "interrupted" if said else brief(error)
+    why = " ".join(str(error).split()) or "interrupted" if said else brief(error)
     why += ": is it beside this file, or installed?" * isinstance(error, ImportError)
     why = "out of memory: lower DEVICE_BATCH_SIZE" if out else why
     if log.guard:
