@@ -354,7 +354,7 @@ def losses_of(folder):
 
 def test_a_rank_is_killed(go, whole, report):
     """The other one says which and where, and ends; two ranks go on to the same bits."""
-    done = go(PLAIN, "kill@step:8@1", ranks=2, limits=QUICK_WATCH)
+    done = go(PLAIN, "slow@step:7;kill@step:8@1", ranks=2, limits=QUICK_WATCH)
     assert done.met and done.codes == [1, -9] and done.since < 20
     assert re.fullmatch(r"rank 1 stopped answering about step [67] \(training, in \w+\)", done.last), done.last
     again = go(resume=done.run_id, ranks=2)
@@ -519,7 +519,8 @@ def test_every_flipped_byte_is_found(copy):
         flipped[place] ^= 1 << draw.randrange(8)
         (copy / "checkpoint.pt").write_bytes(flipped)
         payload, damaged = faults.read_checkpoint(copy)
-        assert payload["progress"]["step"] == 6 and damaged, place
+        same = not damaged and zlib.decompress(flipped) == zlib.decompress(raw)     # bits that mean nothing
+        assert payload["progress"]["step"] == 6 and damaged or same, place
 
 
 @pytest.mark.parametrize("kind", ["truncated", "a byte flipped", "a pickle in a torch file"])
@@ -695,7 +696,7 @@ def test_out_of_memory(go, whole, report):
 
 # ---------------------------------------------------------------- files
 @pytest.mark.parametrize("place", ["write:40", "sync/checkpoint.pt.tmp:2", "atomically/final_model.pt:1",
-                                   "sync/final_model.int8.ptz.tmp:1", "atomically/result.json:1", "log:200"])
+                                   "sync/final_model.int8.ptz.tmp:1", "atomically/result.json:1", "log:110", "log:140"])
 def test_a_full_disk(place, go, whole, report):
     """... on a checkpoint, on a file of the end, on train.log: a sentence, exit 1, and it can be resumed."""
     done = go(fault=f"full@{place}")
@@ -707,22 +708,30 @@ def test_a_full_disk(place, go, whole, report):
     report(f"a full disk at {place}", said, done.since)
 
 
-def test_a_disk_that_is_full(go, tmp_path, tiny_data, report):
-    """A file system of 1 MiB holds the log and one checkpoint: what it holds is whole."""
+@pytest.mark.parametrize("size", ["850k", "2000k"])
+def test_a_disk_that_is_full(size, go, tmp_path, tiny_data, report):
+    """A small file system: room for the log but for no checkpoint, or for some. What it holds is whole, the
+    reason is the log's last line, and with more room the run goes on."""
     logs = tmp_path / "logs"
     logs.mkdir()
     (tmp_path / "data").symlink_to(tiny_data / "data")
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", str(logs)],
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(logs)],
                            capture_output=True, text=True)
     if mount.returncode:
         pytest.skip(f"no file system can be mounted here: {mount.stderr.strip()}")
     try:
-        done = go(PLAIN, cwd=tmp_path)
-        said = done.err.strip().splitlines()[-1].removeprefix("train_gpt: ")
-        assert done.code == 1 and "Traceback" not in done.err and "No space left on device" in said, done.err
-        payload, _ = faults.read_checkpoint(done.folder)
-        assert payload["progress"]["step"] in (3, 6)
-        report("a file system that fills up in a run", said, done.seconds)
+        began = time.monotonic()
+        done = run_cli(tmp_path, env=PLAIN | {"RUN_ID": "full"})
+        seconds, left = time.monotonic() - began, look(logs / "full")
+        said = done.err.strip().removeprefix("train_gpt: ")
+        assert done.code == 1 and "No space left on device" in said and "\n" not in said, done.err
+        assert left.last == said and left.result is None
+        for path in left.folder.glob("checkpoint*.pt"):
+            zlib.decompress(path.read_bytes())
+        report(f"a file system of {size} fills up", said, seconds)
+        subprocess.run(["mount", "-o", "remount,size=50m", str(logs)], check=True)
+        again = go(resume="full", cwd=tmp_path)
+        assert again.code == 0 and again.result["resumed"], again.err
     finally:
         subprocess.run(["umount", "-l", str(logs)])
 
@@ -768,12 +777,11 @@ def test_a_shard_that_is_deleted(go, own_data, whole, report):
 
 
 # ---------------------------------------------------------------- scores
-def test_a_checkpoint_can_be_scored(killed, go, root):
-    """EVAL_FROM=checkpoint.pt gives the loss that the run had with those weights; here those of step 10."""
-    run = go(PLAIN | {"SAVE_EVERY": "5"}, fault="kill@step:12")
-    payload, _ = faults.read_checkpoint(run.folder)
-    assert payload["progress"]["step"] == 10
+def test_a_checkpoint_can_be_scored(go, whole):
+    """EVAL_FROM=checkpoint.pt gives the loss that the run had with those weights, to the last digit."""
+    run, want = go(PLAIN | {"SAVE_EVERY": "5"}, fault="kill@artifact:1"), whole(PLAIN)
+    assert want.result["trained"]["val_loss"] != want.result["artifact"]["val_loss"]
     done = go(PLAIN, EVAL_FROM=f"logs/{run.run_id}/checkpoint.pt")
-    assert done.code == 0, done.err
+    assert done.code == 0 and done.result["trained"] == want.result["trained"], done.err
+    done = go(PLAIN, EVAL_FROM=f"logs/{run.run_id}/checkpoint_prev.pt")
     assert run.losses[10, "val_loss_partial"] == f"val_loss_partial:{done.result['val_loss_partial']:.4f}"
-    assert done.result["trained"]["val_loss"] == pytest.approx(payload["progress"]["curves"]["val"][-1][2], abs=1e-7)
