@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -87,9 +88,11 @@ ACTIONS = {
     "raise": lambda: error(RuntimeError("an injected mistake")),
     "oom": lambda: error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
     "full": lambda: error(OSError(errno.ENOSPC, "No space left on device")),
+    "readonly": lambda: error(OSError(errno.EROFS, "Read-only file system")),
     "eio": lambda: error(OSError(errno.EIO, "Input/output error")),
     "shrink": lambda: [os.truncate(path, 1024 + 64) for path in shards()],
     "delete": lambda: [path.unlink() for path in shards()],
+    "remove": lambda: shutil.rmtree(Path("logs", os.environ["RUN_ID"])),
     "jump": jump,
     "nan": lambda: "nan",       # a step's loss
     "spoil": lambda: "spoil",   # a step's weights

@@ -38,7 +38,9 @@ DOCUMENTS = PLAIN | dict(MAX_DOC_LEN="48", SAVE_EVERY="2", NORMUON_BETA2="0.95",
                          WEIGHT_DECAY="0.1", NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="8")
 # 12 sequences a step, for 1, 2 and 3 ranks; the last checkpoint has every loss as it was
 SHARED = PLAIN | dict(TRAIN_BATCH_TOKENS="768", SAVE_EVERY="1")
-QUICK_WATCH = "silent=4,training=5,first=8,evaluation=6,compile=6"
+QUICK_WATCH = "silent=4,setup=8,training=5,first=8,evaluation=6,compile=6"
+# Ranks tell once a second where they are, and a toy step takes a fiftieth of that
+PAUSE = "slow@step:7;"
 
 
 # ---------------------------------------------------------------- runs
@@ -198,7 +200,7 @@ PLACED = [  # (where, settings, where again after the first resume or "")
     ("renamed/checkpoint.pt:3", STAGES, ""),            # before the folder's fsync
     ("evaluate:2", DOCUMENTS, ""),
     ("artifact:1", PLAIN, ""),
-    ("rename/final_model.pt:1", STAGES, "step:1"),
+    ("rename/final_model.pt:1", STAGES, "artifact:1"),
     ("sync/final_model.int8.ptz.tmp:1", PLAIN, ""),
     ("rename/result.json:1", DOCUMENTS, "rename/result.json:1"),
 ]
@@ -269,12 +271,13 @@ def test_at_twenty_moments(what, go, whole, report):
         done = go(settings, act=after(draw.uniform(0.2, 0.95) * latest, number))
         tries += 1
         assert tries < 60, "no run was hit in time"
-        if done.code == 0 or not done.log:      # it had ended, or not begun
+        if done.code == 0 or not done.folder.exists():      # it had ended, or not begun
             continue
         times += 1
-        if what == "term" and done.folder.exists():
+        if what == "term":
             wrong += [] if done.last in (f"RESUME={done.run_id}", "interrupted") else [done.last]
-        wrong += differences(go(resume=done.run_id), whole(settings))
+        again = go(settings, resume=done.run_id)    # its constants too: it may have ended before it had them
+        wrong += differences(again, whole(settings))
     assert wrong == []
     name = dict(kill="kill -9", term="SIGTERM")[what]
     report(f"{name} at 20 moments (14 places, 6 by the clock; seed {seed}), each resumed",
@@ -354,7 +357,7 @@ def losses_of(folder):
 
 def test_a_rank_is_killed(go, whole, report):
     """The other one says which and where, and ends; two ranks go on to the same bits."""
-    done = go(PLAIN, "slow@step:7;kill@step:8@1", ranks=2, limits=QUICK_WATCH)
+    done = go(PLAIN, f"{PAUSE}kill@step:8@1", ranks=2, limits=QUICK_WATCH)
     assert done.met and done.codes == [1, -9] and done.since < 20
     assert re.fullmatch(r"rank 1 stopped answering about step [67] \(training, in \w+\)", done.last), done.last
     again = go(resume=done.run_id, ranks=2)
@@ -374,26 +377,22 @@ def test_a_rank_raises(rank, go, report):
 
 @pytest.mark.slow
 def test_two_ranks_with_one_killed_at_twenty_moments(go, whole, report):
-    """Either one, at each of the places, and twice at two of them."""
-    began = time.monotonic()
-    placed = [(place, settings, "") for place, settings, _ in PLACED if "/" not in place]
-    only_first = [(place, settings, "") for place, settings, _ in PLACED if "/" in place]
-    placed = [row for row in placed if row[0].split(":")[0] not in ("write", "artifact")]
-    count = wrong = 0
-    wrong = []
-    for rank, rows in ((0, only_first), (0, placed), (1, placed)):
-        for place, settings, _ in rows:
-            done = go(settings, f"kill@{place}@{rank}", ranks=2, limits=QUICK_WATCH)
-            count += 1
-            if not done.met or 0 in done.codes:
-                wrong.append(f"{place}@{rank} was not met: {done.codes} {done.last}")
-            if f"rank {rank} stopped answering" not in done.last:
-                wrong.append(f"{place}@{rank}: {done.last}")
-            wrong += [f"{place}@{rank}: {line}"
-                      for line in differences(go(resume=done.run_id, ranks=2), whole(settings, 2))]
-    assert wrong == [] and count >= 20
-    report(f"kill -9 of one of 2 ranks at {count} moments, each resumed (shortened limits)",
-           f"{count} of {count} bit-identical, each log names the rank", time.monotonic() - began)
+    """Rank 0 at each of the places, rank 1 at those that it comes to. At the last one rank 1 has finished."""
+    began, wrong, both = time.monotonic(), [], ("step", "update", "read", "save", "evaluate")
+    moments = [(0, *row[:2]) for row in PLACED] + [(1, *row[:2]) for row in PLACED
+                                                   if row[0].split(":")[0] in both]
+    for rank, place, settings in moments:
+        done = go(settings, f"kill@{place}@{rank}", ranks=2, limits=QUICK_WATCH)
+        alone = "result.json" in place
+        if not done.met or done.codes[rank] != -9 or done.codes[1 - rank] != (0 if alone else 1):
+            wrong.append(f"{place}@{rank}: exit codes {done.codes}")
+        if f"rank {rank} stopped answering" not in done.last and not alone:
+            wrong.append(f"{place}@{rank}: {done.last}")
+        wrong += [f"{place}@{rank}: {line}"
+                  for line in differences(go(resume=done.run_id, ranks=2), whole(settings, 2))]
+    assert wrong == [] and len(moments) >= 20
+    report(f"kill -9 of one of 2 ranks at {len(moments)} moments, each resumed (shortened limits)",
+           f"{len(moments)} of {len(moments)} bit-identical, each log names the rank", time.monotonic() - began)
 
 
 @pytest.mark.slow
@@ -414,33 +413,41 @@ def test_another_number_of_ranks(before, later, go, report):
            f"first loss off by {off[first]:.1e}, later at most {max(off.values()):.1e}", again.seconds)
 
 
-HANGS = [("stop@step:8@1", "training", r"rank 1 stopped answering about step [67] \(training, in \w+\)"),
-         ("spin@read:200@1", "training", r"rank 1 stands still about step \d+ \(training, in \w+\)"),
-         ("hang@step:8@0", "training", r"rank 0 stands still about step 7 \(training, in \w+\)"),
-         ("hang@evaluate:2@1", "evaluation", r"rank 1 stands still about step \d+ \(evaluation, in \w+\)"),
-         ("hang@rehearse:1@0", "compile", r"rank 0 stands still about step 0 \(compile, in \w+\)"),
-         ("hang@write:60@0", "saving", "")]
+HANGS = {   # fault: the last line
+    "stop@step:8@1": r"rank 1 stopped answering about step [67] \(training, in \w+\)",
+    "spin@read:80@1": r"rank 1 stands still about step [1-9] \(training, in \w+\)",
+    "hang@step:8@0": r"rank 0 stands still about step 7 \(training, in \w+\)",
+    "hang@evaluate:2@1": r"rank 1 stands still about step \d+ \(evaluation, in \w+\)",
+    "hang@rehearse:1@0": r"rank 0 stands still about step 0 \(compile, in \w+\)",
+    "hang@setup:1@1": r"rank 1 stands still about step 0 \(setup, in \w+\)",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, phase, line", HANGS[:-1], ids=lambda value: str(value).split("@")[0])
-def test_a_rank_hangs(fault, phase, line, go, report):
-    """... in each phase, with shortened limits: the other one tells its name, step and phase, and ends."""
-    done = go(PLAIN, fault, ranks=2, limits=QUICK_WATCH)
-    assert done.met and 0 not in done.codes and done.since < 40, (done.codes, done.err)
-    assert re.fullmatch(line, done.last), done.last
-    report(f"{fault.split('@')[0]} of a rank of 2 in {phase} (shortened limits)", done.last, done.since)
+@pytest.mark.parametrize("fault", HANGS)
+def test_a_rank_hangs(fault, go, report):
+    """... in each phase, with shortened limits: the other one tells its name, step and phase, and ends. In
+    setup there is no log yet, only stderr."""
+    done = go(PLAIN, PAUSE + fault, ranks=2, limits=QUICK_WATCH)
+    assert done.met and 0 not in done.codes and done.seconds < 60, (done.codes, done.err)
+    last = done.last or done.err.strip().splitlines()[-1].removeprefix("train_gpt: ")
+    assert re.fullmatch(HANGS[fault], last), last
+    report(f"{fault}, 2 ranks (shortened limits)", last, done.seconds)
 
 
-def under_torchrun(root, fault, timeout=150, **settings):
+def under_torchrun(root, fault, timeout=200, **settings):
     """Two ranks by torchrun, nothing shortened -> what look finds, seconds from the fault to the end."""
     run_id = f"run{next(NUMBERS)}"
     done = run_cli(root, ranks=2, env=PLAIN | settings | {"RUN_ID": run_id, "FAULT": fault}, timeout=timeout,
                    script=INJECT)
     ended = time.monotonic()
-    met = re.search(r"^inject: .* at (\S+)$", done.err, re.M)
+    met = re.findall(r"^inject: .* at (\S+)$", done.err, re.M)
     assert met and done.code, done.err
-    return look(root / "logs" / run_id), ended - float(met[1])
+    return look(root / "logs" / run_id), ended - float(met[-1])
+
+
+# The watch compares with steps that it saw: it looks once a second, and wants three
+SEEN = "".join(f"slow@step:{step};" for step in range(2, 8))
 
 
 @pytest.mark.slow
@@ -449,14 +456,15 @@ def under_torchrun(root, fault, timeout=150, **settings):
     ("kill@step:8@1", r"rank 1 stopped answering about step [67] \(training, in \w+\)"),
     ("stop@step:8@1", r"rank 1 stopped answering about step [67] \(training, in \w+\)"),
     ("spin@step:8@1", r"rank 1 stands still about step [67] \(training, in \w+\)"),
-    ("raise@step:8@1", r"rank 1 at step 7: RuntimeError: an injected mistake.*")])
+    ("raise@step:8@1", r"rank 1 at step 7: RuntimeError: an injected mistake.*")],
+    ids=["kill 0", "kill 1", "stop", "spin", "raise"])
 def test_under_torchrun_all_end_in_a_minute(fault, line, root, go, whole, report):
     """With the limits as they are; the last line names rank and step; resumed bit-identical."""
-    done, seconds = under_torchrun(root, fault)
+    done, seconds = under_torchrun(root, SEEN + fault)
     assert re.fullmatch(line, done.last), done.last
     assert seconds < 60
     assert differences(go(resume=done.run_id, ranks=2), whole(PLAIN, 2)) == []
-    report(f"{fault} under torchrun", f"{done.last}; resumed bit-identical", seconds)
+    report(f"{fault} under torchrun, limits as they are", f"{done.last}; resumed bit-identical", seconds)
 
 
 # ---------------------------------------------------------------- checkpoints that are damaged
@@ -706,6 +714,31 @@ def test_a_full_disk(place, go, whole, report):
     assert done.last == said
     goes_on(go, whole, done)
     report(f"a full disk at {place}", said, done.since)
+
+
+def test_a_folder_that_turns_read_only(go, whole, report):
+    done = go(fault="readonly@write:40")
+    said = one_sentence(done)
+    assert done.met and "Read-only file system" in said
+    goes_on(go, whole, done)
+    report("the file system turns read-only before a checkpoint", said, done.since)
+
+
+def test_a_folder_that_is_removed(go, report):
+    done = go(fault="remove@step:5")
+    assert done.met and done.code == 1 and "Traceback" not in done.err
+    (said,) = done.err.strip().splitlines()
+    assert "No such file" in said
+    report("the run folder is removed in a run", said.removeprefix("train_gpt: "), done.since)
+
+
+def test_an_end_before_the_constants_were_written(go, whole):
+    """RESUME with the constants begins the run; killed as its folder was made."""
+    done = go(PLAIN | {"DEVICE": "cpu"}, fault="kill@log:1")
+    assert done.met and not done.log
+    again = go(PLAIN, resume=done.run_id)
+    assert "ended before its constants were written" in again.out
+    assert differences(again, whole(PLAIN)) == []
 
 
 @pytest.mark.parametrize("size", ["850k", "2000k"])
