@@ -84,7 +84,7 @@ ACTIONS = {
     "exit": lambda: os._exit(3),
     "hang": hang,
     "spin": spin,
-    "slow": lambda: time.sleep(2),
+    "slow": lambda: time.sleep(1.5),
     "raise": lambda: error(RuntimeError("an injected mistake")),
     "oom": lambda: error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
     "full": lambda: error(OSError(errno.ENOSPC, "No space left on device")),
@@ -111,12 +111,14 @@ class Faults:
                 self.faults.append((fault, what, place, file or "", int(n)))
 
     def hit(self, *places, name=""):
+        due = []
         for fault, what, place, file, n in self.faults:
             if place in places and name.endswith(file):
                 self.counts[fault] = self.counts.get(fault, 0) + 1
-                if self.counts[fault] == n:
-                    print(f"inject: {fault} at {time.monotonic():.3f}", file=sys.stderr, flush=True)
-                    return ACTIONS[what]()
+                due += [(fault, what)] * (self.counts[fault] == n)
+        for fault, what in due:
+            print(f"inject: {fault} at {time.monotonic():.3f}", file=sys.stderr, flush=True)
+            return ACTIONS[what]()
 
 
 class Through:

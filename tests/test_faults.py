@@ -1,4 +1,7 @@
-"""Faults put into toy runs by inject.py: what a run says, how it ends, and that it goes on to the same bits."""
+"""Faults put into toy runs by inject.py: what a run says, how it ends, and that it goes on to the same bits.
+
+Quick ones run by default, the slow ones under `-m faults` only, which writes records/FAULTS.md.
+"""
 
 import io
 import itertools
@@ -50,8 +53,8 @@ class Server:
     def __init__(self):
         env = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
         self.process = subprocess.Popen(
-            [sys.executable, str(INJECT), "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=env | {"OMP_NUM_THREADS": "1"})
+            [sys.executable, str(INJECT), "--serve"], env=env | {"OMP_NUM_THREADS": "1"}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def answer(self, timeout):
         ready, _, _ = select.select([self.process.stdout], [], [], timeout)
@@ -308,7 +311,8 @@ def test_a_signal_in_a_step(name, go, whole, report):
     again = go(resume=done.run_id)
     assert "resume: from step 8 at" in again.out
     assert differences(again, whole(PLAIN)) == []
-    report(f"SIG{name.upper()} in a step", f"exit 1, last line {done.last}; resumed bit-identical", done.since)
+    report(f"SIG{name.upper()} in a step", f"exit 1, last line {done.last}; resumed bit-identical",
+           done.since)
 
 
 @pytest.mark.parametrize("name", ["term", "int"])
@@ -320,7 +324,8 @@ def test_a_signal_in_setup(name, go, report):
     report(f"SIG{name.upper()} in setup", f"exit 1, {done.err.strip()}, no folder", done.since)
 
 
-@pytest.mark.parametrize("name, where", [("term", "evaluate:4"), ("int", "evaluate:5"), ("term", "artifact:1")])
+@pytest.mark.parametrize("name, where", [("term", "evaluate:4"), ("int", "evaluate:5"),
+                                         ("term", "artifact:1")])
 def test_a_signal_in_the_final_evaluation(name, where, go, whole, report):
     """... of the weights, of the artifact, or between them: the checkpoint that is made before it serves."""
     done = go(fault=f"{name}@{where}")
@@ -359,7 +364,8 @@ def test_a_rank_is_killed(go, whole, report):
     """The other one says which and where, and ends; two ranks go on to the same bits."""
     done = go(PLAIN, f"{PAUSE}kill@step:8@1", ranks=2, limits=QUICK_WATCH)
     assert done.met and done.codes == [1, -9] and done.since < 20
-    assert re.fullmatch(r"rank 1 stopped answering about step [67] \(training, in \w+\)", done.last), done.last
+    line = r"rank 1 stopped answering about step [67] \(training, in \w+\)"
+    assert re.fullmatch(line, done.last), done.last
     again = go(resume=done.run_id, ranks=2)
     assert differences(again, whole(PLAIN, 2)) == []
     report("kill -9 of rank 1 of 2 in a step (shortened limits)",
@@ -373,6 +379,21 @@ def test_a_rank_raises(rank, go, report):
     assert done.met and done.codes == [1, 1] and done.since < 20
     assert done.last.startswith(f"rank {rank} at step 7: RuntimeError: an injected mistake"), done.last
     report(f"rank {rank} of 2 raises in a step", done.last, done.since)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, sentence", [
+    ("nan@step:8", r"rank [01] at step [78]: train_loss is not finite at step 8 \(before: .*"),
+    ("oom@step:8@1", "rank 1 at step 7: out of memory: lower DEVICE_BATCH_SIZE.*"),
+    ("full@write:60@0", "rank 0 at step [6-9]: .*No space left on device.*")])
+def test_two_ranks_that_fail(fault, sentence, go, whole, report):
+    """... say why, once, and go on to the same bits."""
+    done = go(PLAIN, fault, ranks=2, limits=QUICK_WATCH)
+    assert done.met and done.codes == [1, 1] and done.since < 20
+    assert re.fullmatch(sentence, done.last) and "Traceback" not in done.err, (done.last, done.err)
+    assert done.log.count(done.last[:60]) == 1
+    assert differences(go(resume=done.run_id, ranks=2), whole(PLAIN, 2)) == []
+    report(f"{fault}, 2 ranks", done.last, done.since)
 
 
 @pytest.mark.slow
@@ -392,7 +413,8 @@ def test_two_ranks_with_one_killed_at_twenty_moments(go, whole, report):
                   for line in differences(go(resume=done.run_id, ranks=2), whole(settings, 2))]
     assert wrong == [] and len(moments) >= 20
     report(f"kill -9 of one of 2 ranks at {len(moments)} moments, each resumed (shortened limits)",
-           f"{len(moments)} of {len(moments)} bit-identical, each log names the rank", time.monotonic() - began)
+           f"{len(moments)} of {len(moments)} bit-identical, each log names the rank",
+           time.monotonic() - began)
 
 
 @pytest.mark.slow
@@ -496,10 +518,14 @@ def evil(raw):
     return zlib.compress(buffer.getvalue())
 
 
+def flipped(raw):
+    return raw[:len(raw) // 3] + bytes([raw[len(raw) // 3] ^ 1]) + raw[len(raw) // 3 + 1:]
+
+
 DAMAGE = {
     "truncated": lambda raw: raw[:len(raw) // 2],
     "truncated by one byte": lambda raw: raw[:-1],
-    "a byte flipped": lambda raw: raw[:len(raw) // 3] + bytes([raw[len(raw) // 3] ^ 1]) + raw[len(raw) // 3 + 1:],
+    "a byte flipped": flipped,
     "empty": lambda raw: b"",
     "random bytes": lambda raw: random.Random(0).randbytes(len(raw)),
     "zeros": lambda raw: bytes(len(raw)),
@@ -523,11 +549,11 @@ def test_every_flipped_byte_is_found(copy):
     """At 60 places, the ends among them."""
     raw, draw = (copy / "checkpoint.pt").read_bytes(), random.Random(0)
     for place in [0, 1, 2, 3, 4, 5, len(raw) - 1, len(raw) - 4, *draw.sample(range(len(raw)), 52)]:
-        flipped = bytearray(raw)
-        flipped[place] ^= 1 << draw.randrange(8)
-        (copy / "checkpoint.pt").write_bytes(flipped)
+        bad = bytearray(raw)
+        bad[place] ^= 1 << draw.randrange(8)
+        (copy / "checkpoint.pt").write_bytes(bad)
         payload, damaged = faults.read_checkpoint(copy)
-        same = not damaged and zlib.decompress(flipped) == zlib.decompress(raw)     # bits that mean nothing
+        same = not damaged and zlib.decompress(bad) == zlib.decompress(raw)     # bits that mean nothing
         assert payload["progress"]["step"] == 6 and damaged or same, place
 
 
@@ -546,7 +572,8 @@ def test_both_are_damaged(copy, go, whole, report):
         (copy / name).write_bytes((copy / name).read_bytes()[:-100])
     done = go(resume=copy.name)
     found = re.findall(r"^resume: .*$", done.log, re.M)
-    assert [line.split(" ")[1] for line in found] == [*faults.FILES, "no"] and "it starts at step 0" in found[2]
+    assert [line.split(" ")[1] for line in found] == [*faults.FILES, "no"]
+    assert "it starts at step 0" in found[2]
     assert differences(done, whole(PLAIN)) == []
     report("both checkpoints truncated", f"{found[2]}; bit-identical", done.seconds)
 
@@ -598,7 +625,9 @@ def test_a_run_that_is_still_going(go, root, report):
         try:
             before = {path.name: path.read_bytes() for path in folder.iterdir()}
             for name in ("RESUME", "RUN_ID"):
+                began = time.monotonic()
                 seen[name] = run_cli(root, env=(PLAIN if name == "RUN_ID" else {}) | {name: folder.name})
+                seen[name].seconds = time.monotonic() - began
             assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
         finally:
             os.kill(pids[0], signal.SIGCONT)
@@ -606,9 +635,11 @@ def test_a_run_that_is_still_going(go, root, report):
     folder = root / "logs" / f"run{next(NUMBERS)}"
     done = go(PLAIN | {"SAVE_EVERY": "0", "ITERATIONS": "60"}, act=act, RUN_ID=folder.name)
     assert done.code == 0, done.err
-    for name, fault in (("RESUME", "RESUME of a run that is going"), ("RUN_ID", "a second run with the same id")):
+    injected = dict(RESUME="RESUME of a run that is going", RUN_ID="a second run with the same id")
+    for name, fault in injected.items():
         assert seen[name].code == 2 and seen[name].err.count("\n") == 1, seen[name].err
-        report(fault, f"exit 2, {seen[name].err.strip().removeprefix('train_gpt: ')}", 0.0)
+        said = seen[name].err.strip().removeprefix("train_gpt: ")
+        report(fault, f"exit 2, {said}", seen[name].seconds)
     assert "still going" in seen["RESUME"].err and folder.name in seen["RUN_ID"].err
 
 
@@ -626,8 +657,8 @@ def test_resume_of_a_finished_run(go, whole, report):
 # ---------------------------------------------------------------- the clock
 def test_a_capped_run_goes_on_from_its_clock(go, root, report):
     """Killed half-way, with a checkpoint every few steps of time: both parts together keep to the cap."""
-    settings = PLAIN | dict(MAX_WALLCLOCK_SECONDS="4", ITERATIONS="100000", SAVE_EVERY="0", VAL_LOSS_EVERY="0",
-                            SAVE_EVERY_SECONDS="0.2", BATCH_SCHEDULE="1", TRAIN_LOG_EVERY="5")
+    settings = PLAIN | dict(MAX_WALLCLOCK_SECONDS="4", ITERATIONS="100000", SAVE_EVERY="0",
+                            VAL_LOSS_EVERY="0", SAVE_EVERY_SECONDS="0.2", TRAIN_LOG_EVERY="5")
     began, run_id = time.monotonic(), f"run{next(NUMBERS)}"
     path = root / "logs" / run_id / "train.log"
 
@@ -703,8 +734,9 @@ def test_out_of_memory(go, whole, report):
 
 
 # ---------------------------------------------------------------- files
-@pytest.mark.parametrize("place", ["write:40", "sync/checkpoint.pt.tmp:2", "atomically/final_model.pt:1",
-                                   "sync/final_model.int8.ptz.tmp:1", "atomically/result.json:1", "log:110", "log:140"])
+@pytest.mark.parametrize("place", [
+    "write:40", "sync/checkpoint.pt.tmp:2", "atomically/final_model.pt:1", "sync/final_model.int8.ptz.tmp:1",
+    "atomically/result.json:1", "log:110", "log:140"])
 def test_a_full_disk(place, go, whole, report):
     """... on a checkpoint, on a file of the end, on train.log: a sentence, exit 1, and it can be resumed."""
     done = go(fault=f"full@{place}")
@@ -798,7 +830,7 @@ def test_a_shard_that_turns_unreadable(what, go, own_data, report):
     kept.rename(own_data / "data")
     again = go(resume=done.run_id, cwd=own_data)
     assert again.code == 0 and again.result["resumed"], again.err
-    report(f"a shard that {'is truncated' if what == 'shrink' else 'cannot be read'} in a run", said, done.since)
+    report(f"a shard {'is truncated' if what == 'shrink' else 'cannot be read'} in a run", said, done.since)
 
 
 def test_a_shard_that_is_deleted(go, own_data, whole, report):
