@@ -324,7 +324,7 @@ class Watch:
         """The end of this process; one rank that has rank 0's folder writes the log's last line."""
         if not self.log.started:
             time.sleep(3)       # all refuse alike, as a rule
-        if ranks == [self.rank] or not self.ending.acquire(blocking=False):
+        if self.finished or not self.ending.acquire(blocking=False):
             return      # its main thread says it
         print(f"train_gpt: {sentence}", file=sys.stderr, flush=True)
         if self.rank == writer == 0:

@@ -7,6 +7,7 @@ FAULT: WHAT@PLACE[/FILE]:N[@RANK], several with ';' between: at the N-th time th
 place, there of a file whose name ends so, on that rank or on all. LIMITS=training=6,first=8,silent=4,...:
 what faults.py waits for. Nothing of train_gpt.py and faults.py is changed but what a fault needs.
 """
+import ctypes
 import errno
 import functools
 import json
@@ -17,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -171,6 +173,12 @@ def install(text, rank):
         train_gpt.Log.open = log_open
 
 
+def end_with_parent():
+    """Or a rank that hangs would outlive a test that gave up."""
+    with suppress(OSError, AttributeError):     # there is no prctl
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def shorten(text):
     for name, seconds in (pair.split("=") for pair in filter(None, text.split(","))):
         if name in faults.LIMITS:
@@ -227,6 +235,7 @@ if __name__ == "__main__":
     arguments = serve() if sys.argv[1:] == ["--serve"] else sys.argv[1:]
     if arguments is not None:
         sys.stdout.reconfigure(errors="replace")
+        end_with_parent()
         install(os.environ.get("FAULT", ""), os.environ.get("RANK", "0"))
         shorten(os.environ.get("LIMITS", ""))
         code = train_gpt.main(arguments, os.environ)
