@@ -250,6 +250,7 @@ def test_killed_at_three_moments(go, whole, report):
            "3 of 3 bit-identical", time.monotonic() - began)
 
 
+@pytest.mark.slow
 def test_the_launcher_changes_nothing(whole, root):
     """train_gpt.py itself ends with the same bits as the uninterrupted runs here."""
     done = run_cli(root, env=STAGES | {"RUN_ID": "itself"})
@@ -372,7 +373,7 @@ def test_a_rank_is_killed(go, whole, report):
            f"{done.last}; resumed with 2 ranks bit-identical", done.since)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_raises(rank, go, report):
     """Its sentence is the last line, with its rank and step."""
     done = go(PLAIN, f"raise@step:8@{rank}", ranks=2, limits=QUICK_WATCH)
@@ -413,7 +414,7 @@ def test_two_ranks_with_one_killed_at_twenty_moments(go, whole, report):
                   for line in differences(go(resume=done.run_id, ranks=2), whole(settings, 2))]
     assert wrong == [] and len(moments) >= 20
     report(f"kill -9 of one of 2 ranks at {len(moments)} moments, each resumed (shortened limits)",
-           f"{len(moments)} of {len(moments)} bit-identical; each log names the rank unless the other had ended",
+           f"{len(moments)} of {len(moments)} bit-identical; a rank that is left names the other",
            time.monotonic() - began)
 
 
@@ -670,13 +671,13 @@ def test_a_capped_run_goes_on_from_its_clock(go, root, report):
     first = go(settings, act=act, RUN_ID=run_id)
     assert first.code == -9
     saved = faults.read_checkpoint(first.folder)[0]["progress"]
-    assert 1.5 < saved["now"] < 3
+    assert 1 < saved["now"] < 3
     done = go(resume=run_id)
     assert done.code == 0 and done.result["stop_reason"] == "wallclock_cap", done.err
     assert f"from step {saved['step']} at train_time:{saved['now'] * 1e3:.0f}ms" in done.out
     times = [int(ms) for ms in re.findall(r"train_loss:\S+ train_time:(\d+)ms", done.out)]
-    assert saved["now"] * 1e3 < times[0] < saved["now"] * 1e3 + 700
-    assert 3500 < done.result["train_time_ms"] <= 4000
+    assert saved["now"] * 1e3 < times[0] < saved["now"] * 1e3 + 1500
+    assert 3000 < done.result["train_time_ms"] <= 4000
     report("kill -9 of a capped run half-way, resumed", f"saved at {saved['now']:.2f} s, ended at "
            f"{done.result['train_time_ms'] / 1e3:.2f} s of 4 s", time.monotonic() - began)
 
@@ -773,7 +774,7 @@ def test_an_end_before_the_constants_were_written(go, whole):
     assert differences(again, whole(PLAIN)) == []
 
 
-@pytest.mark.parametrize("size", ["850k", "2000k"])
+@pytest.mark.parametrize("size", ["850k", pytest.param("2000k", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full(size, go, tmp_path, tiny_data, report):
     """A small file system: room for the log but for no checkpoint, or for some. What it holds is whole, the
     reason is the log's last line, and with more room the run goes on."""
