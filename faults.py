@@ -65,11 +65,17 @@ def replace_durably(temporary, path):
 def write_checkpoint(folder, payload):
     """At any moment a whole one is there under one of the two names."""
     temporary, (path, previous) = folder / "checkpoint.pt.tmp", (folder / name for name in FILES)
-    with open(temporary, "wb") as file:
-        with Stored(file) as stored:
-            torch.save(payload, stored)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            with Stored(file) as stored:
+                torch.save(payload, stored)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)       # of a full disk: room for the log's last line
+        while not isinstance(error, OSError) and error.__context__:
+            error = error.__context__           # torch raises its own over the disk's
+        raise error
     if path.exists():
         replace_durably(path, previous)
     replace_durably(temporary, path)
@@ -370,7 +376,7 @@ class Watch:
         """The end of this process; one rank that has rank 0's folder writes the log's last line."""
         if not self.log.started:
             time.sleep(3)       # all refuse alike, as a rule
-        if ranks == [self.rank] or not self.ending.acquire(blocking=False):
+        if self.finished or not self.ending.acquire(blocking=False):
             return      # its main thread says it
         print(f"train_gpt: {sentence}", file=sys.stderr, flush=True)
         if self.rank == writer == 0:

@@ -132,10 +132,10 @@ def fake_team(rank=0, world_size=1):
                            at=lambda *_: None)
 
 
-def run_cli(cwd, *args, ranks=0, env=None, timeout=120):
-    """train_gpt.py in a subprocess, its environment clean; under torchrun if ranks > 0 -> code, out, err."""
+def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT):
+    """The script in a subprocess, its environment clean; under torchrun if ranks > 0 -> code, out, err."""
     clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ} | {"OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    done = subprocess.run([sys.executable, *launcher, str(SCRIPT), *args], cwd=cwd, env=clean | (env or {}),
+    done = subprocess.run([sys.executable, *launcher, str(script), *args], cwd=cwd, env=clean | (env or {}),
                           capture_output=True, text=True, timeout=timeout, errors="replace")
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
