@@ -189,6 +189,8 @@ def find_run(t, cfg, changed):
     if in_use(folder / "train.log"):
         return Found(f"resume={cfg.resume!r}: that run is still going")
     config, names, source, cut = logged_config(folder / "train.log", [*t.FIELDS])
+    if not config and cut and not {*changed} - {*FREE} and cfg.preset == t.Config.preset:
+        return Found(f"{folder} ended before its constants were written: give them again, or begin anew")
     if not config and cut:
         return Found(lines=(f"resume: {folder} ended before its constants were written",))
     if not config:
@@ -271,7 +273,7 @@ def restore(team, model, optimizer, loader, state):
 LIMITS = dict(setup=900, compile=1800, training=40, evaluation=900, saving=900, interrupted=60)
 FIRST_STEPS = 300       # of training, as long as there is no step to compare with
 SLOWER = 5              # or so many times the slowest step so far
-SILENT = 12             # seconds without a sign of life
+SILENT = 10             # seconds without a sign of life
 
 
 class Watch:
@@ -282,7 +284,7 @@ class Watch:
     def __init__(self, t, team, env, log):
         self.t, self.rank, self.world_size, self.log = t, team.rank, team.world_size, log
         self.main, self.path, self.finished = threading.main_thread().ident, None, False
-        self.place, self.count, self.rounds = ("setup", 0), 0, 0
+        self.place, self.count, self.rounds, self.first = ("setup", 0), 0, 0, None
         self.seen, self.posted, self.ending = {}, None, threading.Lock()
         self.store = dist.PrefixStore(f"watch{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", dist.TCPStore(
             env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60)))
@@ -292,6 +294,8 @@ class Watch:
     def at(self, phase, step=None):
         """Called by the trainer wherever it comes further."""
         self.place, self.count = (phase, self.place[1] if step is None else step), self.count + 1
+        if phase == "training" and self.first is None:
+            self.first = step
 
     def stands(self):
         """(function of train_gpt.py in which the trainer is, whether it waits for others there or the GPU)"""
@@ -323,8 +327,7 @@ class Watch:
     def judge(self):
         """Thread: once a second, is all well?"""
         last, silent, still, rounds, quiet = {}, {}, {}, 0, 0
-        steps, slowest, step_began = 0, 0, 0
-        tick = 0
+        tick, slowest, step_began = 0, 0, 0
         while not self.finished:
             time.sleep(1)
             tick += 1
@@ -336,7 +339,7 @@ class Watch:
                 still[rank] = still.get(rank, 0) + 1 if place[3] == old[3] else 0
                 if rank == self.rank and place[1:3] != old[1:3]:
                     if place[1] == old[1] == "training":
-                        steps, slowest = steps + 1, max(slowest, tick - step_began)
+                        slowest = max(slowest, tick - step_began)
                     step_began = tick
             last = seen
             if self.posted:
@@ -345,17 +348,17 @@ class Watch:
                 self.end("the host of rank 0 does not answer", [0], min(set(range(self.world_size)) - {0}))
             elif quiet == 0 and (dead := [rank for rank in seen if silent[rank] >= SILENT]):
                 self.post("stopped answering", dead, seen)
-            elif seen and min(still[rank] for rank in seen) >= max(self.limit(place, steps, slowest)
+            elif seen and min(still[rank] for rank in seen) >= max(self.limit(place, slowest)
                                                                    for place in seen.values()):
                 alone = [rank for rank, place in seen.items() if not place[5] and place[1] != "interrupted"]
                 first = min(seen[rank][2] for rank in seen)
                 self.post("stands still", alone or [r for r in seen if seen[r][2] == first], seen)
 
-    @staticmethod
-    def limit(place, steps, slowest):
+    def limit(self, place, slowest):
         if place[1] != "training":
             return LIMITS[place[1]]
-        return max(LIMITS["training"], SLOWER * slowest) if steps > 2 else FIRST_STEPS
+        known = self.first is not None and place[2] > self.first + 2
+        return max(LIMITS["training"], SLOWER * slowest) if known else FIRST_STEPS
 
     def post(self, what, ranks, seen):
         """A finding: the first that is made counts for all."""
@@ -469,7 +472,13 @@ class Guard:
             self.wanted = True
         return self.wanted and step % cfg.adam_every == 0
 
-    def save(self, step, now, **progress):
+    def save_last(self, step, now, curves, laps):
+        """Of a run that saves: the state after its last step, so that its scores can be computed again."""
+        regular = self.cfg.save_every or self.cfg.save_every_seconds
+        if regular and step > self.saved[0] and step % self.cfg.adam_every == 0:
+            self.save(step, now, curves, laps)
+
+    def save(self, step, now, curves, laps):
         """All ranks at once. The copy is made here, the file by a thread. Raises what went wrong with the one
         before, and KeyboardInterrupt once it is written if it was made for a signal."""
         self.at("saving", step)
@@ -479,8 +488,9 @@ class Guard:
                  for bank in self.optimizer.banks for i, mine in enumerate(bank.state)}
         if self.team.rank == 0:
             shape = {name: getattr(self.cfg, name) for name in self.t.SHAPE}
-            progress |= dict(step=step, now=now, position=self.loader.position, started=self.started,
-                             updates=self.optimizer.step_count, random=torch.get_rng_state())
+            progress = dict(step=step, now=now, curves=curves, laps=laps[-100:],
+                            position=self.loader.position, updates=self.optimizer.step_count, started=self.started,
+                            random=torch.get_rng_state())
             self.job = self.thread.submit(self.write, dict(
                 shape=shape, tensors=tensors, state=state, progress=copied(progress)))
         self.saved, self.wanted = (step, now), False

@@ -1245,13 +1245,15 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     done = "wallclock_cap" if step and 0 < cap <= now + reserve else done
     # 2. a checkpoint
     if guard and guard.due(step, now, stop, done):
-      guard.save(step, now=now, curves=curves, laps=laps[-100:])
+      guard.save(step, now, curves, laps)
       continue
     # 3. validation, off the clock
     measure, show = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
     if done or due(cfg.val_loss_every, step) or measure or show:
       team.wait()
       now = time.perf_counter() - start  # it stops
+      if done and guard:
+        guard.save_last(step, now, curves, laps)
       if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{now * 1e3:.0f}ms step:{step}/{last}")
       score, window = evaluate(model, cfg, data, team), None
