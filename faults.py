@@ -489,8 +489,8 @@ class Guard:
         if self.team.rank == 0:
             shape = {name: getattr(self.cfg, name) for name in self.t.SHAPE}
             progress = dict(step=step, now=now, curves=curves, laps=laps[-100:],
-                            position=self.loader.position, updates=self.optimizer.step_count, started=self.started,
-                            random=torch.get_rng_state())
+                            position=self.loader.position, updates=self.optimizer.step_count,
+                            started=self.started, random=torch.get_rng_state())
             self.job = self.thread.submit(self.write, dict(
                 shape=shape, tensors=tensors, state=state, progress=copied(progress)))
         self.saved, self.wanted = (step, now), False

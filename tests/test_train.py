@@ -249,6 +249,7 @@ SPEEDRUN = dict(
     DATA_PATH="data/datasets/toy",
     VOCAB_SIZE="512",
     MODEL_DIM="96",
+    BIGRAM_ROWS="512",
     TRAIN_SEQ_LEN="128",
     TRAIN_BATCH_TOKENS="512",
     MAX_DOC_LEN="96",
