@@ -1,6 +1,6 @@
 """What a run tells of itself: the plan that --dry-run shows and train.log holds, --help, loss.png.
 
-Each function is given t, the trainer's module.
+t is the trainer's module.
 """
 import math
 

@@ -1337,7 +1337,7 @@ def run(argv, env, log):
   if not (faults and plan):
     log("faults.py, plan.py are not beside this: no checkpoints, no watch, no plan")
   if cfg.resume:
-    import faults
+    import faults  # or refuse
     cfg, state = log.guard.resume(cfg, overrides(cfg))
     if not cfg:
       return
