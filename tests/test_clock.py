@@ -106,6 +106,22 @@ def test_a_cap_counts_the_copies_of_checkpoints(home, monkeypatch, capsys):
     assert result["train_time_ms"] <= 2000
 
 
+def test_a_step_that_a_checkpoint_left_no_time_for_is_not_made(home, monkeypatch, capsys):
+    """Steps of 0.3 s and more; after the one checkpoint, at 2.2 to 2.4 s of 3, there is no room for another."""
+    def later(fn, seconds):
+        def call(*args):
+            time.sleep(seconds)
+            return fn(*args)
+        return call
+    monkeypatch.setattr(train_gpt, "train_step", later(train_gpt.train_step, 0.3))
+    monkeypatch.setattr(faults.Guard, "save", later(faults.Guard.save, 0.55))
+    monkeypatch.setattr(faults.Guard, "save_last", lambda *_: None)
+    env = toy_environment(run_id="r", max_wallclock_seconds=3.0, save_every=7, warmup_steps=0)
+    assert train_gpt.main([], env) == 0, capsys.readouterr().err
+    result = json.loads(Path("logs/r/result.json").read_text())
+    assert result["steps"] == 7 and result["train_time_ms"] <= 3000
+
+
 def test_a_clock_that_is_set_means_nothing(home, monkeypatch, capsys):
     """The wall clock jumps by a day at each look: no time, schedule or result depends on it."""
     plain = run(capsys, max_wallclock_seconds=60)
