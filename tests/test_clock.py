@@ -107,7 +107,7 @@ def test_a_cap_counts_the_copies_of_checkpoints(home, monkeypatch, capsys):
 
 
 def test_a_step_that_a_checkpoint_left_no_time_for_is_not_made(home, monkeypatch, capsys):
-    """Steps of 0.3 s and more; after the one checkpoint, at 2.2 to 2.4 s of 3, there is no room for another."""
+    """Steps of 0.3 s; after the one checkpoint, at 2.2 to 2.4 s of 3, there is no room for another."""
     def later(fn, seconds):
         def call(*args):
             time.sleep(seconds)
