@@ -208,3 +208,18 @@ def core_metric(tasks, scorer):
     name = "core" if len(results) == ALL_TASKS else "core_partial"
     scorer.log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
     return {"core": None, name: core, "core_tasks": results}
+
+
+def open_tasks(t, cfg):
+    """Of the bundle that cfg means. t: the trainer's module. Raises its Refused."""
+    tasks, problem = read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+    t.demand(not problem, problem)
+    return tasks
+
+
+def core_of_run(t, model, cfg, data, team, log):
+    """core_metric of a run's model, all ranks together. Raises t's Refused."""
+    return core_metric(open_tasks(t, cfg), Scorer(
+        model, lambda rows: t.scored(model, cfg, rows, team), t.log_probs, t.eval_window(cfg),
+        data.tokenizer.encode, data.bos, 10 * cfg.train_seq_len, team,
+        lambda numbers: t.all_reduce(t.torch.tensor(numbers)).tolist(), log))

@@ -70,3 +70,31 @@ def choose_fp8(t, cfg, on_gpu, log):
                        f"but {', '.join(f'{name}={n}' for name, n in sides.items())}")
     log(f"fp8: {cfg.fp8} is {part}")
     return tuple(fast or t.linear for fast in FP8[part])
+
+
+def cpu_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """scaled_dot_product_attention in compiled steps on a CPU: a quarter of the queries at a time, with the
+    keys up to the last of them. Plain products and a fused softmax are faster there than torch's kernel
+    (BENCH.md), but they keep all weights, so long sequences stay with torch."""
+    T, K, parts = q.size(2), k.size(2), []
+    if T > 1024 or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+                                              enable_gqa=enable_gqa)
+    if is_causal:
+        attn_mask = torch.ones(T, K, dtype=torch.bool, device=q.device).tril()
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    step = max(128, T // 4)
+    for low in range(0, T, step):
+        here, seen = slice(low, low + step), slice(max(0, K - T + low + step))
+        scores = (q[:, :, here] @ k[:, :, seen].mT).float() * (scale or q.size(-1) ** -0.5)
+        weights = scores.masked_fill(~attn_mask[..., here, seen], -torch.inf).softmax(-1)
+        parts.append(weights.to(q.dtype) @ v[:, :, seen])
+    return torch.cat(parts, 2)
+
+
+def choose(t, cfg, on_gpu, log):
+    """What multiplies in blocks, what in the head, and attention's kernel. t: the trainer's module. Raises
+    its Refused."""
+    linears = (t.linear, t.linear) if cfg.fp8 == "off" else choose_fp8(t, cfg, on_gpu, log)
+    return *linears, F.scaled_dot_product_attention if on_gpu else cpu_attention

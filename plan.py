@@ -53,18 +53,22 @@ def miniseries(t, cfg, argv, env):
                f"({GPUS}xH100 at mfu {c.plan_mfu:g})")
 
 
-def plot_curves(curves, title, path):
-    """A run's loss.png: its losses, {split: [(step, training seconds, loss)]}."""
-    from matplotlib.figure import Figure
-    figure = Figure()
-    axes = figure.subplots()
-    for split, points in curves.items():
-        _, seconds, losses = zip(*points)
-        axes.plot(seconds, losses, ".-", label=split)
-    axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
-             ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
-    axes.legend()
-    figure.savefig(path)
+def plot_curves(t, curves, title, path, log):
+    """A run's loss.png: its losses, {split: [(step, training seconds, loss)]}. A run needs no picture: says
+    why where there is none."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure()
+        axes = figure.subplots()
+        for split, points in curves.items():
+            _, seconds, losses = zip(*points)
+            axes.plot(seconds, losses, ".-", label=split)
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
+                 ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
+        axes.legend()
+        figure.savefig(path)
+    except Exception as error:
+        log(f"loss.png: not drawn ({t.brief(error)})")
 
 
 def lines(t, cfg, team, micro, argv, env):

@@ -7,8 +7,8 @@
     EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py    score what a run left behind
 
 Map: 3 FIELDS, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
-9 artifact - 10 fp8 - 11 main. --help: the constants, --dry-run: the plan. At most 1,500 lines, 80,000 bytes.
-Beside it: core.py, dial.py (gpt2), kernels.py (fp8), plan.py (--dry-run), faults.py (checkpoints, watch).
+9 artifact - 10 kernels - 11 main. --help: the constants, --dry-run: the plan. Limits: 1,500 lines, 80,000
+bytes. Beside it: core.py, dial.py (gpt2), kernels.py (speed), plan.py (--dry-run), faults.py.
 """
 # ---------- 2 imports
 import fcntl
@@ -53,6 +53,15 @@ def demand(good, sentence, error=Refused):
   if not good:
     raise error(sentence)
 
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+def all_reduce(tensor, op="SUM"):
+  """Sum or MAX over the ranks, in place."""
+  if dist.is_initialized():
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+  return tensor
+
 # ---------- 3 configuration
 Constant = namedtuple("Constant", "default doc least most", defaults=(0, 1e12))
 # Every constant, once, with unit and off-value; the defaults are the `tiny` game. 0 means off or derived.
@@ -62,7 +71,7 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     run_id=("", "folder under logs/; empty: preset, seed, time"),
     seed=(1337, "of first values and samples", 0, 2**31 - 1),
     device=("auto", "auto | cpu | cuda"),
-    dtype=("auto", "auto | float32 | bfloat16"),  # of activations; auto: bf16 on CUDA and AMX CPUs
+    dtype=("auto", "auto | float32 | bfloat16"),  # of activations; auto: bf16 where it is fast
     fp8=("off", "off | head | all | auto-head | auto-all"),  # products in training; auto: on a GPU that can
     compile=(True, "by torch; 0: eager"),
     dry_run=(False, "print the plan only"),
@@ -164,7 +173,7 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     lr_schedule=((0.0,), "LR factors instead; 0: none", 0, 1000),
     lr_switches=((0.0,), "part of iterations from which on each holds", 0, 1)).items()}
 Config = make_dataclass("Config", [(n, type(f.default), f.default) for n, f in FIELDS.items()], frozen=True)
-PRESETS = {  # what differs from the defaults above
+PRESETS = {  # what differs from the defaults
     "tiny": {},  # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
     # 8xH100, 600 s, 16,000,000 bytes; val_bpb 1.2014 (three seeds: mean 1.20136, std 0.0019)
     "golf": dict(
@@ -271,10 +280,10 @@ def linear(x, weight):
   """x @ weight.T in the dtype of x; master weights stay fp32."""
   return F.linear(x, weight.to(x.dtype))
 
-def attention(q, k, v, mask, scale=None):
+def attention(q, k, v, mask, scale=None, kernel=None):
   """Causal attention. q (B, H, T, D), k and v (B, KV, T, D); the cost is the size of the mask."""
   B, H, T, _ = q.shape
-  kernel = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=k.size(1) < H)
+  kernel = partial(kernel or F.scaled_dot_product_attention, scale=scale, enable_gqa=k.size(1) < H)
   if mask is None or (n := mask.size(1)) == 1:
     return kernel(q, k, v, attn_mask=mask, is_causal=mask is None)
   W = mask.size(2)
@@ -307,7 +316,8 @@ def mlp(x, fc, proj, linear=linear):
   return linear(F.relu(linear(x, fc)).square(), proj)
 
 def softcap(logits, cap):
-  return cap * torch.tanh(logits / cap) if cap else logits
+  """cap * tanh(logits / cap)."""
+  return 2 * cap * torch.sigmoid(logits * (2 / cap)) - cap if cap else logits
 
 def lm_loss(x, head, targets, cap, linear=linear):
   """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
@@ -350,9 +360,9 @@ def gate(x, weight):
 
 class Block(nn.Module):
   """Attention and MLP, pre-norm, as far as kind has them."""
-  def __init__(self, cfg, kind, linear):
+  def __init__(self, cfg, kind, linear, kernel):
     super().__init__()
-    self.linear, self.key_offset = linear, cfg.key_offset and kind == "L"
+    self.linear, self.kernel, self.key_offset = linear, kernel, cfg.key_offset and kind == "L"
     C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
     self.head_dim = D = C // H
     attends, has_mlp = kind in "LS", kind != "0"
@@ -392,14 +402,14 @@ class Block(nn.Module):
                             for old, new in zip(cache.get(self, (k[:, :, :0], v[:, :, :0])), (k, v))]
     if self.qk_gain is not None:
       q = q * self.qk_gain.to(q.dtype)[:, None, None]
-    y = attention(q, k, v, mask, scale).transpose(1, 2)
+    y = attention(q, k, v, mask, scale, self.kernel).transpose(1, 2)
     if self.attn_gate is not None:
       y = y * gate(h, self.attn_gate)[..., None]
     return self.linear(y.flatten(2), self.attn_proj)
 
 class GPT(nn.Module):
-  """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations, products in training."""
-  def __init__(self, cfg, dtype=torch.float32, block_linear=linear, head_linear=linear):
+  """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations; then what is fast."""
+  def __init__(self, cfg, dtype=torch.float32, block_linear=linear, head_linear=linear, kernel=None):
     super().__init__()
     self.head_linear = head_linear
     self.cfg, self.dtype, N, V, C = cfg, dtype, cfg.num_layers, cfg.vocab_size, cfg.model_dim
@@ -407,7 +417,7 @@ class GPT(nn.Module):
     self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
     self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
     self.smear, self.smear_gate = (parameter(1, n, on=cfg.smear_dim) for n in (1, cfg.smear_dim))
-    self.blocks = nn.ModuleList(Block(cfg, kind, block_linear) for kind in self.kinds)
+    self.blocks = nn.ModuleList(Block(cfg, kind, block_linear, kernel) for kind in self.kinds)
     self.tables, kv_heads = per_layer(cfg.value_embed_layers, N), cfg.num_kv_heads or cfg.num_heads
     self.value_embeds = nn.ParameterList(
         parameter(V, kv_heads * C // cfg.num_heads) for _ in range(max(self.tables)))
@@ -530,14 +540,9 @@ def adam_update(grad, m, v, step, beta1, beta2, eps):
   v.lerp_(grad.square(), 1 - beta2)
   return m / (1 - beta1 ** step) / ((v / (1 - beta2 ** step)).sqrt() + eps)
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since 2.13
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-def all_reduce(tensor, op="SUM"):
-  """Sum or MAX over the ranks, in place."""
-  if dist.is_initialized():
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
-  return tensor
+def adam_step(p, grad, m, v, scale, step, lr, *constants):
+  """p, all but matrices, changes; one pass over memory if compiled."""
+  p.sub_(lr * adam_update(grad * scale, m, v, step, *constants))
 
 class Bank:
   """Parameters of one kind, views of one buffer, as their gradients are: one collective serves all. A rank
@@ -563,6 +568,7 @@ class Optimizer:
   """Muon for matrices, Adam for the rest; the ranks share its state."""
   def __init__(self, model, cfg, rank=0, world_size=1):
     self.cfg, self.world_size, self.step_count, kinds = cfg, world_size, 0, {}
+    self.adam_step = adam_step
     for name, p in model.named_parameters():
       kind = (group := parameter_rule(name)[0], p.shape if group == "matrix" else None)
       kinds.setdefault(kind, []).append((name, p))
@@ -590,16 +596,17 @@ class Optimizer:
     for i, bank in enumerate(banks):
       if self.world_size > 1:
         jobs[i].wait()
-      grad, lr, p, state = bank.my_grad.mul_(scale), self.lr[bank.group] * lr_factor, bank.my_data, bank.state
+      grad, lr, p, state = bank.my_grad, self.lr[bank.group] * lr_factor, bank.my_data, bank.state
       if bank.group == "matrix":
-        update = muon_update(grad, state[0], momentum, cfg.muon_backend_steps, cfg.orthogonalization)
+        update = muon_update(grad * scale, state[0], momentum, cfg.muon_backend_steps, cfg.orthogonalization)
         if cfg.normuon_beta2:
           update = normuon_scale(update, state[1], cfg.normuon_beta2)
         if cfg.weight_decay:  # only where the update shrinks it too (arXiv:2411.16085)
           p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * cfg.weight_decay)
+        p.sub_(update, alpha=lr)
       else:
-        update = adam_update(grad, *state, count, cfg.beta1, cfg.beta2, cfg.adam_eps)
-      p.sub_(update, alpha=lr)
+        numbers = map(torch.as_tensor, (scale, float(count), lr))
+        self.adam_step(p, grad, *state, *numbers, cfg.beta1, cfg.beta2, cfg.adam_eps)
       bank.grad.zero_()
       if self.world_size > 1:
         jobs.append(all_gather(bank.data, p.flatten(), async_op=True))
@@ -890,20 +897,10 @@ def score_text(cfg, score, digits=4):
   bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
   return f"val_loss{partial}:{score.val_loss:.{digits}f}{bpb}"
 
-def core_tasks(cfg):
-  """Raises Refused."""
+def core_metric(*run):
+  """(model, cfg, data, team, log) -> CORE, a part of the result. Raises Refused."""
   import core
-  tasks, problem = core.read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
-  demand(not problem, problem)
-  return tasks
-
-def core_metric(model, cfg, data, team, log):
-  """CORE, a part of the result."""
-  import core
-  return core.core_metric(core_tasks(cfg), core.Scorer(
-      model, lambda rows: scored(model, cfg, rows, team), log_probs, eval_window(cfg),
-      data.tokenizer.encode, data.bos, 10 * cfg.train_seq_len, team,
-      lambda numbers: all_reduce(torch.tensor(numbers)).tolist(), log))
+  return core.core_of_run(sys.modules[__name__], *run)
 
 @torch.no_grad()
 def generate(model, prompt, count, temperature, top_k=0):
@@ -1001,12 +998,12 @@ def script_files():
   beside = (sys.modules[name].__file__ for name in ("core", "dial", "kernels") if name in sys.modules)
   return {Path(file).name: Path(file).read_bytes() for file in (__file__, *beside)}
 
-def choose_fp8(cfg, team, log):
-  """What multiplies in training: of blocks, of head. Raises Refused where it cannot, unless it is auto-."""
-  if cfg.fp8 == "off":
-    return linear, linear
+def fast_kernels(cfg, team, log):
+  """GPT's last arguments, for training. Raises Refused where fp8 cannot be, unless it is auto-."""
+  if cfg.fp8 == "off" and (team.on_gpu or cfg.artifact_bytes_limit or not find_spec("kernels")):
+    return ()
   import kernels
-  return kernels.choose_fp8(sys.modules[__name__], cfg, team.on_gpu, log)
+  return kernels.choose(sys.modules[__name__], cfg, team.on_gpu, log)
 
 # ---------- 11 main
 def near_misses(env):
@@ -1069,7 +1066,7 @@ class Team:
            f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
     self.device = torch.device(f"cuda:{local}" if self.on_gpu else "cpu")
     has_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if self.on_gpu else
-                getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
+                getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
     auto = "bfloat16" if has_bf16 else "float32"
     self.dtype = getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype)
     backend = torch.cuda if self.on_gpu else torch.cpu
@@ -1124,7 +1121,7 @@ def hardware(team):
   name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
   return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
 
-H100_FLOPS = 989.4e12  # per second, bf16, dense, of an H200 too: NVIDIA's data sheet
+H100_FLOPS = 989.4e12  # per second, bf16, dense, of an H200 too
 
 def parameter_counts(cfg):
   """{group of the optimizer: parameters}"""
@@ -1135,7 +1132,7 @@ def parameter_counts(cfg):
   return counts
 
 def horizon_weights(cfg):
-  """Those of matrices and head."""
+  """Matrices and head."""
   return parameter_counts(cfg)["matrix"] + cfg.vocab_size * cfg.model_dim
 
 def flops_per_token(cfg):
@@ -1196,10 +1193,11 @@ def train_step(loss_fn, optimizer, batch, micro, lr, momentum):
   return total
 
 def rehearse(cfg, team, model, optimizer, micro, log):
-  """Compiles and runs each window on made-up tokens and undoes it all. Returns the loss function."""
+  """Compiles, runs each window on made-up tokens, undoes it all. Returns the loss function."""
   T, kept, stages = cfg.train_seq_len, [t.clone() for t in optimizer.tensors()], stage_table(cfg)
   batch = torch.arange(2 * micro * T, device=team.device).view(2, micro, T) % cfg.vocab_size
   for loss_fn in [torch.compile(model, dynamic=False)] * cfg.compile + [model]:
+    optimizer.adam_step = adam_step if loss_fn is model else torch.compile(adam_step, dynamic=True)
     try:
       for step in range(max(cfg.warmup_steps, len(stages))):
         model.set_context(T, stages[step % len(stages)].window)
@@ -1327,13 +1325,13 @@ def peak_memory(team):
 
 def run(argv, env, log):
   """One run: dry, of a file, or training."""
-  cfg = load_config(env, argv)
+  cfg, me = load_config(env, argv), sys.modules[__name__]
   began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
   for key, name in near_misses(env):
     log(f"warning: {key} in the environment is no constant; did you mean {name}?")
   team, model, scores, curves, report, state = Team(cfg, env), None, {}, None, {}, None
   faults, plan = (find_spec(name) and import_module(name) for name in ("faults", "plan"))
-  log.guard = faults and faults.Guard(sys.modules[__name__], team, env, log)
+  log.guard = faults and faults.Guard(me, team, env, log)
   if not (faults and plan):
     log("faults.py, plan.py are not beside this: no checkpoints, no watch, no plan")
   if cfg.resume:
@@ -1356,7 +1354,8 @@ def run(argv, env, log):
     cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     loader = Loader(cfg, data, team, log)
     if (cfg.core or cfg.core_metric_every) and not cfg.dry_run:
-      core_tasks(cfg)
+      import core
+      core.open_tasks(me, cfg)
       demand(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
   except Missing as error:  # part of the plan
     if not cfg.dry_run:
@@ -1365,8 +1364,8 @@ def run(argv, env, log):
     log(f"data: {error}; planning with {cfg.vocab_size} tokens")
   if not model:
     micro = micro_batch(cfg, team)
-    log(*plan.lines(sys.modules[__name__], cfg, team, micro, argv, env) if plan else ())
-    linears = choose_fp8(cfg, team, log)
+    log(*plan.lines(me, cfg, team, micro, argv, env) if plan else ())
+    kernels = fast_kernels(cfg, team, log)
   if cfg.dry_run:
     return
   if model and "sample" in changed:
@@ -1395,7 +1394,7 @@ def run(argv, env, log):
     scores[kind] = evaluate(model, cfg, data, team)
     core()
   else:
-    model = GPT(cfg, team.dtype, *linears)
+    model = GPT(cfg, team.dtype, *kernels)
     init_parameters(model, cfg.seed)
     optimizer = Optimizer(model.to(team.device), cfg, team.rank, team.world_size)
     ready = time.perf_counter()
@@ -1430,11 +1429,8 @@ def run(argv, env, log):
   show_samples(model, cfg, data, log)
   score = scores.get("artifact" if cfg.score_artifact else "trained", score)  # a file has but one
   text = score_text(cfg, score)
-  if curves:
-    try:
-      plan.plot_curves(curves, f"{cfg.preset}: {text}", folder / "loss.png")
-    except Exception as error:  # a run needs no picture
-      log(f"loss.png: not drawn ({brief(error)})")
+  if curves and plan:
+    plan.plot_curves(me, curves, f"{cfg.preset}: {text}", folder / "loss.png", log)
   report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
                  val_bpb_without_bos=score.val_bpb_without_bos)
   result |= report | {text.split(":")[0]: score.val_loss, "val_bpb": score.val_bpb,  # or val_loss_partial

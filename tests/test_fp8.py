@@ -1,4 +1,4 @@
-"""fp8 products against fp32 and against an emulation in fp64 that shares no code with them; choose_fp8."""
+"""fp8 products against fp32 and against an emulation in fp64 that shares no code with them; the choice."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_gpt
 from helpers import TOY, toy_config
 from kernels import fp8_head, fp8_linear, scaled_mm, to_fp8
-from train_gpt import Refused, Team, choose_fp8
+from train_gpt import Refused, Team
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRID = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # mantissa bits, least exponent, largest value
@@ -207,7 +207,7 @@ def test_compiled_equals_eager(head):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-# -------------------------------------------------------------------------------- choose_fp8
+# -------------------------------------------------------------------------------- which are chosen
 @pytest.fixture
 def choose(tiny_data):
     """settings -> ((product of the blocks, of the head), the log's lines)"""
@@ -216,7 +216,7 @@ def choose(tiny_data):
         cfg, lines = toy_config(tiny_data, **dict(vocab_size=512) | settings), []
         team = Team(cfg, {})
         team.on_gpu = on_gpu
-        return choose_fp8(cfg, team, lines.append), lines
+        return train_gpt.fast_kernels(cfg, team, lines.append)[:2], lines
 
     return call
 
