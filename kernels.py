@@ -4,6 +4,8 @@ They stand in a file of their own because golf, which pays for each byte of trai
 Each has the signature of what it replaces, a reference that a test holds it against, and its measured gain,
 or the words that it is not measured yet. Importing this needs neither a GPU nor Triton.
 """
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -93,8 +95,18 @@ def cpu_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_g
     return torch.cat(parts, 2)
 
 
+def cpu_loss(t, x, head, targets, cap, linear):
+    """lm_loss in compiled steps on a CPU. Capped logits need no maximum before exp, and the target's is
+    picked before the cap, so one pass makes the loss and nothing of their size is kept in fp32."""
+    if not (torch.compiler.is_compiling() and 0 < cap <= 50):
+        return t.lm_loss(x, head, targets, cap, linear)
+    logits = linear(x, head).float()
+    picked = torch.where(torch.arange(len(head), device=x.device) == targets[..., None], logits, 0).sum(-1)
+    return (t.softcap(logits, cap).exp().sum(-1).log() - t.softcap(picked, cap)).mean()
+
+
 def choose(t, cfg, on_gpu, log):
-    """What multiplies in blocks, what in the head, and attention's kernel. t: the trainer's module. Raises
-    its Refused."""
+    """What multiplies in blocks, what in the head; of CPUs attention's kernel, the loss. t: the trainer's
+    module. Raises its Refused."""
     linears = (t.linear, t.linear) if cfg.fp8 == "off" else choose_fp8(t, cfg, on_gpu, log)
-    return *linears, F.scaled_dot_product_attention if on_gpu else cpu_attention
+    return linears if on_gpu else (*linears, cpu_attention, partial(cpu_loss, t))

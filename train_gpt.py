@@ -409,9 +409,10 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
   """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations; then what is fast."""
-  def __init__(self, cfg, dtype=torch.float32, block_linear=linear, head_linear=linear, kernel=None):
+  def __init__(self, cfg, dtype=torch.float32, block_linear=linear, head_linear=linear, kernel=None,
+               loss=None):
     super().__init__()
-    self.head_linear = head_linear
+    self.head_linear, self.loss = head_linear, loss or lm_loss
     self.cfg, self.dtype, N, V, C = cfg, dtype, cfg.num_layers, cfg.vocab_size, cfg.model_dim
     self.kinds, self.embed = per_layer(cfg.window_pattern, N), parameter(V, C)
     self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
@@ -470,7 +471,7 @@ class GPT(nn.Module):
 
   def forward(self, tokens, targets):
     """Mean training loss, nats. tokens and targets (B, T)."""
-    return lm_loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap, self.head_linear)
+    return self.loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap, self.head_linear)
 
 GROUPS = {  # of the optimizer: {name, numbers aside: its first values or how they are drawn}
     "matrix": dict(query="uniform", key="uniform", value="uniform", attn_proj=0, fc="uniform", mlp_proj=0),
@@ -999,7 +1000,7 @@ def script_files():
   return {Path(file).name: Path(file).read_bytes() for file in (__file__, *beside)}
 
 def fast_kernels(cfg, team, log):
-  """GPT's last arguments, for training. Raises Refused where fp8 cannot be, unless it is auto-."""
+  """GPT's last arguments. Raises Refused where fp8 cannot be."""
   if cfg.fp8 == "off" and (team.on_gpu or cfg.artifact_bytes_limit or not find_spec("kernels")):
     return ()
   import kernels

@@ -6,6 +6,12 @@ Trains a few steps of the preset again and again, and prints medians: tok/s, mat
 plain matrix products, and the shares of forward + backward, of the optimizer, and of the rest of the loop
 (loading, logging, scheduling). Needs the preset's data; leaves no run folder.
 
+    ./run.sh bench --arm "NAME=value …" --arm "…" [--steps N] [NAME=value …]
+
+Instead: what settings cost beside each other, as machines are noisy. The arms make a step each in turn, in
+one process; prints the milliseconds of a step, tok/s, and the time per token over the first arm's, step by
+step: median and quartiles. TREE=path in an arm takes the trainer of another checkout.
+
     ./run.sh bench --attention [--repeats N]
 
 Instead: milliseconds of attention, forward and backward, and MiB of its mask over lengths and windows.
@@ -26,6 +32,7 @@ Instead: what a checkpoint costs on the clock: the copy that training waits for,
 are while a thread writes the file; as a part of a minute, too.
 """
 import argparse
+import importlib
 import os
 import statistics
 import sys
@@ -171,7 +178,8 @@ def ready(settings, steps, **more):
         loader = t.Loader(cfg, data, team, log)
     except t.Refused as error:
         sys.exit(f"bench: {error}")
-    model, micro = t.GPT(cfg, team.dtype), t.micro_batch(cfg, team)
+    fast = getattr(t, "fast_kernels", lambda *_: ())(cfg, team, log)    # other checkouts may lack it
+    model, micro = t.GPT(cfg, team.dtype, *fast), t.micro_batch(cfg, team)
     t.init_parameters(model, cfg.seed)
     optimizer = t.Optimizer(model.to(team.device), cfg)
     began = time.perf_counter()
@@ -179,6 +187,51 @@ def ready(settings, steps, **more):
     took = time.perf_counter() - began
     t.evaluate = lambda *_, **__: t.Score(1.0, None, None)  # the loop ends with one
     return (cfg, team, data, model, optimizer, loader, loss_fn, micro, log), took
+
+
+def trainer_at(tree):
+    """The module train_gpt of another checkout, which finds its own companions while it is made ready."""
+    for name in ("train_gpt", "kernels", "dial"):
+        sys.modules.pop(name, None)
+    sys.path.insert(0, str(Path(tree).resolve()))
+    return importlib.import_module("train_gpt")
+
+
+def arms_table(settings, arms, steps, skipped=5):
+    """Prints a row per arm; the first steps of each are not counted."""
+    global t
+    runs, seconds, here = [], [[] for _ in arms], t
+    for arm in arms:
+        mine = dict(setting.split("=", 1) for setting in arm.split())
+        tree = mine.pop("TREE", None)
+        if tree:
+            t = trainer_at(tree)
+        (cfg, team, _, model, optimizer, loader, loss_fn, micro, _), took = ready(settings | mine, steps)
+        model.set_context(cfg.train_seq_len, cfg.window_schedule[-1])
+        runs.append((t, cfg, team, optimizer, loader, loss_fn, micro, took))
+        if tree:
+            sys.path.pop(0)
+            t = here
+    for _ in range(steps + skipped):
+        for (trainer, cfg, team, optimizer, loader, loss_fn, micro, _), mine in zip(runs, seconds):
+            batch = loader.next(cfg.train_batch_tokens)
+            team.wait()
+            began = time.perf_counter()
+            trainer.train_step(loss_fn, optimizer, batch, micro, 1.0, cfg.muon_momentum)
+            team.wait()
+            mine.append((time.perf_counter() - began) / cfg.train_batch_tokens)
+    rate = gemm_rate(team, torch.float32, [(2048, 2048, 2048), (4096, 128, 384)])
+    print(f"machine {t.hardware(team)}, torch {torch.__version__}; {steps} steps of each arm in turn; plain "
+          f"products in float32 {rate / 1e9:,.0f} GFLOP/s")
+    for arm, (trainer, cfg, *_, took), mine in zip(arms, runs, seconds):
+        ratios = [a / b for a, b in zip(mine[skipped:], seconds[0][skipped:])]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        token = statistics.median(mine[skipped:])
+        flops = trainer.flops_per_token(cfg) / token
+        step = 1e3 * token * cfg.train_batch_tokens
+        print(f"{step:8.2f} ms a step {1 / token:8,.0f} tok/s, time per token {middle:.3f} ({low:.3f} to "
+              f"{high:.3f}) of the first, {flops / rate:6.1%} of plain products, rehearsal {took:4.1f} s: "
+              f"{arm or '(as it is)'}")
 
 
 def saving_table(settings, steps, repeats):
@@ -232,6 +285,7 @@ def main():
     parser.add_argument("settings", nargs="*", metavar="NAME=value")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arm", action="append", metavar="SETTINGS")
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--core", metavar="DIR")
     parser.add_argument("--examples", type=int, default=20)
@@ -247,6 +301,8 @@ def main():
         team = t.Team(t.Config(), {})
         print(f"machine {t.hardware(team)}, torch {torch.__version__}")
         return attention_table(team, args.repeats)
+    if args.arm:
+        return arms_table(settings, args.arm, args.steps)
     if args.saving:
         return saving_table(settings, args.steps, args.repeats)
     run, compile_seconds = ready(settings, args.steps)

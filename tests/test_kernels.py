@@ -1,5 +1,7 @@
 """What is fast when compiled: attention on a CPU against torch's, Adam in one pass against its formula."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,7 +80,38 @@ def test_a_gpu_keeps_torch(tiny_data):
     team = train_gpt.Team(cfg, {})
     team.on_gpu = True
     assert train_gpt.fast_kernels(cfg, team, print) == ()
-    assert kernels.choose(train_gpt, cfg, True, print)[2] is F.scaled_dot_product_attention
+    assert kernels.choose(train_gpt, cfg, True, print) == (train_gpt.linear,) * 2
+
+
+@pytest.mark.parametrize("cap, dtype, T", [
+    (15.0, torch.float32, 9), (30.0, torch.float32, 64), (50.0, torch.float32, 1),
+    (15.0, torch.bfloat16, 64)])
+def test_cpu_loss_equals_cross_entropy(cap, dtype, T, monkeypatch):
+    """Value and gradients, also where logits are at the cap."""
+    draw = torch.Generator().manual_seed(T)
+    x = torch.randn(3, T, 32, generator=draw).to(dtype).requires_grad_()
+    head = (torch.randn(50, 32, generator=draw) * 5).requires_grad_()
+    targets = torch.randint(50, (3, T), generator=draw)
+
+    def run(loss):
+        value = loss(x, head, targets, cap, train_gpt.linear)
+        return [value, *torch.autograd.grad(value, (x, head))]
+
+    want = run(train_gpt.lm_loss)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(train_gpt, "lm_loss", None)  # not taken any more
+    for mine, theirs in zip(run(partial(kernels.cpu_loss, train_gpt)), want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("compiling, cap", [(False, 15.0), (True, 0.0), (True, 51.0)])
+def test_cpu_loss_leaves_the_rest_to_the_reference(compiling, cap, monkeypatch):
+    """Uncapped logits could overflow exp, and an eager step would only be slower."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(train_gpt, "lm_loss", lambda *args: args)
+    targets = torch.zeros(1, 1, dtype=torch.long)
+    args = (torch.zeros(1, 1, 2), torch.zeros(3, 2), targets, cap, train_gpt.linear)
+    assert kernels.cpu_loss(train_gpt, *args) == args
 
 
 def test_adam_step_is_its_formula():
