@@ -200,6 +200,7 @@ def trainer_at(tree):
 def arms_table(settings, arms, steps, skipped=5):
     """Prints a row per arm; the first steps of each are not counted."""
     global t
+    torch._dynamo.config.recompile_limit = 8 * len(arms)    # of the same code; beyond it runs uncompiled
     runs, seconds, here = [], [[] for _ in arms], t
     for arm in arms:
         mine = dict(setting.split("=", 1) for setting in arm.split())
