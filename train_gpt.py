@@ -129,15 +129,15 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     rope_fraction=(1.0, "part of each head that turns", 0, 1),
     rope_yarn=(False, "RoPE and attn_scale follow the window (YaRN)"),
     smear_dim=(0, "channels that gate adding the token before; 0: none", 0, 1 << 16),
-    bigram_rows=(16_384, "embeddings of hashed token pairs; 0: none", 0, 1 << 26),
+    bigram_rows=(65_536, "embeddings of hashed token pairs; 0: none", 0, 1 << 26),
     residual_mix=(True, "blocks read a learnt mix of stream and embedding"),
     layer_scale=(True, "learnt scales of what attention and MLP add"),
     unet_skips=(True, "learnt skips from first to second half"),
     skip_layers=((0,), "from, to, ...: further skips; 0: none", 0, 1000),
     backout_layer=(0, "half of its output, learnt, leaves at the end; 0: none", 0, 1000),
     value_embed_layers=((1, 2), "table of value embeddings per layer; 0: none", 0, 99),
-    window_pattern=("L", "per layer L long, S short, - no attention, 0 no MLP either"),
-    window_schedule=((0,), "L per stage, tokens; 0: all. S: half of it"),
+    window_pattern=("SL", "per layer L long, S short, - no attention, 0 no MLP either"),
+    window_schedule=((256,), "L per stage, tokens; 0: all. S: half of it"),
     window_block=(1, "tokens that windows are multiples of", 1),
     eval_window=(0, "L in evaluation; 0: as in the last stage"),
     # optimizer
@@ -175,18 +175,19 @@ FIELDS = {name: Constant(*row) for name, row in dict(
 Config = make_dataclass("Config", [(n, type(f.default), f.default) for n, f in FIELDS.items()], frozen=True)
 PRESETS = {  # what differs from the defaults
     "tiny": {},  # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
-    # 8xH100, 600 s, 16,000,000 bytes; val_bpb 1.2014 (three seeds: mean 1.20136, std 0.0019)
+    # 8xH100, 600 s, 16,000,000 bytes; val_bpb 1.2014 (3 seeds: mean 1.20136, std 0.0019)
     "golf": dict(
         data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
         data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216,
         val_batch_size=524_288, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
         tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, value_embed_layers=(0,), shuffle=False,
-        key_offset=False, bigram_rows=0, matrix_lr=0.02, scalar_lr=0.02, tied_embed_lr=0.03, embed_lr=0.6,
-        beta1=0.9, muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
-        iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
-        train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000),
-    # 8xH100; val_loss 3.28 in 132.2 s (eight seeds: mean 3.2782, std 0.0014), without bigrams and key offset.
-    # Scaled down (BENCH.md) bigrams save a quarter of the tokens, windows gain 0.03, batches lose 0.02
+        key_offset=False, bigram_rows=0, window_pattern="L", window_schedule=(0,), matrix_lr=0.02,
+        scalar_lr=0.02, tied_embed_lr=0.03, embed_lr=0.6, beta1=0.9, muon_momentum=0.99,
+        muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500, iterations=20_000,
+        max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000, train_log_every=200,
+        val_loss_every=1000, artifact_bytes_limit=16_000_000),
+    # 8xH100; val_loss 3.28 in 132.2 s (8 seeds: mean 3.2782, std 0.0014), without bigrams and key offset.
+    # Scaled down (BENCH) bigrams save 1/4 of the tokens, windows gain 0.03, batches lose 0.02
     "speedrun": dict(
         data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
         train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
@@ -204,16 +205,16 @@ PRESETS = {  # what differs from the defaults
     "gpt2": dict(
         depth=24, target_param_data_ratio=10.5, data_path="data/datasets/climbmix", data_fingerprint="",
         vocab_size=32_768, shuffle=False, train_seq_len=2048, train_batch_tokens=524_288, max_doc_len=2048,
-        mlp_mult=4, qk_gain_init=0.0, rope_base=10_000.0, layer_scale=False, unet_skips=False, matrix_lr=0.02,
-        head_lr=0.004, weight_decay=10.0, normuon_beta2=0.95, orthogonalization="polar_express",
-        max_wallclock_seconds=0.0, val_loss_every=250, score_artifact=False, core=True, fp8="auto-all",
-        sample_temperature=0.0, sample_tokens=16,
+        mlp_mult=4, qk_gain_init=0.0, rope_base=10_000.0, bigram_rows=16_384, layer_scale=False,
+        unet_skips=False, matrix_lr=0.02, head_lr=0.004, weight_decay=10.0, normuon_beta2=0.95,
+        orthogonalization="polar_express", max_wallclock_seconds=0.0, val_loss_every=250,
+        score_artifact=False, core=True, fp8="auto-all", sample_temperature=0.0, sample_tokens=16,
         sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"),
 }
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
 NAMES = {name.upper(): ALIASES.get(name, name) for name in (*FIELDS, *ALIASES)}  # as typed: the constant
-SHAPE = [*FIELDS]  # what an artifact carries: constants of the model
+SHAPE = [*FIELDS]
 SHAPE = ["preset", *SHAPE[SHAPE.index("vocab_size"):SHAPE.index("matrix_lr")]]
 
 def load_config(env, argv=()):

@@ -29,7 +29,7 @@ def flag(name):
 def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
     f = FIELDS[name]
-    special = dict(preset="golf", device="cpu", dtype="float32", window_pattern="SL",
+    special = dict(preset="golf", device="cpu", dtype="float32", window_pattern="LS",
                    value_embed_layers=(1, 0), window_schedule=(64, 0), batch_schedule=(1, 2),
                    train_seq_len=256, train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2,
                    eval_stride=64, rope_base=500.0, run_id="a_run", val_tokens=2, skip_layers=(0, 2, 1, 3),

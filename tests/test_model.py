@@ -11,7 +11,8 @@ import train_gpt
 from train_gpt import GPT, Config, init_parameters, log_probs, parameter_rule, preset_config
 
 SMALL = replace(
-    Config(), vocab_size=61, train_seq_len=24, model_dim=48, num_layers=4, num_heads=6, mlp_mult=2
+    Config(), vocab_size=61, train_seq_len=24, model_dim=48, num_layers=4, num_heads=6, mlp_mult=2,
+    window_pattern="L", window_schedule=(0,)
 )
 
 

@@ -620,7 +620,7 @@ def test_stage_tables():
     for one in (dict(batch_schedule=(2,)), dict(window_schedule=(512,))):  # one entry serves all stages
         stages = train_gpt.stage_table(replace(cfg, **one))
         assert len(stages) == 3 and len({s[2 if "batch_schedule" in one else 3] for s in stages}) == 1
-    assert train_gpt.stage_table(Config()) == [(0, 0, 1, 0)]
+    assert train_gpt.stage_table(replace(Config(), window_schedule=(0,))) == [(0, 0, 1, 0)]
 
 
 def first_steps(cfg):
