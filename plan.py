@@ -1,10 +1,17 @@
-"""What a run tells of itself: the plan that --dry-run shows and train.log holds, --help, loss.png.
+"""What a run tells of itself: the plan that --dry-run shows and train.log holds, --help, samples, loss.png.
 
 t is the trainer's module.
 """
 import math
 
+import numpy as np
+import torch
+
 GPUS = 8
+# Ceilings of one Hopper GPU. Measured on an H200 by torch 2.11: a product of 8,192 cubed in bf16, random data
+# and a copy, bytes read and written. Not measured, so 80 % of the datasheet's like the first: fp8 and NVLink.
+MATMUL, MATMUL_FP8, MEMORY, LINK = 788e12, 1576e12, 4.3e12, 360e9  # FLOP/s, FLOP/s, bytes/s, bytes/s
+LEAST_FLOPS = 1e16  # of a run whose roofline is shown: what a GPU does in a minute or two
 
 
 def help_text(t):
@@ -53,6 +60,55 @@ def miniseries(t, cfg, argv, env):
                f"({GPUS}xH100 at mfu {c.plan_mfu:g})")
 
 
+def orthogonalization_flops(t, cfg):
+    """Of one step of Muon, all matrices."""
+    flops = 0
+    with torch.device("meta"):
+        for name, p in t.GPT(cfg).named_parameters():
+            if t.parameter_rule(name)[0] == "matrix":
+                short, long = sorted(p.shape)
+                flops += cfg.muon_backend_steps * (4 * short * short * long + 2 * short ** 3)
+    return flops
+
+
+def roofline(t, cfg, gpus, tokens, window):
+    """{part: seconds of a step of so many tokens} on so many GPUs, at the ceilings and with nothing hidden
+    behind anything else: about the least that it can take."""
+    counts, C, T = t.parameter_counts(cfg), cfg.model_dim, cfg.train_seq_len
+    sizes = t.window_sizes(cfg, window, T)
+    seen = [sizes.get(kind, 0) for kind in t.per_layer(cfg.window_pattern, cfg.num_layers)]
+    keys = sum(w * (1 - (w - 1) / (2 * T)) for w in seen)  # the mean over a row: its first tokens see fewer
+    here, fp8 = tokens / gpus, cfg.fp8.removeprefix("auto-")
+    blocks, head = (6 * weights * here for weights in (counts["matrix"], C * cfg.vocab_size))
+    adam = counts.total() - counts["matrix"]
+    # bf16: what is kept for backward is written and read twice; logits and their gradient move six times
+    activations = here * (3 * 2 * cfg.num_layers * C * (14 + 3 * cfg.mlp_mult) + 6 * 2 * cfg.vocab_size)
+    # fp32: of Adam parameter, gradient, both moments, of Muon the update twice more; read, most of it written
+    state = 4 * (8 * adam / cfg.adam_every + 12 * counts["matrix"]) / gpus
+    return {
+        "blocks": blocks / (MATMUL_FP8 if fp8 == "all" else MATMUL),
+        "head": head / (MATMUL if fp8 == "off" else MATMUL_FP8),
+        "attention": 12 * C * keys * here / MATMUL,
+        "activations": activations / MEMORY,
+        "optimizer": state / MEMORY + orthogonalization_flops(t, cfg) / gpus / MATMUL,
+        "communication": 2 * 4 * counts.total() * (1 - 1 / gpus) / LINK}
+
+
+def rooflines(t, cfg):
+    """Per stage and number of GPUs: the parts, the step, its tok/s per GPU and mfu."""
+    stages = dict.fromkeys((s.batch_multiple, s.window) for s in t.stage_table(cfg))
+    for gpus, (multiple, window) in ((gpus, stage) for gpus in (1, GPUS) for stage in stages):
+        tokens = multiple * cfg.train_batch_tokens
+        if tokens // cfg.train_seq_len % gpus == 0:
+            parts = roofline(t, cfg, gpus, tokens, window)
+            step = sum(parts.values())
+            flops = t.flops_per_token(t.replace(cfg, window_schedule=(window,))) * tokens / gpus
+            yield (f"roofline {gpus}xH200 tokens:{tokens} long_window:{window or cfg.train_seq_len} "
+                   f"ms {t.listed({name: f'{1e3 * part:.2f}' for name, part in parts.items()})} "
+                   f"step:{1e3 * step:.2f} tok/s per GPU:{tokens / gpus / step:.0f} "
+                   f"mfu:{flops / step / t.H100_FLOPS:.2f}")
+
+
 def plot_curves(t, curves, title, path, log):
     """A run's loss.png: its losses, {split: [(step, training seconds, loss)]}. A run needs no picture: says
     why where there is none."""
@@ -71,6 +127,35 @@ def plot_curves(t, curves, title, path, log):
         log(f"loss.png: not drawn ({t.brief(error)})")
 
 
+@torch.no_grad()
+def generate(t, model, prompt, count, temperature, top_k=0):
+    """prompt and count ids more, each one of the top_k likeliest, 0: all; temperature 0: the likeliest."""
+    ids, cfg = list(prompt), model.cfg
+    model.set_context(len(ids) + count, t.eval_window(cfg) or cfg.train_seq_len, cache={})
+    for _ in range(count):
+        scores = model.logits(torch.tensor([ids], device=model.embed.device))[0, -1].cpu()
+        best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
+        ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
+    model.cache = None
+    return ids
+
+
+def show_samples(t, model, cfg, data, log):
+    """Logs how the model goes on with cfg.sample's prompts, or with the beginnings of three val documents."""
+    if not (sp := data.tokenizer):
+        return log("samples: none without a tokenizer")
+    starts = np.flatnonzero(data.val == data.bos)
+    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
+    if cfg.sample:
+        prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
+    torch.manual_seed(cfg.seed)
+    for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
+        ids = generate(t, model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k)
+        ids = [i for i in ids if i < sp.vocab_size()]  # the rest is padding of the vocabulary
+        text = sp.decode(prompt)
+        log(f"sample {i}: {text}»{sp.decode(ids)[len(text):]}")
+
+
 def lines(t, cfg, team, micro, argv, env):
     """Size, cost and memory of the run, its schedules, and the miniseries of a run by depth."""
     counts, flops = t.parameter_counts(cfg), t.flops_per_token(cfg)
@@ -81,5 +166,7 @@ def lines(t, cfg, team, micro, argv, env):
            f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
            f"memory:{t.step_memory(cfg, team, micro) >> 20} MiB (estimate)")
     yield from schedules(t, cfg)
+    if cfg.dry_run and flops * t.planned_tokens(cfg) > LEAST_FLOPS:
+        yield from rooflines(t, cfg)
     if cfg.depth and cfg.dry_run:
         yield from miniseries(t, cfg, argv, env)

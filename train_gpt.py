@@ -8,7 +8,7 @@
 
 Map: 3 FIELDS, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
 9 artifact - 10 kernels - 11 main. --help: the constants, --dry-run: the plan. Limits: 1,500 lines, 80,000
-bytes. Beside it: core.py, dial.py (gpt2), kernels.py (speed), plan.py (--dry-run), faults.py.
+bytes. Beside it: core.py, dial.py (gpt2), kernels.py (speed), plan.py (plan, samples), faults.py (saves).
 """
 # ---------- 2 imports
 import fcntl
@@ -56,11 +56,10 @@ def demand(good, sentence, error=Refused):
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-def all_reduce(tensor, op="SUM"):
-  """Sum or MAX over the ranks, in place."""
-  if dist.is_initialized():
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
-  return tensor
+def all_reduce(tensor, op="SUM", later=False):
+  """Sum or MAX over the ranks, in place; later: -> (tensor, the job to wait for, if any)."""
+  job = dist.is_initialized() and dist.all_reduce(tensor, getattr(dist.ReduceOp, op), async_op=later)
+  return (tensor, job) if later else tensor
 
 # ---------- 3 configuration
 Constant = namedtuple("Constant", "default doc least most", defaults=(0, 1e12))
@@ -324,6 +323,9 @@ def lm_loss(x, head, targets, cap, linear=linear):
   """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
   return F.cross_entropy(softcap(linear(x, head).float(), cap).flatten(0, 1), targets.flatten())
 
+Fast = namedtuple("Fast", "linear head_linear window_mask attention loss",  # seams: section 10 may fill them
+                  defaults=(linear, linear, window_mask, attention, lm_loss))
+
 def rope_frequencies(cfg, window):
   """Radians per token of each pair of channels (RoFormer, arXiv:2104.09864) and the scale of the logits;
   with rope_yarn (YaRN, arXiv:2309.00071) both follow the windows up to this one."""
@@ -361,14 +363,13 @@ def gate(x, weight):
 
 class Block(nn.Module):
   """Attention and MLP, pre-norm, as far as kind has them."""
-  def __init__(self, cfg, kind, linear, kernel):
+  def __init__(self, cfg, kind, fast):
     super().__init__()
-    self.linear, self.kernel, self.key_offset = linear, kernel, cfg.key_offset and kind == "L"
+    self.fast, self.linear, self.key_offset = fast, fast.linear, cfg.key_offset and kind == "L"
     C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
-    self.head_dim = D = C // H
-    attends, has_mlp = kind in "LS", kind != "0"
-    self.query, self.attn_proj = parameter(H * D, C, on=attends), parameter(C, H * D, on=attends)
-    self.key, self.value = parameter(KV * D, C, on=attends), parameter(KV * D, C, on=attends)
+    self.head_dim, attends, has_mlp = C // H, kind in "LS", kind != "0"
+    self.query, self.attn_proj = (parameter(C, C, on=attends) for _ in range(2))
+    self.key, self.value = (parameter(KV * C // H, C, on=attends) for _ in range(2))
     self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
     self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
     self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
@@ -403,23 +404,22 @@ class Block(nn.Module):
                             for old, new in zip(cache.get(self, (k[:, :, :0], v[:, :, :0])), (k, v))]
     if self.qk_gain is not None:
       q = q * self.qk_gain.to(q.dtype)[:, None, None]
-    y = attention(q, k, v, mask, scale, self.kernel).transpose(1, 2)
+    y = self.fast.attention(q, k, v, mask, scale).transpose(1, 2)
     if self.attn_gate is not None:
       y = y * gate(h, self.attn_gate)[..., None]
     return self.linear(y.flatten(2), self.attn_proj)
 
 class GPT(nn.Module):
-  """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations; then what is fast."""
-  def __init__(self, cfg, dtype=torch.float32, block_linear=linear, head_linear=linear, kernel=None,
-               loss=None):
+  """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations."""
+  def __init__(self, cfg, dtype=torch.float32, fast=Fast()):
     super().__init__()
-    self.head_linear, self.loss = head_linear, loss or lm_loss
-    self.cfg, self.dtype, N, V, C = cfg, dtype, cfg.num_layers, cfg.vocab_size, cfg.model_dim
+    self.cfg, self.dtype, self.fast, self.loss = cfg, dtype, fast, partial(fast.loss, linear=fast.head_linear)
+    N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
     self.kinds, self.embed = per_layer(cfg.window_pattern, N), parameter(V, C)
     self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
     self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
     self.smear, self.smear_gate = (parameter(1, n, on=cfg.smear_dim) for n in (1, cfg.smear_dim))
-    self.blocks = nn.ModuleList(Block(cfg, kind, block_linear, kernel) for kind in self.kinds)
+    self.blocks = nn.ModuleList(Block(cfg, kind, fast) for kind in self.kinds)
     self.tables, kv_heads = per_layer(cfg.value_embed_layers, N), cfg.num_kv_heads or cfg.num_heads
     self.value_embeds = nn.ParameterList(
         parameter(V, kv_heads * C // cfg.num_heads) for _ in range(max(self.tables)))
@@ -444,7 +444,7 @@ class GPT(nn.Module):
     follows = torch.arange(T, device=tokens.device) > 0  # another token of the same document
     if cfg.max_doc_len:
       documents, follows = (tokens == cfg.bos_id).cumsum(1), follows & (tokens != cfg.bos_id)
-    masks = {kind: window_mask(reach, T, documents, tokens.device, first)
+    masks = {kind: self.fast.window_mask(reach, T, documents, tokens.device, first)
              for kind, reach in self.reach.items()}
     tokens, follows, rope = tokens[:, first:], follows[..., first:], [t[first:T] for t in self.rope]
     x = F.embedding(tokens, self.embed).to(self.dtype)
@@ -472,7 +472,7 @@ class GPT(nn.Module):
 
   def forward(self, tokens, targets):
     """Mean training loss, nats. tokens and targets (B, T)."""
-    return self.loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap, self.head_linear)
+    return self.loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap)
 
 GROUPS = {  # of the optimizer: {name, numbers aside: its first values or how they are drawn}
     "matrix": dict(query="uniform", key="uniform", value="uniform", attn_proj=0, fc="uniform", mlp_proj=0),
@@ -569,8 +569,7 @@ class Bank:
 class Optimizer:
   """Muon for matrices, Adam for the rest; the ranks share its state."""
   def __init__(self, model, cfg, rank=0, world_size=1):
-    self.cfg, self.world_size, self.step_count, kinds = cfg, world_size, 0, {}
-    self.adam_step = adam_step
+    self.cfg, self.world_size, self.adam_step, self.step_count, kinds = cfg, world_size, adam_step, 0, {}
     for name, p in model.named_parameters():
       kind = (group := parameter_rule(name)[0], p.shape if group == "matrix" else None)
       kinds.setdefault(kind, []).append((name, p))
@@ -904,31 +903,10 @@ def core_metric(*run):
   import core
   return core.core_of_run(sys.modules[__name__], *run)
 
-@torch.no_grad()
-def generate(model, prompt, count, temperature, top_k=0):
-  """prompt and count ids more, drawn from the top_k likeliest, 0: all; temperature 0: the likeliest."""
-  ids, cfg = list(prompt), model.cfg
-  model.set_context(len(ids) + count, eval_window(cfg) or cfg.train_seq_len, cache={})
-  for _ in range(count):
-    scores = model.logits(torch.tensor([ids], device=model.embed.device))[0, -1].cpu()
-    best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
-    ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
-  model.cache = None
-  return ids
-
-def show_samples(model, cfg, data, log):
-  """Continues cfg.sample's prompts, or three documents."""
-  if not (sp := data.tokenizer):
-    return log("samples: none without a tokenizer")
-  starts = np.flatnonzero(data.val == data.bos)
-  prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")] if cfg.sample else [
-      data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
-  torch.manual_seed(cfg.seed)
-  for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
-    text, ids = sp.decode(prompt), generate(
-        model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k)
-    ids = [i for i in ids if i < sp.vocab_size()]  # of padding
-    log(f"sample {i}: {text}»{sp.decode(ids)[len(text):]}")
+def show_samples(*run):
+  """(model, cfg, data, log): continues cfg.sample's prompts, or three documents."""
+  import plan
+  plan.show_samples(sys.modules[__name__], *run)
 
 # ---------- 9 artifact
 CODEC = "int8"
@@ -1001,9 +979,9 @@ def script_files():
   return {Path(file).name: Path(file).read_bytes() for file in (__file__, *beside)}
 
 def fast_kernels(cfg, team, log):
-  """GPT's last arguments. Raises Refused where fp8 cannot be."""
-  if cfg.fp8 == "off" and (team.on_gpu or cfg.artifact_bytes_limit or not find_spec("kernels")):
-    return ()
+  """Raises Refused where fp8 cannot be."""
+  if cfg.fp8 == "off" and (cfg.artifact_bytes_limit or not find_spec("kernels")):
+    return Fast()
   import kernels
   return kernels.choose(sys.modules[__name__], cfg, team.on_gpu, log)
 
@@ -1123,7 +1101,7 @@ def hardware(team):
   name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
   return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
 
-H100_FLOPS = 989.4e12  # per second, bf16, dense, of an H200 too
+H100_FLOPS = 989.4e12  # per second, bf16, also an H200
 
 def parameter_counts(cfg):
   """{group of the optimizer: parameters}"""
@@ -1217,32 +1195,44 @@ def rehearse(cfg, team, model, optimizer, micro, log):
 
 def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
   """All that is on the clock. Returns the last Score, {split: [(step, seconds, loss)]}, part of the result.
-  With a cap the host is at most a step ahead of the device, to know the time; without one it waits at log
-  lines only, and a lap is the mean between two."""
+  On GPUs the ranks ask for the time every few steps, hear it the next time and go by their pace meanwhile;
+  the host waits for the step after it asked last, without a cap at log lines only."""
+  every = 4 if team.on_gpu else 1
   cap, last, tokens = cfg.max_wallclock_seconds, total_steps(cfg), loader.position * loader.T
-  stage, report, window, events = None, False, None, []
+  report, window, events, asked = False, None, [], []
   guard, begin = log.guard, dict(step=0, now=0.0, curves={"train": [], "val": []}, laps=[])
   step, now, curves, laps = ((guard and guard.state or begin)[key] for key in begin)
-  lap_start = step, now
+  at, then = lap_start = step, now
+  multiple, stop = 1, 0
   broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
   team.wait()
   start = time.perf_counter() - now  # the clock starts
   while True:
     # 1. the time, the same on all ranks; does another step fit in before the cap?
-    if len(events) > 1:
-      events.pop(0).synchronize()
     team.at("training", step)
-    mine = [time.perf_counter() - start, guard.stop if guard else 0]
-    now, stop = all_reduce(torch.tensor(mine, dtype=torch.float64), "MAX").tolist()
-    if step > lap_start[0] and (report or cap or not team.on_gpu):
-      laps.append(((now - lap_start[1]) / (step - lap_start[0]), stage.batch_multiple))
-      lap_start = (step, now)
+    if ask := report or step % every == 0:
+      known, event = events.pop(0) if events else (step, None)
+      if event:
+        event.synchronize()
+      mine = torch.tensor([time.perf_counter() - start, guard.stop if guard else 0], dtype=torch.float64)
+      exact = report or cap or not team.on_gpu
+      asked.append((step if report else known, exact, *all_reduce(mine, "MAX", True)))
+    if len(asked) > team.on_gpu:
+      at, exact, mine, job = asked.pop(0)  # at: steps that were done then
+      if job:
+        job.wait()
+      then, stop = mine.tolist()
+      if exact and at > lap_start[0]:
+        laps.append(((then - lap_start[1]) / (at - lap_start[0]), multiple))
+        lap_start = at, then
+    pace = sorted(t / n for t, n in laps[-100:]) or [0.0]
+    now = then + (step - at) * pace[len(pace) // 2] * multiple
     progress = run_progress(cfg, step, now)
     stage = stage_at(cfg, progress)
-    pace = sorted(t / n for t, n in laps[-100:]) or [0.0]
-    reserve = pace[len(pace) * 95 // 100] * stage.batch_multiple * (1 + team.on_gpu)
+    multiple = stage.batch_multiple
+    reserve = pace[len(pace) * 95 // 100] * multiple * (step + 1 - at)
     done = "iterations" if step == last else None
-    done = "wallclock_cap" if step and 0 < cap <= now + reserve else done
+    done = "wallclock_cap" if step and 0 < cap <= then + reserve else done
     # 2. a checkpoint
     if guard and guard.due(step, now, stop, done):
       guard.save(step, now, curves, laps)
@@ -1271,12 +1261,12 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       model.set_context(cfg.train_seq_len, window := stage.window)
     # 4. a step
     lr, momentum = (f(cfg, step, progress) for f in (lr_factor, muon_momentum))
-    epoch, batch = loader.epoch, loader.next(cfg.train_batch_tokens * stage.batch_multiple)
+    epoch, batch = loader.epoch, loader.next(cfg.train_batch_tokens * multiple)
     loss = train_step(loss_fn, optimizer, batch, micro, lr, momentum)
     broken += 0 * loss
     step, tokens = step + 1, loader.position * loader.T
-    if team.on_gpu and cap:
-      events.append(torch.cuda.current_stream().record_event())
+    if ask and team.on_gpu and cap:
+      events.append((step, torch.cuda.current_stream().record_event()))
     if loader.epoch > epoch:
       log(f"epoch {loader.epoch} begins in step {step}: all {loader.rows} train sequences were read")
     # 5. a report
@@ -1334,8 +1324,8 @@ def run(argv, env, log):
   team, model, scores, curves, report, state = Team(cfg, env), None, {}, None, {}, None
   faults, plan = (find_spec(name) and import_module(name) for name in ("faults", "plan"))
   log.guard = faults and faults.Guard(me, team, env, log)
-  if not (faults and plan):
-    log("faults.py, plan.py are not beside this: no checkpoints, no watch, no plan")
+  if gone := [name for name in ("faults", "kernels", "plan") if not find_spec(name)]:
+    log(f"not beside this: {', '.join(gone)}; its map says what is lost")
   if cfg.resume:
     import faults  # or refuse
     cfg, state = log.guard.resume(cfg, overrides(cfg))
@@ -1367,7 +1357,7 @@ def run(argv, env, log):
   if not model:
     micro = micro_batch(cfg, team)
     log(*plan.lines(me, cfg, team, micro, argv, env) if plan else ())
-    kernels = fast_kernels(cfg, team, log)
+    fast = fast_kernels(cfg, team, log)
   if cfg.dry_run:
     return
   if model and "sample" in changed:
@@ -1396,7 +1386,7 @@ def run(argv, env, log):
     scores[kind] = evaluate(model, cfg, data, team)
     core()
   else:
-    model = GPT(cfg, team.dtype, *kernels)
+    model = GPT(cfg, team.dtype, fast)
     init_parameters(model, cfg.seed)
     optimizer = Optimizer(model.to(team.device), cfg, team.rank, team.world_size)
     ready = time.perf_counter()
@@ -1428,10 +1418,11 @@ def run(argv, env, log):
   if team.rank > 0:
     return
   # 4. the result
-  show_samples(model, cfg, data, log)
   score = scores.get("artifact" if cfg.score_artifact else "trained", score)  # a file has but one
   text = score_text(cfg, score)
-  if curves and plan:
+  if plan:
+    show_samples(model, cfg, data, log)
+  if plan and curves:
     plan.plot_curves(me, curves, f"{cfg.preset}: {text}", folder / "loss.png", log)
   report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
                  val_bpb_without_bos=score.val_bpb_without_bos)

@@ -12,6 +12,14 @@ Instead: what settings cost beside each other, as machines are noisy. The arms m
 one process; prints the milliseconds of a step, tok/s, and the time per token over the first arm's, step by
 step: median and quartiles. TREE=path in an arm takes the trainer of another checkout.
 
+    ./run.sh bench --parts [--steps N] [NAME=value …]
+    torchrun --standalone --nproc_per_node=N tests/bench.py --parts …
+
+Instead: for each stage of the schedule a step on random data, its tok/s and mfu (of an H100's bf16 peak), and
+its parts, each alone, forward and backward: attention and MLP of all layers, head and loss, optimizer,
+communication, what is left, the host's part, what the loader could deliver. Times are medians, on a GPU by
+device events. Needs no data.
+
     ./run.sh bench --attention [--repeats N]
 
 Instead: milliseconds of attention, forward and backward, and MiB of its mask over lengths and windows.
@@ -33,13 +41,16 @@ are while a thread writes the file; as a part of a minute, too.
 """
 import argparse
 import importlib
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -164,29 +175,157 @@ class Timer:
         return result
 
 
-def ready(settings, steps, **more):
+def ready(settings, steps, team=None, **more):
     """(cfg, team, data, model, optimizer, loader, loss_fn, micro, log), rehearsed, for t.train to run so many
-    steps; and the seconds that the rehearsal took."""
+    steps; and the seconds that the rehearsal took. team: who runs it, alone if not given."""
     env = dict(os.environ) | settings | {
         "MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(steps), "EXTENSION_ITERATIONS": "0",
         "MAX_EPOCHS": "0", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"} | more
     log = t.Log(lead=False)
     try:
         cfg = t.load_config(env)
-        team, data = t.Team(cfg, {}), t.open_data(cfg, log)
+        team, data = team or t.Team(cfg, {}), t.open_data(cfg, log)
         cfg = t.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or data.bos)
         loader = t.Loader(cfg, data, team, log)
     except t.Refused as error:
         sys.exit(f"bench: {error}")
-    fast = getattr(t, "fast_kernels", lambda *_: ())(cfg, team, log)    # other checkouts may lack it
+    fast = getattr(t, "fast_kernels", lambda *_: ())(cfg, team, log)    # older checkouts lack it
+    fast = (fast,) if hasattr(t, "Fast") else fast
     model, micro = t.GPT(cfg, team.dtype, *fast), t.micro_batch(cfg, team)
     t.init_parameters(model, cfg.seed)
-    optimizer = t.Optimizer(model.to(team.device), cfg)
+    optimizer = t.Optimizer(model.to(team.device), cfg, team.rank, team.world_size)
     began = time.perf_counter()
     loss_fn = t.rehearse(cfg, team, model, optimizer, micro, print)
     took = time.perf_counter() - began
     t.evaluate = lambda *_, **__: t.Score(1.0, None, None)  # the loop ends with one
     return (cfg, team, data, model, optimizer, loader, loss_fn, micro, log), took
+
+
+def random_data(folder, cfg, tokens=1 << 24):
+    """Settings that make a run read random documents of random lengths, 1 to 1,400 tokens."""
+    rng, vocab_size, bos = np.random.default_rng(0), cfg.vocab_size or 1024, 1
+    context = cfg.eval_context or cfg.train_seq_len
+    files = [("train", tokens), ("val", context + 1)]
+    for split, count in files:
+        stream = rng.integers(2, vocab_size, count).astype("<u2")
+        begins = rng.integers(1, 1400, 2 + count // 700).cumsum()
+        stream[[0, *begins[begins < count]]] = bos
+        head = np.zeros(256, "<i4")
+        head[:3] = 20240520, 1, count
+        (folder / f"random_{split}_000000.bin").write_bytes(head.tobytes() + stream.tobytes())
+    manifest = dict(tokenizer=dict(vocab_size=vocab_size, bos_id=bos), files=[
+        dict(path=f"random_{split}_000000.bin", split=split, tokens=count) for split, count in files])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return dict(DATA_PATH=str(folder), TOKENIZER_PATH="", DATA_FINGERPRINT="", VAL_TOKENS="0", CORE="0")
+
+
+def seconds_of(team, fn, repeats):
+    """Median seconds of the device in fn(), after three calls that do not count, and of the host."""
+    on_gpu, device, host = team.on_gpu, [], []
+    for i in range(repeats + 3):
+        if on_gpu:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+        began = time.perf_counter()
+        fn()
+        host.append(time.perf_counter() - began)
+        if on_gpu:
+            events[1].record()
+            device.append(events)
+    team.wait()
+    if on_gpu:
+        device = [first.elapsed_time(last) / 1e3 for first, last in device]
+    return statistics.median((device or host)[3:]), statistics.median(host[3:])
+
+
+def parts_of(cfg, team, model, sequences, T):
+    """{part: [(how often per micro-step, forward and backward of it)]} on random activations, compiled."""
+    def random(*shape):
+        return torch.randn(shape, device=team.device, dtype=team.dtype)
+
+    def both(fn, *inputs):
+        compiled = torch.compile(fn, dynamic=False) if cfg.compile else fn
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        grad = torch.ones_like(fn(*inputs))
+
+        def call():
+            torch.autograd.backward(compiled(*inputs), grad, inputs=inputs)
+        return call
+
+    h, fast = random(sequences, T, cfg.model_dim), model.fast
+    tokens = torch.randint(2, cfg.vocab_size, (sequences, T), device=team.device)
+    tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
+    found = {"attention": [], "MLP": [], "head and loss": []}
+    for kind, count in Counter(model.kinds).items():
+        block = model.blocks[model.kinds.index(kind)]
+        if block.query is not None:
+            def attend(h, *_, block=block, kind=kind):
+                documents = (tokens == cfg.bos_id).cumsum(1) if cfg.max_doc_len else None
+                mask = fast.window_mask(model.reach[kind], T, documents, team.device)
+                follows = torch.ones(T, dtype=torch.bool, device=team.device)
+                return block.attend(t.rms_norm(h), 0, mask, model.rope, model.scale, follows, None)
+            weights = block.query, block.key, block.value, block.attn_proj
+            found["attention"].append((count, both(attend, h, *weights)))
+        if block.fc is not None and not found["MLP"]:
+            layers = sum(block.fc is not None for block in model.blocks)
+            mlp = both(lambda x, fc, proj: t.mlp(t.rms_norm(x), fc, proj, fast.linear), h, block.fc,
+                       block.mlp_proj)
+            found["MLP"].append((layers, mlp))
+    found["head and loss"].append((1, both(
+        lambda x, head: fast.loss(t.rms_norm(x), head, tokens, cfg.logit_softcap, fast.head_linear), h,
+        model.head)))
+    return found
+
+
+def parts_table(settings, steps):
+    """Prints a table per stage."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = t.load_config(dict(os.environ) | settings)
+        team = t.Team(given, os.environ)
+        run, compile_seconds = ready(settings | random_data(Path(folder), given), 10**6, team)
+        cfg, _, _, model, optimizer, loader, loss_fn, micro, _ = run
+        T, ranks = cfg.train_seq_len, team.world_size
+
+        def say(*words):
+            if team.rank == 0:
+                print(*words, flush=True)
+
+        say(f"machine {t.hardware(team)}, torch {torch.__version__}; {cfg.preset}, activations "
+            f"{str(team.dtype)[6:]}, random data, medians of {steps}, rehearsal {compile_seconds:.1f} s")
+        t0, count = time.perf_counter(), 20
+        for i in range(count):
+            loader.fetch(range(i * micro, (i + 1) * micro))
+        loads = count * micro * T / (time.perf_counter() - t0)
+        for stage in dict.fromkeys((s.batch_multiple, s.window) for s in t.stage_table(cfg)):
+            tokens = cfg.train_batch_tokens * stage[0]
+            model.set_context(T, stage[1])
+            batch = loader.next(tokens)
+            whole, host = seconds_of(team, lambda: t.train_step(
+                loss_fn, optimizer, batch, micro, 1.0, cfg.muon_momentum), steps)
+            micro_steps = tokens // T // ranks // micro
+            rows = {name: micro_steps * sum(n * seconds_of(team, fn, steps)[0] for n, fn in some)
+                    for name, some in parts_of(cfg, team, model, micro, T).items()}
+            rows["optimizer"] = seconds_of(team, lambda: optimizer.step(0.0, cfg.muon_momentum), steps)[0]
+            exchange = 0.0
+            if ranks > 1:
+                def communicate():
+                    for bank in optimizer.banks:
+                        t.reduce_scatter(bank.my_grad.flatten(), bank.grad)
+                        t.all_gather(bank.data, bank.my_data.flatten())
+                exchange = seconds_of(team, communicate, steps)[0]
+                rows["optimizer"] -= exchange
+            rows["communication"] = exchange
+            rows["the rest"] = whole - sum(rows.values())
+            of_peak = t.flops_per_token(t.replace(cfg, window_schedule=(stage[1],))) * tokens / whole / ranks
+            say(f"\n{tokens:,} tokens, window {stage[1] or T}: {1e3 * whole:.2f} ms a step, "
+                f"{tokens / whole:,.0f} tok/s, {tokens / whole / ranks:,.0f} per rank, "
+                f"{of_peak / 1e9:,.0f} GFLOP/s, mfu {of_peak / t.H100_FLOPS:.2%} of an H100")
+            for name, seconds in rows.items():
+                say(f"  {name:16} {1e3 * seconds:10.3f} ms {seconds / whole:7.1%}")
+            say(f"  {'host, meanwhile':16} {1e3 * host:10.3f} ms {host / whole:7.1%}")
+            say(f"  the loader delivers {loads * whole * ranks / tokens:,.1f} times what is consumed")
+    if t.dist.is_initialized():
+        t.dist.destroy_process_group()
 
 
 def trainer_at(tree):
@@ -287,6 +426,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", action="append", metavar="SETTINGS")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--core", metavar="DIR")
     parser.add_argument("--examples", type=int, default=20)
@@ -304,6 +444,8 @@ def main():
         return attention_table(team, args.repeats)
     if args.arm:
         return arms_table(settings, args.arm, args.steps)
+    if args.parts:
+        return parts_table(settings, args.steps)
     if args.saving:
         return saving_table(settings, args.steps, args.repeats)
     run, compile_seconds = ready(settings, args.steps)

@@ -3,6 +3,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import numpy as np
@@ -240,3 +241,118 @@ def test_a_shard_is_read_and_not_mapped(home):
     assert loader.row(3).tolist() == list(range(48, 65)), "what is left can be read"
     with pytest.raises(train_gpt.Refused, match="shard s0 cannot be read to its end"):
         loader.row(6)
+
+
+# ------------------------------------------------------------------------------ the host ahead of a device
+class Device:
+    """A device that works off steps of given seconds while the host, which needs 1 ms each, runs ahead."""
+    on_gpu, rank, world_size, device = True, 0, 1, torch.device("cpu")
+
+    def __init__(self, seconds, skew=0.0):
+        self.seconds, self.skew, self.clock, self.free = seconds, skew, 0.0, 0.0
+        self.steps, self.waits = 0, []
+
+    def now(self):
+        return self.clock + self.skew
+
+    def launch(self, *_):
+        self.clock += 0.001
+        self.free = max(self.free, self.clock) + self.seconds(self.steps)
+        self.steps += 1
+        return torch.tensor(1.0)
+
+    def wait(self):
+        self.clock = max(self.clock, self.free)
+
+    def record_event(self):
+        end, step = self.free, self.steps
+
+        def synchronize():
+            self.waits.append((step, self.steps))
+            self.clock = max(self.clock, end)
+        return SimpleNamespace(synchronize=synchronize)
+
+    def at(self, *_):
+        pass
+
+    def loader(self):
+        return SimpleNamespace(position=0, T=8, epoch=1, rows=1, next=lambda _: None)
+
+
+def run_ahead(monkeypatch, device, other=lambda mine: mine, **settings):
+    """t.train on that device -> its report, and (step, progress) of each step. other: what the ranks agree on
+    when this one says mine; they hear of it only when they wait."""
+    cfg = train_gpt.replace(train_gpt.load_config(TOY), train_log_every=100, **settings)
+    seen, schedule = [], train_gpt.lr_factor
+
+    def agree(mine, op, later):
+        def wait():
+            mine[0] = result
+        assert later and op == "MAX"
+        result = other(float(mine[0]))
+        return mine, SimpleNamespace(wait=wait)
+
+    def lr_factor(cfg, step, progress):
+        seen.append((step, progress))
+        return schedule(cfg, step, progress)
+
+    def all_reduce(tensor, op="SUM", later=False):
+        if later:
+            return agree(tensor, op, later)
+        device.wait()       # the loss is read
+        return tensor
+    model = SimpleNamespace(set_context=lambda *_: None)
+    log = train_gpt.Log(lead=False)
+    with monkeypatch.context() as patch:
+        for name, fake in dict(all_reduce=all_reduce, lr_factor=lr_factor, train_step=device.launch,
+                               evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0)).items():
+            patch.setattr(train_gpt, name, fake)
+        patch.setattr(train_gpt.time, "perf_counter", device.now)
+        patch.setattr(torch.cuda, "current_stream", lambda: device)
+        patch.setattr(train_gpt, "hardware", lambda _: "none")
+        _, _, report = train_gpt.train(cfg, device, None, model, None, device.loader(), None, 1, log)
+    return report, seen
+
+
+@pytest.mark.parametrize("pattern", ["even", "jitter", "slower", "short"])
+def test_a_gpu_run_ends_before_its_cap(pattern, monkeypatch):
+    """With little time left over, though the host hears of the time late."""
+    rng = np.random.default_rng(0)
+    seconds = dict(even=lambda _: 0.1, jitter=lambda _: rng.uniform(0.08, 0.12),
+                   slower=lambda step: 0.1 + step / 20_000, short=lambda _: 3.0)[pattern]
+    report, _ = run_ahead(monkeypatch, Device(seconds), max_wallclock_seconds=60.0, iterations=10**6)
+    assert report["stop_reason"] == "wallclock_cap"
+    left, slow = 60 - report["train_time_ms"] / 1e3, report["step_ms"]["p95"] / 1e3
+    assert 0 <= left < 4 * slow + 0.3, left
+
+
+def test_a_gpu_run_with_a_cap_is_few_steps_ahead(monkeypatch):
+    device = Device(lambda _: 0.1)
+    run_ahead(monkeypatch, device, max_wallclock_seconds=60.0, iterations=10**6)
+    later = [launched - done for done, launched in device.waits if done > 16]
+    assert len(later) > 100 and set(later) <= {0, 3}, "it waits for a step of which three more are under way"
+
+
+def test_a_gpu_run_without_a_cap_waits_at_log_lines_only(monkeypatch):
+    device = Device(lambda _: 0.1)
+    report, _ = run_ahead(monkeypatch, device, max_wallclock_seconds=0.0, iterations=300)
+    assert not device.waits and report["train_time_ms"] == pytest.approx(30_000, rel=0.01)
+    assert report["step_ms"]["p50"] == pytest.approx(100, rel=0.01)
+
+
+def test_ranks_of_a_gpu_run_follow_what_they_agreed_on(monkeypatch):
+    """Two ranks with clocks of their own take the same schedule and stop at the same step."""
+    said = {}
+
+    def agreed(times):
+        return lambda _: next(times)
+    plain = Device(lambda _: 0.1)
+    run_ahead(monkeypatch, plain, lambda mine: said.setdefault(len(said), mine),
+              max_wallclock_seconds=20.0, iterations=10**6)
+    ranks = [run_ahead(monkeypatch, Device(lambda _: 0.1 + 0.01 * rank, skew=1000 * rank),
+                       agreed(iter(said.values())), max_wallclock_seconds=20.0, iterations=10**6)
+             for rank in (0, 1)]
+    assert ranks[0][1] == ranks[1][1] and len(ranks[0][1]) > 150
+    steps, progress = zip(*ranks[0][1])
+    assert [*steps] == [*range(len(steps))] and min(np.diff(progress)) > -0.5 / len(steps)
+    assert all(abs(part - 0.1 * step / 20) < 1.5 * 0.1 / 20 for step, part in ranks[0][1])

@@ -11,6 +11,7 @@ import shutil
 import zipfile
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import plan
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY, fake_team, run_cli, toy_config
 from train_gpt import GPT, Config, Refused, evaluate, init_parameters, log_probs, parameter_rule
@@ -144,6 +146,9 @@ def test_evaluate_leaves_the_weights_and_draws_nothing(toy):
     assert all(p.grad is None for p in model.parameters()) and torch.equal(state, torch.get_rng_state())
 
 
+generate = partial(plan.generate, train_gpt)
+
+
 @torch.no_grad()
 def test_greedy_samples_are_the_argmax(toy):
     """Also once the text is longer than the model's context: each token sees train_seq_len of them."""
@@ -152,22 +157,22 @@ def test_greedy_samples_are_the_argmax(toy):
     for _ in range(20):
         model.set_context(len(ids), 16)
         ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
-    assert train_gpt.generate(model, prompt, 20, 0) == ids == train_gpt.generate(model, prompt, 20, 1, 1)
+    assert generate(model, prompt, 20, 0) == ids == generate(model, prompt, 20, 1, 1)
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        drawn.append(train_gpt.generate(model, prompt, 20, 1.0))
+        drawn.append(generate(model, prompt, 20, 1.0))
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 25
     scores = log_probs(model, torch.tensor([prompt]))[0, -1]
     best = {*scores.topk(3)[1].tolist()}
-    assert {train_gpt.generate(model, prompt, 1, 50.0, 3)[-1] for _ in range(60)} == best
+    assert {generate(model, prompt, 1, 50.0, 3)[-1] for _ in range(60)} == best
 
 
 def test_scores_and_samples_leave_nothing_behind(toy):
     """After them log_probs is again of every token, whatever they wanted or kept."""
     model = randomised(toy.cfg)
     for use in (lambda: evaluate(model, toy.cfg, toy.data, fake_team()),
-                lambda: train_gpt.generate(model, [1, 5, 6, 7, 8], 4, 0)):
+                lambda: generate(model, [1, 5, 6, 7, 8], 4, 0)):
         use()
         assert model.wanted is ... and model.cache is None and model.dtype == torch.float32
 
@@ -540,5 +545,5 @@ def test_the_copied_script_runs_alone(first, tmp_path):
         timeout=60,
     )
     assert done.returncode == 0 and "planning with 1024 tokens" in done.stdout, done.stderr
-    assert "faults.py, plan.py are not beside this" in done.stdout
+    assert "not beside this: faults, kernels, plan" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train_gpt.py"]

@@ -255,7 +255,7 @@ def test_a_gpu_by_its_capability(capability, able, choose, monkeypatch):
 def test_training_is_near_fp32_and_evaluation_is_fp32(fp8, choose, tiny_data, spy):
     cfg = toy_config(tiny_data, vocab_size=512, fp8=fp8)
     kinds, _ = choose(fp8=fp8)
-    model, plain = train_gpt.GPT(cfg, torch.float32, *kinds), train_gpt.GPT(cfg)
+    model, plain = train_gpt.GPT(cfg, torch.float32, train_gpt.Fast(*kinds)), train_gpt.GPT(cfg)
     for one in (model, plain):
         train_gpt.init_parameters(one, 0)
         one.set_context(64, 0)

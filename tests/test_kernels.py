@@ -66,21 +66,32 @@ def test_cpu_attention_is_for_compiled_short_sequences(T, compiling, taken, monk
     assert bool(calls) == taken
 
 
-@pytest.mark.parametrize("settings, kernel", [
-    (dict(), kernels.cpu_attention), (dict(artifact_bytes_limit=10**7), None),
-    (dict(fp8="all"), kernels.cpu_attention)])
-def test_a_cpu_gets_it_unless_bytes_count(settings, kernel, tiny_data):
+@pytest.mark.parametrize("settings, taken", [
+    (dict(), True), (dict(artifact_bytes_limit=10**7), False), (dict(fp8="all"), True)])
+def test_a_cpu_gets_it_unless_bytes_count(settings, taken, tiny_data):
     cfg = toy_config(tiny_data, **dict(vocab_size=512) | settings)
     made = train_gpt.fast_kernels(cfg, train_gpt.Team(cfg, {}), lambda *_: None)
-    assert (made[2] if made else None) is kernel
+    if taken:
+        assert made.attention.keywords == {"kernel": kernels.cpu_attention}
+        assert made.loss.func is kernels.cpu_loss and made.window_mask is train_gpt.window_mask
+    else:
+        assert made == train_gpt.Fast()
 
 
-def test_a_gpu_keeps_torch(tiny_data):
+def test_a_gpu_gets_its_own(tiny_data):
     cfg = toy_config(tiny_data, vocab_size=512)
     team = train_gpt.Team(cfg, {})
     team.on_gpu = True
-    assert train_gpt.fast_kernels(cfg, team, print) == ()
-    assert kernels.choose(train_gpt, cfg, True, print) == (train_gpt.linear,) * 2
+    made = train_gpt.fast_kernels(cfg, team, print)
+    assert (made.linear, made.head_linear) == (train_gpt.linear,) * 2
+    assert [seam.func for seam in made[2:]] == [
+        kernels.gpu_window_mask, kernels.gpu_attention, kernels.gpu_loss]
+
+
+def test_without_kernels_a_run_says_so(tiny_data, monkeypatch):
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: None)
+    cfg = toy_config(tiny_data, vocab_size=512)
+    assert train_gpt.fast_kernels(cfg, train_gpt.Team(cfg, {}), print) == train_gpt.Fast()
 
 
 @pytest.mark.parametrize("cap, dtype, T", [
@@ -153,3 +164,150 @@ def test_rehearsal_compiles_the_optimizer_only_with_the_model(tiny_data, monkeyp
         assert train_gpt.rehearse(cfg, team, model, optimizer, 2, lines.append) is model
         assert optimizer.adam_step is train_gpt.adam_step
         assert len(lines) == on and (train_gpt.adam_step in compiled) == on
+
+
+# ------------------------------------------------------------------------ of a GPU, by what a CPU can tell
+REACHES = [(1, True), (100, True), (128, False), (200, True), (256, True), (300, False), (600, True)]
+
+
+def two_rows(T):
+    """Documents of many lengths, one that ends with a block, one longer than all windows."""
+    lengths = torch.tensor([[7, 121, 128, 1, 300, T], [T, 0, 0, 0, 0, 0]])
+    begins = torch.zeros(2, T + 1, dtype=torch.long)
+    for row, some in zip(begins, lengths):
+        row[some.cumsum(0).clamp(max=T)] = 1
+    return begins[:, :T].cumsum(1)
+
+
+def brute(reach, T, documents):
+    """What each query may see, (rows, T, T)."""
+    query, key = torch.arange(T)[:, None], torch.arange(T)
+    seen = ((key <= query) & (query - key < reach))[None]
+    return seen if documents is None else seen & (documents[:, :, None] == documents[:, None])
+
+
+@pytest.mark.parametrize("reach, with_documents", REACHES)
+def test_gpu_window_mask_lists_the_blocks_that_are_seen(reach, with_documents, monkeypatch):
+    """No block with a visible key is left out, none without is computed, and full ones are seen in whole."""
+    T, documents = 512, two_rows(512) if with_documents else None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    mask = kernels.gpu_window_mask(train_gpt, reach, T, documents, "cpu")
+    want, rows = brute(reach, T, documents), 2 if with_documents else 1
+    blocks = want.view(rows, 4, 128, 4, 128).permute(0, 1, 3, 2, 4).flatten(3)
+
+    def listed(counts, indices):
+        dense = torch.zeros(rows, 4, 4, dtype=torch.bool)
+        for place in torch.cartesian_prod(torch.arange(rows), torch.arange(4)).tolist():
+            row, block = place
+            dense[row, block, indices[row, 0, block, :counts[row, 0, block]].long()] = True
+        return dense
+
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial_ = listed(mask.kv_num_blocks, mask.kv_indices)
+    assert torch.equal(full, blocks.all(-1)) and torch.equal(full | partial_, blocks.any(-1))
+    assert not (full & partial_).any()
+    index = [torch.arange(n).view(-1, *[1] * after) for n, after in ((rows, 3), (1, 2), (T, 1), (T, 0))]
+    assert torch.equal(mask.mask_mod(*index).expand(rows, 1, T, T)[:, 0], want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reach, with_documents", REACHES)
+def test_gpu_attention_equals_the_reference(reach, with_documents, monkeypatch):
+    """flex attention in its eager form; a CPU has no backward of it."""
+    T, documents = 512, two_rows(512) if with_documents else None
+    q, k, v = (x.detach() for x in tensors(2, 4, 2, T, 16))
+    want = train_gpt.attention(q, k, v, train_gpt.window_mask(reach, T, documents, "cpu"), 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        mask = kernels.gpu_window_mask(train_gpt, reach, T, documents, "cpu")
+    assert (mask is None) == (reach >= T and not with_documents)
+    got = kernels.gpu_attention(train_gpt, q, k, v, mask, 0.2)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reach, T, documents, first, compiling", [
+    (100, 512, None, 0, False), (100, 500, None, 0, True), (100, 512, None, 9, True),
+    (512, 512, None, 0, True)])
+def test_gpu_window_mask_leaves_the_rest_to_the_reference(reach, T, documents, first, compiling, monkeypatch):
+    """Evaluation and sampling, odd lengths, and the whole past, for which cuDNN is there."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    got = kernels.gpu_window_mask(train_gpt, reach, T, documents, "cpu", first)
+    want = train_gpt.window_mask(reach, T, documents, "cpu", first)
+    assert got is want is None or torch.equal(got, want)
+
+
+def head_and_tokens(dtype, tokens=96, C=32, V=64):
+    draw = torch.Generator().manual_seed(tokens)
+    x = F.rms_norm(torch.randn(3, tokens // 3, C, generator=draw), (C,)).to(dtype).requires_grad_()
+    head = (torch.randn(V, C, generator=draw) * 0.2).requires_grad_()
+    return x, head, torch.randint(V, (3, tokens // 3), generator=draw)
+
+
+def loss_and_gradients(loss, x, head, targets, cap, linear):
+    value = loss(x, head, targets, cap, linear)
+    return [value, *torch.autograd.grad(3 * value, (x, head))]
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0, 15.0])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_gpu_loss_equals_the_reference(cap, dtype, tolerance, monkeypatch):
+    """Value and gradients, in six parts, with logits at the cap."""
+    x, head, targets = head_and_tokens(dtype)
+    want = loss_and_gradients(train_gpt.lm_loss, x.float().detach().requires_grad_(), head, targets, cap,
+                              train_gpt.linear)
+    monkeypatch.setattr(kernels, "LOGITS", 16 * len(head))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "lm_loss", None)  # not taken
+        mine = partial(kernels.gpu_loss, train_gpt)
+        got = loss_and_gradients(mine, x, head, targets, cap, train_gpt.linear)
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine - theirs).norm() <= tolerance * theirs.norm()
+    assert got[1].dtype == dtype and got[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("linear", [kernels.fp8_head, kernels.fp8_linear])
+def test_gpu_loss_in_fp8_equals_its_whole(linear, monkeypatch):
+    """In parts it errs no more than the head in fp8 does on the whole batch."""
+    x, head, targets = head_and_tokens(torch.bfloat16)
+    exact, whole = (loss_and_gradients(train_gpt.lm_loss, x, head, targets, 15.0, product)
+                    for product in (train_gpt.linear, linear))
+    monkeypatch.setattr(kernels, "LOGITS", 32 * len(head))
+    parts = loss_and_gradients(partial(kernels.gpu_loss, train_gpt), x, head, targets, 15.0, linear)
+    for mine, theirs, true in zip(parts, whole, exact, strict=True):
+        assert 0 < (mine - true).norm() < 1.3 * (theirs - true).norm() + 0.01 * true.norm()
+
+
+def test_gpu_loss_of_few_logits_is_the_reference():
+    x, head, targets = head_and_tokens(torch.float32)
+    same = [loss(x, head, targets, 15.0, train_gpt.linear)
+            for loss in (train_gpt.lm_loss, partial(kernels.gpu_loss, train_gpt))]
+    assert torch.equal(*same)
+
+
+@torch.no_grad()
+def test_a_model_with_the_gpus_masks_compiles_in_one_piece(tiny_data):
+    """Masks are made of the batch's documents inside the compiled step; the loss equals the reference's."""
+    cfg = toy_config(tiny_data, vocab_size=512, train_seq_len=256, max_doc_len=256, bos_id=1,
+                     window_pattern="SL", window_schedule=(200,))
+    fast = kernels.choose(train_gpt, cfg, True, print)
+    models = [train_gpt.GPT(cfg), train_gpt.GPT(cfg, fast=fast)]
+    for model in models:
+        train_gpt.init_parameters(model, 0)
+        torch.nn.init.normal_(model.head, 0, 0.1, generator=torch.Generator().manual_seed(0))
+        model.set_context(256, 200)
+    tokens = torch.randint(2, 512, (2, 257), generator=torch.Generator().manual_seed(1))
+    tokens[:, ::50] = 1
+    compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True, dynamic=False)
+    want, got = (model(tokens[:, :-1], tokens[:, 1:]) for model in (models[0], compiled))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("linear", [train_gpt.linear, kernels.fp8_head])
+def test_gpu_loss_compiles_in_one_piece(linear, monkeypatch):
+    monkeypatch.setattr(kernels, "LOGITS", 48 * 64)
+    args = (*head_and_tokens(torch.bfloat16), 15.0, linear)
+    loss = partial(kernels.gpu_loss, train_gpt)
+    compiled = torch.compile(lambda *args: loss(*args), backend="aot_eager", fullgraph=True, dynamic=False)
+    got, want = (loss_and_gradients(one, *args) for one in (compiled, loss))
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-2)
