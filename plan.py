@@ -73,25 +73,26 @@ def orthogonalization_flops(t, cfg):
 
 def roofline(t, cfg, gpus, tokens, window):
     """{part: seconds of a step of so many tokens} on so many GPUs, at the ceilings and with nothing hidden
-    behind anything else: about the least that it can take."""
+    behind anything else: about the least that it can take. Gradients and weights of some travel while others
+    are updated: of optimizer and communication the shorter one can be hidden, no more."""
     counts, C, T = t.parameter_counts(cfg), cfg.model_dim, cfg.train_seq_len
     sizes = t.window_sizes(cfg, window, T)
     seen = [sizes.get(kind, 0) for kind in t.per_layer(cfg.window_pattern, cfg.num_layers)]
     keys = sum(w * (1 - (w - 1) / (2 * T)) for w in seen)  # the mean over a row: its first tokens see fewer
     here, fp8 = tokens / gpus, cfg.fp8.removeprefix("auto-")
     blocks, head = (6 * weights * here for weights in (counts["matrix"], C * cfg.vocab_size))
-    adam = counts.total() - counts["matrix"]
+    adam = (counts.total() - counts["matrix"]) / cfg.adam_every
     # bf16: what is kept for backward is written and read twice; logits and their gradient move six times
     activations = here * (3 * 2 * cfg.num_layers * C * (14 + 3 * cfg.mlp_mult) + 6 * 2 * cfg.vocab_size)
     # fp32: of Adam parameter, gradient, both moments, of Muon the update twice more; read, most of it written
-    state = 4 * (8 * adam / cfg.adam_every + 12 * counts["matrix"]) / gpus
+    state = 4 * (8 * adam + 12 * counts["matrix"]) / gpus
     return {
         "blocks": blocks / (MATMUL_FP8 if fp8 == "all" else MATMUL),
         "head": head / (MATMUL if fp8 == "off" else MATMUL_FP8),
         "attention": 12 * C * keys * here / MATMUL,
         "activations": activations / MEMORY,
         "optimizer": state / MEMORY + orthogonalization_flops(t, cfg) / gpus / MATMUL,
-        "communication": 2 * 4 * counts.total() * (1 - 1 / gpus) / LINK}
+        "communication": 2 * 4 * (adam + counts["matrix"]) * (1 - 1 / gpus) / LINK}  # gradients, then weights
 
 
 def rooflines(t, cfg):

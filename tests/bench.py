@@ -323,7 +323,8 @@ def parts_table(settings, steps):
             for name, seconds in rows.items():
                 say(f"  {name:16} {1e3 * seconds:10.3f} ms {seconds / whole:7.1%}")
             say(f"  {'host, meanwhile':16} {1e3 * host:10.3f} ms {host / whole:7.1%}")
-            say(f"  the loader delivers {loads * whole * ranks / tokens:,.1f} times what is consumed")
+            say(f"  the loader delivers {loads:,.0f} tok/s, {loads * whole * ranks / tokens:,.1f} times what "
+                "its rank consumes")
     if t.dist.is_initialized():
         t.dist.destroy_process_group()
 

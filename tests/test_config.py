@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+import plan
 import train_gpt
 from helpers import ROOT, SCRIPT
 from train_gpt import ALIASES, FIELDS, PRESETS, Config, Refused, load_config, near_misses, overrides, show
@@ -372,6 +373,55 @@ def test_golf_dry_run_without_data(tmp_path, monkeypatch, capsys):
     assert "override matrix_lr 0.02 -> 0.03" in out.splitlines()
     assert "fineweb10B_sp1024" in out and "./run.sh data sp1024" in out
     assert "393216 per step, 600 s" in out and "tokens:393216" in out and list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------- the roofline of a dry run
+RECORDS = [     # settings, tokens, window, milliseconds of a step on eight H100
+    (dict(PRESET="golf"), 393_216, 0, 71.47), (dict(PRESET="speedrun"), 131_072, 384, 33.6),
+    (dict(PRESET="speedrun"), 262_144, 896, 60.1), (dict(PRESET="speedrun"), 393_216, 1408, 88.1),
+    (dict(PRESET="gpt2", DEPTH="26", TARGET_PARAM_DATA_RATIO="7.25", FP8="all"), 524_288, 2048, 706.0)]
+
+
+@pytest.mark.parametrize("settings, tokens, window, record", RECORDS)
+def test_no_record_beats_the_roofline(settings, tokens, window, record):
+    """And each is within four times of it: what it counts is most of what takes time."""
+    parts = plan.roofline(train_gpt, load_config(settings), 8, tokens, window)
+    assert record / 4 < 1e3 * sum(parts.values()) < record
+
+
+def test_the_roofline_by_hand():
+    """Two layers of 512, one of which sees 64 tokens: FLOPs over rates, part by part."""
+    cfg = load_config(dict(
+        PRESET="golf", NUM_LAYERS="2", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="128", TRAIN_SEQ_LEN="1024"))
+    one, eight = (plan.roofline(train_gpt, cfg, gpus, 65_536, 128) for gpus in (1, 8))
+    assert one["communication"] == 0
+    assert one["blocks"] == pytest.approx(6 * 2 * 1_835_008 * 65_536 / plan.MATMUL)
+    assert one["head"] == pytest.approx(6 * 512 * 1024 * 65_536 / plan.MATMUL)
+    seen = sum(min(i + 1, reach) for reach in (64, 128) for i in range(1024)) / 1024
+    assert one["attention"] == pytest.approx(12 * 512 * seen * 65_536 / plan.MATMUL)
+    for name in ("blocks", "head", "attention", "activations", "optimizer"):
+        assert one[name] == pytest.approx(8 * eight[name])
+    parameters = train_gpt.parameter_counts(cfg).total()
+    assert eight["communication"] == pytest.approx(8 * parameters * 7 / 8 / plan.LINK)
+    muon = sum(5 * (4 * short * short * long + 2 * short ** 3) for short, long in 2 * [
+        (512, 512), (256, 512), (256, 512), (512, 512), (512, 1024), (512, 1024)])
+    assert plan.orthogonalization_flops(train_gpt, cfg) == muon
+    fast = plan.roofline(train_gpt, dataclasses.replace(cfg, fp8="all"), 1, 65_536, 128)
+    assert fast["blocks"] == one["blocks"] * plan.MATMUL / plan.MATMUL_FP8
+
+
+def test_a_dry_run_shows_the_roofline_of_each_stage(tmp_path, monkeypatch, capsys):
+    """For one GPU and for eight; none for a run that a laptop does."""
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.main(["--preset=speedrun", "--dry-run"], {}) == 0
+    rows = re.findall(r"^roofline (\d)xH200 tokens:(\d+) long_window:(\d+) ms .* step:([\d.]+) "
+                      r"tok/s per GPU:(\d+) mfu:0\.\d\d$", capsys.readouterr().out, re.M)
+    stages = [("131072", "384"), ("262144", "896"), ("393216", "1408"), ("393216", "1664")]
+    assert [row[:3] for row in rows] == [(gpus, *stage) for gpus in "18" for stage in stages]
+    for gpus, tokens, _, step, speed in rows:
+        assert int(tokens) / int(gpus) / float(step) * 1e3 == pytest.approx(int(speed), rel=1e-3)
+    assert train_gpt.main(["--dry-run"], {}) == 0
+    assert "roofline" not in capsys.readouterr().out
 
 
 def test_golf_parameters_by_group():
