@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import io
 import json
+import lzma
 import math
 import os
 import platform
@@ -67,7 +68,7 @@ Constant = namedtuple("Constant", "default doc least most", defaults=(0, 1e12))
 FIELDS = {name: Constant(*row) for name, row in dict(
     # the run
     preset=("tiny", "row of PRESETS"),
-    run_id=("", "folder under logs/; empty: preset, seed, time"),
+    run_id=("", "folder under logs/; empty: by preset, time"),
     seed=(1337, "of first values and samples", 0, 2**31 - 1),
     device=("auto", "auto | cpu | cuda"),
     dtype=("auto", "auto | float32 | bfloat16"),  # of activations; auto: bf16 where it is fast
@@ -79,24 +80,26 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     save_every=(0, "steps between checkpoints; 0: none"),
     save_every_seconds=(0.0, "of training between them; 0: none", 0, 1e7),
     sample_every=(0, "steps; 0: at the end"),
-    sample=("", "prompts, '|' between; empty: three val documents"),
+    sample=("", "prompts, '|' between; empty: of val"),
     sample_tokens=(96, "tokens per sample; 0: none", 0, 100_000),
     sample_temperature=(0.8, "0: greedy", 0, 10),
-    sample_top_k=(0, "likeliest tokens drawn from; 0: all", 0, 65_536),
+    sample_top_k=(0, "likeliest tokens; 0: all", 0, 65_536),
     train_log_every=(50, "steps; 0: the first ten"),
     val_loss_every=(0, "steps; 0: at the end"),
     artifact_bytes_limit=(0, "bytes with the script; 0: none"),
+    artifact_step=(0.0, "rounding / a row's rms, then lzma; 0: int8, zlib", 0, 10),
+    artifact_keep=(65_536, "numbers of a tensor that stays fp16"),
     score_artifact=(True, "result.json scores it; 0: the weights"),
     # data and batch
     data_path=("data/datasets/embedded", "folder of token shards"),
-    tokenizer_path=("", "SentencePiece; empty: manifest.json's"),
+    tokenizer_path=("", "SentencePiece; empty: the dataset's"),
     data_fingerprint=("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
                       "of the game's text; empty: any"),
     train_batch_tokens=(4_096, "tokens per step, all ranks; 0: by depth", 0, 1 << 30),
     shuffle=(True, "sequences from anywhere; 0: in order"),
-    max_epochs=(0, "times to read the train tokens; 0: any"),
+    max_epochs=(0, "passes over the train tokens; 0: any"),
     device_batch_size=(0, "sequences per rank and micro-step; 0: what fits"),
-    val_tokens=(0, "first tokens of val to score; 0: all"),
+    val_tokens=(0, "first tokens of val; 0: all"),
     val_batch_size=(65_536, "tokens per evaluation step and rank", 1),
     eval_context=(0, "tokens per row; 0: train_seq_len"),
     eval_stride=(0, "targets scored per row; 0: eval_context"),
@@ -127,18 +130,18 @@ FIELDS = {name: Constant(*row) for name, row in dict(
     rope_base=(1_000.0, "RoPE, longest wavelength / 2 pi; 0: none", 0, 1e9),
     rope_fraction=(1.0, "part of each head that turns", 0, 1),
     rope_yarn=(False, "RoPE and attn_scale follow the window (YaRN)"),
-    smear_dim=(0, "channels that gate adding the token before; 0: none", 0, 1 << 16),
+    smear_dim=(0, "channels that gate the token before; 0: none", 0, 1 << 16),
     bigram_rows=(65_536, "embeddings of hashed token pairs; 0: none", 0, 1 << 26),
     residual_mix=(True, "blocks read a learnt mix of stream and embedding"),
     layer_scale=(True, "learnt scales of what attention and MLP add"),
-    unet_skips=(True, "learnt skips from first to second half"),
+    unet_skips=(True, "skips from first to second half"),
     skip_layers=((0,), "from, to, ...: further skips; 0: none", 0, 1000),
-    backout_layer=(0, "half of its output, learnt, leaves at the end; 0: none", 0, 1000),
+    backout_layer=(0, "half of its output, learnt, leaves in the end; 0: none", 0, 1000),
     value_embed_layers=((1, 2), "table of value embeddings per layer; 0: none", 0, 99),
     window_pattern=("SL", "per layer L long, S short, - no attention, 0 no MLP either"),
     window_schedule=((256,), "L per stage, tokens; 0: all. S: half of it"),
     window_block=(1, "tokens that windows are multiples of", 1),
-    eval_window=(0, "L in evaluation; 0: as in the last stage"),
+    eval_window=(0, "L in evaluation; 0: the last stage's"),
     # optimizer
     matrix_lr=(0.03, "Muon: matrices of the blocks", 0, 10),
     embed_lr=(0.3, "Adam: untied and value embeddings", 0, 10),
@@ -242,8 +245,7 @@ def preset_config(preset, given=()):
 
 RULES = (  # what must hold between constants, as it is said to who breaks it
     r"re.fullmatch(r'(\w[\w.,=+-]*)?', run_id)  # letters, digits and .,=+-",
-    "model_dim / num_heads % 2 == 0  # heads are even",
-    "num_heads % (num_kv_heads or 1) == 0",
+    "model_dim / num_heads % 2 == num_heads % (num_kv_heads or 1) == 0  # heads are even",
     "max(smear_dim, attn_gate_dim) <= model_dim",
     "train_batch_tokens % train_seq_len == 0 < train_batch_tokens",
     "vocab_size or not depth",
@@ -253,8 +255,7 @@ RULES = (  # what must hold between constants, as it is said to who breaks it
     "val_tokens != 1  # a target is left",
     "re.fullmatch('[LS0-]+', window_pattern)",
     "len({1, len(batch_schedule), len(window_schedule)}) < 3  # as many stages, or one",
-    "len(lr_switches) == len(lr_schedule)",
-    "sorted(lr_switches) == [*lr_switches] and not lr_switches[0]  # they grow from 0",
+    "len(lr_switches) == len(lr_schedule) and sorted(lr_switches) == [0, *lr_switches[1:]]  # grow from 0",
     "not any(window % window_block for window in (*window_schedule, eval_window))",
     "skip_layers == (0,) or len(skip_layers) % 2 == 0  # pairs",
     "all(a < b for a, b in zip(skip_layers[::2], skip_layers[1::2]))  # of a layer and a later one")
@@ -899,7 +900,7 @@ def score_text(cfg, score, digits=4):
   return f"val_loss{partial}:{score.val_loss:.{digits}f}{bpb}"
 
 def core_metric(*run):
-  """(model, cfg, data, team, log) -> CORE, a part of the result. Raises Refused."""
+  """(model, cfg, data, team, log) -> part of the result. Raises Refused."""
   import core
   return core.core_of_run(sys.modules[__name__], *run)
 
@@ -909,28 +910,33 @@ def show_samples(*run):
   plan.show_samples(sys.modules[__name__], *run)
 
 # ---------- 9 artifact
-CODEC = "int8"
 CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
-KEEP_NUMEL = 65_536  # tensors of at most this many numbers stay fp16
+LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # no context of the byte before
 
-def quantize_rows(w):
+def codec(cfg):
+  """Of the artifact; its first word names the file."""
+  return "lzma" if cfg.artifact_step or ".lzma." in cfg.eval_from else "int8+zlib"
+
+def quantize_rows(w, step=0.0):
   """w (R, C) fp32 -> int8 (R, C), fp16 scales (R,)."""
   clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1))
-  scale = (clip / 127).clamp_min(2 ** -24).half()  # the least fp16: a row of zeros stays one
+  scale = step * w.square().mean(1).sqrt() if step else clip / 127
+  scale = scale.clamp_min(2 ** -24).half()  # the least fp16: a row of zeros stays one
   return (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 def pack_artifact(model):
-  """Weights, int8 rows or fp16, fp32 for scalars, and shape constants; zlib."""
-  tensors = {}
+  """Weights, int8 rows or fp16, fp32 for scalars, and shape constants; compressed."""
+  tensors, cfg = {}, model.cfg
   for name, p in model.named_parameters():
     w = p.data.cpu()
-    if w.ndim == 2 and w.numel() > KEEP_NUMEL:
-      tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w)
+    if w.ndim == 2 and w.numel() > cfg.artifact_keep:
+      tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w, cfg.artifact_step)
     else:
       tensors[name] = w if parameter_rule(name)[0] == "scalar" else w.half()
   demand(all(t.isfinite().all() for t in tensors.values()),
          "the weights outgrew the artifact's fp16: lower the learning rates")
-  return zlib.compress(to_bytes(model.cfg, tensors), 9)
+  raw = to_bytes(cfg, tensors)
+  return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
 
 def to_bytes(cfg, tensors):
   """torch.save by way of memory and clones: a path or a whole bank would get in."""
@@ -943,7 +949,7 @@ def load_model(path, device="cpu", base=None):
   """Artifact or final_model.pt -> (GPT ready for log_probs, Config: base but for SHAPE). Raises Refused."""
   try:
     raw = Path(path).read_bytes()
-    raw = raw if raw[:2] == b"PK" else zlib.decompress(raw)
+    raw = raw if raw[:2] == b"PK" else (zlib if raw[:1] == b"x" else lzma).decompress(raw)
     demand(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong")
     payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
     shape, tensors = {name: payload["shape"][name] for name in SHAPE}, payload["tensors"]
@@ -1298,14 +1304,16 @@ def check_finite(loss, name, step, curve):
 
 def write_artifact(model, folder, source, log):
   """final_model.pt and the artifact. Returns the sizes."""
-  write_atomically(folder / "final_model.pt", to_bytes(model.cfg, dict(model.named_parameters())))
-  write_atomically(folder / f"final_model.{CODEC}.ptz", packed := pack_artifact(model))
-  size, total, limit = len(packed), len(packed) + len(source), model.cfg.artifact_bytes_limit
-  log(f"Serialized model {CODEC}+zlib: {size} bytes ({sum(map(torch.numel, model.parameters()))} weights)",
-      f"Code size: {len(source)} bytes", f"Total submission size {CODEC}+zlib: {total} bytes")
+  cfg, packed = model.cfg, pack_artifact(model)
+  write_atomically(folder / "final_model.pt", to_bytes(cfg, dict(model.named_parameters())))
+  write_atomically(folder / f"final_model.{codec(cfg)[:4]}.ptz", packed)
+  size, total, limit = len(packed), len(packed) + len(source), cfg.artifact_bytes_limit
+  log(f"Serialized model {codec(cfg)}: {size} bytes ({sum(map(torch.numel, model.parameters()))} weights)",
+      f"Code size: {len(source)} bytes", f"Total submission size {codec(cfg)}: {total} bytes")
   fits = total <= (limit or total)
   if limit:
-    log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else f"OVER by {total - limit}"))
+    log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else
+        f"OVER by {total - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"))
   return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
 
 def peak_memory(team):
@@ -1403,7 +1411,7 @@ def run(argv, env, log):
     report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro, compiled=loss_fn is not model)
     if team.rank == 0:  # other hosts lack the file
       report |= write_artifact(model, folder, files["train_gpt.py"], log)
-      model.load_state_dict(load_model(folder / f"final_model.{CODEC}.ptz")[0].state_dict())
+      model.load_state_dict(load_model(folder / f"final_model.{codec(cfg)[:4]}.ptz")[0].state_dict())
     for bank in optimizer.banks if team.world_size > 1 else ():
       dist.broadcast(bank.data, 0)
     scores["artifact"] = evaluate(model, cfg, data, team)
@@ -1411,7 +1419,7 @@ def run(argv, env, log):
   result["peak_memory"] = peak_memory(team)
   log(result["peak_memory"])
   for kind, score in scores.items():
-    tag = "final_model" if kind == "trained" else f"final_{CODEC}_zlib_roundtrip"
+    tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
     log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
     check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
     result[kind] = score._asdict()

@@ -359,7 +359,8 @@ def check_config(folder, options):
 def check_results(folder, options):
     for run, name, result, where in each(folder):
         exact = {tag: (loss, bpb) for tag, loss, bpb in run.finals}
-        for part, tag in (("trained", "final_model"), ("artifact", "final_int8_zlib_roundtrip")):
+        codec = "int8_zlib" if float(result["config"].get("artifact_step", 0)) == 0 else "lzma"
+        for part, tag in (("trained", "final_model"), ("artifact", f"final_{codec}_roundtrip")):
             for line, digits in ((tag, 4), (tag + "_exact", 8)):
                 hold(line in exact, f"{name} has no line {line}")
                 for key, there in zip(("val_loss", "val_bpb"), exact[line]):

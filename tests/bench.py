@@ -20,6 +20,10 @@ its parts, each alone, forward and backward: attention and MLP of all layers, he
 communication, what is left, the host's part, what the loader could deliver. Times are medians, on a GPU by
 device events. Needs no data.
 
+    ./run.sh bench --loader [--steps N] [--repeats N] [NAME=value …]
+
+Instead: tok/s that the loader's one thread delivers, on random documents; no model.
+
     ./run.sh bench --attention [--repeats N]
 
 Instead: milliseconds of attention, forward and backward, and MiB of its mask over lengths and windows.
@@ -219,6 +223,32 @@ def random_data(folder, cfg, tokens=1 << 24):
     return dict(DATA_PATH=str(folder), TOKENIZER_PATH="", DATA_FINGERPRINT="", VAL_TOKENS="0", CORE="0")
 
 
+def loader_rate(loader, rows, steps):
+    """tok/s of fetching so many rows so many times, one after another."""
+    began = time.perf_counter()
+    for i in range(steps):
+        loader.fetch(range(i * rows, (i + 1) * rows))
+    return steps * rows * loader.T / (time.perf_counter() - began)
+
+
+def loader_table(settings, steps, repeats):
+    """Prints the median rate of a preset's loader; each repeat opens the shards anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = t.load_config(dict(os.environ) | settings)
+        more = random_data(Path(folder), given) | {
+            "DEVICE": "cpu", "MAX_EPOCHS": "0", "VOCAB_SIZE": str(given.vocab_size or 1024)}
+        cfg = t.load_config(dict(os.environ) | settings | more)
+        team, data, rates = t.Team(cfg, {}), t.open_data(cfg, lambda *_, **__: None), []
+        rows = max(1, 65_536 // cfg.train_seq_len)
+        for _ in range(repeats):
+            loader = t.Loader(cfg, data, team, lambda *_, **__: None)
+            loader.read(0, 1)       # checks the shard
+            rates.append(loader_rate(loader, rows, steps))
+    print(f"machine {t.hardware(team)}, torch {torch.__version__}; {cfg.preset}: {rows} rows of "
+          f"{cfg.train_seq_len} at a time, {statistics.median(rates):,.0f} tok/s ({min(rates):,.0f} to "
+          f"{max(rates):,.0f})")
+
+
 def seconds_of(team, fn, repeats):
     """Median seconds of the device in fn(), after three calls that do not count, and of the host."""
     on_gpu, device, host = team.on_gpu, [], []
@@ -292,10 +322,7 @@ def parts_table(settings, steps):
 
         say(f"machine {t.hardware(team)}, torch {torch.__version__}; {cfg.preset}, activations "
             f"{str(team.dtype)[6:]}, random data, medians of {steps}, rehearsal {compile_seconds:.1f} s")
-        t0, count = time.perf_counter(), 20
-        for i in range(count):
-            loader.fetch(range(i * micro, (i + 1) * micro))
-        loads = count * micro * T / (time.perf_counter() - t0)
+        loads = loader_rate(loader, micro, 20)
         for stage in dict.fromkeys((s.batch_multiple, s.window) for s in t.stage_table(cfg)):
             tokens = cfg.train_batch_tokens * stage[0]
             model.set_context(T, stage[1])
@@ -428,6 +455,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", action="append", metavar="SETTINGS")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--loader", action="store_true")
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--core", metavar="DIR")
     parser.add_argument("--examples", type=int, default=20)
@@ -445,6 +473,8 @@ def main():
         return attention_table(team, args.repeats)
     if args.arm:
         return arms_table(settings, args.arm, args.steps)
+    if args.loader:
+        return loader_table(settings, args.steps, args.repeats)
     if args.parts:
         return parts_table(settings, args.steps)
     if args.saving:

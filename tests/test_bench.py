@@ -1,4 +1,4 @@
-"""bench --parts, whose figures on a GPU are the project's proof of speed: what it prints, alone and by ranks."""
+"""bench --parts, whose figures on a GPU are the project's proof of speed: what it prints, and by ranks."""
 import re
 import subprocess
 import sys
@@ -34,3 +34,15 @@ def test_parts(ranks, tmp_path):
         total, each = (float(head[i].replace(",", "")) for i in (4, 5))
         assert total == pytest.approx(ranks * each, rel=0.01)
         assert re.search(r"the loader delivers [\d,]+ tok/s, [\d,.]+ times what its rank consumes", stage)
+
+
+@pytest.mark.parametrize("preset", ["golf", "speedrun"])
+def test_loader(preset, tmp_path):
+    """Rows of a preset, with and without documents, from random shards of its own."""
+    command = [sys.executable, str(ROOT / "tests/bench.py"), "--loader", "--steps=2", "--repeats=2"]
+    done = subprocess.run([*command, f"PRESET={preset}"], capture_output=True, text=True, timeout=300,
+                          cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.search(rf"{preset}: (\d+) rows of (\d+) at a time, ([\d,]+) tok/s", done.stdout)
+    rows, tokens, rate = found.groups()
+    assert int(rows) * int(tokens) == 65_536 and int(rate.replace(",", "")) > 100_000

@@ -25,7 +25,7 @@ from helpers import ROOT, SCRIPT, TOY, fake_team, run_cli, toy_config
 from train_gpt import GPT, Config, Refused, evaluate, init_parameters, log_probs, parameter_rule
 
 RULE = "=" * 100
-# 81,920 embedding and head weights: more than KEEP_NUMEL, so that the artifact holds int8 rows
+# 81,920 embedding and head weights: more than artifact_keep, so that the artifact holds int8 rows
 RUN = TOY | dict(
     RUN_ID="first",
     NUM_LAYERS="3",
@@ -233,7 +233,7 @@ def test_quantize_rows_equals_numpy(shape):
 
 
 def wide_config(**settings):
-    """Matrices on both sides of KEEP_NUMEL: 256 x 256 is the largest that stays fp16."""
+    """Matrices on both sides of artifact_keep: 256 x 256 is the largest that stays fp16."""
     return replace(
         Config(),
         **dict(
@@ -284,6 +284,58 @@ def test_artifact_loads(tmp_path, settings):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(Refused):
         train_gpt.load_model(path)
+
+
+@pytest.mark.parametrize("step", [0.05, 0.3, 1.0])
+def test_rounding_by_a_step(step):
+    """Of each row's rms; what lies beyond 127 steps is clipped."""
+    w = awkward_matrix(12, 700)
+    q, scale = (t.numpy() for t in train_gpt.quantize_rows(torch.from_numpy(w), step))
+    assert q.dtype == np.int8 and scale.dtype == np.float16
+    want = np.maximum(step * np.sqrt((w.astype(np.float64) ** 2).mean(1)), 2.0**-24)
+    assert (np.abs(scale - want) <= np.maximum(want * 2.0**-10, 2.0**-25 + 1e-12)).all()
+    s = scale.astype(np.float64)[:, None]
+    inside = np.abs(w) <= 127 * s
+    assert (np.abs(w - q * s) <= s * 0.5001)[inside].all() and (np.abs(q)[~inside] == 127).all()
+
+
+@torch.no_grad()
+def test_artifact_by_lzma(tmp_path):
+    """Fewer levels cost less: the same weights, smaller and still those that were trained, nearly."""
+    sizes, tokens = [], torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(0))
+    for step in (0.0, 0.1, 0.4):
+        model = randomised(wide_config(artifact_step=step))
+        path = tmp_path / f"{step}.ptz"
+        path.write_bytes(train_gpt.pack_artifact(model))
+        sizes.append(path.stat().st_size)
+        loaded, _ = train_gpt.load_model(path)
+        assert 0 < (log_probs(loaded, tokens) - log_probs(model, tokens)).abs().mean() < 0.05 + step
+        for name, p in model.named_parameters():
+            rounded = loaded.get_parameter(name)
+            if p.ndim == 2 and p.numel() > 65_536 and step:
+                levels = rounded / (step * p.square().mean(1, keepdim=True).sqrt())
+                assert (levels - levels.round()).abs().max() < 0.02 * levels.abs().max()
+    assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.7 * sizes[1]
+
+
+def test_a_run_whose_artifact_is_rounded_more(first, monkeypatch, capsys):
+    """Its names say so, in the run and when the file is scored again; what is too large is said to be so
+    before its score, with what to do."""
+    settings = {name: TOY[name] for name in TOY} | dict(
+        RUN_ID="lzma", ARTIFACT_STEP="0.3", ARTIFACT_KEEP="1000", ARTIFACT_BYTES_LIMIT="1000", ITERATIONS="3")
+    code, out, err = in_process(first, monkeypatch, capsys, **settings)
+    assert code == 0, err
+    size, total = (int(re.search(rf"^{line} lzma: (\d+) bytes", out, re.M)[1])
+                   for line in ("Serialized model", "Total submission size"))
+    folder = first.root / "logs/lzma"
+    assert size == (folder / "final_model.lzma.ptz").stat().st_size and "int8" not in out
+    assert not (folder / "final_model.int8.ptz").exists()
+    over = out.index(f"OVER by {total - 1000}: lower MODEL_DIM")
+    (score,) = re.findall(r"^final_lzma_roundtrip_exact (.*)$", out, re.M)
+    assert over < out.index(score)
+    code, out, _ = in_process(first, monkeypatch, capsys, EVAL_FROM="logs/lzma/final_model.lzma.ptz",
+                              VAL_TOKENS=TOY["VAL_TOKENS"], RUN_ID="lzma_again")
+    assert code == 0 and f"final_lzma_roundtrip_exact {score}" in out
 
 
 def test_artifact_is_the_same_bytes_for_the_same_weights():
@@ -426,7 +478,7 @@ def test_no_machine_in_log_or_result(first):
 def test_over_the_artifact_limit(first):
     """A run over its game's byte limit ends, but is marked as failing the rule."""
     ((total,),) = find(first, r"Total submission size int8\+zlib: (\d+) bytes")
-    ((over,),) = find(first, r"artifact_bytes_limit: 1000 bytes, OVER by (\d+)")
+    ((over,),) = find(first, r"artifact_bytes_limit: 1000 bytes, OVER by (\d+): lower .*")
     assert int(over) == int(total) - 1000 and first.result["artifact_within_limit"] is False
 
 

@@ -90,6 +90,14 @@ def test_compiled(train):
     near(compiled.losses, eager.losses)
 
 
+def test_compiled_with_windows_and_documents(train):
+    """Rows long enough for flex attention, which only compiled steps use."""
+    settings = dict(TRAIN_SEQ_LEN="256", WINDOW_SCHEDULE="200", EVAL_WINDOW="200", MAX_DOC_LEN="256")
+    compiled, eager = train(GPU, COMPILE="1", WARMUP_STEPS="2", **settings), train(GPU, **settings)
+    assert compiled.code == 0 and "uncompiled" not in compiled.out, compiled.err
+    near(compiled.losses, eager.losses)
+
+
 @pytest.mark.parametrize("fp8", ["auto-head", "auto-all"])
 def test_fp8(fp8, train):
     """Where the GPU can do it: near the same losses as without, and scores that are not quantised."""
