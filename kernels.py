@@ -97,7 +97,7 @@ def choose_fp8(t, cfg, on_gpu, log):
 def cpu_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """scaled_dot_product_attention in compiled steps on a CPU: a quarter of the queries at a time, with the
     keys up to the last of them. Plain products and a fused softmax are faster there than torch's kernel
-    (BENCH.md), but they keep all weights, so long sequences stay with torch."""
+    (a step of `tiny`: 99 ms, 123 without), but they keep all weights, so long sequences stay with torch."""
     T, K, parts = q.size(2), k.size(2), []
     if T > 1024 or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
@@ -117,7 +117,8 @@ def cpu_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_g
 
 def cpu_loss(t, x, head, targets, cap, linear):
     """lm_loss in compiled steps on a CPU. Capped logits need no maximum before exp, and the target's is
-    picked before the cap, so one pass makes the loss and nothing of their size is kept in fp32."""
+    picked before the cap, so one pass makes the loss and nothing of their size is kept in fp32.
+    (A step of `tiny`: 99 ms, 101 without; with 2,048 pieces 150, 158 without.)"""
     if not (torch.compiler.is_compiling() and 0 < cap <= 50):
         return t.lm_loss(x, head, targets, cap, linear)
     logits = linear(x, head).float()
