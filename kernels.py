@@ -187,7 +187,7 @@ class LossInParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dhead = ctx.saved_tensors
-        return grad.to(dx.dtype) * dx, grad * dhead, None, None, None, None
+        return grad * dx, grad * dhead, None, None, None, None
 
 
 def plain_head(x, head):
@@ -205,7 +205,9 @@ def quantised_head(scales, x, head):
 def gpu_loss(t, x, head, targets, cap, linear):
     """lm_loss where the logits are many, in equal parts. Not measured."""
     tokens = targets.numel()
-    parts = next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * len(head) <= LOGITS)
+    unit = 16 if tokens % 16 == 0 else 1  # fp8 asks for sides of 16
+    parts = next(n for n in range(1, tokens + 1)
+                 if tokens % (n * unit) == 0 and (tokens // n * len(head) <= LOGITS or tokens == n * unit))
     if parts == 1:
         return t.lm_loss(x, head, targets, cap, linear)
     scales = head_scales(x.size(-1), tokens) if linear is fp8_head else (None,) * 3

@@ -925,14 +925,14 @@ def quantize_rows(w, step=0.0):
   return (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 def pack_artifact(model):
-  """Weights, int8 rows or fp16, fp32 for scalars, and shape constants; compressed."""
+  """Weights, int8 rows or fp16, fp32 for scalars, and shape constants."""
   tensors, cfg = {}, model.cfg
   for name, p in model.named_parameters():
-    w = p.data.cpu()
-    if w.ndim == 2 and w.numel() > cfg.artifact_keep:
+    w, group = p.data.cpu(), parameter_rule(name)[0]
+    if group != "scalar" and w.numel() > cfg.artifact_keep:
       tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w, cfg.artifact_step)
     else:
-      tensors[name] = w if parameter_rule(name)[0] == "scalar" else w.half()
+      tensors[name] = w if group == "scalar" else w.half()
   demand(all(t.isfinite().all() for t in tensors.values()),
          "the weights outgrew the artifact's fp16: lower the learning rates")
   raw = to_bytes(cfg, tensors)
@@ -1201,8 +1201,8 @@ def rehearse(cfg, team, model, optimizer, micro, log):
 
 def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
   """All that is on the clock. Returns the last Score, {split: [(step, seconds, loss)]}, part of the result.
-  On GPUs the ranks ask for the time every few steps, hear it the next time and go by their pace meanwhile;
-  the host waits for the step after it asked last, without a cap at log lines only."""
+  On GPUs the ranks ask for the time every few steps, hear it next time and go by their pace meanwhile;
+  the host waits till three are under way, without a cap at log lines only."""
   every = 4 if team.on_gpu else 1
   cap, last, tokens = cfg.max_wallclock_seconds, total_steps(cfg), loader.position * loader.T
   report, window, events, asked = False, None, [], []
@@ -1216,15 +1216,14 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
   while True:
     # 1. the time, the same on all ranks; does another step fit in before the cap?
     team.at("training", step)
-    if ask := report or step % every == 0:
-      known, event = events.pop(0) if events else (step, None)
-      if event:
-        event.synchronize()
+    if report or step % every == 0:
+      while events and (len(events) > 3 or events[0].query()):  # of steps under way
+        events.pop(0).synchronize()
       mine = torch.tensor([time.perf_counter() - start, guard.stop if guard else 0], dtype=torch.float64)
       exact = report or cap or not team.on_gpu
-      asked.append((step if report else known, exact, *all_reduce(mine, "MAX", True)))
+      asked.append((step - len(events), exact, *all_reduce(mine, "MAX", True)))
     if len(asked) > team.on_gpu:
-      at, exact, mine, job = asked.pop(0)  # at: steps that were done then
+      at, exact, mine, job = asked.pop(0)
       if job:
         job.wait()
       then, stop = mine.tolist()
@@ -1240,7 +1239,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     done = "iterations" if step == last else None
     done = "wallclock_cap" if step and 0 < cap <= then + reserve else done
     # 2. a checkpoint
-    if guard and guard.due(step, now, stop, done):
+    if guard and guard.due(step, now, stop or team.world_size == 1 and guard.stop, done):
       guard.save(step, now, curves, laps)
       continue
     # 3. validation, off the clock
@@ -1271,8 +1270,8 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     loss = train_step(loss_fn, optimizer, batch, micro, lr, momentum)
     broken += 0 * loss
     step, tokens = step + 1, loader.position * loader.T
-    if ask and team.on_gpu and cap:
-      events.append((step, torch.cuda.current_stream().record_event()))
+    if team.on_gpu and cap:
+      events.append(torch.cuda.current_stream().record_event())
     if loader.epoch > epoch:
       log(f"epoch {loader.epoch} begins in step {step}: all {loader.rows} train sequences were read")
     # 5. a report
@@ -1283,7 +1282,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
       left = now / run_progress(cfg, step, now) - now
       log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(now, step)} tok/s:{tokens / now:.0f} "
           f"lr_factor:{lr:.3f} eta:{left:.0f}s")
-  step_ms = np.percentile([1e3 * t for t, _ in laps], (50, 95, 100)).round(3).tolist()
+  step_ms = np.percentile([1e3 * t for t, _ in laps or [(now / step, 1)]], (50, 95, 100)).round(3).tolist()
   flops, best = flops_per_token(cfg) * tokens, min(loss for _, _, loss in curves["val"])
   return score, curves, dict(
       train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=step,
@@ -1333,7 +1332,7 @@ def run(argv, env, log):
   faults, plan = (find_spec(name) and import_module(name) for name in ("faults", "plan"))
   log.guard = faults and faults.Guard(me, team, env, log)
   if gone := [name for name in ("faults", "kernels", "plan") if not find_spec(name)]:
-    log(f"not beside this: {', '.join(gone)}; its map says what is lost")
+    log(f"not beside this: {', '.join(gone)}; see its map")
   if cfg.resume:
     import faults  # or refuse
     cfg, state = log.guard.resume(cfg, overrides(cfg))

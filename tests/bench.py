@@ -16,9 +16,9 @@ step: median and quartiles. TREE=path in an arm takes the trainer of another che
     torchrun --standalone --nproc_per_node=N tests/bench.py --parts …
 
 Instead: for each stage of the schedule a step on random data, its tok/s and mfu (of an H100's bf16 peak), and
-its parts, each alone, forward and backward: attention and MLP of all layers, head and loss, optimizer,
-communication, what is left, the host's part, what the loader could deliver. Times are medians, on a GPU by
-device events. Needs no data.
+its parts, each alone, forward and backward: attention and MLP of all layers, head and loss, optimizer, what
+is left; of these what the collectives take alone and how long the host needs to launch a step; what the
+loader could deliver. Times are medians, on a GPU by device events. Needs no data.
 
     ./run.sh bench --loader [--steps N] [--repeats N] [NAME=value …]
 
@@ -273,13 +273,13 @@ def parts_of(cfg, team, model, sequences, T):
     def random(*shape):
         return torch.randn(shape, device=team.device, dtype=team.dtype)
 
-    def both(fn, *inputs):
+    def both(fn, *inputs, used=()):
         compiled = torch.compile(fn, dynamic=False) if cfg.compile else fn
         inputs = [x.detach().requires_grad_() for x in inputs]
         grad = torch.ones_like(fn(*inputs))
 
         def call():
-            torch.autograd.backward(compiled(*inputs), grad, inputs=inputs)
+            torch.autograd.grad(compiled(*inputs), [*inputs, *used], grad)
         return call
 
     h, fast = random(sequences, T, cfg.model_dim), model.fast
@@ -289,13 +289,13 @@ def parts_of(cfg, team, model, sequences, T):
     for kind, count in Counter(model.kinds).items():
         block = model.blocks[model.kinds.index(kind)]
         if block.query is not None:
-            def attend(h, *_, block=block, kind=kind):
+            def attend(h, block=block, kind=kind):
                 documents = (tokens == cfg.bos_id).cumsum(1) if cfg.max_doc_len else None
                 mask = fast.window_mask(model.reach[kind], T, documents, team.device)
                 follows = torch.ones(T, dtype=torch.bool, device=team.device)
                 return block.attend(t.rms_norm(h), 0, mask, model.rope, model.scale, follows, None)
             weights = block.query, block.key, block.value, block.attn_proj
-            found["attention"].append((count, both(attend, h, *weights)))
+            found["attention"].append((count, both(attend, h, used=weights)))
         if block.fc is not None and not found["MLP"]:
             layers = sum(block.fc is not None for block in model.blocks)
             mlp = both(lambda x, fc, proj: t.mlp(t.rms_norm(x), fc, proj, fast.linear), h, block.fc,
@@ -315,6 +315,7 @@ def parts_table(settings, steps):
         run, compile_seconds = ready(settings | random_data(Path(folder), given), 10**6, team)
         cfg, _, _, model, optimizer, loader, loss_fn, micro, _ = run
         T, ranks = cfg.train_seq_len, team.world_size
+        torch._dynamo.config.recompile_limit = 64   # kinds of layers times stages; beyond it runs uncompiled
 
         def say(*words):
             if team.rank == 0:
@@ -327,29 +328,38 @@ def parts_table(settings, steps):
             tokens = cfg.train_batch_tokens * stage[0]
             model.set_context(T, stage[1])
             batch = loader.next(tokens)
-            whole, host = seconds_of(team, lambda: t.train_step(
-                loss_fn, optimizer, batch, micro, 1.0, cfg.muon_momentum), steps)
+            steps += steps % 2      # Adam may take every other one
+
+            def step():
+                t.train_step(loss_fn, optimizer, batch, micro, 1.0, cfg.muon_momentum)
+            whole, _ = seconds_of(team, step, steps)
+            hosts = []
+            for _ in range(steps):
+                team.wait()     # or a full queue of launches would make it wait in between
+                began = time.perf_counter()
+                step()
+                hosts.append(time.perf_counter() - began)
+            host = statistics.median(hosts)
             micro_steps = tokens // T // ranks // micro
             rows = {name: micro_steps * sum(n * seconds_of(team, fn, steps)[0] for n, fn in some)
                     for name, some in parts_of(cfg, team, model, micro, T).items()}
             rows["optimizer"] = seconds_of(team, lambda: optimizer.step(0.0, cfg.muon_momentum), steps)[0]
+            rows["the rest"] = whole - sum(rows.values())
             exchange = 0.0
-            if ranks > 1:
-                def communicate():
-                    for bank in optimizer.banks:
+            for muon in (False, True) if ranks > 1 else ():
+                def communicate(banks=[b for b in optimizer.banks if (b.group == "matrix") == muon]):
+                    for bank in banks:
                         t.reduce_scatter(bank.my_grad.flatten(), bank.grad)
                         t.all_gather(bank.data, bank.my_data.flatten())
-                exchange = seconds_of(team, communicate, steps)[0]
-                rows["optimizer"] -= exchange
-            rows["communication"] = exchange
-            rows["the rest"] = whole - sum(rows.values())
+                exchange += seconds_of(team, communicate, steps)[0] / (1 if muon else cfg.adam_every)
             of_peak = t.flops_per_token(t.replace(cfg, window_schedule=(stage[1],))) * tokens / whole / ranks
             say(f"\n{tokens:,} tokens, window {stage[1] or T}: {1e3 * whole:.2f} ms a step, "
                 f"{tokens / whole:,.0f} tok/s, {tokens / whole / ranks:,.0f} per rank, "
                 f"{of_peak / 1e9:,.0f} GFLOP/s, mfu {of_peak / t.H100_FLOPS:.2%} of an H100")
             for name, seconds in rows.items():
                 say(f"  {name:16} {1e3 * seconds:10.3f} ms {seconds / whole:7.1%}")
-            say(f"  {'host, meanwhile':16} {1e3 * host:10.3f} ms {host / whole:7.1%}")
+            for name, seconds in (("communication", exchange), ("host", host)):
+                say(f"  {name:16} {1e3 * seconds:10.3f} ms {seconds / whole:7.1%} (part of the above)")
             say(f"  the loader delivers {loads:,.0f} tok/s, {loads * whole * ranks / tokens:,.1f} times what "
                 "its rank consumes")
     if t.dist.is_initialized():

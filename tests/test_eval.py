@@ -299,6 +299,16 @@ def test_rounding_by_a_step(step):
     assert (np.abs(w - q * s) <= s * 0.5001)[inside].all() and (np.abs(q)[~inside] == 127).all()
 
 
+def test_scalars_are_never_rounded():
+    """However few numbers a tensor may have to stay what it is."""
+    model = randomised(wide_config(artifact_keep=1))
+    raw = zlib.decompress(train_gpt.pack_artifact(model))
+    tensors = torch.load(io.BytesIO(raw), weights_only=True)["tensors"]
+    for name, p in model.named_parameters():
+        scalar = parameter_rule(name)[0] == "scalar"
+        assert (name in tensors) == scalar and (not scalar or torch.equal(tensors[name], p.detach()))
+
+
 @torch.no_grad()
 def test_artifact_by_lzma(tmp_path):
     """Fewer levels cost less: the same weights, smaller and still those that were trained, nearly."""

@@ -188,6 +188,7 @@ TAME = {
     "sample_top_k": among(0, 1, 5, 512, 65_536),
     "train_log_every": among(0, 1, 2, 50, 10**12), "val_loss_every": among(0, 1, 2, 10**12),
     "artifact_bytes_limit": among(0, 1, 10**6, 16 * 10**6, 10**12), "score_artifact": boolean,
+    "artifact_step": scale(1e-3, 10.0, 0.0), "artifact_keep": among(0, 1, 100, 65_536, 10**12),
     "data_path": among("data/datasets/toy/", "./data/datasets/../datasets/toy", "data//datasets/toy"),
     "tokenizer_path": among("", "data/tokenizers/toy.model"),
     "data_fingerprint": among("", "toy", "x" * 64, "é"), "shuffle": boolean, "max_epochs": among(0, 1, 2, 9),
