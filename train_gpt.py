@@ -1235,7 +1235,7 @@ def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
     progress = run_progress(cfg, step, now)
     stage = stage_at(cfg, progress)
     multiple = stage.batch_multiple
-    reserve = pace[len(pace) * 95 // 100] * multiple * (step + 1 - at)
+    reserve = pace[len(pace) * 95 // 100] * multiple * (step + every - at)
     done = "iterations" if step == last else None
     done = "wallclock_cap" if step and 0 < cap <= then + reserve else done
     # 2. a checkpoint
