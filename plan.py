@@ -3,11 +3,15 @@
 t is the trainer's module.
 """
 import math
+import re
+import resource
+import sys
 
 import numpy as np
 import torch
 
 GPUS = 8
+H100_FLOPS = 989.4e12  # per second, bf16, also an H200: what mfu is a part of
 # Ceilings of one Hopper GPU. Measured on an H200 by torch 2.11: a product of 8,192 cubed in bf16, random data
 # and a copy, bytes read and written. Not measured, so 80 % of the datasheet's like the first: fp8 and NVLink.
 MATMUL, MATMUL_FP8, MEMORY, LINK = 788e12, 1576e12, 4.3e12, 360e9  # FLOP/s, FLOP/s, bytes/s, bytes/s
@@ -53,7 +57,7 @@ def miniseries(t, cfg, argv, env):
             continue
         tokens, flops_per_token = t.planned_tokens(c), t.flops_per_token(c)
         flops = flops_per_token * tokens
-        hours = flops / (GPUS * t.H100_FLOPS * c.plan_mfu) / 3600
+        hours = flops / (GPUS * H100_FLOPS * c.plan_mfu) / 3600
         yield (f"depth:{depth} parameters:{t.parameter_counts(c).total()} "
                f"flops_per_token:{flops_per_token:.4g} tokens:{tokens} batch:{c.train_batch_tokens} "
                f"steps:{c.iterations} flops:{flops:.4g} hours:{hours:.2f} "
@@ -107,7 +111,29 @@ def rooflines(t, cfg):
             yield (f"roofline {gpus}xH200 tokens:{tokens} long_window:{window or cfg.train_seq_len} "
                    f"ms {t.listed({name: f'{1e3 * part:.2f}' for name, part in parts.items()})} "
                    f"step:{1e3 * step:.2f} tok/s per GPU:{tokens / gpus / step:.0f} "
-                   f"mfu:{flops / step / t.H100_FLOPS:.2f}")
+                   f"mfu:{flops / step / H100_FLOPS:.2f}")
+
+
+def derived(t, cfg, team, score, curves, report):
+    """What follows from a run's report: its FLOPs, its mfu where that has a meaning, its best val_bpb."""
+    flops = t.flops_per_token(cfg) * report["tokens"]
+    peak = H100_FLOPS * team.world_size * report["train_time_ms"] / 1e3
+    best = min(loss for _, _, loss in curves["val"])
+    return dict(total_training_flops=flops, mfu=re.search("H[12]00", t.hardware(team)) and flops / peak,
+                min_val_bpb=score.val_bpb and score.val_bpb * best / score.val_loss)
+
+
+def peak_memory(team, log):
+    """Logs and returns the most that this process has held."""
+    if team.on_gpu:
+        used, held = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+        text = f"peak memory allocated: {used} MiB reserved: {held} MiB"
+    else:
+        kib = 1024 if sys.platform == "darwin" else 1  # there it is in bytes
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // kib >> 10
+        text = f"peak memory resident: {used} MiB"
+    log(text)
+    return text
 
 
 def plot_curves(t, curves, title, path, log):

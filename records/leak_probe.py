@@ -6,12 +6,17 @@ worker processes with a time limit; they are asked for log-probabilities only an
 2. every row is a distribution: finite, and its exponentials sum to 1;
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
+judge_stream(...) does the like for the scores by golf.py's protocols, some of which train on what they have
+scored: changing the tokens from a position on leaves the nats of all tokens before it as they were.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
-Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. ARTIFACT - means random weights for the
-configuration that the environment asks for: a leak is a property of the code, with any weights.
+Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, the shape
+of the tokens (B, T) or, for a stream of n tokens, [n, protocol, BOS], and the tokens as int64. ARTIFACT -
+means random weights for the configuration that the environment asks for: a leak is a property of the code,
+with any weights.
 """
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -55,6 +60,19 @@ def serve(script, artifact):
     answers.flush()
     while head := sys.stdin.buffer.readline():
         shape = json.loads(head)
+        if len(shape) == 3:
+            size, protocol, bos = shape
+            tokens = np.frombuffer(sys.stdin.buffer.read(8 * size), np.int64).astype(np.uint16)
+            import golf
+            asked = stranger.load_config(os.environ)
+            own = {name: value for name, value in vars(asked).items() if name.startswith("eval_")}
+            settings = dataclasses.replace(cfg, **own)
+            out = golf.target_nats(stranger, model, settings, tokens, bos, protocol,
+                                   stranger.Team(settings, {}))
+            context = None
+            answers.write(json.dumps(list(out.shape)).encode() + b"\n" + out.astype(np.float64).tobytes())
+            answers.flush()
+            continue
         tokens = np.frombuffer(sys.stdin.buffer.read(8 * shape[0] * shape[1]), np.int64).reshape(shape)
         if shape[1] != context:
             model.set_context(context := shape[1], window)
@@ -111,6 +129,17 @@ class Model:
         if len(raw) != 4 * int(np.prod(shape)):
             self.answer()
         return np.frombuffer(raw, np.float32).reshape(shape)
+
+    def stream_nats(self, tokens, protocol, bos):
+        """tokens (n,) -> (n,) float64."""
+        with contextlib.suppress(BrokenPipeError):
+            head = json.dumps([len(tokens), protocol, bos])
+            self.process.stdin.write(head.encode() + b"\n" + tokens.astype(np.int64).tobytes())
+            self.process.stdin.flush()
+        shape = tuple(self.answer())
+        if shape != tokens.shape:
+            raise ProbeFailed(f"{protocol}: {len(tokens)} tokens have nats of shape {shape}")
+        return np.frombuffer(self.process.stdout.read(8 * len(tokens)), np.float64)
 
     def close(self):
         self.timer.cancel()
@@ -213,6 +242,37 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
     weights = "the artifact" if artifact else "random weights"
     return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
             f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
+
+
+def judge_stream(script, artifact, env, protocol, bos, val_files=(), seconds=120, seed=None):
+    """Raises ProbeFailed. Returns what was tried, in one line."""
+    with contextlib.ExitStack() as stack:
+        seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
+                       for _ in range(2))
+        return probe_stream(fresh.stream_nats, seen.stream_nats, protocol, bos, seen.about["T"],
+                            seen.about["V"], val_files, np.random.default_rng(seed))
+
+
+def probe_stream(fresh, seen, protocol, bos, T, V, val_files, rng, changes=3):
+    """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
+    seven rows, so that protocols that train make some steps if these are short; the changes lie in its
+    beginning, middle and end. Raises ProbeFailed. Returns what was tried."""
+    size, worst = 7 * T + 5, 0.0
+    kind, stream = documents(size, V, val_files, rng)[-1]
+    stream = np.where(rng.random(size) < 2 / T, bos, stream) if kind == "random tokens" else stream
+    base = seen(stream, protocol, bos).copy()
+    if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
+        raise ProbeFailed(f"{protocol}: not every token but the first has nats above 0")
+    for part in range(changes):
+        place = int(rng.integers(1 + part * size // changes, (part + 1) * size // changes))
+        changed = stream.copy()
+        changed[place:] = (stream[place:] + rng.integers(1, V, size - place)) % V
+        worst = max(worst, effect := gap(fresh(changed, protocol, bos)[:place], base[:place]))
+        if effect > NOISE:
+            raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
+                              f"by {effect:.3g} ({kind})")
+    return (f"{protocol}: {changes} changes of later tokens in {kind} of {size}: the largest effect on an "
+            f"earlier token's nats is {worst:.1g}")
 
 
 def score(script, artifact, env, val, seconds):

@@ -169,12 +169,14 @@ def check_bytes(folder, options):
     cap = folder.track.byte_cap
     if not cap:
         return None
+    beside = each(folder)[0][2].get("companions", {}) if folder.ours else {}
+    code = len(folder.script) + sum((folder.path / name).stat().st_size for name in beside)
     for run in folder.runs:
         if "bytes_model" not in run.said or not folder.script:
             raise NoEvidence
-        total = int(run.said["bytes_model"]) + len(folder.script)
-        hold(total <= cap, f"{run.file}: model and train_gpt.py have {total} bytes, the cap is {cap}")
-    return f"model and train_gpt.py within {cap} in each run"
+        total = int(run.said["bytes_model"]) + code
+        hold(total <= cap, f"{run.file}: model and code have {total} bytes, the cap is {cap}")
+    return f"model and code ({', '.join(['train_gpt.py', *beside])}) within {cap} in each run"
 
 
 @rule("public", "evaluation time")
@@ -270,10 +272,21 @@ def check_leaks(folder, options):
     env = {name.upper(): value for name, value in result["config"].items()
            if name not in ("run_id", "sample", "eval_from", "dry_run", "device", "dtype")}
     try:
-        return leak_probe.judge(script, artifact, env | {"DEVICE": "cpu"}, val_files(result), options.seconds,
-                                context)
+        env, files, bos = env | {"DEVICE": "cpu"}, val_files(result), int(result["config"]["bos_id"])
+        found = [leak_probe.judge(script, artifact, env, files, options.seconds, context)]
+        for name in named_scores(result):
+            often = {"EVAL_TTT": str(context)} if name == "ttt" else {}
+            found.append(leak_probe.judge_stream(
+                script, artifact, env | often, name, bos, files, options.seconds))
+        return "; ".join(found)
     except leak_probe.ProbeFailed as error:
         raise Broken(f"train_gpt.py: {error}") from None
+
+
+def named_scores(result):
+    """Of golf.py's protocols those that the run was scored by."""
+    names = [key.removeprefix("val_loss_") for key in result if key.startswith("val_loss_")]
+    return [name for name in names if name != "partial"]
 
 
 def artifact_of(folder, options):
@@ -367,6 +380,13 @@ def check_results(folder, options):
                     if there is not None:
                         told = round(result[part][key], digits)
                         same(where, f"{part} {key}", told, f"{name}, {line}", there)
+        for protocol in named_scores(result):
+            line, told = f"final_{protocol}", "; ".join(run.named.get(protocol, ["nothing"]))
+            hold(len(run.named.get(protocol, ())) == 1, f"{name}: {line} says {told}")
+            want = f"val_loss_{protocol}:{result['val_loss_' + protocol]:.8f}"
+            if (bpb := result[f"val_bpb_{protocol}"]) is not None:
+                want += f" val_bpb_{protocol}:{bpb:.8f}"
+            same(where, protocol, want, f"{name}, {line}", told)
         (*_, (_, seconds, loss, _)), last = run.curves["val"], f"the last validation of {name}"
         same(where, "trained val_loss", round(result["trained"]["val_loss"], 4), last, loss)
         part = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
@@ -539,9 +559,13 @@ def check_rerun(folder, options):
     hold(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     slack = 2e-5 if "threads" in result["hardware"] else 2e-3       # CPUs score in fp32, GPUs in bf16
     again = rerun(folder, artifact, result, options)
-    for key in ("val_loss", "val_bpb"):
+    keys = ("val_loss", "val_bpb")
+    further = [f"{key}_{name}" for key in keys for name in named_scores(result)]
+    for key, want in [(key, want) for key in keys] + [(key, result) for key in further]:
         gap = 0 if again[key] == want[key] else abs(again[key] - want[key])
-        hold(gap < slack, f"{artifact.name}: {key} is {again[key]} evaluated again, in {where} {want[key]}")
+        limit = slack * (10 if key.endswith("_ttt") else 1)     # training enlarges what rounding does
+        hold(gap < limit, f"{artifact.name}: {key} is {again[key]} evaluated again, in {where} {want[key]}")
+    want = result["artifact"]
     text, config = f"val_loss {again['val_loss']:.8f}", result["config"]
     tokens = np.memmap(files[0], "<u2", "r", 1024)
     plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == int(config["train_seq_len"])
@@ -560,7 +584,8 @@ def check_rerun(folder, options):
 
 def rerun(folder, artifact, result, options):
     """result.json of the folder's train_gpt.py when it evaluates the artifact in an empty folder."""
-    config = {key.upper(): value for key, value in result["config"].items() if key[:4] in ("eval", "val_")}
+    wanted = "eval_|val_|(?:.*_lr|muon_.*|beta.|adam_.*|normuon_.*|weight_decay|orthogonal.*|grad_clip_norm)$"
+    config = {key.upper(): value for key, value in result["config"].items() if re.match(wanted, key)}
     with tempfile.TemporaryDirectory() as scratch:
         os.symlink(ROOT / "data", Path(scratch, "data"))
         env = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ} | config | {

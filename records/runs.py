@@ -43,6 +43,7 @@ STEP = re.compile(      # step, steps, kind of loss, loss, time, its unit, tok/s
     r"(?:train_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
 FINAL = re.compile(rf"^(\S*(?:final|exact|quantized|ttt)\S*) (val_loss(?:_partial)?): ?({NUMBER})"
                    rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
+NAMED = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")       # of a last line without a line end
 NUMBERS = {     # what else a log says: the last time that it says it
     "bytes_model": r"^Serialized model [^:\s]\S*: (\d+) bytes", "bytes_code": r"^Code size: (\d+) bytes",
@@ -65,6 +66,7 @@ class Run:
     label: str = ""                 # how it is called, if not by its file's name
     source: str | None = None       # the script that it begins with
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
+    named: dict = dataclasses.field(default_factory=dict)       # {protocol of golf.py: [what it scored]}
     curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": []})
     said: dict = dataclasses.field(default_factory=dict)        # of NUMBERS and WORDS
     config: dict = dataclasses.field(default_factory=dict)
@@ -144,6 +146,8 @@ def read_log(path):
             curve = run.curves["val" if kind.startswith("val") else "train"]
             run.rewinds |= bool(curve) and point[0] <= curve[-1][0]
             curve.append(point)
+    for protocol, told in NAMED.findall(body):
+        run.named.setdefault(protocol, []).append(told)
     run.finals = [(tag, float(loss), float(bpb) if bpb else None)
                   for tag, _, loss, bpb in FINAL.findall(body)]
     for key, pattern in NUMBERS.items():

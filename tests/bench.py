@@ -38,6 +38,12 @@ time, all logits), on the same untrained model, and whether their picks are the 
 Instead: milliseconds per token of generation after contexts of several lengths, with and without the cache of
 keys and values.
 
+    ./run.sh bench --codecs final_model.pt [NAME=value …]
+
+Instead: one run's weights in every codec: bits per byte of val and what rounding costs, bytes of the artifact
+by zlib and by lzma, with its own contexts and with lc=0, what an ideal coder of each tensor's numbers alone
+would need, and seconds to read it back. The settings are the run's: DATA_PATH, ARTIFACT_KEEP.
+
     ./run.sh bench --saving [NAME=value …] [--steps N] [--repeats N]
 
 Instead: what a checkpoint costs on the clock: the copy that training waits for, and how much slower the steps
@@ -46,18 +52,23 @@ are while a thread writes the file; as a part of a minute, too.
 import argparse
 import importlib
 import json
+import lzma
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import plan  # noqa: E402
 import train_gpt as t  # noqa: E402
 
 
@@ -355,7 +366,7 @@ def parts_table(settings, steps):
             of_peak = t.flops_per_token(t.replace(cfg, window_schedule=(stage[1],))) * tokens / whole / ranks
             say(f"\n{tokens:,} tokens, window {stage[1] or T}: {1e3 * whole:.2f} ms a step, "
                 f"{tokens / whole:,.0f} tok/s, {tokens / whole / ranks:,.0f} per rank, "
-                f"{of_peak / 1e9:,.0f} GFLOP/s, mfu {of_peak / t.H100_FLOPS:.2%} of an H100")
+                f"{of_peak / 1e9:,.0f} GFLOP/s, mfu {of_peak / plan.H100_FLOPS:.2%} of an H100")
             for name, seconds in rows.items():
                 say(f"  {name:16} {1e3 * seconds:10.3f} ms {seconds / whole:7.1%}")
             for name, seconds in (("communication", exchange), ("host", host)):
@@ -457,6 +468,75 @@ def saving_table(settings, steps, repeats):
     print(f"of a minute       {(copy + slower) / 60:.2%}")
 
 
+def by_largest(bits):
+    """quantize_rows of so many bits: the largest of a row is the largest number."""
+    def quantize(w, step):
+        scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2 ** -24).half()
+        return (w / scale.float()[:, None]).round().to(torch.int8), scale
+    return quantize
+
+
+@contextmanager
+def patched(**values):
+    kept = {name: getattr(t, name) for name in values}
+    vars(t).update(values)
+    yield
+    vars(t).update(kept)
+
+
+ROUNDINGS = [("int8, clipped rows", 0, {})] + [
+    (f"int{bits} by the largest", 0, dict(quantize_rows=by_largest(bits))) for bits in (7, 6, 5, 4)] + [
+    (f"step {step:g}, {kind}", step, changes)
+    for kind, changes in (("alike", dict(STEPS=dict.fromkeys(t.STEPS, 1))), ("by group", {}))
+    for step in (0.1, 0.2, 0.25, 0.3, 0.4)]
+
+
+def entropy_bytes(tensors):
+    """What an ideal coder needs that knows the frequencies of each tensor's int8; the rest as it is."""
+    total = 0.0
+    for tensor in tensors.values():
+        if tensor.dtype == torch.int8:
+            p = np.unique(tensor.numpy(), return_counts=True)[1] / tensor.numel()
+            total += tensor.numel() * -(p * np.log2(p)).sum() / 8
+        else:
+            total += tensor.numel() * tensor.element_size()
+    return round(total)
+
+
+def codec_table(settings, path):
+    cfg = t.load_config(settings | {"DEVICE": "cpu"})
+    data, team = t.open_data(cfg, lambda line: None), t.Team(cfg, {})
+    model, cfg = t.load_model(path, "cpu", cfg)
+    cfg = t.replace(cfg, bos_id=cfg.bos_id or data.bos)
+    base, to_bytes, seen = t.evaluate(model, cfg, data, team), t.to_bytes, []
+
+    def spied(cfg, tensors):
+        seen[:] = tensors, to_bytes(cfg, tensors)
+        return seen[1]
+
+    weights = sum(map(torch.numel, model.parameters()))
+    print(f"machine {t.hardware(team)}, torch {torch.__version__}; {weights} weights, "
+          f"val_bpb {base.val_bpb:.5f}")
+    print(f"{'rounding':20} {'val_bpb':>8} {'lost':>8} {'zlib 9':>10} {'lzma':>10} {'lzma lc=0':>10} "
+          f"{'entropy':>10} {'read back':>10}")
+    for label, step, changes in ROUNDINGS:
+        model.cfg = t.replace(cfg, artifact_step=step)
+        with patched(to_bytes=spied, **changes), tempfile.TemporaryDirectory() as folder:
+            packed = t.pack_artifact(model)
+            file = Path(folder, f"model.{t.codec(model.cfg)[:4]}.ptz")
+            file.write_bytes(packed)
+            tensors, raw = seen
+            start = time.perf_counter()
+            again, _ = t.load_model(file)
+            seconds = time.perf_counter() - start
+        bpb = t.evaluate(again, cfg, data, team).val_bpb
+        sizes = (len(zlib.compress(raw, 9)), len(lzma.compress(raw, preset=9)),
+                 len(lzma.compress(raw, filters=t.LZMA)), entropy_bytes(tensors))
+        assert len(packed) == sizes[2 if step else 0] and math.isfinite(bpb)
+        print(f"{label:20} {bpb:8.5f} {bpb - base.val_bpb:+8.5f}", *(f"{size:10,}" for size in sizes),
+              f"{seconds:8.2f} s", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -470,11 +550,14 @@ def main():
     parser.add_argument("--core", metavar="DIR")
     parser.add_argument("--examples", type=int, default=20)
     parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--codecs", metavar="PATH")
     parser.add_argument("--saving", action="store_true")
     args = parser.parse_args()
     settings = dict(setting.split("=", 1) for setting in args.settings)
     if args.core:
         return core_table(settings, args.core, args.examples, args.repeats)
+    if args.codecs:
+        return codec_table(settings, args.codecs)
     if args.decode:
         return decode_table(settings, args.repeats)
     if args.attention:

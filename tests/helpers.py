@@ -27,6 +27,12 @@ TOY = dict(
     TRAIN_LOG_EVERY="10", BIGRAM_ROWS="16384", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0")
 
 
+# What makes PRESET=golf the record's own recipe: architecture, optimizer, int8 and zlib, plain evaluation
+GOLF_RECORD = dict(
+    TIE_EMBEDDINGS="1", TIED_EMBED_LR="0.03", LOGIT_SOFTCAP="30", KEY_OFFSET="0", BIGRAM_ROWS="0",
+    VALUE_EMBED_LAYERS="0", ARTIFACT_STEP="0", EVAL_SLIDING="0", EVAL_DOCUMENTS="0", EVAL_TTT="0")
+
+
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """A .bin shard; magic, version and count can be made to lie. Returns its manifest entry, less split."""
     path, tokens = Path(path), np.asarray(tokens, "<u2")

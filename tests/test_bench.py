@@ -1,11 +1,12 @@
-"""bench --parts, whose figures on a GPU are the project's proof of speed: what it prints, and by ranks."""
+"""bench --parts, whose figures on a GPU are the project's proof of speed: what it prints, and by ranks; bench
+--loader and --codecs."""
 import re
 import subprocess
 import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, TOY, run_cli
 
 SETTINGS = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=1", "TRAIN_SEQ_LEN=64", "NUM_LAYERS=3",
             "TRAIN_BATCH_TOKENS=256", "MODEL_DIM=32", "BIGRAM_ROWS=64", "VOCAB_SIZE=512", "MAX_DOC_LEN=64",
@@ -46,3 +47,27 @@ def test_loader(preset, tmp_path):
     found = re.search(rf"{preset}: (\d+) rows of (\d+) at a time, ([\d,]+) tok/s", done.stdout)
     rows, tokens, rate = found.groups()
     assert int(rows) * int(tokens) == 65_536 and int(rate.replace(",", "")) > 100_000
+
+
+def test_codecs(tmp_path, tiny_data):
+    """Every rounding with its loss and sizes; the trainer's own artifact is one of them, to the byte."""
+    (tmp_path / "data").symlink_to(tiny_data / "data")
+    env = TOY | dict(ITERATIONS="30", RUN_ID="a", VAL_TOKENS="0", SAMPLE_TOKENS="0", ARTIFACT_KEEP="1000",
+                     BIGRAM_ROWS="1024")
+    done = run_cli(tmp_path, env=env)
+    assert done.code == 0, done.err
+    ours, = re.findall(r"^Serialized model int8\+zlib: (\d+) bytes", done.out, re.M)
+    exact, = re.findall(r"^final_int8_zlib_roundtrip_exact .* val_bpb:(\S+)", done.out, re.M)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/bench.py"), "--codecs", "logs/a/final_model.pt",
+         "ARTIFACT_KEEP=1000", f"DATA_PATH={TOY['DATA_PATH']}", "DATA_FINGERPRINT="],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {row[:20].strip(): row[20:].replace(",", "").split() for row in done.stdout.splitlines()[2:]}
+    assert len(rows) == 15
+    bpb, lost, zipped, *_ = rows["int8, clipped rows"]
+    assert float(bpb) == pytest.approx(float(exact), abs=2e-5) and zipped == ours and abs(float(lost)) < 1e-3
+    for kind in ("alike", "by group"):
+        sizes = [[int(n) for n in rows[f"step {step}, {kind}"][2:6]] for step in (0.1, 0.2, 0.3, 0.4)]
+        assert all(a > b for fine, coarse in zip(sizes, sizes[1:]) for a, b in zip(fine, coarse))
+        assert all(lc0 < zlib9 for zlib9, _, lc0, _ in sizes)

@@ -14,7 +14,7 @@ import torch
 
 import plan
 import train_gpt
-from helpers import ROOT, SCRIPT
+from helpers import GOLF_RECORD, ROOT, SCRIPT
 from train_gpt import ALIASES, FIELDS, PRESETS, Config, Refused, load_config, near_misses, overrides, show
 
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float) and f.least < f.most]
@@ -330,7 +330,8 @@ GOLF = dict(
     data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
     artifact_bytes_limit=16_000_000, score_artifact=True, val_tokens=0, residual_mix=True, layer_scale=True,
     unet_skips=True, value_embed_layers=(0,), weight_decay=0.0, lr_floor=0.0, batch_schedule=(1,),
-    window_schedule=(0,), batch_lr_power=0.0, window_pattern="L", eval_context=0, eval_stride=0)
+    window_schedule=(0,), batch_lr_power=0.0, window_pattern="L", eval_context=0, eval_stride=0,
+    key_offset=False, bigram_rows=0, artifact_step=0.0, eval_sliding=0, eval_documents=0, eval_ttt=0)
 
 RECORD = """VOCAB_SIZE=1024 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=8 NUM_KV_HEADS=4 MLP_MULT=2
 TIE_EMBEDDINGS=1 TRAIN_SEQ_LEN=4096 TRAIN_BATCH_TOKENS=393216 TIED_EMBED_LR=0.030 MATRIX_LR=0.020
@@ -342,20 +343,24 @@ ROPE_BASE=10000 LOGIT_SOFTCAP=30 TIED_EMBED_INIT_STD=0.005 MUON_BACKEND_STEPS=5 
 ADAM_EPS=1e-8 GRAD_CLIP_NORM=0 EMBED_LR=0.6 HEAD_LR=0.008"""
 
 
-def test_golf_is_the_record():
-    cfg = load_config({"PRESET": "golf"})
+def test_golf_is_the_record_by_overrides():
+    """And those that records/README.md prints are these; they differ from the preset, all of them."""
+    cfg = load_config({"PRESET": "golf"} | GOLF_RECORD)
     assert {name: getattr(cfg, name) for name in GOLF} == GOLF
-    assert overrides(cfg) == {}
+    assert {*overrides(cfg)} == {name.lower() for name in GOLF_RECORD}
+    assert " ".join(map("=".join, GOLF_RECORD.items())) in " ".join(
+        (ROOT / "records/README.md").read_text().replace("\\\n", " ").split())
 
 
 @pytest.mark.parametrize("text", [RECORD, f"{RECORD} {OTHERS}"])
 def test_the_records_own_command_line_is_golf(text):
-    cfg = load_config(dict(pair.split("=", 1) for pair in text.split()) | {"PRESET": "golf"})
-    assert set(overrides(cfg)) == {"run_id", "data_path", "tokenizer_path"}     # run_id, and ./data for data
+    cfg = load_config(GOLF_RECORD | dict(pair.split("=", 1) for pair in text.split()) | {"PRESET": "golf"})
+    record = load_config({"PRESET": "golf"} | GOLF_RECORD)
+    assert {*overrides(cfg)} - {*overrides(record)} == {"run_id", "data_path", "tokenizer_path"}  # ./data
     for name in ("data_path", "tokenizer_path"):
         assert os.path.normpath(getattr(cfg, name)) == GOLF[name]
     assert dataclasses.replace(cfg, run_id="", data_path=GOLF["data_path"],
-                               tokenizer_path=GOLF["tokenizer_path"]) == load_config({"PRESET": "golf"})
+                               tokenizer_path=GOLF["tokenizer_path"]) == record
 
 
 @pytest.mark.parametrize("pair", f"{RECORD} {OTHERS}".split())
@@ -369,7 +374,7 @@ def test_golf_dry_run_without_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train_gpt.main(["--preset=golf", "--dry-run", "--matrix-lr=0.03"], {}) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"\b17059912\b|\b17,059,912\b", out) and err == ""
+    assert re.search(r"\bparameters:26497096\b", out) and err == ""
     assert "override matrix_lr 0.02 -> 0.03" in out.splitlines()
     assert "fineweb10B_sp1024" in out and "./run.sh data sp1024" in out
     assert "393216 per step, 600 s" in out and "tokens:393216" in out and list(tmp_path.iterdir()) == []
@@ -425,10 +430,12 @@ def test_a_dry_run_shows_the_roofline_of_each_stage(tmp_path, monkeypatch, capsy
 
 
 def test_golf_parameters_by_group():
-    counts = train_gpt.parameter_counts(load_config({"PRESET": "golf"}))
-    assert counts == {"embed": 524_288, "matrix": 9 * 1_835_008,
-                      "scalar": 9 * (8 + 512 + 512 + 1024) + 4 * 512}
+    counts = train_gpt.parameter_counts(load_config({"PRESET": "golf"} | GOLF_RECORD))
+    rest = {"matrix": 9 * 1_835_008, "scalar": 9 * (8 + 512 + 512 + 1024) + 4 * 512}
+    assert counts == {"embed": 524_288} | rest
     assert sum(counts.values()) == 17_059_912
+    assert train_gpt.parameter_counts(load_config({"PRESET": "golf"})) == rest | {
+        "embed": 524_288, "head": 524_288, "value_embed": 16_384 * 512 + 2 * 1024 * 256}
 
 
 def test_tiny_dry_run_names_the_command_that_gets_the_data(tmp_path, monkeypatch, capsys):
@@ -519,8 +526,8 @@ def test_preset_rows_hold_only_differences():
 
 
 def test_overrides_have_old_and_new_values():
-    cfg = load_config({"PRESET": "golf", "MATRIX_LR": "0.03", "TIE_EMBEDDINGS": "0", "BATCH_SCHEDULE": "1,2"})
-    assert overrides(cfg) == {"matrix_lr": ["0.02", "0.03"], "tie_embeddings": ["1", "0"],
+    cfg = load_config({"PRESET": "golf", "MATRIX_LR": "0.03", "TIE_EMBEDDINGS": "1", "BATCH_SCHEDULE": "1,2"})
+    assert overrides(cfg) == {"matrix_lr": ["0.02", "0.03"], "tie_embeddings": ["0", "1"],
                               "batch_schedule": ["1", "1,2"]}
 
 

@@ -489,7 +489,9 @@ def test_over_the_artifact_limit(first):
     """A run over its game's byte limit ends, but is marked as failing the rule."""
     ((total,),) = find(first, r"Total submission size int8\+zlib: (\d+) bytes")
     ((over,),) = find(first, r"artifact_bytes_limit: 1000 bytes, OVER by (\d+): lower .*")
-    assert int(over) == int(total) - 1000 and first.result["artifact_within_limit"] is False
+    ((beside,),) = find(first, r"Code size: \d+ bytes, (\d+) beside it")
+    assert int(beside) == len((ROOT / "kernels.py").read_bytes())  # what it loaded counts
+    assert int(over) == int(total) + int(beside) - 1000 and first.result["artifact_within_limit"] is False
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -607,5 +609,5 @@ def test_the_copied_script_runs_alone(first, tmp_path):
         timeout=60,
     )
     assert done.returncode == 0 and "planning with 1024 tokens" in done.stdout, done.stderr
-    assert "not beside this: faults, kernels, plan" in done.stdout
+    assert "not beside this: faults, golf, kernels, plan" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train_gpt.py"]

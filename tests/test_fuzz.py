@@ -165,7 +165,9 @@ def by_depth(rng, _):
 
 def evaluation(rng, cfg):
     context = rng.choice((0, 1, 2, cfg["train_seq_len"], 2 * cfg["train_seq_len"], 100))
-    return dict(eval_context=context, eval_stride=rng.choice((0, max(1, context // 4), context)))
+    strides = {name: rng.choice((0, max(1, context // 4), context))
+               for name in ("eval_stride", "eval_sliding", "eval_documents")}
+    return dict(eval_context=context) | strides
 
 
 def skips(rng, _):
@@ -194,6 +196,7 @@ TAME = {
     "data_fingerprint": among("", "toy", "x" * 64, "é"), "shuffle": boolean, "max_epochs": among(0, 1, 2, 9),
     "device_batch_size": among(0, 1, 2, 3, 4, 8, 10**12), "val_batch_size": among(1, 64, 4096, 10**12),
     "val_tokens": among(0, 2, 3, 64, 500), "evaluation": evaluation,
+    "eval_ttt": among(0, 0, 2000, 10**12), "eval_ttt_lr": uniform(0.0, 0.1),
     "core_bundle": among("", "nowhere", "data"), "core_metric_max_per_task": among(0, 1, 10**12),
     "by_depth": by_depth, "plan_mfu": uniform(0.001, 1.0), "vocab_size": among(0, 512, 513, 575),
     "max_doc_len": among(0, 1, 2, 8, 64, 2048, 10**12), "bos_id": among(0, 1, 1, 2, 300),
@@ -221,7 +224,8 @@ TAME = {
     "lr_floor": uniform(0.0, 1.0), "batch_lr_power": uniform(0.0, 2.0), "lr_stages": lr_stages,
     # drawn by base() or draw() alone
     **dict.fromkeys(("preset", "compile", "dry_run", "eval_from", "resume", "core", "core_metric_every"))}
-GROUPS = {"evaluation": ("eval_context", "eval_stride"), "skips": ("skip_layers",),
+GROUPS = {"evaluation": ("eval_context", "eval_stride", "eval_sliding", "eval_documents"),
+          "skips": ("skip_layers",),
           "by_depth": ("depth", "target_param_data_ratio", "target_flops"),
           "windows": ("window_block", "eval_window", "window_schedule", "batch_schedule"),
           "lr_stages": ("lr_schedule", "lr_switches")}
@@ -235,8 +239,6 @@ FEATURES = dict(    # settings that break one rule each, on top of base()
     batch=(dict(train_batch_tokens=129, train_seq_len=128), dict(train_batch_tokens=0),
            dict(train_seq_len=64, train_batch_tokens=32)),
     depth=(dict(depth=2, vocab_size=0), dict(target_param_data_ratio=5.0), dict(target_flops=1e9)),
-    artifact=(dict(artifact_bytes_limit=1, fp8="auto-head"),
-              dict(artifact_bytes_limit=1, depth=2, vocab_size=512)),
     stride=(dict(eval_stride=2000), dict(eval_context=10, eval_stride=11)),
     val=(dict(val_tokens=1),), pattern=(dict(window_pattern=""), dict(window_pattern="LSX")),
     stages=(dict(batch_schedule=(1, 2, 3), window_schedule=(16, 32), window_block=1, eval_window=0),),

@@ -124,8 +124,7 @@ def test_an_ablation_repeats_what_was_asked(monkeypatch):
     (["--preset=gpt2", "--target-param-data-ratio=5", "--num-iterations=5"], "two horizons"),
     (["--preset=gpt2", "--target-flops=nan"], "target_flops=nan"), (["--target-flops=1e15"], "depth=0"),
     (["--target-param-data-ratio=10"], "depth=0"), (["--preset=gpt2", "--vocab-size=0"], "vocab_size=0"),
-    (["--train-batch-tokens=0"], "train_batch_tokens=0"), (["--preset=golf", "--fp8"], "fp8='all'"),
-    (["--preset=golf", "--depth=8"], "artifact_bytes_limit=16000000"),
+    (["--train-batch-tokens=0"], "train_batch_tokens=0"),
     (["--iterations=-1"], "iterations=-1"), (["--core-metric-max-per-task=-2"], "per_task=-2")])
 def test_what_the_dial_refuses(flags, words, capsys):
     assert train_gpt.main(flags, {}) == 2

@@ -67,9 +67,11 @@ def test_cpu_attention_is_for_compiled_short_sequences(T, compiling, taken, monk
 
 
 @pytest.mark.parametrize("settings, taken", [
-    (dict(), True), (dict(artifact_bytes_limit=10**7), False), (dict(fp8="all"), True)])
-def test_a_cpu_gets_it_unless_bytes_count(settings, taken, tiny_data):
+    (dict(), True), (dict(artifact_bytes_limit=10**7), True), (dict(fp8="all"), True), (dict(), False)])
+def test_a_cpu_gets_it_if_it_is_there(settings, taken, tiny_data, monkeypatch):
     cfg = toy_config(tiny_data, **dict(vocab_size=512) | settings)
+    if not taken:
+        monkeypatch.setattr(train_gpt, "find_spec", lambda name: None)
     made = train_gpt.fast_kernels(cfg, train_gpt.Team(cfg, {}), lambda *_: None)
     if taken:
         assert made.attention.keywords == {"kernel": kernels.cpu_attention}

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import train_gpt
-from train_gpt import GPT, Config, init_parameters, log_probs, parameter_rule, preset_config
+from helpers import GOLF_RECORD
+from train_gpt import GPT, Config, init_parameters, log_probs, parameter_rule
 
 SMALL = replace(
     Config(), vocab_size=61, train_seq_len=24, model_dim=48, num_layers=4, num_heads=6, mlp_mult=2,
@@ -365,7 +366,8 @@ def test_sequences_of_a_batch_do_not_mix():
 # -------------------------------------------------------------------------------- sizes and first values
 def test_golf_has_its_parameters():
     with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in GPT(preset_config("golf")).named_parameters()}
+        cfg = train_gpt.load_config({"PRESET": "golf"} | GOLF_RECORD)
+        sizes = {name: p.numel() for name, p in GPT(cfg).named_parameters()}
     assert sum(sizes.values()) == 17_059_912
     assert sizes.pop("embed") == 524_288
     assert sizes.pop("skip_weights") == 4 * 512
@@ -377,7 +379,7 @@ def test_golf_has_its_parameters():
         assert sum(block.pop(name) for name in matrices) == 1_835_008
         assert sum(block.values()) == 8 + 512 + 512 + 1024
     assert not sizes
-    assert sum(train_gpt.parameter_counts(preset_config("golf")).values()) == 17_059_912
+    assert sum(train_gpt.parameter_counts(cfg).values()) == 17_059_912
 
 
 def test_every_parameter_has_a_rule():

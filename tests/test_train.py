@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import SCRIPT, TOY, run_cli, toy_config, write_shard
+from helpers import GOLF_RECORD, SCRIPT, TOY, run_cli, toy_config, write_shard
 
 # 20 steps, half of them with a double batch and longer windows; a loss at every one
 STEPS = TOY | dict(
@@ -225,7 +225,7 @@ SCALED = dict(
 
 def test_golf_command_line(train, root):
     """The record's environment, scaled down, on one rank and on two."""
-    line = dict(word.split("=") for word in GOLF.split()) | SCALED
+    line = GOLF_RECORD | dict(word.split("=") for word in GOLF.split()) | SCALED
     one = train(line)
     assert one.code == 0, one.err
     two = run_cli(root, ranks=2, env=line | {"RUN_ID": "golf2"})
@@ -239,7 +239,7 @@ def test_golf_command_line(train, root):
     assert one.result["val_bpb"] == pytest.approx(bpb[0], abs=1e-8) and one.result["preset"] == "golf"
     assert one.result["artifact_within_limit"] is True and "16000000 bytes, within it" in one.out
     assert set(one.result["overrides"]) == {"run_id"} | {
-        name.lower() for name in SCALED
+        name.lower() for name in (*SCALED, *GOLF_RECORD)
     }  # the rest is the preset
 
 
