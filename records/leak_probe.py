@@ -6,8 +6,8 @@ worker processes with a time limit; they are asked for log-probabilities only an
 2. every row is a distribution: finite, and its exponentials sum to 1;
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
-judge_stream(...) does the like for the scores by golf.py's protocols, some of which train on what they have
-scored: changing the tokens from a position on leaves the nats of all tokens before it as they were.
+The like for the scores by golf.py's protocols, some of which train on what they have scored: changing the
+tokens from a position on leaves the nats of all tokens before it as they were.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, the shape
@@ -225,9 +225,9 @@ def probe(fresh, seen, T, V, windows, val_files, rng, most):
     return tried, worst, kinds
 
 
-def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None):
+def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None, protocols=(), bos=1):
     """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
-    ones most changes are tried on 1,024 tokens and a few on all."""
+    ones most changes are tried on 1,024 tokens and a few on all. protocols: of golf.py, tried after it."""
     rng = np.random.default_rng(seed)
     with contextlib.ExitStack() as stack:
         seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
@@ -239,18 +239,12 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
         if full > T:
             more, effect, _ = probe(fresh, seen, full, V, [], val_files[:0], rng, 0)
             tried, worst, lengths = tried + more, max(worst, effect), f"{T} and {full}"
+        streams = [probe_stream(fresh.stream_nats, seen.stream_nats, protocol, bos, T, V, val_files, rng)
+                   for protocol in protocols]
     weights = "the artifact" if artifact else "random weights"
-    return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
+    told = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
             f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
-
-
-def judge_stream(script, artifact, env, protocol, bos, val_files=(), seconds=120, seed=None):
-    """Raises ProbeFailed. Returns what was tried, in one line."""
-    with contextlib.ExitStack() as stack:
-        seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
-                       for _ in range(2))
-        return probe_stream(fresh.stream_nats, seen.stream_nats, protocol, bos, seen.about["T"],
-                            seen.about["V"], val_files, np.random.default_rng(seed))
+    return "; ".join([told, *streams])
 
 
 def probe_stream(fresh, seen, protocol, bos, T, V, val_files, rng, changes=3):

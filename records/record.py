@@ -44,7 +44,7 @@ from runs import (  # noqa: E402
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 MEMBERS = re.compile(r"(train|train_seed\d+|baseline_seed\d+)\.log|result(_seed\d+)?\.json|train_gpt\.py|"
-                     r"core\.py|dial\.py|kernels\.py|loss\.png|changes\.diff|final_model\.\w+\.ptz")
+                     r"(core|dial|golf|kernels)\.py|loss\.png|changes\.diff|final_model\.\w+\.ptz")
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
 
@@ -272,13 +272,9 @@ def check_leaks(folder, options):
     env = {name.upper(): value for name, value in result["config"].items()
            if name not in ("run_id", "sample", "eval_from", "dry_run", "device", "dtype")}
     try:
-        env, files, bos = env | {"DEVICE": "cpu"}, val_files(result), int(result["config"]["bos_id"])
-        found = [leak_probe.judge(script, artifact, env, files, options.seconds, context)]
-        for name in named_scores(result):
-            often = {"EVAL_TTT": str(context)} if name == "ttt" else {}
-            found.append(leak_probe.judge_stream(
-                script, artifact, env | often, name, bos, files, options.seconds))
-        return "; ".join(found)
+        often = {"EVAL_TTT": str(context)} if "ttt" in (named := named_scores(result)) else {}
+        return leak_probe.judge(script, artifact, env | {"DEVICE": "cpu"} | often, val_files(result),
+                                options.seconds, context, None, named, int(result["config"]["bos_id"]))
     except leak_probe.ProbeFailed as error:
         raise Broken(f"train_gpt.py: {error}") from None
 

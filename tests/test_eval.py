@@ -4,6 +4,7 @@ import getpass
 import hashlib
 import io
 import json
+import lzma
 import math
 import platform
 import re
@@ -323,9 +324,17 @@ def test_artifact_by_lzma(tmp_path):
         for name, p in model.named_parameters():
             rounded = loaded.get_parameter(name)
             if p.ndim == 2 and p.numel() > 65_536 and step:
-                levels = rounded / (step * p.square().mean(1, keepdim=True).sqrt())
+                part = step * train_gpt.STEPS[parameter_rule(name)[0]]
+                levels = rounded / (part * p.square().mean(1, keepdim=True).sqrt())
                 assert (levels - levels.round()).abs().max() < 0.02 * levels.abs().max()
     assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.7 * sizes[1]
+
+
+def test_an_artifact_holds_like_beside_like():
+    """Its int8 first, then fp16, then fp32: lzma's frequencies need not change at every scale."""
+    raw = lzma.decompress(train_gpt.pack_artifact(randomised(wide_config(artifact_step=0.2))))
+    widths = [t.element_size() for t in torch.load(io.BytesIO(raw), weights_only=True)["tensors"].values()]
+    assert widths == sorted(widths) and {*widths} == {1, 2, 4}
 
 
 def test_a_run_whose_artifact_is_rounded_more(first, monkeypatch, capsys):

@@ -263,7 +263,8 @@ def test_rerun_of_the_evaluation_on_other_data_fails(tool, folder, tmp_path, mon
 
 
 # ------------------------------------------------------------ new, from toy runs
-SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0")
+SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0",
+                      EVAL_SLIDING="32", EVAL_TTT="4096")
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +318,36 @@ def test_new_makes_a_folder_that_agrees_with_itself(tool, home):
     result = json.loads((home / "logs" / "a0" / "result.json").read_text())
     assert submission["val_bpb"] == result["val_bpb"] and submission["bytes_total"] == result["bytes_total"]
     assert set(folders.KEYS) <= set(submission) and submission["seeds"] == [0, 1, 2]
+
+
+def test_scores_by_other_protocols_are_checked(tool, home):
+    """They are probed for leaks, too, and are those of the log to the last digit."""
+    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
+    assert (made / "golf.py").exists()
+    out = tool("check", made)[1]
+    (probed,) = re.findall(r"pass +leak probe .*", out)
+    assert "; sliding: 3 changes of later tokens" in probed and "; ttt: 3 changes of later tokens" in probed
+    for name, shift in (("val_loss_ttt", 1e-7), ("val_bpb_sliding", -1e-7)):
+        text = (made / "result.json").read_text()
+        edit(made / "result.json", lambda result: result.update({name: result[name] + shift}))
+        out = tool("check", "--no-exec", made)[1]
+        assert "numbers of the results" in out.split("rules fail:")[1], out
+        (made / "result.json").write_text(text)
+    log = made / "train.log"
+    log.write_text(log.read_text().replace("final_ttt val_loss_ttt", "final_ttt val_loss_tt"))
+    out = tool("check", "--no-exec", made)[1]
+    assert re.search(r"FAIL +numbers of the results .*final_ttt says nothing", out)
+
+
+def test_all_code_counts_for_the_bytes(tool, home, monkeypatch):
+    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
+    result = json.loads((made / "result.json").read_text())
+    code = sum((made / name).stat().st_size for name in ("train_gpt.py", *result["companions"]))
+    assert {"golf.py", "kernels.py"} <= {*result["companions"]} and code > result["bytes_code"]
+    for cap, word in ((result["bytes_model"] + code, "pass"), (result["bytes_model"] + code - 1, "FAIL")):
+        folder = folders.Folder(made)
+        folder.track = folder.track._replace(byte_cap=cap)
+        assert verdict(record.check_bytes, folder).startswith("FAIL") == (word == "FAIL")
 
 
 def test_files_beside_the_script_belong_to_the_record(tool, home):
