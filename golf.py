@@ -1,7 +1,8 @@
 """Scores of the golf game by other protocols than the plain one, each under a name of its own.
 
 val_loss_<name> and val_bpb_<name>, in nats per target and bits per byte of the same val text, every token but
-the first a target, once. All of them ask log_probs for targets that its row has not shown; what differs:
+the first a target, once, by the artifact's weights as read back. All of them ask log_probs for targets that
+its row has not shown; what differs:
 
 sliding    EVAL_SLIDING=n: rows of eval_context tokens, each n after the one before, score their last n.
 documents  EVAL_DOCUMENTS=n: the same, but no row reaches back beyond the start of its document. The token
@@ -39,12 +40,13 @@ def layout(cfg, name):
 
 
 def rows_within(start, end, context, stride):
-    """Rows that score the tokens start + 1 to end once: the first as many as it holds, then stride each."""
+    """Rows that score the tokens start + 1 to end once: the first as many as it holds, then stride each.
+    Where a row begins does not depend on the end: that is later text."""
     rows, first = [], start + 1
     while first <= end:
-        last = min(end, first + (stride if rows else context) - 1)
-        rows.append(Row(max(start, last - context), first, last))
-        first = last + 1
+        share = stride if rows else context
+        rows.append(Row(max(start, first + share - 1 - context), first, min(end, first + share - 1)))
+        first += share
     return rows
 
 
@@ -112,17 +114,24 @@ def protocol(cfg, name):
 
 
 def further_scores(t, model, cfg, data, team, log):
-    """Part of the result: val_loss, val_bpb (None for a part of val) and milliseconds of each protocol."""
+    """Part of the result: val_loss (val_loss_partial where the plain one is), val_bpb (None for a part of
+    val) and milliseconds of each protocol."""
     found, tokens = {}, data.val[:cfg.val_tokens or None]
     whole = data.val_bytes and len(tokens) == len(data.val)
+    kind = t.score_text(cfg, t.Score(0.0, None, None)).split(":")[0]
+    if data.bos < 0 and cfg.eval_documents:
+        log("final_documents: left out, as no token begins documents here")
+        cfg = t.replace(cfg, eval_documents=0)
     for name in names(cfg):
         start = time.perf_counter()
         nats = target_nats(t, model, cfg, tokens, cfg.bos_id, name, team).sum()
         nats = t.all_reduce(torch.tensor(nats, dtype=torch.float64)).item()
         loss, bpb = nats / (len(tokens) - 1), nats / math.log(2) / data.val_bytes if whole else None
         ms = round(1e3 * (time.perf_counter() - start))
-        t.check_finite(loss, f"val_loss_{name}", 0, [])
-        log(f"final_{name} val_loss_{name}:{loss:.8f}" + (f" val_bpb_{name}:{bpb:.8f}" if whole else "") +
+        if not math.isfinite(loss):
+            log(f"final_{name}: {loss}, so there is none: lower EVAL_TTT_LR")
+            continue
+        log(f"final_{name} {kind}_{name}:{loss:.8f}" + (f" val_bpb_{name}:{bpb:.8f}" if whole else "") +
             f" eval_time:{ms}ms ({protocol(cfg, name)})")
-        found |= {f"val_loss_{name}": loss, f"val_bpb_{name}": bpb, f"eval_{name}_ms": ms}
+        found |= {f"{kind}_{name}": loss, f"val_bpb_{name}": bpb, f"eval_{name}_ms": ms}
     return found

@@ -1,6 +1,6 @@
 """Fast versions of the seams of train_gpt.py, which trains without them, only slower.
 
-They stand in a file of their own because golf, which pays for each byte of train_gpt.py, uses none of them.
+They stand in a file of their own so that a golfer, who pays for each byte that is loaded, can leave them out.
 Each has the signature of what it replaces and a reference that a test holds it against; beside it stands its
 measured gain (records/BENCH.md), or that it is not measured yet. Importing this needs no GPU and no Triton.
 """

@@ -1307,7 +1307,8 @@ def write_artifact(model, folder, files, log):
   size, total, limit = len(packed), len(packed) + code, cfg.artifact_bytes_limit
   beside = sum(map(len, files.values())) - code
   log(f"Serialized model {codec(cfg)}: {size} bytes ({sum(map(torch.numel, model.parameters()))} weights)",
-      f"Code size: {code} bytes, {beside} beside it", f"Total submission size {codec(cfg)}: {total} bytes")
+      f"Code size: {code} bytes", f"Code beside it: {beside} bytes",
+      f"Total submission size {codec(cfg)}: {total} bytes")
   fits = not limit or total + beside <= limit
   if limit:
     log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else
@@ -1409,13 +1410,13 @@ def run(argv, env, log):
       dist.broadcast(bank.data, 0)
     scores["artifact"] = evaluate(model, cfg, data, team)
     core(cfg.score_artifact)
-  result.update(golf.further_scores(me, model, cfg, data, team, log) if golf else {})
   result["peak_memory"] = plan and plan.peak_memory(team, log)
   for kind, score in scores.items():
     tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
     log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
     check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
     result[kind] = score._asdict()
+  result.update(golf.further_scores(me, model, cfg, data, team, log) if golf else {})
   if team.rank > 0:
     return
   # 4. the result

@@ -11,9 +11,9 @@ tokens from a position on leaves the nats of all tokens before it as they were.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, the shape
-of the tokens (B, T) or, for a stream of n tokens, [n, protocol, BOS], and the tokens as int64. ARTIFACT -
-means random weights for the configuration that the environment asks for: a leak is a property of the code,
-with any weights.
+of the tokens (B, T) or, for a stream of n tokens by rows of T, [n, T, protocol, BOS], and int64 tokens.
+ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
+the code, with any weights.
 """
 import contextlib
 import dataclasses
@@ -60,13 +60,16 @@ def serve(script, artifact):
     answers.flush()
     while head := sys.stdin.buffer.readline():
         shape = json.loads(head)
-        if len(shape) == 3:
-            size, protocol, bos = shape
+        if len(shape) == 4:
+            size, row, protocol, bos = shape
             tokens = np.frombuffer(sys.stdin.buffer.read(8 * size), np.int64).astype(np.uint16)
             import golf
-            asked = stranger.load_config(os.environ)
-            own = {name: value for name, value in vars(asked).items() if name.startswith("eval_")}
-            settings = dataclasses.replace(cfg, **own)
+            settings = stranger.load_config(os.environ)     # rates and device; the shape is the model's
+            settings = dataclasses.replace(settings, **{name: getattr(cfg, name) for name in stranger.SHAPE})
+            short = dict(train_seq_len=row, train_batch_tokens=row, eval_context=row, eval_stride=0)
+            on = {name: stride for name, stride in dict(eval_sliding=row // 4, eval_documents=row // 4,
+                                                        eval_ttt=2 * row).items() if getattr(settings, name)}
+            settings = dataclasses.replace(settings, **short, **on)
             out = golf.target_nats(stranger, model, settings, tokens, bos, protocol,
                                    stranger.Team(settings, {}))
             context = None
@@ -130,10 +133,11 @@ class Model:
             self.answer()
         return np.frombuffer(raw, np.float32).reshape(shape)
 
-    def stream_nats(self, tokens, protocol, bos):
-        """tokens (n,) -> (n,) float64."""
+    def stream_nats(self, tokens, row, protocol, bos):
+        """tokens (n,) -> (n,) float64, by rows and steps of so many tokens: enough of them, however long the
+        run's own are."""
         with contextlib.suppress(BrokenPipeError):
-            head = json.dumps([len(tokens), protocol, bos])
+            head = json.dumps([len(tokens), row, protocol, bos])
             self.process.stdin.write(head.encode() + b"\n" + tokens.astype(np.int64).tobytes())
             self.process.stdin.flush()
         shape = tuple(self.answer())
@@ -239,29 +243,36 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
         if full > T:
             more, effect, _ = probe(fresh, seen, full, V, [], val_files[:0], rng, 0)
             tried, worst, lengths = tried + more, max(worst, effect), f"{T} and {full}"
-        streams = [probe_stream(fresh.stream_nats, seen.stream_nats, protocol, bos, T, V, val_files, rng)
-                   for protocol in protocols]
+        streams = [probe_stream(fresh.stream_nats, seen.stream_nats, seen.log_probs, protocol, bos,
+                                min(T, 256), V, val_files, rng) for protocol in protocols]
     weights = "the artifact" if artifact else "random weights"
     told = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
             f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
     return "; ".join([told, *streams])
 
 
-def probe_stream(fresh, seen, protocol, bos, T, V, val_files, rng, changes=3):
+def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, changes=10):
     """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
-    seven rows, so that protocols that train make some steps if these are short; the changes lie in its
-    beginning, middle and end. Raises ProbeFailed. Returns what was tried."""
+    seven rows of T, so that protocols that train make some steps, and documents of about two; the changes lie
+    all over it, every other one begins a document. The first row, which nothing precedes, must have the nats that
+    log_probs gives it. Raises ProbeFailed. Returns what was tried."""
     size, worst = 7 * T + 5, 0.0
     kind, stream = documents(size, V, val_files, rng)[-1]
-    stream = np.where(rng.random(size) < 2 / T, bos, stream) if kind == "random tokens" else stream
-    base = seen(stream, protocol, bos).copy()
+    stream = np.where(rng.random(size) < 0.5 / T, bos, stream) if kind == "random tokens" else stream
+    stream[1:T + 1] = np.where(stream[1:T + 1] == bos, (bos + 1) % V, stream[1:T + 1])
+    base = seen(stream, T, protocol, bos).copy()
     if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
         raise ProbeFailed(f"{protocol}: not every token but the first has nats above 0")
+    row = log_probs(stream[None, :T])[0]
+    if (off := gap(-row[np.arange(T), stream[1:T + 1]], base[1:T + 1])) > NOISE:
+        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by {off:.3g}")
     for part in range(changes):
         place = int(rng.integers(1 + part * size // changes, (part + 1) * size // changes))
         changed = stream.copy()
         changed[place:] = (stream[place:] + rng.integers(1, V, size - place)) % V
-        worst = max(worst, effect := gap(fresh(changed, protocol, bos)[:place], base[:place]))
+        if part % 2:
+            changed[place] = bos if stream[place] != bos else (bos + 1) % V
+        worst = max(worst, effect := gap(fresh(changed, T, protocol, bos)[:place], base[:place]))
         if effect > NOISE:
             raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
                               f"by {effect:.3g} ({kind})")

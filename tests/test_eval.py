@@ -498,7 +498,7 @@ def test_over_the_artifact_limit(first):
     """A run over its game's byte limit ends, but is marked as failing the rule."""
     ((total,),) = find(first, r"Total submission size int8\+zlib: (\d+) bytes")
     ((over,),) = find(first, r"artifact_bytes_limit: 1000 bytes, OVER by (\d+): lower .*")
-    ((beside,),) = find(first, r"Code size: \d+ bytes, (\d+) beside it")
+    ((beside,),) = find(first, r"Code beside it: (\d+) bytes")
     assert int(beside) == len((ROOT / "kernels.py").read_bytes())  # what it loaded counts
     assert int(over) == int(total) + int(beside) - 1000 and first.result["artifact_within_limit"] is False
 
