@@ -254,8 +254,8 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
 def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, changes=10):
     """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
     seven rows of T, so that protocols that train make some steps, and documents of about two; the changes lie
-    all over it, every other one begins a document. The first row, which nothing precedes, must have the nats that
-    log_probs gives it. Raises ProbeFailed. Returns what was tried."""
+    all over it, every other one begins a document. The first row, which nothing precedes, must have the nats
+    that log_probs gives it. Raises ProbeFailed. Returns what was tried."""
     size, worst = 7 * T + 5, 0.0
     kind, stream = documents(size, V, val_files, rng)[-1]
     stream = np.where(rng.random(size) < 0.5 / T, bos, stream) if kind == "random tokens" else stream
