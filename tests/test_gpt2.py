@@ -213,7 +213,7 @@ def test_a_run(workplace, capsys, monkeypatch):
     vals = [float(x) for x in re.findall(r"^step:\d+/6 val_loss:\S+ val_bpb:(\S+)", out, re.M)]
     assert len(vals) == 4 and result["min_val_bpb"] == pytest.approx(min(vals), abs=1e-4)
     assert (folder / "core.py").read_bytes() == (ROOT / "core.py").read_bytes()
-    assert {*result["companions"]} - {"golf.py"} == {"core.py", "dial.py", "kernels.py"}  # golf: by other tests
+    assert {*result["companions"]} - {"golf.py"} == {"core.py", "dial.py", "kernels.py"}
     for name in ("total_training_flops", "tok_per_s", "min_val_bpb", "val_bpb_without_bos"):
         assert re.search(rf"^ +{name}  \S", out, re.M)
 
