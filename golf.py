@@ -69,7 +69,8 @@ def score_rows(t, model, cfg, tokens, rows, team, nats):
 
 
 def train_on(t, model, optimizer, cfg, tokens, team):
-    """One step on len(tokens) // train_seq_len rows, AT_A_TIME tokens of them at a time."""
+    """One step on len(tokens) // train_seq_len rows, AT_A_TIME tokens of them at a time. Unlike train_step's
+    they may be any number: parts weigh as they are long, and a rank may have none."""
     T, rank, ranks = cfg.train_seq_len, team.rank, team.world_size
     rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)])
     rows = torch.from_numpy(rows.astype(np.int64))

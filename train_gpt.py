@@ -180,7 +180,7 @@ FIELDS = {name: Constant(*row) for name, row in dict(
 Config = make_dataclass("Config", [(n, type(f.default), f.default) for n, f in FIELDS.items()], frozen=True)
 PRESETS = {  # what differs from the defaults
     "tiny": {},  # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
-    # 8xH100, 600 s, 16,000,000 bytes; unmeasured. Its record's recipe (BENCH) scored 1.20136, std 0.0019
+    # 8xH100, 600 s, 16,000,000 bytes; unmeasured. Its record's recipe (records/README) scored 1.20136
     "golf": dict(
         data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
         data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
@@ -982,8 +982,8 @@ def write_atomically(path, content):
 # ---------- 10 fast kernels
 def script_files():
   """{name: bytes} of this file and of what it loaded that counts."""
-  beside = (sys.modules[name].__file__ for name in ("core", "dial", "golf", "kernels") if name in sys.modules)
-  return {Path(file).name: Path(file).read_bytes() for file in (__file__, *beside)}
+  others = (sys.modules[name].__file__ for name in ("core", "dial", "golf", "kernels") if name in sys.modules)
+  return {Path(file).name: Path(file).read_bytes() for file in (__file__, *others)}
 
 def beside(name, wanted=True):
   """A file beside this one as a module, if it is wanted and there."""
@@ -1305,14 +1305,14 @@ def write_artifact(model, folder, files, log):
   write_atomically(folder / "final_model.pt", to_bytes(cfg, dict(model.named_parameters())))
   write_atomically(folder / f"final_model.{codec(cfg)[:4]}.ptz", packed)
   size, total, limit = len(packed), len(packed) + code, cfg.artifact_bytes_limit
-  beside = sum(map(len, files.values())) - code
+  rest = sum(map(len, files.values())) - code
   log(f"Serialized model {codec(cfg)}: {size} bytes ({sum(map(torch.numel, model.parameters()))} weights)",
-      f"Code size: {code} bytes", f"Code beside it: {beside} bytes",
+      f"Code size: {code} bytes", f"Code beside it: {rest} bytes",
       f"Total submission size {codec(cfg)}: {total} bytes")
-  fits = not limit or total + beside <= limit
+  fits = not limit or total + rest <= limit
   if limit:
     log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else
-        f"OVER by {total + beside - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"))
+        f"OVER by {total + rest - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"))
   return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
 
 def run(argv, env, log):

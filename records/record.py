@@ -556,13 +556,12 @@ def check_rerun(folder, options):
     hold(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     slack = 2e-5 if "threads" in result["hardware"] else 2e-3       # CPUs score in fp32, GPUs in bf16
     again = rerun(folder, artifact, result, options)
-    keys = ("val_loss", "val_bpb")
-    further = [f"{key}_{name}" for key in keys for name in named_scores(result)]
-    for key, want in [(key, want) for key in keys] + [(key, result) for key in further]:
-        gap = 0 if again[key] == want[key] else abs(again[key] - want[key])
+    told = {key: want[key] for key in ("val_loss", "val_bpb")}
+    told |= {f"{key}_{name}": result[f"{key}_{name}"] for key in list(told) for name in named_scores(result)}
+    for key, there in told.items():
+        gap = 0 if again[key] == there else abs(again[key] - there)
         limit = slack * (5 if key.endswith("_ttt") and slack < 1e-3 else 1)    # steps enlarge rounding
-        hold(gap < limit, f"{artifact.name}: {key} is {again[key]} evaluated again, in {where} {want[key]}")
-    want = result["artifact"]
+        hold(gap < limit, f"{artifact.name}: {key} is {again[key]} evaluated again, in {where} {there}")
     text, config = f"val_loss {again['val_loss']:.8f}", result["config"]
     tokens = np.memmap(files[0], "<u2", "r", 1024)
     plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == int(config["train_seq_len"])

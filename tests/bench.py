@@ -61,8 +61,8 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -476,14 +476,6 @@ def by_largest(bits):
     return quantize
 
 
-@contextmanager
-def patched(**values):
-    kept = {name: getattr(t, name) for name in values}
-    vars(t).update(values)
-    yield
-    vars(t).update(kept)
-
-
 ROUNDINGS = [("int8, clipped rows", 0, {})] + [
     (f"int{bits} by the largest", 0, dict(quantize_rows=by_largest(bits))) for bits in (7, 6, 5, 4)] + [
     (f"step {step:g}, {kind}", step, changes)
@@ -507,7 +499,6 @@ def codec_table(settings, path):
     cfg = t.load_config(settings | {"DEVICE": "cpu"})
     data, team = t.open_data(cfg, lambda line: None), t.Team(cfg, {})
     model, cfg = t.load_model(path, "cpu", cfg)
-    cfg = t.replace(cfg, bos_id=cfg.bos_id or data.bos)
     base, to_bytes, seen = t.evaluate(model, cfg, data, team), t.to_bytes, []
 
     def spied(cfg, tensors):
@@ -521,7 +512,7 @@ def codec_table(settings, path):
           f"{'entropy':>10} {'read back':>10}")
     for label, step, changes in ROUNDINGS:
         model.cfg = t.replace(cfg, artifact_step=step)
-        with patched(to_bytes=spied, **changes), tempfile.TemporaryDirectory() as folder:
+        with mock.patch.multiple(t, to_bytes=spied, **changes), tempfile.TemporaryDirectory() as folder:
             packed = t.pack_artifact(model)
             file = Path(folder, f"model.{t.codec(model.cfg)[:4]}.ptz")
             file.write_bytes(packed)
