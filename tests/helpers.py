@@ -24,7 +24,7 @@ TOY = dict(
     COMPILE="0", DEVICE="cpu", DTYPE="float32", DATA_PATH="data/datasets/toy", DATA_FINGERPRINT="",
     NUM_LAYERS="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="1024",
     VAL_TOKENS="4096", SAMPLE_TOKENS="8", MAX_WALLCLOCK_SECONDS="0", ITERATIONS="20", WARMUP_STEPS="0",
-    TRAIN_LOG_EVERY="10", BIGRAM_ROWS="16384", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0")
+    TRAIN_LOG_EVERY="10", BIGRAM_ROWS="1024", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0")
 
 
 # What makes PRESET=golf the record's own recipe: architecture, optimizer, int8 and zlib, plain evaluation

@@ -54,7 +54,8 @@ class Server:
         env = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
         self.process = subprocess.Popen(
             [sys.executable, str(INJECT), "--serve"], env=env | {"OMP_NUM_THREADS": "1"}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,      # Ctrl-C counts, also below nohup
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def answer(self, timeout):
         ready, _, _ = select.select([self.process.stdout], [], [], timeout)
