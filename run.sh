@@ -86,7 +86,16 @@ case "${1:-}" in
     -h | --help) sed -n '2,6s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
-    test) shift; setup; exec "$PYTHON" -m pytest -q "$@" ;;
+    test)
+        shift
+        setup
+        # All tests: a file at a time in each of two processes. Tests that are named run in one, as pytest does
+        if [ $# = 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
+            export OMP_NUM_THREADS=1
+            set -- -n 2 --dist loadfile
+        fi
+        exec "$PYTHON" -m pytest -q "$@"
+        ;;
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
     *) train "$@" ;;
