@@ -263,9 +263,6 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
     base = seen(stream, T, protocol, bos).copy()
     if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
         raise ProbeFailed(f"{protocol}: not every token but the first has nats above 0")
-    row = log_probs(stream[None, :T])[0]
-    if (off := gap(-row[np.arange(T), stream[1:T + 1]], base[1:T + 1])) > NOISE:
-        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by {off:.3g}")
     for part in range(changes):
         place = int(rng.integers(1 + part * size // changes, (part + 1) * size // changes))
         changed = stream.copy()
@@ -276,6 +273,9 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
         if effect > NOISE:
             raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
                               f"by {effect:.3g} ({kind})")
+    row = log_probs(stream[None, :T])[0]
+    if (off := gap(-row[np.arange(T), stream[1:T + 1]], base[1:T + 1])) > NOISE:
+        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by {off:.3g}")
     return (f"{protocol}: {changes} changes of later tokens in {kind} of {size}: the largest effect on an "
             f"earlier token's nats is {worst:.1g}")
 

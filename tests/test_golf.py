@@ -289,7 +289,10 @@ def test_a_protocol_that_peeks_is_caught(cfg, peek):
     name, source = peeking(peek)
     module = ModuleType("golf")
     exec(compile(source, "golf.py", "exec"), vars(module))
-    with pytest.raises(leak_probe.ProbeFailed, match=f"^(a leak: )?{name}: "):
+    said = f"a leak: {name}: tokens from"
+    if peek == "half of the nats":      # of no later text
+        said = f"{name}: the nats of the first row"
+    with pytest.raises(leak_probe.ProbeFailed, match=f"^{said}"):
         probe(cfg, name, module)
 
 
@@ -298,7 +301,7 @@ def test_a_script_that_peeks_is_caught(tmp_path):
     name, source = peeking("trains before it scores")
     (tmp_path / "golf.py").write_text(source)
     shutil.copy(SCRIPT, tmp_path)
-    with pytest.raises(leak_probe.ProbeFailed, match="^(a leak: )?ttt: "):
+    with pytest.raises(leak_probe.ProbeFailed, match="^a leak: ttt: tokens from"):
         judge(tmp_path / "train_gpt.py", name)
 
 
