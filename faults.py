@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -274,6 +274,7 @@ LIMITS = dict(setup=900, compile=1800, training=40, evaluation=900, saving=900, 
 FIRST_STEPS = 300       # of training, as long as there is no step to compare with
 SLOWER = 5              # or so many times the slowest step so far
 SILENT = 10             # seconds without a sign of life
+IN_WRITING = 20         # seconds that a checkpoint has left when its run fails; torchrun kills after 30
 
 
 class Watch:
@@ -521,10 +522,14 @@ class Guard:
             self.job.result()
 
     def verdict(self, why, error):
-        """The sentence for an error that ends this rank. The watch may end the process meanwhile."""
+        """The sentence for an error that ends this rank. A checkpoint under way is first brought to the disk,
+        and named. The watch may end the process meanwhile."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if self.watch:
             why = self.watch.verdict(why, error)
+        self.between = True     # a further signal does not cut the file short
+        if self.job:
+            wait([self.job], IN_WRITING)
         self.release()
         if interrupted and not str(error) and self.last_saved:
             return f"RESUME={self.run_id}"

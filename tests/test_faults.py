@@ -728,9 +728,11 @@ def goes_on(go, whole, done):
 
 
 def test_out_of_memory(go, whole, report):
-    done = go(fault="oom@step:8")
+    """... while the last checkpoint is still being written: it is finished, and is the one that is named."""
+    done = go(fault="slow@sync/checkpoint.pt.tmp:2;oom@step:8")
     said = one_sentence(done)
-    assert "out of memory" in said and "the last checkpoint is of step 6" in said
+    assert done.met and said.startswith("out of memory: lower DEVICE_BATCH_SIZE"), said
+    assert said.endswith("; the last checkpoint is of step 6"), said
     goes_on(go, whole, done)
     report("out of memory in a step", said, done.since)
 
