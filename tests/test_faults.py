@@ -295,7 +295,7 @@ def test_compiled(go, root, report):
     settings = PLAIN | dict(COMPILE="1", NUM_LAYERS="1", ITERATIONS="8", EVAL_CONTEXT="64")
     want = go(settings | {"SAVE_EVERY": "0"}, timeout=400)
     assert want.code == 0 and want.result["compiled"], want.err
-    first = go(settings, fault="kill@step:6", timeout=400)
+    first = go(settings, fault="slow@step:5;kill@step:6", timeout=400)
     done = go(resume=first.run_id, timeout=400)
     assert first.met and done.result["compiled"] and "resume: from step 3" in done.out
     assert differences(done, want) == []
@@ -495,8 +495,8 @@ def test_under_torchrun_all_end_in_a_minute(fault, line, root, go, whole, report
 @pytest.fixture(scope="module")
 def killed(go):
     """A run that was killed in step 11, with checkpoints of steps 6 and 9."""
-    done = go(fault="kill@step:11")
-    assert done.met and all((done.folder / name).exists() for name in faults.FILES)
+    done = go(fault="slow@step:10;kill@step:11")    # until the last one is on the disk
+    assert done.met and faults.read_checkpoint(done.folder)[0]["progress"]["step"] == 9
     return done.folder
 
 
@@ -848,7 +848,7 @@ def test_a_shard_that_is_deleted(go, own_data, whole, report):
 # ---------------------------------------------------------------- scores
 def test_a_checkpoint_can_be_scored(go, whole):
     """EVAL_FROM=checkpoint.pt gives the loss that the run had with those weights, to the last digit."""
-    run, want = go(PLAIN | {"SAVE_EVERY": "5"}, fault="kill@artifact:1"), whole(PLAIN)
+    run, want = go(PLAIN | {"SAVE_EVERY": "5"}, fault="term@artifact:1"), whole(PLAIN)
     assert want.result["trained"]["val_loss"] != want.result["artifact"]["val_loss"]
     done = go(PLAIN, EVAL_FROM=f"logs/{run.run_id}/checkpoint.pt")
     assert done.code == 0 and done.result["trained"] == want.result["trained"], done.err
