@@ -242,12 +242,12 @@ PEEKS = {  # protocol, what is replaced in golf.py, by what
 
 
 def judge(script, name, seed=0):
-    return leak_probe.judge(script, None, ENV | STREAM_ENV[name], seconds=60, seed=seed, protocols=[name])
+    return leak_probe.judge(script, None, ENV | STREAM_ENV[name], seconds=240, seed=seed, protocols=[name])
 
 
 def test_our_protocols_pass_the_probe():
     env = ENV | {key: value for some in STREAM_ENV.values() for key, value in some.items()}
-    told = leak_probe.judge(SCRIPT, None, env, seconds=60, protocols=[*PROTOCOLS], bos=BOS).split("; ")
+    told = leak_probe.judge(SCRIPT, None, env, seconds=240, protocols=[*PROTOCOLS], bos=BOS).split("; ")
     for name, text in zip(PROTOCOLS, told[1:], strict=True):
         assert re.fullmatch(rf"{name}: 10 changes .* of 117: .* is \d.*", text)
 

@@ -701,7 +701,7 @@ def test_planted_leaks_are_caught(toy, tmp_path, leak, weights):
     artifact = toy / "logs/a0/final_model.int8.ptz" if weights == "artifact" else None
     env = SETTINGS | {"VOCAB_SIZE": "512"}
     with pytest.raises(leak_probe.ProbeFailed) as caught:
-        leak_probe.judge(script, artifact, env, seconds=60, seed=0)
+        leak_probe.judge(script, artifact, env, seconds=240, seed=0)
     if leak in LEAKS:
         assert "a leak: " in str(caught.value)
     elif leak != "an exit":
@@ -728,7 +728,7 @@ PRESET_SHAPES = {
 
 @pytest.mark.parametrize("name", PRESET_SHAPES)
 def test_our_presets_pass_the_probe(name):
-    told = leak_probe.judge(SCRIPT, None, PRESET_SHAPES[name] | {"DEVICE": "cpu"}, seconds=60, seed=1)
+    told = leak_probe.judge(SCRIPT, None, PRESET_SHAPES[name] | {"DEVICE": "cpu"}, seconds=240, seed=1)
     assert "random weights" in told and "is 0, every row sums to 1" in told
 
 
@@ -752,7 +752,7 @@ def test_the_score_added_up_here_is_the_trainers(toy, tmp_path):
     """Over the whole split of the toy, from log_probs alone."""
     (val,) = (toy / "data/datasets/toy").glob("*_val_*.bin")
     nats = leak_probe.score(
-        SCRIPT, toy / "logs/a0/final_model.int8.ptz", {}, np.memmap(val, "<u2", "r", 1024), 60
+        SCRIPT, toy / "logs/a0/final_model.int8.ptz", {}, np.memmap(val, "<u2", "r", 1024), 240
     )
     result = json.loads((toy / "logs/a0/result.json").read_text())
     assert nats == pytest.approx(result["artifact"]["val_loss"], abs=2e-6)
@@ -765,7 +765,7 @@ def test_what_a_script_prints_does_not_reach_the_judge(toy, tmp_path):
         "    print('noise')\n    return _lp(model, tokens)\n",
     )
     assert "every row sums to 1" in leak_probe.judge(
-        script, toy / "logs/a0/final_model.int8.ptz", {}, seconds=60
+        script, toy / "logs/a0/final_model.int8.ptz", {}, seconds=240
     )
 
 
