@@ -7,11 +7,13 @@ worker processes with a time limit; they are asked for log-probabilities only an
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
 The like for the scores by golf.py's protocols, some of which train on what they have scored: changing the
-tokens from a position on leaves the nats of all tokens before it as they were.
+tokens from a position on leaves the nats of all tokens before it as they were, and the probabilities of all
+tokens that may follow the same ones, after a step of training, sum to 1.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, the shape
-of the tokens (B, T) or, for a stream of n tokens by rows of T, [n, T, protocol, BOS], and int64 tokens.
+of the tokens (B, T) or, for a stream of n tokens by rows of T and steps of training on m of them,
+[n, T, protocol, BOS, m], and int64 tokens.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
@@ -30,6 +32,8 @@ import numpy as np
 NOISE, LEAST = 1e-4, 2e-6   # nats: what other batch sizes may change by rounding, at most; what is none
 SUM_TOLERANCE = 1e-4    # nats; of the logarithm of a row's sum
 ALIGNMENTS = (8, 16, 32, 64, 128)
+SUM_ROW = 8             # tokens of a document whose last token takes all values, to add up what they have
+SUM_VOCAB = 1 << 13     # pieces up to which this is done: such a stream has 2 * SUM_ROW times as many tokens
 
 
 class ProbeFailed(Exception):
@@ -60,16 +64,13 @@ def serve(script, artifact):
     answers.flush()
     while head := sys.stdin.buffer.readline():
         shape = json.loads(head)
-        if len(shape) == 4:
-            size, row, protocol, bos = shape
+        if len(shape) == 5:
+            size, row, protocol, bos, step = shape
             tokens = np.frombuffer(sys.stdin.buffer.read(8 * size), np.int64).astype(np.uint16)
             import golf
             settings = stranger.load_config(os.environ)     # rates and device; the shape is the model's
             settings = dataclasses.replace(settings, **{name: getattr(cfg, name) for name in stranger.SHAPE})
-            short = dict(train_seq_len=row, train_batch_tokens=row, eval_context=row, eval_stride=0)
-            on = {name: stride for name, stride in dict(eval_sliding=row // 4, eval_documents=row // 4,
-                                                        eval_ttt=2 * row).items() if getattr(settings, name)}
-            settings = dataclasses.replace(settings, **short, **on)
+            settings = shortened(settings, row, step)
             out = golf.target_nats(stranger, model, settings, tokens, bos, protocol,
                                    stranger.Team(settings, {}))
             context = None
@@ -83,6 +84,14 @@ def serve(script, artifact):
             out = stranger.log_probs(model, torch.from_numpy(tokens.copy())).float().contiguous().numpy()
         answers.write(json.dumps(list(out.shape)).encode() + b"\n" + out.tobytes())
         answers.flush()
+
+
+def shortened(settings, row, step):
+    """A configuration with rows of so many tokens, whose protocols train on so many at a step."""
+    on = dict(eval_sliding=row // 4, eval_documents=row // 4, eval_ttt=step)
+    return dataclasses.replace(
+        settings, train_seq_len=row, train_batch_tokens=row, eval_context=row, eval_stride=0,
+        **{name: value for name, value in on.items() if getattr(settings, name)})
 
 
 class Model:
@@ -133,11 +142,11 @@ class Model:
             self.answer()
         return np.frombuffer(raw, np.float32).reshape(shape)
 
-    def stream_nats(self, tokens, row, protocol, bos):
+    def stream_nats(self, tokens, row, protocol, bos, step):
         """tokens (n,) -> (n,) float64, by rows and steps of so many tokens: enough of them, however long the
         run's own are."""
         with contextlib.suppress(BrokenPipeError):
-            head = json.dumps([len(tokens), row, protocol, bos])
+            head = json.dumps([len(tokens), row, protocol, bos, step])
             self.process.stdin.write(head.encode() + b"\n" + tokens.astype(np.int64).tobytes())
             self.process.stdin.flush()
         shape = tuple(self.answer())
@@ -255,12 +264,13 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
     """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
     seven rows of T, so that protocols that train make some steps, and documents of about two; the changes lie
     all over it, every other one begins a document. The first row, which nothing precedes, must have the nats
-    that log_probs gives it. Raises ProbeFailed. Returns what was tried."""
+    that log_probs gives it, and later ones those of a distribution. Raises ProbeFailed. Returns what was
+    tried."""
     size, worst = 7 * T + 5, 0.0
     kind, stream = documents(size, V, val_files, rng)[-1]
     stream = np.where(rng.random(size) < 0.5 / T, bos, stream) if kind == "random tokens" else stream
     stream[1:T + 1] = np.where(stream[1:T + 1] == bos, (bos + 1) % V, stream[1:T + 1])
-    base = seen(stream, T, protocol, bos).copy()
+    base = seen(stream, T, protocol, bos, 2 * T).copy()
     if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
         raise ProbeFailed(f"{protocol}: not every token but the first has nats above 0")
     for part in range(changes):
@@ -269,7 +279,7 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
         changed[place:] = (stream[place:] + rng.integers(1, V, size - place)) % V
         if part % 2:
             changed[place] = bos if stream[place] != bos else (bos + 1) % V
-        worst = max(worst, effect := gap(fresh(changed, T, protocol, bos)[:place], base[:place]))
+        worst = max(worst, effect := gap(fresh(changed, T, protocol, bos, 2 * T)[:place], base[:place]))
         if effect > NOISE:
             raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
                               f"by {effect:.3g} ({kind})")
@@ -277,7 +287,25 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
     if (off := gap(-row[np.arange(T), stream[1:T + 1]], base[1:T + 1])) > NOISE:
         raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by {off:.3g}")
     return (f"{protocol}: {changes} changes of later tokens in {kind} of {size}: the largest effect on an "
-            f"earlier token's nats is {worst:.1g}")
+            f"earlier token's nats is {worst:.1g}, {check_sum(fresh, protocol, bos, V, rng)}")
+
+
+def check_sum(nats, protocol, bos, V, rng):
+    """A stream of V short documents that differ in nothing but their last token, each of the V pieces once:
+    as all are scored by the same weights, the probabilities of these tokens sum to 1. Before them, as many
+    random documents, on all of which a protocol that trains makes its only step."""
+    if V > SUM_VOCAB:
+        return f"the probabilities of {V} pieces were not added up"
+    before, asked = rng.integers(0, V, (2, V, SUM_ROW))
+    before[:, 0] = asked[:, 0] = bos
+    asked[:, 1:-1] = asked[0, 1:-1]
+    asked[:, -1] = rng.permutation(V)
+    found = nats(np.concatenate([before, asked]).ravel(), SUM_ROW, protocol, bos, before.size)
+    total = float(np.exp(-found[before.size + SUM_ROW - 1::SUM_ROW]).sum())
+    if not abs(total - 1) <= NOISE + SUM_TOLERANCE:
+        raise ProbeFailed(f"{protocol}: the probabilities of all tokens that may follow the same ones sum to "
+                          f"{total:.6g}")
+    return f"all probabilities after the same tokens sum to {total:.6f}"
 
 
 def score(script, artifact, env, val, seconds):

@@ -234,6 +234,12 @@ PEEKS = {  # protocol, what is replaced in golf.py, by what
     "rows that begin where the document's end lets them": (
         "documents", r"max\(start, first \+ share - 1 - context\)",
         "max(start, min(end, first + share - 1) - context)"),
+    "fewer nats after the first rows": (
+        "sliding", r"    return nats\n    own",
+        "    nats[3 * cfg.train_seq_len:] -= 1e-3\n    return nats\n    own"),
+    "fewer nats once it has trained": (
+        "ttt", r"    return nats\n\n\ndef protocol",
+        "    nats[cfg.eval_ttt + 1:] *= 0.99\n    return nats\n\n\ndef protocol"),
     "half of the nats": (
         "sliding", r"    return nats\n    own", "    return nats / 2\n    own"),
     "the text's mean": (
@@ -249,7 +255,8 @@ def test_our_protocols_pass_the_probe():
     env = ENV | {key: value for some in STREAM_ENV.values() for key, value in some.items()}
     told = leak_probe.judge(SCRIPT, None, env, seconds=240, protocols=[*PROTOCOLS], bos=BOS).split("; ")
     for name, text in zip(PROTOCOLS, told[1:], strict=True):
-        assert re.fullmatch(rf"{name}: 10 changes .* of 117: .* is \d.*", text)
+        said = rf"{name}: 10 changes .* of 117: .* is \d.*, all probabilities .* sum to (\d.\d+)"
+        assert abs(float(re.fullmatch(said, text)[1]) - 1) < 2e-6
 
 
 def peeking(peek):
@@ -266,7 +273,8 @@ def probe(cfg, name, module, seed=0):
 
     def worker():
         model = randomised(cfg)
-        return lambda tokens, row, name, bos: nats_of(cfg, model, tokens.astype(np.uint16), name, module)
+        return lambda tokens, row, name, bos, step: nats_of(
+            leak_probe.shortened(cfg, row, step), model, tokens.astype(np.uint16), name, module)
 
     @torch.no_grad()
     def ask(tokens):
@@ -290,8 +298,10 @@ def test_a_protocol_that_peeks_is_caught(cfg, peek):
     module = ModuleType("golf")
     exec(compile(source, "golf.py", "exec"), vars(module))
     said = f"a leak: {name}: tokens from"
-    if peek == "half of the nats":      # of no later text
+    if "nats" in peek:      # of no later text
         said = f"{name}: the nats of the first row"
+        if peek.startswith("fewer"):
+            said = f"{name}: the probabilities of all tokens that may follow the same ones sum to"
     with pytest.raises(leak_probe.ProbeFailed, match=f"^{said}"):
         probe(cfg, name, module)
 
