@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, show the plan, train
+# ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | record ARG …
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
 # data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
@@ -48,8 +48,21 @@ gpus() {
     fi
 }
 
+# The data of a preset, where they are missing. Without the tasks of CORE a run with CORE=0 goes on.
+preset_data() {
+    case $1 in
+        tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
+        golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 40 || exit $? ;;
+        speedrun) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
+        gpt2)
+            [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $?
+            [ -f data/core_bundle/core.yaml ] || data core
+            ;;
+    esac
+}
+
 train() {
-    local flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} argument n
+    local flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" argument n
     for argument in "$@"; do
         case $argument in
             --*) ;;
@@ -60,22 +73,17 @@ train() {
             --preset=*) preset=${argument#*=} ;;
             --device=*) device=${argument#*=} ;;
             --data-path=*) path=${argument#*=} ;;
+            --dry-run | --dry-run=1) plan_only=1 ;;
+            --help) plan_only=1 device=cpu ;;
         esac
         flags+=("$argument")
     done
     setup
-    case $path$preset in
-        tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
-        golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 40 || exit $? ;;
-        speedrun) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
-        gpt2)
-            [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $?
-            [ -f data/core_bundle/core.yaml ] || data core
-            ;;
-    esac
-    "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
+    [ -n "$path$plan_only" ] || preset_data "$preset"
     n=$(gpus)
     if [ "$n" -gt 1 ] && [ "$device" != cpu ]; then
+        # What is refused is refused here: torchrun would add a traceback and make exit code 2 a 1
+        "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run >/dev/null || exit $?
         exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$n" train_gpt.py \
             ${flags[@]+"${flags[@]}"}
     fi

@@ -1,16 +1,20 @@
 """train_gpt: train a GPT as fast as the hardware allows, in one file.
 
-    python train_gpt.py    tiny: 120 s on any CPU or GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=golf        golf: 600 s, 16 MB, 8xH100
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=speedrun    val_loss 3.28, 8xH100
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2        CORE 0.2565, 8xH100
-    EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py    score what a run left behind
+    python train_gpt.py                                                        tiny: 120 s on any CPU or GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=golf        16 MB after 600 s on 8xH100
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=speedrun    val_loss 3.28 on 8xH100
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2        CORE 0.2565 on 8xH100
+    EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py           score what a run left behind
 
-Map: 3 FIELDS, PRESETS: the numbers to edit - 4 model - 5 optimizer - 6 schedules - 7 data - 8 evaluation -
-9 artifact - 10 kernels - 11 main. --help: the constants, --dry-run: the plan. Limits: 1,500 lines, 80,000
-bytes. Beside it: core.py, dial.py (gpt2), golf.py, kernels.py (speed), plan.py (samples), faults.py (saves).
+`--help` lists every constant, `--dry-run` prints the plan of a run without training.
+
+Map: 3 configuration (what you edit: constants, presets, the depth dial) - 4 model - 5 optimizer: Muon,
+NorMuon, Adam - 6 schedules: pure functions of (step, progress) - 7 data - 8 evaluation: loss, named scores,
+CORE, samples - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock,
+rehearsal, training loop, one run
 """
 # ---------- 2 imports
+import csv
 import fcntl
 import hashlib
 import io
@@ -19,1454 +23,2778 @@ import lzma
 import math
 import os
 import platform
+import random
 import re
+import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zipfile
 import zlib
-from collections import Counter, namedtuple
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import make_dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 class Refused(Exception):
-  """Why there is no run, exit 2, or no more of one, exit 1."""
+    """Why there is no run (exit code 2) or why it ends (exit code 1), in one sentence for the user."""
 
 class Missing(Refused):
-  """Data that are not there yet."""
+    """Data that have not been downloaded or prepared yet."""
 
-def demand(good, sentence, error=Refused):
-  if not good:
-    raise error(sentence)
-
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since 2.13
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-def all_reduce(tensor, op="SUM", later=False):
-  """Sum or MAX over the ranks, in place; later: -> (tensor, the job to wait for, if any)."""
-  job = dist.is_initialized() and dist.all_reduce(tensor, getattr(dist.ReduceOp, op), async_op=later)
-  return (tensor, job) if later else tensor
+def require(condition, sentence, error=Refused):
+    """Raises Refused, or a subclass of it, with the sentence unless the condition holds."""
+    if not condition:
+        raise error(sentence)
 
 # ---------- 3 configuration
-Constant = namedtuple("Constant", "default doc least most", defaults=(0, 1e12))
-# Every constant, once, with unit and off-value; the defaults are the `tiny` game. 0 means off or derived.
-FIELDS = {name: Constant(*row) for name, row in dict(
+def option(default, doc, least=0, most=1e12, choices=(), off=False):
+    """A constant: default, unit and meaning, the range of its numbers or the choices of its text."""
+    return field(default=default, metadata=dict(doc=doc, least=least, most=most, choices=choices, off=off))
+
+def optional(default, doc, least=0, most=1e12):
+    """A constant that 0 turns off or leaves to be derived; -1 is read as 0, as nanochat types it."""
+    return option(default, doc, least, most, off=True)
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What an artifact must carry to be loaded: everything that the forward pass depends on."""
+    preset: str = option("tiny", "row of PRESETS that the constants start from")
+    vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536)
+    train_seq_len: int = option(512, "tokens per sequence", 2, 1 << 20)
+    max_doc_len: int = optional(0, "tokens; documents are cut here and attend to themselves only; 0: neither")
+    bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535)
+    num_layers: int = option(2, "blocks", 1, 1000)
+    model_dim: int = option(128, "width of the residual stream", 2, 1 << 16)
+    num_heads: int = option(2, "query heads", 1, 4096)
+    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096)
+    mlp_mult: int = option(3, "MLP width / model_dim", 1, 64)
+    tie_embeddings: bool = option(False, "the head is the embedding")
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: none", 0, 1e4)
+    qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
+    attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
+    key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
+    attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
+    rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9)
+    rope_fraction: float = option(1.0, "part of each head that rotates", 0, 1)
+    rope_yarn: bool = option(False, "RoPE and attn_scale follow the window as it grows (YaRN)")
+    smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
+    bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
+    residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
+    layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
+    unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
+    skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
+    backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
+    value_embed_layers: tuple = option((1, 2), "value embedding table per layer; 0: none", 0, 99)
+    window_pattern: str = option("SL", "per layer: L long, S short, - no attention, 0 no MLP either")
+    window_schedule: tuple = option((256,), "long window, tokens, per stage; 0: all. Short: half of it")
+    window_block: int = option(1, "tokens that window sizes are multiples of", 1)
+    eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """Every constant of a run. The defaults are the `tiny` game; 0 means off or derived."""
     # the run
-    preset=("tiny", "row of PRESETS"),
-    run_id=("", "folder under logs/; empty: by preset, time"),
-    seed=(1337, "of first values and samples", 0, 2**31 - 1),
-    device=("auto", "auto | cpu | cuda"),
-    dtype=("auto", "auto | float32 | bfloat16"),  # of activations; auto: bf16 where it is fast
-    fp8=("off", "off | head | all | auto-head | auto-all"),  # products in training; auto: on a GPU that can
-    compile=(True, "by torch; 0: eager"),
-    dry_run=(False, "print the plan only"),
-    eval_from=("", "artifact or final_model.pt to score"),
-    resume=("", "run_id to go on with"),
-    save_every=(0, "steps between checkpoints; 0: none"),
-    save_every_seconds=(0.0, "of training between them; 0: none", 0, 1e7),
-    sample_every=(0, "steps; 0: at the end"),
-    sample=("", "prompts, '|' between; empty: of val"),
-    sample_tokens=(96, "tokens per sample; 0: none", 0, 100_000),
-    sample_temperature=(0.8, "0: greedy", 0, 10),
-    sample_top_k=(0, "likeliest tokens; 0: all", 0, 65_536),
-    train_log_every=(50, "steps; 0: the first ten"),
-    val_loss_every=(0, "steps; 0: at the end"),
-    artifact_bytes_limit=(0, "bytes with the script; 0: none"),
-    artifact_step=(0.0, "rounding / a row's rms, then lzma; 0: int8, zlib", 0, 10),
-    artifact_keep=(65_536, "numbers of a tensor that stays fp16"),
-    score_artifact=(True, "result.json scores it; 0: the weights"),
+    run_id: str = option("", "folder under logs/; empty: preset, seed and time")
+    seed: int = option(1337, "of first values and samples", 0, 2**31 - 1)
+    device: str = option("auto", "where to train; auto: every GPU there is", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "of activations; auto: bfloat16 where it is fast",
+                        choices=("auto", "float32", "bfloat16"))
+    fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
+                      choices=("off", "head", "all", "auto-head", "auto-all"))
+    compile: bool = option(True, "torch.compile the step; 0: eager")
+    dry_run: bool = option(False, "print the plan only")
+    eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
+    resume: str = option("", "run_id to go on with")
+    save_every: int = optional(0, "steps between checkpoints; 0: none")
+    save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
+    sample_every: int = optional(0, "steps between samples; 0: at the end only")
+    sample: str = option("", "prompts, '|' between them; empty: beginnings of val documents")
+    sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
+    sample_temperature: float = option(0.8, "0: greedy", 0, 10)
+    sample_top_k: int = optional(0, "sample among the k likeliest tokens; 0: all", 0, 65_536)
+    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
+    artifact_bytes_limit: int = optional(0, "bytes of artifact and script; 0: no limit")
+    artifact_step: float = optional(0.0, "rounding step / rms of a row, then lzma; 0: int8, zlib", 0, 10)
+    artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
+    score_artifact: bool = option(True, "result.json scores the artifact; 0: the trained weights")
     # data and batch
-    data_path=("data/datasets/embedded", "folder of token shards"),
-    tokenizer_path=("", "SentencePiece; empty: the dataset's"),
-    data_fingerprint=("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-                      "of the game's text; empty: any"),
-    train_batch_tokens=(4_096, "tokens per step, all ranks; 0: by depth", 0, 1 << 30),
-    shuffle=(True, "sequences from anywhere; 0: in order"),
-    max_epochs=(0, "passes over the train tokens; 0: any"),
-    device_batch_size=(0, "sequences per rank and micro-step; 0: what fits"),
-    val_tokens=(0, "first tokens of val; 0: all"),
-    val_batch_size=(65_536, "tokens per evaluation step and rank", 1),
-    eval_context=(0, "tokens per row; 0: train_seq_len"),
-    eval_stride=(0, "targets scored per row; 0: eval_context"),
-    eval_sliding=(0, "the same for val_bpb_sliding; 0: none"),
-    eval_documents=(0, "and within documents; 0: none"),
-    eval_ttt=(0, "tokens scored before a step on them: val_bpb_ttt; 0: none"),
-    eval_ttt_lr=(0.05, "LR factor of such steps", 0, 10),
-    core=(False, "score CORE at the end"),
-    core_bundle=("data/core_bundle", "folder of its tasks"),
-    core_metric_every=(0, "steps; 0: at the end"),
-    core_metric_max_per_task=(0, "examples; 0: all"),
-    depth=(0, "sets size, batch, rates, decay, steps; 0: none", 0, 198),
-    target_param_data_ratio=(0.0, "tokens per weight of matrices and head; 0: none", 0, 1e6),
-    target_flops=(0.0, "of the run; 0: none", 0, 1e30),
-    plan_mfu=(0.5, "for the plan's hours", 0.001, 1),
-    # model: what an artifact carries
-    vocab_size=(0, "tokens; 0: the tokenizer's", 0, 65_536),
-    train_seq_len=(512, "tokens per sequence", 2, 1 << 20),
-    max_doc_len=(0, "tokens of a document that sees no other; 0: any"),
-    bos_id=(0, "token that begins documents; 0: the dataset's", 0, 65_535),
-    num_layers=(2, "blocks", 1, 1000),
-    model_dim=(128, "width of the residual stream", 2, 1 << 16),
-    num_heads=(2, "query heads", 1, 4096),
-    num_kv_heads=(0, "key and value heads; 0: num_heads", 0, 4096),
-    mlp_mult=(3, "width of the MLP in model_dim", 1, 64),
-    tie_embeddings=(False, "the head is the embedding"),
-    logit_softcap=(15.0, "logits = cap * tanh(x / cap); 0: none", 0, 1e4),
-    qk_gain_init=(1.5, "learnt, per head, on queries; 0: none", 0, 100),
-    attn_scale=(0.0, "of attention's logits; 0: head_dim ** -0.5", 0, 100),
-    key_offset=(True, "in long layers half of a key is the token before's"),
-    attn_gate_dim=(0, "channels that gate each head's output; 0: none", 0, 1 << 16),
-    rope_base=(1_000.0, "RoPE, longest wavelength / 2 pi; 0: none", 0, 1e9),
-    rope_fraction=(1.0, "part of each head that turns", 0, 1),
-    rope_yarn=(False, "RoPE and attn_scale follow the window (YaRN)"),
-    smear_dim=(0, "channels that gate the token before; 0: none", 0, 1 << 16),
-    bigram_rows=(65_536, "embeddings of hashed token pairs; 0: none", 0, 1 << 26),
-    residual_mix=(True, "blocks read a learnt mix of stream and embedding"),
-    layer_scale=(True, "learnt scales of what attention and MLP add"),
-    unet_skips=(True, "skips from first to second half"),
-    skip_layers=((0,), "from, to, ...: further skips; 0: none", 0, 1000),
-    backout_layer=(0, "half of its output, learnt, leaves in the end; 0: none", 0, 1000),
-    value_embed_layers=((1, 2), "table of value embeddings per layer; 0: none", 0, 99),
-    window_pattern=("SL", "per layer L long, S short, - no attention, 0 no MLP either"),
-    window_schedule=((256,), "L per stage, tokens; 0: all. S: half of it"),
-    window_block=(1, "tokens that windows are multiples of", 1),
-    eval_window=(0, "L in evaluation; 0: the last stage's"),
+    data_path: str = option("data/datasets/embedded", "folder of token shards")
+    tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
+    data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
+                                   "sha256 of the game's text; empty: any text")
+    train_batch_tokens: int = optional(4_096, "tokens per step over all ranks; 0: by depth", 0, 1 << 30)
+    shuffle: bool = option(True, "training sequences in one random order; 0: in order")
+    max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
+    device_batch_size: int = optional(0, "sequences per rank and micro-step; 0: as many as fit")
+    val_tokens: int = optional(0, "the first tokens of val that are scored; 0: all")
+    val_batch_size: int = option(65_536, "tokens per evaluation step and rank", 1)
+    eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
+    eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
+    eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
+    eval_documents: int = optional(0, "targets per row of val_bpb_documents; 0: no such score")
+    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+    core: bool = option(False, "score CORE at the end")
+    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
+    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
+    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
+    depth: int = optional(0, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
+    target_param_data_ratio: float = optional(0.0, "tokens per weight of matrices and head; 0: off", 0, 1e6)
+    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
+    plan_mfu: float = option(0.5, "model FLOPs utilisation that the plan's hours assume", 0.001, 1)
     # optimizer
-    matrix_lr=(0.03, "Muon: matrices of the blocks", 0, 10),
-    embed_lr=(0.3, "Adam: untied and value embeddings", 0, 10),
-    head_lr=(0.008, "Adam: untied head", 0, 10),
-    tied_embed_lr=(0.05, "Adam: tied embedding", 0, 10),
-    tied_embed_init_std=(0.005, "of a tied embedding; untied: 1", 0, 100),
-    scalar_lr=(0.04, "Adam: gains, scales, mixes", 0, 10),
-    muon_momentum=(0.95, "after its warm-up", 0, 0.9999),
-    muon_momentum_warmup_start=(0.85, "at step 0", 0, 0.9999),
-    muon_momentum_warmup_steps=(300, "steps; 0: none"),
-    muon_momentum_cooldown_steps=(0, "last steps, back to the start; 0: none"),
-    orthogonalization=("newton_schulz", "newton_schulz | polar_express"),
-    muon_backend_steps=(5, "iterations of it", 1, 20),
-    normuon_beta2=(0.0, "of NorMuon's mean square per row; 0: none", 0, 0.9999),
-    weight_decay=(0.0, "on matrices, cautious, times LR squared; 0: none", 0, 1e6),
-    beta1=(0.8, "Adam", 0, 0.9999),
-    beta2=(0.95, "Adam", 0, 0.99999),
-    adam_eps=(1e-8, "Adam", 1e-20, 1),
-    adam_every=(1, "steps that one of Adam sums up", 1, 1000),
-    grad_clip_norm=(0.0, "of all gradients together; 0: any", 0, 1e6),
+    parameters: tuple = option((), "changed cells of the parameter table: kind.column=value, ...")
+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: untied head", 0, 10)
+    tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
+    tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
+    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes, gates", 0, 10)
+    muon_momentum: float = option(0.95, "after its warm-up", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warm-up")
+    muon_momentum_cooldown_steps: int = optional(0, "last steps, back to the start value; 0: none")
+    orthogonalization: str = option("newton_schulz", "Muon's polynomial",
+                                    choices=("newton_schulz", "polar_express"))
+    muon_backend_steps: int = option(5, "its iterations", 1, 20)
+    normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
+    weight_decay: float = optional(0.0, "cautious, on Muon's matrices, times LR squared; 0: none", 0, 1e6)
+    beta1: float = option(0.8, "Adam", 0, 0.9999)
+    beta2: float = option(0.95, "Adam", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam, for the gradient of a mean loss", 1e-20, 1)
+    adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
+    grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
     # schedule
-    iterations=(100_000, "steps at most", 1, 10**9),
-    extension_iterations=(0, "further ones of the last stage; 0: none", 0, 10**9),
-    max_wallclock_seconds=(120.0, "of training; 0: no cap", 0, 1e7),
-    warmup_steps=(2, "steps before the clock, undone", 0, 1000),
-    warmdown_iters=(0, "steps of LR decay; 0: warmdown_frac"),
-    warmdown_frac=(0.5, "part of the run with LR decay", 0, 1),
-    lr_floor=(0.0, "LR factor at the end", 0, 1),
-    batch_schedule=((1,), "train_batch_tokens times this, per stage", 1, 1024),
-    batch_lr_power=(0.0, "LR factor = multiple ** this; 0: none", 0, 2),
-    lr_schedule=((0.0,), "LR factors instead; 0: none", 0, 1000),
-    lr_switches=((0.0,), "part of iterations from which on each holds", 0, 1)).items()}
-Config = make_dataclass("Config", [(n, type(f.default), f.default) for n, f in FIELDS.items()], frozen=True)
+    iterations: int = option(100_000, "steps at most", 1, 10**9)
+    extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
+    max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
+    warmup_steps: int = optional(2, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    warmdown_iters: int = optional(0, "steps of LR warmdown; 0: warmdown_frac")
+    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
+    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    batch_schedule: tuple = option((1,), "train_batch_tokens times this, per stage", 1, 1024)
+    batch_lr_power: float = optional(0.0, "LR factor = batch multiple ** this; 0: off", 0, 2)
+    lr_schedule: tuple = option((0.0,), "LR factors that replace it, in order; 0: off", 0, 1000)
+    lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
+
+def stages(columns, *rows):
+    """{column: tuple} of a preset's table of stages, a row per stage; None: the column has ended."""
+    table = {name: [row[i] for row in rows] for i, name in enumerate(columns.split())}
+    return {name: tuple(value for value in values if value is not None) for name, values in table.items()}
+
 PRESETS = {  # what differs from the defaults
-    "tiny": {},  # one CPU or GPU, 120 s; lowest val_bpb on the embedded corpus
-    # 8xH100, 600 s, 16,000,000 bytes; unmeasured. Its record's recipe (records/README) scored 1.20136
+    # One CPU or GPU, 120 s: lowest val_bpb on the embedded corpus.
+    "tiny": {},
+    # 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. The public record that it starts from: 1.20136.
     "golf": dict(
         data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
         data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
-        val_batch_size=524_288, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
-        rope_base=10_000.0, value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), bigram_rows=16_384,
-        window_pattern="L", window_schedule=(0,), matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, beta1=0.9,
+        num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2, rope_base=10_000.0,
+        window_pattern="L", window_schedule=(0,),
+        bigram_rows=16_384, value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2),
+        matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, beta1=0.9,
         muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
-        train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000, artifact_step=0.2,
+        train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
+        artifact_bytes_limit=16_000_000, artifact_step=0.2,
         eval_sliding=1024, eval_documents=1024, eval_ttt=131_072),
-    # 8xH100; val_loss 3.28 in 132.2 s (8 seeds: mean 3.2782), without bigrams; with: 1/4 fewer tokens (BENCH)
+    # 8xH100: least time to val_loss 3.28 on FineWeb. The public record that it starts from: 132.2 s.
     "speedrun": dict(
         data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
         train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
-        val_tokens=10_485_760, num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, qk_gain_init=0.0,
-        attn_scale=0.1, attn_gate_dim=12, rope_base=1024.0, rope_fraction=0.5, rope_yarn=True, smear_dim=12,
-        bigram_rows=131_072, layer_scale=False, unet_skips=False, skip_layers=(4, 7),
-        value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), window_pattern="0SSSLSS-SSSL",
-        backout_layer=8, window_schedule=(384, 896, 1408, 1664), window_block=128, eval_window=2560,
-        matrix_lr=0.023, embed_lr=0.6, beta1=0.65, muon_momentum_cooldown_steps=50, weight_decay=1.2,
-        normuon_beta2=0.95, orthogonalization="polar_express", adam_every=2, iterations=2120,
-        extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
-        batch_schedule=(1, 2, 3, 3), lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66),
-        val_loss_every=250, score_artifact=False, fp8="auto-head"),
-    # 8xH100; CORE 0.2565 in 8,967 s by depth 26, ratio 7.25, fp8. Rates and decay of depth 12: dial.py
+        num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, window_pattern="0SSSLSS-SSSL",
+        value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), bigram_rows=131_072,
+        skip_layers=(4, 7), backout_layer=8, smear_dim=12, attn_gate_dim=12,
+        qk_gain_init=0.0, layer_scale=False, unet_skips=False,
+        attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_yarn=True,
+        **stages(  # three equal parts of iterations, then the extension
+            "batch_schedule window_schedule lr_schedule lr_switches",
+            (1,             384,            1.0,        0.0),
+            (2,             896,            1.51,       0.33),
+            (3,             1408,           1.93,       0.66),
+            (3,             1664,           None,       None)),
+        window_block=128, eval_window=2560,
+        matrix_lr=0.023, weight_decay=1.2, normuon_beta2=0.95, orthogonalization="polar_express",
+        muon_momentum_cooldown_steps=50, embed_lr=0.6, beta1=0.65, adam_every=2,
+        iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
+        val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head"),
+    # 8xH100: least time to CORE > 0.256525. The public record: depth 26, ratio 7.25, fp8, 8,967 s.
+    # Rates and decay are those of depth 12; depth_dial() scales them.
     "gpt2": dict(
-        depth=24, target_param_data_ratio=10.5, data_path="data/datasets/climbmix", data_fingerprint="",
-        vocab_size=32_768, shuffle=False, train_seq_len=2048, train_batch_tokens=524_288, max_doc_len=2048,
-        mlp_mult=4, qk_gain_init=0.0, rope_base=10_000.0, bigram_rows=16_384, layer_scale=False,
-        unet_skips=False, matrix_lr=0.02, head_lr=0.004, weight_decay=10.0, normuon_beta2=0.95,
-        orthogonalization="polar_express", max_wallclock_seconds=0.0, val_loss_every=250,
-        score_artifact=False, core=True, fp8="auto-all", sample_temperature=0.0, sample_tokens=16,
+        depth=24, target_param_data_ratio=10.5, train_seq_len=2048, train_batch_tokens=524_288,
+        data_path="data/datasets/climbmix", data_fingerprint="", vocab_size=32_768, shuffle=False,
+        max_doc_len=2048, mlp_mult=4, bigram_rows=16_384, rope_base=10_000.0,
+        qk_gain_init=0.0, layer_scale=False, unet_skips=False,
+        matrix_lr=0.02, head_lr=0.004, weight_decay=10.0, normuon_beta2=0.95,
+        orthogonalization="polar_express", fp8="auto-all",
+        max_wallclock_seconds=0.0, val_loss_every=250, score_artifact=False, core=True,
+        sample_temperature=0.0, sample_tokens=16,
         sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"),
 }
+
+FIELDS = {f.name: f for f in fields(Config)}
+MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
 NAMES = {name.upper(): ALIASES.get(name, name) for name in (*FIELDS, *ALIASES)}  # as typed: the constant
-SHAPE = ["preset", *re.findall("vocab_size.* (?=matrix_lr)", " ".join(FIELDS))[0].split()]
+BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
 def load_config(env, argv=()):
-  """Default < preset < environment < flag. env: {NAME: text}. Raises Refused."""
-  given = {}
-  for source in (env, dict(parse_flags(argv))):
-    texts = {}
-    for typed, name in NAMES.items():
-      if (text := source.get(typed)) is not None:
-        first = texts.setdefault(name, text)
-        demand(first == text, f"{name} is given twice, as {first} and as {text}")
-        given[name] = parse_value(name, text)
-  return preset_config(given.get("preset", Config.preset), given)
+    """Config: default < preset < environment < flag. env: {NAME: text}. Raises Refused."""
+    given = {}
+    for source in (env, dict(parse_flags(argv))):
+        texts = {}
+        for typed, name in NAMES.items():
+            if typed not in source:
+                continue
+            text = source[typed]
+            first = texts.setdefault(name, text)
+            require(first == text, f"{name} is given twice, as {first} and as {text}")
+            given[name] = parse_value(name, text)
+    return preset_config(given.get("preset", Config.preset), given)
 
 def preset_config(preset, given=()):
-  """The preset, what was given instead, what dial.py makes of depth. Raises Refused."""
-  demand(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
-  cfg = Config(**{"preset": preset} | PRESETS[preset] | dict(given))
-  check_config(cfg, ())
-  if cfg.depth:
-    import dial
-    cfg, problem = dial.turn(cfg, dict(given), horizon_weights, flops_per_token)
-    demand(cfg, problem)
-  check_config(cfg)
-  return cfg
+    """Config of a preset with given {name: value} instead, then the depth dial. Raises Refused."""
+    require(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
+    given, own = dict(given), PRESETS[preset]
+    if "parameters" in given:  # cells: those given come after the preset's
+        given["parameters"] = tuple(dict.fromkeys(own.get("parameters", ()) + given["parameters"]))
+    cfg = Config(**{"preset": preset} | own | given)
+    check_ranges(cfg)
+    if cfg.depth:
+        cfg = depth_dial(cfg, given)
+    check_config(cfg)
+    return cfg
 
-RULES = (  # between constants, as they are said to who breaks one
-    r"re.fullmatch(r'(\w[\w.,=+-]*)?', run_id)  # letters, digits and .,=+-",
-    "model_dim / num_heads % 2 == num_heads % (num_kv_heads or 1) == 0  # heads are even",
-    "max(smear_dim, attn_gate_dim) <= model_dim",
-    "train_batch_tokens % train_seq_len == 0 < train_batch_tokens",
-    "vocab_size or not depth",
-    "depth or not (target_param_data_ratio or target_flops)",
-    "eval_stride <= (eval_context or train_seq_len)",
-    "val_tokens != 1  # a target is left",
-    "re.fullmatch('[LS0-]+', window_pattern)",
-    "len({1, len(batch_schedule), len(window_schedule)}) < 3  # as many stages, or one",
-    "len(lr_switches) == len(lr_schedule) and sorted(lr_switches) == [0, *lr_switches[1:]]  # grow from 0",
-    "not any(window % window_block for window in (*window_schedule, eval_window))",
-    "skip_layers == (0,) or len(skip_layers) % 2 == 0  # pairs",
-    "all(a < b for a, b in zip(skip_layers[::2], skip_layers[1::2]))  # of a layer and a later one")
+def parse_value(name, text):
+    """Text -> a value of the constant's type. Raises Refused."""
+    default = FIELDS[name].default
+    try:
+        text.encode()  # an environment may hold bytes that are no text
+        if isinstance(default, tuple):
+            kind = type(default[0]) if default else str
+            return tuple(kind(part) for part in text.split(",") if part or kind is not str)
+        if isinstance(default, bool):
+            return BOOLEANS[text.lower()]
+        if text == "-1" and FIELDS[name].metadata["off"]:
+            return type(default)(0)
+        return type(default)(text)
+    except (KeyError, ValueError):
+        raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
 
-def check_config(cfg, rules=RULES):
-  """Refuses what is out of its range, or breaks a rule."""
-  for name, value in vars(cfg).items():
-    _, doc, least, most = FIELDS[name]
-    if isinstance(value, str):
-      good, legal = " | " not in doc or value in doc.split(" | "), doc
-    else:
-      good, legal = all(least <= n <= most for n in np.atleast_1d(value)), f"from {least:g} to {most:g}"
-    demand(good, f"{name}={show(value)} must be {legal}")
-  for rule in rules:
-    values = [f"{name}={value!r}" for name, value in vars(cfg).items() if re.search(rf"\b{name}\b", rule)]
-    demand(eval(rule, {"re": re, **vars(cfg)}), f"{' and '.join(values)} break the rule {rule}")
+def parse_flags(argv):
+    """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03, bare --compile."""
+    words = [*argv]
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
+        name = flag[2:].replace("-", "_").upper()
+        if flag[:2] != "--" or name not in NAMES:
+            nearest = dict(near_misses([name])).get(name, "help").lower().replace("_", "-")
+            raise Refused(f"unknown argument {flag}; did you mean --{nearest}?")
+        if not equals:  # the value is the next word; a Boolean can do without, and so can --fp8
+            bare = "all" if name == "FP8" else "1" if isinstance(FIELDS[NAMES[name]].default, bool) else None
+            alone = not words or words[0].startswith("--")
+            require(bare or not alone, f"{flag} needs a value")
+            text = bare if alone else words.pop(0)
+        yield name, text
+
+def near_misses(names):
+    """[(name that is no constant, the constant that it is one slip away from)]"""
+    near = [(typed, name) for typed in names for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
+    return [(typed, name) for typed, name in near if typed != name and abs(len(typed) - len(name)) < 2]
+
+def show(value):
+    """A constant as one types it; of an absolute path only the last part."""
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value)
+    if isinstance(value, bool):
+        return str(int(value))
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else str(value)
+
+def overrides(cfg):
+    """{name: [text of the preset, text in force]} where they differ."""
+    preset = vars(preset_config(cfg.preset))
+    return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
+            if value != preset[name]}
+
+def check_ranges(cfg):
+    """Refuses a number that is not finite or out of range, and a text that is none of its choices."""
+    for name, value in vars(cfg).items():
+        limits = FIELDS[name].metadata
+        if isinstance(value, str):
+            legal = ", ".join(limits["choices"])
+            require(not legal or value in limits["choices"], f"{name}={value!r} must be one of {legal}")
+            continue
+        for number in value if isinstance(value, tuple) else (value,):
+            if not isinstance(number, str):
+                require(limits["least"] <= number <= limits["most"],
+                        f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
+
+def check_config(cfg):
+    """Refuses numbers out of range, then combinations of constants that make no run."""
+    check_ranges(cfg)
+    c = cfg
+    windows = (*c.window_schedule, c.eval_window)
+    skips = list(zip(c.skip_layers[::2], c.skip_layers[1::2]))
+    rules = [
+        (re.fullmatch(r"(\w[\w.,=+-]*)?", c.run_id), f"run_id={c.run_id!r} must be letters, digits, .,=+-"),
+        (c.model_dim % c.num_heads == 0 and c.model_dim // c.num_heads % 2 == 0,
+         f"model_dim={c.model_dim} / num_heads={c.num_heads} must be an even number of channels per head"),
+        (c.num_heads % (c.num_kv_heads or 1) == 0,
+         f"num_heads={c.num_heads} must be a multiple of num_kv_heads={c.num_kv_heads}"),
+        (max(c.smear_dim, c.attn_gate_dim) <= c.model_dim,
+         f"smear_dim={c.smear_dim} or attn_gate_dim={c.attn_gate_dim} exceeds model_dim={c.model_dim}"),
+        (0 < c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
+         f"train_batch_tokens={c.train_batch_tokens} must be a multiple of train_seq_len={c.train_seq_len}"),
+        (c.vocab_size or not c.depth, f"depth={c.depth} needs vocab_size"),
+        (c.depth or not (c.target_param_data_ratio or c.target_flops),
+         "target_param_data_ratio and target_flops need depth"),
+        (c.eval_stride <= (c.eval_context or c.train_seq_len),
+         f"eval_stride={c.eval_stride} exceeds eval_context={c.eval_context or c.train_seq_len}"),
+        (c.val_tokens != 1, "val_tokens=1 leaves no target"),
+        (c.window_pattern and not set(c.window_pattern) - set("LS-0"),
+         f"window_pattern={c.window_pattern!r} must consist of L, S, - and 0"),
+        (len({1, len(c.batch_schedule), len(c.window_schedule)}) < 3,
+         f"batch_schedule={show(c.batch_schedule)} and window_schedule={show(c.window_schedule)}: "
+         "give as many entries to both, or one to one of them"),
+        (len(c.lr_switches) == len(c.lr_schedule) and [0, *c.lr_switches[1:]] == sorted(c.lr_switches),
+         f"lr_switches={show(c.lr_switches)} must grow from 0, one per lr_schedule={show(c.lr_schedule)}"),
+        (not any(window % c.window_block for window in windows),
+         f"window_schedule={show(c.window_schedule)} or eval_window={c.eval_window} is no multiple of "
+         f"window_block={c.window_block}"),
+        (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0 and all(a < b for a, b in skips),
+         f"skip_layers={show(c.skip_layers)} must be pairs of a layer and a later one"),
+    ]
+    for holds, sentence in rules:
+        require(holds, sentence)
+    parameter_table(cfg)
+
+# The depth dial: nanochat's rules (github.com/karpathy/nanochat). Rates and decay of a preset with a depth
+# are stated for this reference model.
+REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # layers, channels, tokens per step
+CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
+BATCH_POWER = 0.383  # of the tokens of a run: its best batch (arXiv:2505.13738)
+HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
+
+def depth_size(depth, train_seq_len):
+    """{constant: value} of a depth: 64 channels per layer in whole heads of 128; every fourth layer and the
+    last see everything, others half; every other layer, the last too, has value embeddings."""
+    heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
+    layers = range(1, depth + 1)
+    return dict(
+        num_layers=depth,
+        num_heads=heads,
+        model_dim=HEAD_DIM * heads,
+        window_schedule=(train_seq_len,),
+        window_pattern="".join("L" if n % 4 == 0 or n == depth else "S" for n in layers),
+        value_embed_layers=tuple(0 if (depth - n) % 2 else (n + 1) // 2 for n in layers))
+
+def depth_dial(cfg, given):
+    """cfg with everything that follows from cfg.depth, except the constants in `given`. Raises Refused."""
+    # 1. One of three horizons: one that is given replaces the preset's.
+    horizons = [name for name in HORIZONS if given.get(name)]
+    if horizons:
+        cfg = replace(cfg, **{name: 0.0 for name in HORIZONS[1:] if name not in horizons})
+    # 2. Size, and that of the reference.
+    reference = replace(cfg, **depth_size(REFERENCE_DEPTH, cfg.train_seq_len))
+    cfg = replace(cfg, **depth_size(cfg.depth, cfg.train_seq_len) | given)
+    weights = horizon_weights(cfg)
+    growth = weights / horizon_weights(reference)
+    # 3. Batch: a power of the tokens, which grow as the weights do, to the nearest power of 2.
+    batch = cfg.train_batch_tokens
+    if not batch:
+        batch = 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
+    # 4. Steps: to the end of the FLOPs, or of the tokens (so many per weight, arXiv:2203.15556).
+    derived = {}
+    tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
+    if tokens:
+        derived["iterations"] = max(1, int(tokens / batch))
+    repeated = horizons[:1] == ["iterations"] and derived.get("iterations") == cfg.iterations
+    require(len(horizons) < 2 or repeated, f"{' and '.join(horizons)} are two horizons: give one")
+    # 5. Learning rates: with the root of the batch (arXiv:2205.10287); Adam's also with the inverse root of
+    #    the width, between standard parametrization and muP (arXiv:2203.03466), which has the inverse.
+    rate = (batch / REFERENCE_BATCH) ** 0.5
+    adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
+    # 6. Weight decay: less in longer runs, more with larger batches (arXiv:2405.13698).
+    factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=adam, weight_decay=rate / growth)
+    for name, factor in factors.items():
+        derived[name] = getattr(cfg, name) * factor
+    return replace(cfg, **derived | given | {"train_batch_tokens": batch})
+
+def parameter_counts(cfg):
+    """{group of the parameter table: parameters}"""
+    counts, table = Counter(), parameter_table(cfg)
+    with torch.device("meta"):
+        for name, p in GPT(cfg).named_parameters():
+            counts[table[kind_of(name)].group] += p.numel()
+    return counts
+
+def horizon_weights(cfg):
+    """Weights of matrices and head, which the horizon counts."""
+    return parameter_counts(cfg)["matrix"] + cfg.vocab_size * cfg.model_dim
+
+def flops_per_token(cfg):
+    """Matmul FLOPs of training as PaLM counts them: 6 per weight, 12 * width * window per layer."""
+    sizes = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
+    keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, cfg.num_layers))
+    return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
 
 # ---------- 4 model
+class Context(NamedTuple):
+    """What the forward pass needs besides tokens and weights; make_context() makes one."""
+    rope: tuple  # cos and sin of every position, each (T, head_dim / 2), in the dtype of activations
+    attn_scale: float  # factor on q @ k
+    windows: dict  # {kind of layer: tokens that it sees, its own included}
+    dtype: torch.dtype  # of activations
+    wanted: torch.Tensor | None = None  # bool (B, T): where logits are made; None: everywhere
+
+def make_context(cfg, T, window, device, dtype=None, wanted=None):
+    """Context for rows of T tokens. window: of long layers, tokens; 0: everything. dtype: by default that of
+    scores, fp32 on a CPU and bf16 on a GPU."""
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    frequencies, attn_scale = rope_frequencies(cfg, window)
+    angles = torch.arange(T)[:, None] * frequencies
+    rope = tuple(table.to(device, dtype) for table in (angles.cos(), angles.sin()))
+    kinds = per_layer(cfg.window_pattern, cfg.num_layers)
+    windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
+    return Context(rope, attn_scale, windows, dtype, wanted)
+
 def rms_norm(x):
-  return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 def linear(x, weight):
-  """x @ weight.T in the dtype of x; master weights stay fp32."""
-  return F.linear(x, weight.to(x.dtype))
+    """x @ weight.T in the dtype of x; master weights stay fp32."""
+    return F.linear(x, weight.to(x.dtype))
 
-def attention(q, k, v, mask, scale=None, kernel=None):
-  """Causal attention. q (B, H, T, D), k and v (B, KV, T, D); the cost is the size of the mask."""
-  B, H, T, _ = q.shape
-  kernel = partial(kernel or F.scaled_dot_product_attention, scale=scale, enable_gqa=k.size(1) < H)
-  if mask is None or (n := mask.size(1)) == 1:
-    return kernel(q, k, v, attn_mask=mask, is_causal=mask is None)
-  W = mask.size(2)
-  q, k, v = (F.pad(x, (0, 0, 0, n * W - T)).unflatten(2, (n, W)) for x in (q, k, v))
-  k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), 3) for x in (k, v))  # with the one before
-  q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-  y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None])
-  return y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+def attention(q, k, v, mask, scale=None, kernel=F.scaled_dot_product_attention):
+    """Causal attention. q (B, H, T, D), k and v (B, KV, T, D) -> (B, H, T, D). mask: of window_mask; the cost
+    is its size. kernel: a function with the signature of scaled_dot_product_attention."""
+    B, H, T, _ = q.shape
+    kernel = partial(kernel, scale=scale, enable_gqa=k.size(1) < H)
+    if mask is None:
+        return kernel(q, k, v, attn_mask=None, is_causal=True)
+    blocks, width = mask.size(1), mask.size(2)
+    if blocks == 1:
+        return kernel(q, k, v, attn_mask=mask, is_causal=False)
+    # blocks of `width` queries, each with its own keys and those of the block before
+    q, k, v = (F.pad(x, (0, 0, 0, blocks * width - T)).unflatten(2, (blocks, width)) for x in (q, k, v))
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), 3) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None], is_causal=False)
+    return y.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
-def window_mask(reach, T, documents, device, first=0):
-  """Each token sees the last reach of its document, itself included; documents (B, T) numbers them. Returns
-  None for the whole past, else bool (B or 1, n, W, K): n blocks of W queries, K keys up to their end; or
-  one block of the queries from first on."""
-  if reach >= T and documents is None and not first:
-    return None
-  W = T if first or 2 * reach >= T else reach
-  n, K = math.ceil(T / W), min(T, 2 * W)
-  block = torch.arange(0, n * W, W, device=device).view(1, n, 1, 1)
-  query, key = (block + torch.arange(low, W, device=device) for low in (first, W - K))
-  query = query.mT
-  mask = (key >= 0) & (key <= query) & (key > query - reach)
-  if documents is not None:
-    documents = F.pad(documents, (K - W, n * W - T), value=-1)
-    mine = documents[:, K - W:].view(-1, n, W, 1)[:, :, first:]
-    mask = mask & (mine == documents.unfold(1, K, W)[:, :, None])
-  return mask
+def window_mask(window, T, documents, device):
+    """Where each token sees the last `window` tokens of its document, its own included. documents (B, T): the
+    number of each token's document, or None. Returns None if every token sees everything before it, else bool
+    (B or 1, n, W, K): n blocks of W queries by the K keys up to their end."""
+    if window >= T and documents is None:
+        return None
+    width = T if 2 * window >= T else window
+    blocks, keys = math.ceil(T / width), min(T, 2 * width)
+    start = torch.arange(0, blocks * width, width, device=device).view(1, blocks, 1, 1)
+    query = start + torch.arange(width, device=device)[:, None]
+    key = start + torch.arange(width - keys, width, device=device)
+    mask = (key >= 0) & (key <= query) & (key > query - window)
+    if documents is not None:
+        documents = F.pad(documents, (keys - width, blocks * width - T), value=-1)
+        own = documents[:, keys - width:].view(-1, blocks, width, 1)
+        mask = mask & (own == documents.unfold(1, keys, width)[:, :, None])
+    return mask
 
 def mlp(x, fc, proj, linear=linear):
-  """ReLU^2 MLP (Primer, arXiv:2109.08668). x (B, T, C), fc (hidden, C), proj (C, hidden)."""
-  return linear(F.relu(linear(x, fc)).square(), proj)
+    """ReLU^2 MLP (Primer, arXiv:2109.08668). x (B, T, C), fc (hidden, C), proj (C, hidden)."""
+    return linear(F.relu(linear(x, fc)).square(), proj)
 
 def softcap(logits, cap):
-  """cap * tanh(logits / cap)."""
-  return 2 * cap * torch.sigmoid(logits * (2 / cap)) - cap if cap else logits
+    """cap * tanh(logits / cap), by a sigmoid, which is faster; cap 0: unchanged."""
+    return 2 * cap * torch.sigmoid(logits * (2 / cap)) - cap if cap else logits
 
 def lm_loss(x, head, targets, cap, linear=linear):
-  """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
-  return F.cross_entropy(softcap(linear(x, head).float(), cap).flatten(0, 1), targets.flatten())
+    """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
+    return F.cross_entropy(softcap(linear(x, head).float(), cap).flatten(0, 1), targets.flatten())
 
-Fast = namedtuple("Fast", "linear head_linear window_mask attention loss",  # seams for section 10
-                  defaults=(linear, linear, window_mask, attention, lm_loss))
+class Kernels(NamedTuple):
+    """The functions that have faster versions in section 11; these are the readable ones."""
+    linear: object = linear  # of the blocks
+    head_linear: object = linear
+    window_mask: object = window_mask
+    attention: object = attention
+    loss: object = lm_loss
 
 def rope_frequencies(cfg, window):
-  """Radians per token of each pair of channels (RoFormer, arXiv:2104.09864) and the scale of the logits;
-  with rope_yarn (YaRN, arXiv:2309.00071) both follow the windows up to this one."""
-  D, windows = cfg.model_dim // cfg.num_heads, [w for w in cfg.window_schedule * cfg.rope_yarn if w]
-  pairs, scale = int(cfg.rope_fraction * D / 2) * (cfg.rope_base > 0), cfg.attn_scale or D ** -0.5
-  frequencies = F.pad(cfg.rope_base ** (-torch.arange(pairs) / pairs), (0, D // 2 - pairs))
-  for old, new in zip(windows, windows[1:]):
-    if old == window:
-      break
-    turns = old * frequencies / (2 * math.pi)
-    frequencies *= old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
-    scale *= 1 + 0.2 * math.log(new / old)
-  return frequencies, scale
+    """Radians per token of each pair of channels (RoFormer, arXiv:2104.09864), (head_dim / 2,), and the
+    factor on q @ k. With rope_yarn (YaRN, arXiv:2309.00071) both follow the growth of the windows up to this
+    one."""
+    D = cfg.model_dim // cfg.num_heads
+    pairs = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
+    frequencies = F.pad(cfg.rope_base ** (-torch.arange(pairs) / pairs), (0, D // 2 - pairs))
+    scale = cfg.attn_scale or D**-0.5
+    windows = [w for w in cfg.window_schedule if w] if cfg.rope_yarn else []
+    for old, new in zip(windows, windows[1:]):
+        if old == window:
+            break
+        turns = old * frequencies / (2 * math.pi)
+        frequencies *= old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequencies, scale
 
 def rotate(x, cos, sin):
-  a, b = x.chunk(2, -1)
-  return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+    """RoPE on the two halves of each head. x (B, H, T, D), cos and sin (T, D / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
 def per_layer(values, num_layers):
-  """A per-layer list, repeated or cut to the number of layers."""
-  return [values[i % len(values)] for i in range(num_layers)]
+    """A per-layer list, repeated or cut to the number of layers."""
+    return [values[i % len(values)] for i in range(num_layers)]
 
 def window_sizes(cfg, window, T):
-  """Tokens of T that long and short layers see. window 0: all."""
-  half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
-  half = max(1, half // cfg.window_block) * cfg.window_block
-  return {"L": min(window or T, T), "S": min(T, half)}
+    """{"L": tokens of T that long layers see, "S": short ones}. window: of long layers; 0: everything."""
+    half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
+    half = max(1, half // cfg.window_block) * cfg.window_block
+    return {"L": min(window or T, T), "S": min(T, half)}
 
 def parameter(*shape, on=True):
-  return nn.Parameter(torch.empty(shape)) if on else None
+    return nn.Parameter(torch.empty(shape)) if on else None
 
 def gate(x, weight):
-  """(B, T, C) -> (B, T, n), 0 to 1, by the first channels; weight (n, channels)."""
-  return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
+    """(B, T, C) -> (B, T, n), from 0 to 1, by the first channels. weight (n, channels)."""
+    return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
 
 class Block(nn.Module):
-  """Attention and MLP, pre-norm, as far as kind has them."""
-  def __init__(self, cfg, kind, fast):
-    super().__init__()
-    self.fast, self.linear, self.key_offset = fast, fast.linear, cfg.key_offset and kind == "L"
-    C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
-    self.head_dim, attends, has_mlp = C // H, kind in "LS", kind != "0"
-    self.query, self.attn_proj = (parameter(C, C, on=attends) for _ in range(2))
-    self.key, self.value = (parameter(KV * C // H, C, on=attends) for _ in range(2))
-    self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
-    self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
-    self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
-    self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
-    self.residual_mix = parameter(2, C, on=cfg.residual_mix)
-    self.layer_scale = parameter(2, C, on=cfg.layer_scale)
+    """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
+    def __init__(self, cfg, kind, kernels):
+        super().__init__()
+        C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
+        attends, has_mlp = kind in "LS", kind != "0"
+        self.kernels, self.head_dim = kernels, C // H
+        self.key_offset = cfg.key_offset and kind == "L"
+        self.query = parameter(C, C, on=attends)
+        self.attn_proj = parameter(C, C, on=attends)
+        self.key = parameter(KV * C // H, C, on=attends)
+        self.value = parameter(KV * C // H, C, on=attends)
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
+        self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
+        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
+        self.residual_mix = parameter(2, C, on=cfg.residual_mix)
+        self.layer_scale = parameter(2, C, on=cfg.layer_scale)
 
-  def forward(self, x, x0, value_embed, mask, *context):
-    """Stream x and embedding x0 (B, T, C), value_embed (B, T, KV * D) or 0 -> stream."""
-    if self.residual_mix is not None:
-      mix = self.residual_mix.to(x.dtype)
-      x = mix[0] * x + mix[1] * x0
-    scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
-    if self.query is not None:
-      x = x + scales[0] * self.attend(rms_norm(x), value_embed, mask, *context)
-    if self.fc is not None:
-      x = x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj, self.linear)
-    return x
+    def forward(self, x, x0, value_embed, mask, follows, context):
+        """x, the stream, and x0, the embedding (B, T, C) -> the stream. value_embed (B, T, KV * D) or 0.
+        follows: bool (B, T) or (T,), whether a token of the same document comes before."""
+        if self.residual_mix is not None:
+            mix = self.residual_mix.to(x.dtype)
+            x = mix[0] * x + mix[1] * x0
+        scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
+        if self.query is not None:
+            x = x + scales[0] * self.attend(rms_norm(x), value_embed, mask, follows, context)
+        if self.fc is not None:
+            x = x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+        return x
 
-  def attend(self, h, value_embed, mask, rope, scale, follows, cache):
-    """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
-    q, k, v = (self.linear(h, weight) for weight in (self.query, self.key, self.value))
-    v = v + value_embed
-    q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
-    if self.key_offset:  # so that a match finds what came after it
-      now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-      before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
-      k = torch.cat((now, before), -1).flatten(-2)
-    q, k = (rotate(rms_norm(y), *rope) for y in (q, k))
-    if cache is not None:  # what is kept, of one row for all, then what is new
-      k, v = cache[self] = [torch.cat((old.expand(len(h), -1, -1, -1), new[:, :, min(3, old.size(2)):]), 2)
-                            for old, new in zip(cache.get(self, (k[:, :, :0], v[:, :, :0])), (k, v))]
-    if self.qk_gain is not None:
-      q = q * self.qk_gain.to(q.dtype)[:, None, None]
-    y = self.fast.attention(q, k, v, mask, scale).transpose(1, 2)
-    if self.attn_gate is not None:
-      y = y * gate(h, self.attn_gate)[..., None]
-    return self.linear(y.flatten(2), self.attn_proj)
+    def attend(self, h, value_embed, mask, follows, context):
+        """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
+        q, k, v = (self.kernels.linear(h, weight) for weight in (self.query, self.key, self.value))
+        v = v + value_embed
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        if self.key_offset:
+            k = offset_keys(k, follows)
+        q, k = (rotate(rms_norm(y), *context.rope) for y in (q, k))
+        if self.qk_gain is not None:
+            q = q * self.qk_gain.to(q.dtype)[:, None, None]
+        y = self.kernels.attention(q, k, v, mask, context.attn_scale).transpose(1, 2)
+        if self.attn_gate is not None:
+            y = y * gate(h, self.attn_gate)[..., None]
+        return self.kernels.linear(y.flatten(2), self.attn_proj)
+
+def offset_keys(k, follows):
+    """Half of each key head from the token before, so that a match finds what came after it. k (B, KV, T,
+    D)."""
+    now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+    before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
+    return torch.cat((now, before), -1).flatten(-2)
 
 class GPT(nn.Module):
-  """Decoder-only transformer; cfg.vocab_size is resolved, dtype of activations."""
-  def __init__(self, cfg, dtype=torch.float32, fast=Fast()):
-    super().__init__()
-    self.cfg, self.dtype, self.fast, self.loss = cfg, dtype, fast, partial(fast.loss, linear=fast.head_linear)
-    N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
-    self.kinds, self.embed = per_layer(cfg.window_pattern, N), parameter(V, C)
-    self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
-    self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
-    self.smear, self.smear_gate = (parameter(1, n, on=cfg.smear_dim) for n in (1, cfg.smear_dim))
-    self.blocks = nn.ModuleList(Block(cfg, kind, fast) for kind in self.kinds)
-    self.tables, kv_heads = per_layer(cfg.value_embed_layers, N), cfg.num_kv_heads or cfg.num_heads
-    self.value_embeds = nn.ParameterList(
-        parameter(V, kv_heads * C // cfg.num_heads) for _ in range(max(self.tables)))
-    self.skips = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] * cfg.unet_skips
-    self.skips += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
-    self.skip_weights = parameter(len(self.skips), C, on=self.skips)
-    self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+    """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
+        self.cfg, self.kernels = cfg, kernels
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.embed = parameter(V, C)
+        self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
+        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
+        self.smear = parameter(1, 1, on=cfg.smear_dim)
+        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
+        self.blocks = nn.ModuleList(Block(cfg, kind, kernels) for kind in self.kinds)
+        # value embeddings: the table of each layer, counted from 1; 0: none
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
+        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
+        # skips: (from, to), innermost first
+        self.skips = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] if cfg.unet_skips else []
+        self.skips += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
+        self.skip_weights = parameter(len(self.skips), C, on=self.skips)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
-  def set_context(self, T, window, wanted=..., cache=None):
-    """For T tokens; window of long layers, 0: all; wanted, bool (B, T): where logits are made. cache {} keeps
-    keys and values; then only new tokens are computed, and 3 before them, what one sees besides attention."""
-    self.wanted, self.cache = wanted, cache
-    frequencies, self.scale = rope_frequencies(self.cfg, window)
-    angles = torch.arange(T)[:, None] * frequencies
-    self.rope = [t.to(self.embed.device, self.dtype) for t in (angles.cos(), angles.sin())]
-    self.reach = {k: size for k, size in window_sizes(self.cfg, window, T).items() if k in self.kinds}
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+        cfg, T, documents = self.cfg, tokens.size(1), None
+        follows = torch.arange(T, device=tokens.device) > 0
+        if cfg.max_doc_len:
+            documents = (tokens == cfg.bos_id).cumsum(1)
+            follows = follows & (tokens != cfg.bos_id)
+        masks = {kind: self.kernels.window_mask(window, T, documents, tokens.device)
+                 for kind, window in context.windows.items()}
+        x = x0 = rms_norm(self.embedded(tokens, follows, context.dtype))
+        outputs = []
+        for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
+            for row, (source, to) in enumerate(self.skips):
+                if to == i:
+                    x = x + self.skip_weights[row].to(x.dtype) * outputs[source]
+            value_embed = 0
+            if self.tables[i]:
+                value_embed = F.embedding(tokens, self.value_embeds[self.tables[i] - 1]).to(x.dtype)
+            x = block(x, x0, value_embed, masks.get(kind), follows, context)
+            outputs.append(x)
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
+        return rms_norm(x)
 
-  def hidden(self, tokens):
-    """tokens (B, T) -> last activations, normalised (B, T, C)."""
-    cfg, T, documents = self.cfg, tokens.size(1), None
-    first = max(0, next(iter(self.cache.values()))[0].size(2) - 3) if self.cache else 0
-    follows = torch.arange(T, device=tokens.device) > 0  # another token of the same document
-    if cfg.max_doc_len:
-      documents, follows = (tokens == cfg.bos_id).cumsum(1), follows & (tokens != cfg.bos_id)
-    masks = {kind: self.fast.window_mask(reach, T, documents, tokens.device, first)
-             for kind, reach in self.reach.items()}
-    tokens, follows, rope = tokens[:, first:], follows[..., first:], [t[first:T] for t in self.rope]
-    x = F.embedding(tokens, self.embed).to(self.dtype)
-    if self.bigram_embed is not None:
-      pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % cfg.bigram_rows
-      x = x + F.embedding(pairs, self.bigram_embed).to(x.dtype) * follows[..., None]
-    if self.smear is not None:
-      before = F.pad(x, (0, 0, 1, -1)) * follows[..., None]
-      x = x + self.smear.to(x.dtype) * gate(x, self.smear_gate) * before
-    x, outputs = (x0 := rms_norm(x)), []
-    for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
-      for row, (source, to) in enumerate(self.skips):
-        if to == i:
-          x = x + self.skip_weights[row].to(x.dtype) * outputs[source]
-      if value_embed := self.tables[i]:
-        value_embed = F.embedding(tokens, self.value_embeds[value_embed - 1]).to(x.dtype)
-      outputs.append(x := block(x, x0, value_embed, masks.get(kind), rope, self.scale, follows, self.cache))
-    if self.backout is not None:
-      x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
-    return rms_norm(x)
+    def embedded(self, tokens, follows, dtype):
+        """tokens (B, T) -> embedding, with that of the hashed bigram and a part of the token before."""
+        x = F.embedding(tokens, self.embed).to(dtype)
+        if self.bigram_embed is not None:
+            pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
+            x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
+        if self.smear is not None:
+            before = F.pad(x, (0, 0, 1, -1)) * follows[..., None]
+            x = x + self.smear.to(dtype) * gate(x, self.smear_gate) * before
+        return x
 
-  def logits(self, tokens):
-    """tokens (B, T) -> (B, T, V) fp32, or of the n that are wanted (n, V)."""
-    return softcap(linear(self.hidden(tokens)[self.wanted], self.head).float(), self.cfg.logit_softcap)
+    def logits(self, tokens, context):
+        """tokens (B, T) -> fp32 (B, T, V), or (n, V) at the n places that context.wanted names."""
+        x = self.hidden(tokens, context)
+        if context.wanted is not None:
+            x = x[context.wanted]
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-  def forward(self, tokens, targets):
-    """Mean training loss, nats. tokens and targets (B, T)."""
-    return self.loss(self.hidden(tokens), self.head, targets, self.cfg.logit_softcap)
+    def forward(self, tokens, targets, context):
+        """Mean training loss, nats. tokens and targets (B, T)."""
+        x = self.hidden(tokens, context)
+        return self.kernels.loss(x, self.head, targets, self.cfg.logit_softcap, self.kernels.head_linear)
 
-GROUPS = {  # of the optimizer: {name, numbers aside: its first values or how they are drawn}
-    "matrix": dict(query="uniform", key="uniform", value="uniform", attn_proj=0, fc="uniform", mlp_proj=0),
-    "scalar": dict(residual_mix=[[1], [0]], layer_scale=1, qk_gain="gain", attn_gate=0, smear=0,
-                   smear_gate=0, skip_weights=1, backout=0.5),
-    "embed": dict(embed="normal"), "head": dict(head=0), "value_embed": dict(value_embeds=0, bigram_embed=0)}
-PARAMETERS = {name: (group, first) for group, members in GROUPS.items() for name, first in members.items()}
+class Parameter(NamedTuple):
+    """A row of the parameter table: how a kind of parameter starts, learns and is stored."""
+    kind: str  # the last word of its name in the model
+    group: str  # kinds of a group share buffers in the optimizer and rounding in the artifact
+    optimizer: str  # muon (matrices only) or adam
+    lr: str  # the constant of Config that is its learning rate
+    lr_mult: float  # factor on it
+    decay_mult: float  # factor on weight_decay; Adam has none
+    init: str  # uniform: +-scale / sqrt(columns); normal: std scale; constant: scale
+    scale: object  # a number, or a tuple with one number per row
+    artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
 
-def parameter_rule(name):
-  """(group, first values). Raises KeyError for an unknown name."""
-  return PARAMETERS[re.findall("[a-z_]+", name)[-1]]
+def parameter_table(cfg):
+    """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
+    tied = cfg.tie_embeddings
+    embed_lr, embed_std = ("tied_embed_lr", cfg.tied_embed_init_std) if tied else ("embed_lr", 1.0)
+    gain = cfg.qk_gain_init
+    rows = [
+        # kind           group          optimizer LR           mult decay init       scale       artifact step
+        ("query",        "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("key",          "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("value",        "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("attn_proj",    "matrix",      "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        1.0),
+        ("fc",           "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("mlp_proj",     "matrix",      "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        1.0),
+        ("embed",        "embed",       "adam", embed_lr,    1.0, 1.0, "normal",   embed_std,  0.6),
+        ("head",         "head",        "adam", "head_lr",   1.0, 1.0, "constant", 0.0,        0.5),
+        ("value_embeds", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("residual_mix", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", (1.0, 0.0), 0.0),
+        ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", gain,       0.0),
+        ("attn_gate",    "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("smear_gate",   "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("skip_weights", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
+    ]
+    table = {row[0]: Parameter(*row) for row in rows}
+    texts = dict(group=None, optimizer=("muon", "adam"), init=("uniform", "normal", "constant"),
+                 lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
+    for cell in cfg.parameters:
+        place, _, value = cell.partition("=")
+        kind, _, column = place.partition(".")
+        require(kind in table and column in Parameter._fields[1:],
+                f"parameters={cell!r} names no cell: kinds are {', '.join(table)}; columns are "
+                f"{', '.join(Parameter._fields[1:])}")
+        if column in texts:
+            legal = texts[column] or (value,)
+            require(value and value in legal, f"parameters={cell!r} must be one of {', '.join(legal)}")
+        else:
+            require(re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", value), f"parameters={cell!r} must be a number")
+            value = float(value)
+        table[kind] = table[kind]._replace(**{column: value})
+    return table
+
+def kind_of(name):
+    """blocks.3.query -> query, value_embeds.0 -> value_embeds."""
+    return [part for part in name.split(".") if not part.isdigit()][-1]
 
 @torch.no_grad()
 def init_parameters(model, seed):
-  """Draws on the CPU, for the same values on every device."""
-  generator, cfg = torch.Generator().manual_seed(seed), model.cfg
-  for name, p in model.named_parameters():
-    first, value = parameter_rule(name)[1], torch.zeros(p.shape)
-    if first == "uniform":  # torch's own default for a Linear
-      value.uniform_(-p.size(1) ** -0.5, p.size(1) ** -0.5, generator=generator)
-    elif first == "normal":
-      value.normal_(0, cfg.tied_embed_init_std if cfg.tie_embeddings else 1, generator=generator)
-    else:
-      value += torch.tensor(cfg.qk_gain_init if first == "gain" else first)
-    p.copy_(value)
+    """First values, drawn on the CPU for every device. Raises KeyError for a parameter without a row."""
+    generator, table = torch.Generator().manual_seed(seed), parameter_table(model.cfg)
+    for name, p in model.named_parameters():
+        row, value = table[kind_of(name)], torch.zeros(p.shape)
+        if row.init == "uniform":
+            bound = row.scale * p.size(1) ** -0.5
+            value.uniform_(-bound, bound, generator=generator)
+        elif row.init == "normal":
+            value.normal_(0, row.scale, generator=generator)
+        elif isinstance(row.scale, tuple):
+            value += torch.tensor(row.scale)[:, None]
+        else:
+            value += row.scale
+        p.copy_(value)
 
 # ---------- 5 optimizer
-ORTHOGONALIZERS = {     # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x, g = x x'
-    "newton_schulz": [(3.4445, -4.7750, 2.0315)],   # Muon: kellerjordan.github.io/posts/muon
-    "polar_express": [(8.156555, -22.483293, 15.878770), (4.042930, -2.808917, 0.500018),  # arXiv:2505.16932
+ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x with g = x x'
+    # Muon: kellerjordan.github.io/posts/muon
+    "newton_schulz": [(3.4445, -4.7750, 2.0315)],
+    # Polar Express: arXiv:2505.16932
+    "polar_express": [(8.156555, -22.483293, 15.878770), (4.042930, -2.808917, 0.500018),
                       (3.891668, -2.772484, 0.506065), (3.285754, -2.368129, 0.464490),
                       (2.346541, -1.709783, 0.423236)]}
 
 def orthogonalize(g, steps, method="newton_schulz"):
-  """g (N, R, C) -> nearly the nearest semi-orthogonal matrices, singular values 0.6 to 1.3; CPUs in fp32."""
-  x = g.float() if g.device.type == "cpu" else g.bfloat16()
-  if tall := x.size(-2) > x.size(-1):
-    x = x.mT
-  x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-  if method == "polar_express":
-    x = x / 1.02  # bf16 may round a value to above 1, where it diverges
-  for i in range(steps):
-    a, b, c = ORTHOGONALIZERS[method][:i + 1][-1]
-    gram = x @ x.mT
-    x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-  return (x.mT if tall else x).to(g.dtype)
+    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. CPUs in fp32, others in bf16."""
+    x = g.float() if g.device.type == "cpu" else g.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    if method == "polar_express":
+        x = x / 1.02  # bf16 may round a singular value to above 1, where it diverges
+    table = ORTHOGONALIZERS[method]
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(g.dtype)
 
 def muon_update(grad, buffer, momentum, steps, method="newton_schulz"):
-  """Nesterov momentum, orthogonalised; grad and buffer (N, R, C), buffer changes. Returns what to subtract,
-  before LR; tall matrices move as far as square ones."""
-  buffer.lerp_(grad, 1 - momentum)
-  update = orthogonalize(grad.lerp(buffer, momentum), steps, method)
-  return update * max(1, grad.size(-2) / grad.size(-1)) ** 0.5
+    """Nesterov momentum, orthogonalised. grad and buffer (N, R, C); buffer changes. Returns what to subtract,
+    before LR: tall matrices move by sqrt(R / C) more, as far per row as square ones."""
+    buffer.lerp_(grad, 1 - momentum)
+    update = orthogonalize(grad.lerp(buffer, momentum), steps, method)
+    return update * max(1, grad.size(-2) / grad.size(-1)) ** 0.5
 
 def normuon_scale(update, v, beta2):
-  """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows, or columns if wide, over their running rms
-  and its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
-  v.lerp_(update.square().mean(-1 if v.size(-1) == 1 else -2, keepdim=True), 1 - beta2)
-  scaled = update * v.clamp_min(1e-10).rsqrt()
-  before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
-  return scaled * (before / after.clamp_min(1e-10))
+    """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows (its columns if wide) divided by their
+    running rms, its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
+    v.lerp_(update.square().mean(-1 if v.size(-1) == 1 else -2, keepdim=True), 1 - beta2)
+    scaled = update * v.clamp_min(1e-10).rsqrt()
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    return scaled * (before / after.clamp_min(1e-10))
 
 def adam_update(grad, m, v, step, beta1, beta2, eps):
-  """Adam (arXiv:1412.6980), step from 1; m and v change. Returns what to subtract, before LR."""
-  m.lerp_(grad, 1 - beta1)
-  v.lerp_(grad.square(), 1 - beta2)
-  return m / (1 - beta1 ** step) / ((v / (1 - beta2 ** step)).sqrt() + eps)
+    """Adam (arXiv:1412.6980), step from 1; m and v change. Returns what to subtract, before LR."""
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    return m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
 
-def adam_step(p, grad, m, v, scale, step, lr, *constants):
-  """p, all but matrices, changes; one pass over memory if compiled."""
-  p.sub_(lr * adam_update(grad * scale, m, v, step, *constants))
+def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps):
+    """p changes. grad_scale, step and lr are 0-dim tensors, so that compiling it once serves every step."""
+    p.sub_(lr * adam_update(grad * grad_scale, m, v, step, beta1, beta2, eps))
 
 class Bank:
-  """Parameters of one kind, and their gradients, as views of a buffer: one collective serves all. A rank
-  updates its share of units: matrices for Muon, 64 numbers for Adam."""
-  def __init__(self, group, names, params, rank, world_size):
-    self.group, self.names = group, names
-    unit = params[0].shape if group == "matrix" else (64,)
-    size = math.prod(unit)
-    places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
-    total = math.ceil(places[-1] / size / world_size) * size * world_size
-    self.data, self.grad = (torch.zeros(total, device=params[0].device) for _ in range(2))
-    for p, place in zip(params, places):
-      data, p.grad = (t[place:place + p.numel()].view(p.shape) for t in (self.data, self.grad))
-      p.data = data.copy_(p.data)
-    self.my_data = self.data.view(world_size, -1, *unit)[rank]
-    self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.grad.view(-1, *unit)
-    second = self.my_data  # Adam's second moment; of NorMuon one number per row, or column
-    if group == "matrix":
-      second = second[:, :, :1] if unit[0] >= unit[1] else second[:, :1]
-    self.state = [torch.zeros_like(t) for t in (self.my_data, second)]
+    """Parameters with the same rule, and their gradients, as views of one buffer: one collective serves all.
+    Each rank updates its share of units: whole matrices for Muon, 64 numbers for Adam."""
+    def __init__(self, row, names, params, rank, world_size):
+        self.row, self.names = row, names
+        unit = params[0].shape if row.optimizer == "muon" else (64,)
+        size = math.prod(unit)
+        places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
+        self.units = int(places[-1]) // size  # those that hold parameters; the rest makes the shares equal
+        total = math.ceil(self.units / world_size) * world_size * size
+        self.data, self.grad = (torch.zeros(total, device=params[0].device) for _ in range(2))
+        for p, place in zip(params, places):
+            data, p.grad = (t[place:place + p.numel()].view(p.shape) for t in (self.data, self.grad))
+            p.data = data.copy_(p.data)
+        self.my_data = self.data.view(world_size, -1, *unit)[rank]
+        self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.grad.view(-1, *unit)
+        second = self.my_data  # Adam's second moment; NorMuon's has one number per row, or per column if wide
+        if row.optimizer == "muon":
+            second = second[:, :, :1] if unit[0] >= unit[1] else second[:, :1]
+        self.state = [torch.zeros_like(t) for t in (self.my_data, second)]
 
 class Optimizer:
-  """Muon for matrices, Adam for the rest; the ranks share its state."""
-  def __init__(self, model, cfg, rank=0, world_size=1):
-    self.cfg, self.world_size, self.adam_step, self.step_count, kinds = cfg, world_size, adam_step, 0, {}
-    for name, p in model.named_parameters():
-      kind = (group := parameter_rule(name)[0], p.shape if group == "matrix" else None)
-      kinds.setdefault(kind, []).append((name, p))
-    self.banks = [Bank(group, *zip(*members), rank, world_size) for (group, _), members in kinds.items()]
-    self.lr = dict(matrix=cfg.matrix_lr, embed=cfg.tied_embed_lr if cfg.tie_embeddings else cfg.embed_lr,
-                   value_embed=cfg.embed_lr, head=cfg.head_lr, scalar=cfg.scalar_lr)
+    """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state."""
+    def __init__(self, model, cfg, rank=0, world_size=1, group=None):
+        self.cfg, self.world_size, self.group = cfg, world_size, group
+        self.adam_step, self.step_count = adam_step, 0
+        table, kinds = parameter_table(cfg), {}
+        for name, p in model.named_parameters():
+            row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, artifact_step=0.0)
+            shape = p.shape if row.optimizer == "muon" else None
+            kinds.setdefault((row, shape), []).append((name, p))
+        self.banks = [Bank(row, *zip(*members), rank, world_size) for (row, _), members in kinds.items()]
 
-  def tensors(self):
-    """All that a step changes, parameters included."""
-    return [t for bank in self.banks for t in (bank.data, bank.grad, *bank.state)]
+    def tensors(self):
+        """Everything that a step changes, parameters included."""
+        return [t for bank in self.banks for t in (bank.data, bank.grad, *bank.state)]
 
-  @torch.no_grad()
-  def step(self, lr_factor, momentum):
-    """Averages the ranks' gradients and updates, meanwhile."""
-    self.step_count += 1
-    cfg, scale, count = self.cfg, 1 / self.world_size, self.step_count // self.cfg.adam_every
-    banks = [bank for bank in self.banks if bank.group == "matrix" or self.step_count % cfg.adam_every == 0]
-    jobs = [reduce_scatter(bank.my_grad.flatten(), bank.grad, async_op=True)
-            for bank in banks * (self.world_size > 1)]
-    if cfg.grad_clip_norm and banks:
-      for job in jobs:
-        job.wait()
-      norm = scale * all_reduce(sum(bank.my_grad.square().sum() for bank in banks)).sqrt()
-      scale *= (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
-    for i, bank in enumerate(banks):
-      if self.world_size > 1:
-        jobs[i].wait()
-      grad, lr, p, state = bank.my_grad, self.lr[bank.group] * lr_factor, bank.my_data, bank.state
-      if bank.group == "matrix":
-        update = muon_update(grad * scale, state[0], momentum, cfg.muon_backend_steps, cfg.orthogonalization)
+    @torch.no_grad()
+    def step(self, lr_factor, momentum):
+        """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
+        banks step every adam_every steps, on the sum of the gradients since."""
+        self.step_count += 1
+        cfg, grad_scale = self.cfg, 1 / self.world_size
+        adams_turn = self.step_count % cfg.adam_every == 0
+        banks = [bank for bank in self.banks if bank.row.optimizer == "muon" or adams_turn]
+        jobs, gathers = [None] * len(banks), []
+        if self.world_size > 1:
+            jobs = [reduce_scatter(bank.my_grad.flatten(), bank.grad, group=self.group, async_op=True)
+                    for bank in banks]
+        if cfg.grad_clip_norm and banks:
+            for job in jobs:
+                if job:
+                    job.wait()
+            squares = sum(bank.my_grad.square().sum() for bank in banks)
+            norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
+            grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
+        for bank, job in zip(banks, jobs):
+            if job:
+                job.wait()
+            lr = getattr(cfg, bank.row.lr) * bank.row.lr_mult * lr_factor
+            if bank.row.optimizer == "muon":
+                self.update_matrices(bank, lr, momentum, grad_scale)
+            else:
+                self.update_rest(bank, lr, grad_scale)
+            bank.grad.zero_()
+            if self.world_size > 1:
+                gathers.append(all_gather(bank.data, bank.my_data.flatten(), group=self.group, async_op=True))
+        for job in gathers:
+            job.wait()
+
+    def update_matrices(self, bank, lr, momentum, grad_scale):
+        """Muon or NorMuon, then cautious decay: where the update shrinks the weight too
+        (arXiv:2411.16085)."""
+        cfg, p, (buffer, second) = self.cfg, bank.my_data, bank.state
+        update = muon_update(bank.my_grad * grad_scale, buffer, momentum, cfg.muon_backend_steps,
+                             cfg.orthogonalization)
         if cfg.normuon_beta2:
-          update = normuon_scale(update, state[1], cfg.normuon_beta2)
-        if cfg.weight_decay:  # only where the update shrinks it too (arXiv:2411.16085)
-          p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * cfg.weight_decay)
+            update = normuon_scale(update, second, cfg.normuon_beta2)
+        decay = cfg.weight_decay * bank.row.decay_mult
+        if decay:
+            p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * decay)
         p.sub_(update, alpha=lr)
-      else:
-        numbers = map(torch.as_tensor, (scale, float(count), lr))
-        self.adam_step(p, grad, *state, *numbers, cfg.beta1, cfg.beta2, cfg.adam_eps)
-      bank.grad.zero_()
-      if self.world_size > 1:
-        jobs.append(all_gather(bank.data, p.flatten(), async_op=True))
-    for job in jobs:
-      job.wait()
+
+    def update_rest(self, bank, lr, grad_scale):
+        """Adam; its step count is that of its own steps."""
+        cfg, count = self.cfg, self.step_count // self.cfg.adam_every
+        numbers = [torch.as_tensor(number) for number in (grad_scale, float(count), lr)]
+        self.adam_step(bank.my_data, bank.my_grad, *bank.state, *numbers, cfg.beta1, cfg.beta2, cfg.adam_eps)
+
+# torch's names of these collectives since 2.13, and before
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+def all_reduce(tensor, op="SUM", group=None):
+    """SUM or MAX over the ranks, in place; returns the tensor."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+    return tensor
 
 # ---------- 6 schedules
-Stage = namedtuple("Stage", "start first_step batch_multiple window")  # start: part of the run
+class Stage(NamedTuple):
+    """A row of the table of stages."""
+    start: float  # part of the run at which it begins
+    first_step: int  # the same in steps, as if there were no cap on time
+    batch_multiple: int  # of train_batch_tokens
+    window: int  # of long layers, tokens; 0: everything
 
 def total_steps(cfg):
-  return cfg.iterations + cfg.extension_iterations
+    return cfg.iterations + cfg.extension_iterations
 
 def stage_table(cfg):
-  """Equal stages, then the extension; one entry serves all. window: of long layers."""
-  n = max(len(cfg.batch_schedule), len(cfg.window_schedule))
-  equal = max(1, n - (cfg.extension_iterations > 0))
-  steps = [min(i / equal, 1) * cfg.iterations for i in range(n)]
-  return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *entries) for step, *entries in zip(
-      steps, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))]
+    """[Stage]: equal parts of cfg.iterations, then the extension; one entry serves every stage."""
+    n = max(len(cfg.batch_schedule), len(cfg.window_schedule))
+    equal = max(1, n - (cfg.extension_iterations > 0))
+    steps = [min(i / equal, 1) * cfg.iterations for i in range(n)]
+    columns = zip(steps, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))
+    return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *row) for step, *row in columns]
 
 def stage_at(cfg, progress):
-  return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
+    return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
 
 def planned_tokens(cfg):
-  """Tokens of all steps."""
-  _, steps, multiples, _ = zip(*stage_table(cfg))
-  return cfg.train_batch_tokens * int(np.diff([*steps, total_steps(cfg)]) @ multiples)
+    """Tokens of all steps."""
+    table = stage_table(cfg)
+    ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
+    return cfg.train_batch_tokens * sum(
+        (end - stage.first_step) * stage.batch_multiple for stage, end in zip(table, ends))
 
-def run_progress(cfg, step, elapsed):
-  """Part of the run that is done, 0 to 1, by steps or by seconds, whichever is further."""
-  return min(1.0, max(step / total_steps(cfg), elapsed / (cfg.max_wallclock_seconds or math.inf)))
+def run_progress(cfg, step, seconds):
+    """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further."""
+    return min(1.0, max(step / total_steps(cfg), seconds / (cfg.max_wallclock_seconds or math.inf)))
+
+def top_lr(cfg, progress):
+    """LR factor before the warmdown: larger batches allow larger steps."""
+    if any(cfg.lr_schedule):
+        scheduled = scheduled_progress(cfg, progress)
+        return cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
+    return stage_at(cfg, progress).batch_multiple**cfg.batch_lr_power
+
+def scheduled_progress(cfg, progress):
+    """Progress through cfg.iterations; the extension stays at 1."""
+    return min(1.0, progress * total_steps(cfg) / cfg.iterations)
 
 def lr_factor(cfg, step, progress):
-  """Factor on every LR at this step and progress."""
-  # 1. a decay in steps becomes a part of the run, at the pace so far, at most half
-  scheduled = min(1.0, progress * total_steps(cfg) / cfg.iterations)  # the extension stays at the floor
-  decay = cfg.warmdown_frac
-  if cfg.warmdown_iters:
-    decay = min(0.5, cfg.warmdown_iters * progress / max(step, 1))
-  # 2. larger batches allow larger steps
-  top = stage_at(cfg, progress).batch_multiple ** cfg.batch_lr_power
-  if any(cfg.lr_schedule):
-    top = cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
-  # 3. the top until the decay begins, then linear down to the floor
-  down = max(0.0, 1 - (1 - scheduled) / decay) if decay else 0.0
-  return top * (1 - down) + cfg.lr_floor * down
+    """Factor on every LR at this step and progress."""
+    # 1. a warmdown in steps becomes a part of the run, at the pace so far, half of it at most
+    decay = cfg.warmdown_frac
+    if cfg.warmdown_iters:
+        decay = min(0.5, cfg.warmdown_iters * progress / max(step, 1))
+    # 2. the top until the warmdown begins, then linear down to the floor
+    left = 1 - scheduled_progress(cfg, progress)
+    down = max(0.0, 1 - left / decay) if decay else 0.0
+    return top_lr(cfg, progress) * (1 - down) + cfg.lr_floor * down
 
 def muon_momentum(cfg, step, progress):
-  """Warms up by steps done, cools down by steps left at the pace so far."""
-  first, left = cfg.muon_momentum_warmup_start, (1 - progress) * step / progress if progress else math.inf
-  parts = ((step, cfg.muon_momentum_warmup_steps), (left, cfg.muon_momentum_cooldown_steps))
-  return first + (cfg.muon_momentum - first) * min([1.0, *(steps / n for steps, n in parts if n)])
+    """Warms up by steps done, cools down by steps left at the pace so far."""
+    first = cfg.muon_momentum_warmup_start
+    left = (1 - progress) * step / progress if progress else math.inf
+    part = 1.0
+    if cfg.muon_momentum_warmup_steps:
+        part = min(part, step / cfg.muon_momentum_warmup_steps)
+    if cfg.muon_momentum_cooldown_steps:
+        part = min(part, left / cfg.muon_momentum_cooldown_steps)
+    return first + (cfg.muon_momentum - first) * part
 
 # ---------- 7 data
+# ./run.sh data ...: what gets a known dataset
 DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 40", "fineweb10B_gpt2": " gpt2",
                   "climbmix": " climbmix"}
 
 def open_shard(path, tokens=None):
-  """A .bin shard, of so many tokens -> their memory map, uint16. Raises Refused."""
-  held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
-  demand(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
-         f"{path.name} is truncated or damaged: {held} tokens, header {head}, manifest {tokens}")
-  return np.memmap(path, "<u2", "r", 1024)
+    """A .bin shard, which the manifest says to hold so many tokens -> memory map (n,) uint16. Raises Refused.
+
+    Format: 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then uint16 tokens."""
+    held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
+    require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
+            f"{path.name} is truncated or damaged: {held} tokens, header {head}, manifest {tokens}")
+    return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens, vocab_size, name):
-  largest = tokens.max()
-  demand(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
+    largest = tokens.max()
+    require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
-# train: {shard: tokens}; tokenizer, val_bytes (UTF-8) or None; about for result.json
-Data = namedtuple("Data", "train val tokenizer vocab_size bos val_bytes about")
+class Data(NamedTuple):
+    """A dataset, opened and checked."""
+    train: dict  # {shard's name: tokens}
+    val: np.ndarray  # tokens of the whole split
+    tokenizer: object  # SentencePieceProcessor, or None
+    vocab_size: int
+    bos: int  # token that begins a document
+    val_bytes: int | None  # UTF-8 bytes of the val text; None: unknown, so no val_bpb
+    about: dict  # for result.json
 
 def table_bytes(sp, tokens):
-  """UTF-8 bytes of the pieces: wrong where a tokenizer normalises."""
-  ids = list(range(sp.vocab_size()))
-  sizes = np.array([len(piece.replace("\u2581", " ").encode()) for piece in sp.id_to_piece(ids)])
-  sizes[sp.is_byte(ids)], sizes[sp.is_control(ids)] = 1, 0
-  return int(np.bincount(tokens, minlength=len(sizes)) @ sizes)
+    """UTF-8 bytes by a per-token table, as other trainers count; wrong where a tokenizer normalises."""
+    ids = list(range(sp.vocab_size()))
+    sizes = np.array([len(piece.replace("\u2581", " ").encode()) for piece in sp.id_to_piece(ids)])
+    sizes[sp.is_byte(ids)], sizes[sp.is_control(ids)] = 1, 0
+    return int(np.bincount(tokens, minlength=len(sizes)) @ sizes)
 
 def decoded_bytes(sp, tokens, bos):
-  """UTF-8 bytes by decoding each document: the definition."""
-  documents = np.split(tokens, np.flatnonzero(tokens == bos))
-  return sum(len(sp.decode(document.tolist()).encode()) for document in documents)
+    """UTF-8 bytes of the tokens by decoding each document: the definition."""
+    documents = np.split(tokens, np.flatnonzero(tokens == bos))
+    return sum(len(sp.decode(document.tolist()).encode()) for document in documents)
 
 def file_sha256(path, stated=None):
-  """Raises Refused if it is not the stated one."""
-  digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-  demand(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
-  return digest
+    """Raises Refused if it is not the stated one."""
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    require(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
+    return digest
 
 def open_data(cfg, log=print):
-  """The dataset of cfg.data_path, checked. Raises Refused, Missing if it is not there."""
-  folder = Path(cfg.data_path).absolute()
-  get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
-  try:
-    return read_dataset(cfg, folder, get_it, log)
-  except Refused:
-    raise
-  except Exception as error:
-    raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
-                  f"({brief(error)}): {get_it}") from None
+    """The dataset at cfg.data_path, checked. Raises Refused; Missing if it is not there."""
+    folder = Path(cfg.data_path).absolute()
+    get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
+    try:
+        return read_dataset(cfg, folder, get_it, log)
+    except Refused:
+        raise
+    except Exception as error:  # whatever a damaged file makes of its reader
+        raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
+                      f"({brief(error)}): {get_it}") from None
 
 def read_dataset(cfg, folder, get_it, log):
-  """By manifest.json; without one, all *_train_*.bin and *_val_*.bin."""
-  # 1. the shards
-  path, name = folder / "manifest.json", folder.name
-  manifest = json.loads(path.read_text()) if path.exists() else {"files": [
-      {"path": shard.name, "split": shard.name.split("_")[-2]} for shard in sorted(folder.glob("*_*_*.bin"))]}
-  train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
-                 for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
-  demand(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
-  sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
-            for file in manifest["files"] if file["path"] in val}
-  val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
-  least = max((cfg.eval_context or cfg.train_seq_len) + 1, cfg.val_tokens)
-  demand(len(val) >= least, f"the val split of {name} has {len(val)} tokens; VAL_TOKENS, rows need {least}")
-  log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
-  if side := manifest.get("document_hashes"):
-    hashes = np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])
-    both = len(np.intersect1d(*hashes))
-    demand(not both, f"{both} documents of {name} are in train and in val: prepare it again")
-  # 2. the tokenizer that made them
-  made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
-  stated, bos = int(made_by.get("vocab_size", 0)), int(made_by.get("bos_id", 50256))
-  if path := cfg.tokenizer_path or "path" in made_by and str(folder / made_by["path"]):
-    import sentencepiece
-    sha256[Path(path).name] = file_sha256(path, made_by.get("sha256"))
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
-    size, bos = tokenizer.vocab_size(), tokenizer.bos_id()
-  known, *others = {stated, size} - {0} or {cfg.vocab_size}
-  vocab_size = cfg.vocab_size or known
-  demand(not others and 0 < known <= vocab_size < known + 64 < 1e5,
-         f"vocab_size={cfg.vocab_size} does not fit {name} (manifest.json {stated}, tokenizer {size}): "
-         "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
-  check_tokens(val, vocab_size, f"the val split of {name}")
-  # 3. the bytes that val_bpb divides by
-  val_bytes, source = manifest.get("val_bytes"), "manifest"
-  if tokenizer:
-    if val_bytes is None:
-      val_bytes, source = decoded_bytes(tokenizer, val, bos), "decoded tokens"
-    table = table_bytes(tokenizer, val)
-    demand(val_bytes == table or not made_by.get("lossless"),
-           f"the val text of {name} has {val_bytes!r} bytes, but {table} by its tokens: prepare it again")
-    log(f"data: val_bytes:{val_bytes} ({source}), by the per-token table:{table}")
-  elif val_bytes is None:
-    log("data: no tokenizer, so val_bpb is null")
-  demand(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name} has {val_bytes!r} val_bytes")
-  fingerprint = manifest.get("text_fingerprint")
-  log(f"data: text fingerprint {fingerprint}")
-  if cfg.data_fingerprint not in ("", fingerprint):
-    log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
-  return Data(train, val, tokenizer, vocab_size, bos, val_bytes, dict(
-      name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
-      val_bytes=val_bytes, sha256=sha256))
+    """By manifest.json; without one every *_train_*.bin and *_val_*.bin of the folder."""
+    # 1. the shards
+    path, name = folder / "manifest.json", folder.name
+    if path.exists():
+        manifest = json.loads(path.read_text())
+    else:
+        shards = sorted(folder.glob("*_*_*.bin"))
+        manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
+    train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
+                   for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
+    require(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
+    sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
+              for file in manifest["files"] if file["path"] in val}
+    val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
+    least = max((cfg.eval_context or cfg.train_seq_len) + 1, cfg.val_tokens)
+    require(len(val) >= least,
+            f"the val split of {name} has {len(val)} tokens; VAL_TOKENS and the rows need {least}")
+    log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
+    if side := manifest.get("document_hashes"):
+        hashes = np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])
+        both = len(np.intersect1d(*hashes))
+        require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
+    # 2. the tokenizer, the bytes that val_bpb divides by, the text's fingerprint
+    tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
+    check_tokens(val, vocab_size, f"the val split of {name}")
+    val_bytes = count_val_bytes(manifest, tokenizer, val, bos, name, log)
+    fingerprint = manifest.get("text_fingerprint")
+    log(f"data: text fingerprint {fingerprint}")
+    if cfg.data_fingerprint not in ("", fingerprint):
+        log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
+    about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
+                 val_bytes=val_bytes, sha256=sha256)
+    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about)
+
+def open_tokenizer(cfg, manifest, folder, sha256):
+    """(SentencePieceProcessor or None, vocab_size, BOS); adds its digest to sha256. Raises Refused."""
+    made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
+    stated, bos = int(made_by.get("vocab_size", 0)), int(made_by.get("bos_id", 50256))
+    path = cfg.tokenizer_path or "path" in made_by and str(folder / made_by["path"])
+    if path:
+        import sentencepiece
+        sha256[Path(path).name] = file_sha256(path, made_by.get("sha256"))
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
+        size, bos = tokenizer.vocab_size(), tokenizer.bos_id()
+    known, *others = {stated, size} - {0} or {cfg.vocab_size}
+    vocab_size = cfg.vocab_size or known
+    require(not others and 0 < known <= vocab_size < known + 64 < 1e5,
+            f"vocab_size={cfg.vocab_size} does not fit {folder.name} (manifest {stated}, tokenizer {size}): "
+            "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
+    return tokenizer, vocab_size, bos
+
+def count_val_bytes(manifest, tokenizer, val, bos, name, log):
+    """UTF-8 bytes of the val text, or None. Raises Refused if the manifest contradicts the tokens."""
+    val_bytes, source = manifest.get("val_bytes"), "manifest"
+    if tokenizer:
+        if val_bytes is None:
+            val_bytes, source = decoded_bytes(tokenizer, val, bos), "decoded tokens"
+        table = table_bytes(tokenizer, val)
+        lossless = (manifest.get("tokenizer") or {}).get("lossless")
+        require(val_bytes == table or not lossless,
+                f"the val text of {name} has {val_bytes!r} bytes, {table} by its tokens: prepare it again")
+        log(f"data: val_bytes:{val_bytes} ({source}), by the per-token table:{table}")
+    elif val_bytes is None:
+        log("data: no tokenizer, so val_bpb is null")
+    good = val_bytes is None or type(val_bytes) is int and val_bytes > 0
+    require(good, f"{name} has {val_bytes!r} val_bytes")
+    return val_bytes
 
 class Loader:
-  """Batches from endless rows of T train tokens and the target after: the stream cut every T tokens or,
-  with max_doc_len, heads of documents until a row is full; with shuffle in one random order. Ranks share
-  the rows of a step. A thread reads a step ahead; position, in rows, is the whole state."""
-  def __init__(self, cfg, data, team, log=print):
-    self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
-    self.names, self.shards = zip(*data.train.items())
-    self.files = [open(shard.filename, "rb") for shard in self.shards]
-    self.check = cache(lambda i: [check_tokens(self.part(i, n), data.vocab_size, f"shard {self.names[i]}")
-                                  for n in range(0, len(self.shards[i]), 1 << 24)])
-    self.edges, self.thread = np.cumsum([0, *map(len, self.shards)]), ThreadPoolExecutor(1)
-    # 1. the pieces of the stream that are read
-    total, full, bos = int(self.edges[-1]), self.T + 1, cfg.bos_id or data.bos
-    starts = np.arange(0, total - self.T, self.T)
-    lengths = np.full(len(starts), full)
-    if longest := cfg.max_doc_len:
-      starts = np.concatenate([a + np.flatnonzero(b == bos) for a, b in zip(self.edges, self.shards)])
-      lengths = np.diff(starts, append=total).clip(max=longest)
-    # 2. the first piece of each row
-    filled, first = np.cumsum([0, *lengths]), [0]
-    while (end := filled.searchsorted(filled[first[-1]] + full)) < len(filled):
-      first.append(end)
-    self.pieces, self.rows = (starts, lengths, first), len(first) - 1
-    demand(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
-    if longest:
-      kept, rest = self.rows * full, filled[-1] + starts[0]
-      log(f"documents: {len(starts)} in {self.rows} rows; of {total} train tokens {kept} are read, "
-          f"{total - rest} beyond max_doc_len:{longest} and {rest - kept} beyond a row are not")
-    # 3. their order, and whether they are enough
-    self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
-    short = planned_tokens(cfg) - self.rows * self.T * (cfg.max_epochs or math.inf)
-    demand(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0, f"{short} of {planned_tokens(cfg)} "
-           f"train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
+    """Batches from endless rows of T train tokens and the target after. The stream is cut every T tokens or,
+    with max_doc_len, rows are filled with the heads of documents; with shuffle in one random order. The ranks
+    share the rows of a step. A thread reads a step ahead; `position`, in rows, is the whole state."""
+    def __init__(self, cfg, data, team, log=print):
+        self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
+        self.vocab_size, self.checked = data.vocab_size, set()
+        self.names, self.shards = zip(*data.train.items())
+        self.files = [open(shard.filename, "rb") for shard in self.shards]
+        self.edges = np.cumsum([0, *map(len, self.shards)])
+        self.thread = ThreadPoolExecutor(1)
+        self.pieces = self.cut_rows(cfg, data, log)
+        self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
+        planned = planned_tokens(cfg)
+        short = planned - self.rows * self.T * (cfg.max_epochs or math.inf)
+        require(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0,
+                f"{short} of {planned} train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
 
-  def part(self, i, start, count=1 << 24):
-    """Tokens of a shard; if it shrank, a memory map would end the process."""
-    size = 2 * min(count, len(self.shards[i]) - start)
-    raw = os.pread(self.files[i].fileno(), size, 1024 + 2 * start)
-    demand(len(raw) == size, f"shard {self.names[i]} cannot be read to its end")
-    return np.frombuffer(raw, "<u2")
+    def cut_rows(self, cfg, data, log):
+        """(start and length of each piece of the stream that is read, first piece of each row)"""
+        total, full, bos = int(self.edges[-1]), self.T + 1, cfg.bos_id or data.bos
+        starts = np.arange(0, total - self.T, self.T)
+        lengths = np.full(len(starts), full)
+        longest = cfg.max_doc_len
+        if longest:
+            starts = np.concatenate([a + np.flatnonzero(b == bos) for a, b in zip(self.edges, self.shards)])
+            lengths = np.diff(starts, append=total).clip(max=longest)
+        filled, first = np.cumsum([0, *lengths]), [0]
+        while (end := filled.searchsorted(filled[first[-1]] + full)) < len(filled):
+            first.append(end)
+        self.rows = len(first) - 1
+        require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
+        if longest:
+            kept, rest = self.rows * full, filled[-1] + starts[0]
+            log(f"documents: {len(starts)} in {self.rows} rows; of {total} train tokens {kept} are read, "
+                f"{total - rest} lie beyond max_doc_len:{longest}, {rest - kept} beyond the end of a row")
+        return starts, lengths, first
 
-  def read(self, start, count):
-    """count tokens from start on, int64 (count,). Checks a shard before its first use."""
-    i = int(np.searchsorted(self.edges, start, "right")) - 1
-    self.check(i)
-    part = self.part(i, start - self.edges[i], count).astype(np.int64)
-    rest = count - len(part)
-    return np.r_[part, self.read(start + len(part), rest)] if rest else part
+    def part(self, i, start, count=1 << 24):
+        """Tokens of shard i by pread: with a memory map a shard that shrank would end the process."""
+        size = 2 * min(count, len(self.shards[i]) - start)
+        raw = os.pread(self.files[i].fileno(), size, 1024 + 2 * start)
+        require(len(raw) == size, f"shard {self.names[i]} cannot be read to its end")
+        return np.frombuffer(raw, "<u2")
 
-  def row(self, place):
-    """The row at this place of the endless sequence (T + 1,)."""
-    i, (starts, lengths, first) = int(self.order[place % self.rows]), self.pieces
-    here = slice(first[i], first[i + 1])
-    return np.concatenate([*map(self.read, starts[here], lengths[here])])[:self.T + 1]
+    def check(self, i):
+        """Refuses a shard with tokens beyond the vocabulary, once, before its first use."""
+        if i not in self.checked:
+            for start in range(0, len(self.shards[i]), 1 << 24):
+                check_tokens(self.part(i, start), self.vocab_size, f"shard {self.names[i]}")
+            self.checked.add(i)
 
-  def fetch(self, places):
-    return torch.from_numpy(np.stack([*map(self.row, places)]))
+    def read(self, start, count):
+        """count tokens of the stream from start on, int64 (count,)."""
+        i = int(np.searchsorted(self.edges, start, "right")) - 1
+        self.check(i)
+        part = self.part(i, start - self.edges[i], count).astype(np.int64)
+        rest = count - len(part)
+        return np.concatenate([part, self.read(start + len(part), rest)]) if rest else part
 
-  def next(self, batch_tokens):
-    """(tokens, targets), each (rows of this rank, T), on the device."""
-    n, team = batch_tokens // self.T, self.team
-    share = n // team.world_size
-    first = self.position + team.rank * share
-    here, after = (range(start, start + share) for start in (first, first + n))
-    rows = (self.ahead.pop(here, None) or self.thread.submit(self.fetch, here)).result()
-    if team.on_gpu:  # or the copy would wait for the device
-      rows = rows.pin_memory().to(team.device, non_blocking=True)
-    self.position, self.ahead = self.position + n, {after: self.thread.submit(self.fetch, after)}
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    def row(self, place):
+        """The row at this place of the endless sequence (T + 1,)."""
+        i, (starts, lengths, first) = int(self.order[place % self.rows]), self.pieces
+        here = slice(first[i], first[i + 1])
+        return np.concatenate([self.read(*piece) for piece in zip(starts[here], lengths[here])])[:self.T + 1]
 
-  @property
-  def epoch(self):
-    return self.position // self.rows + 1
+    def fetch(self, places):
+        return torch.from_numpy(np.stack([self.row(place) for place in places]))
+
+    def next(self, batch_tokens):
+        """(tokens, targets) of this rank's share of a step, each (rows, T), on the device."""
+        n, team = batch_tokens // self.T, self.team
+        share = n // team.world_size
+        first = self.position + team.rank * share
+        here, after = range(first, first + share), range(first + n, first + n + share)
+        job = self.ahead.pop(here, None) or self.thread.submit(self.fetch, here)
+        rows = job.result()
+        if team.on_gpu:  # pinned, or the copy would wait for the device
+            rows = rows.pin_memory().to(team.device, non_blocking=True)
+        self.position += n
+        self.ahead = {after: self.thread.submit(self.fetch, after)}
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    @property
+    def epoch(self):
+        return self.position // self.rows + 1
 
 # ---------- 8 evaluation
-def log_probs(model, tokens):
-  """tokens (B, T) int64 -> (B, T, V) fp32 of the next token, whence every score."""
-  return F.log_softmax(model.logits(tokens), -1)
+def log_probs(model, tokens, context=None):
+    """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V), or (n, V)
+    where context.wanted says so. Every score comes from here. context: by default that of evaluation."""
+    if context is None:
+        context = make_context(model.cfg, tokens.size(1), eval_window(model.cfg), model.embed.device)
+    return F.log_softmax(model.logits(tokens, context), -1)
 
-# nats per target; bits per byte, None for a part of val; these without the nats of BOS targets
-Score = namedtuple("Score", "val_loss val_bpb val_bpb_without_bos")
+class Score(NamedTuple):
+    val_loss: float  # nats per target
+    val_bpb: float | None  # bits per byte; None for a part of the split
+    val_bpb_without_bos: float | None  # the same without the nats of BOS targets
 
 def eval_window(cfg):
-  return cfg.eval_window or cfg.window_schedule[-1]
+    return cfg.eval_window or cfg.window_schedule[-1]
 
 def eval_settings(cfg):
-  """What a score depends on besides weights and text."""
-  context = cfg.eval_context or cfg.train_seq_len
-  return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
-              eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
+    """What a score depends on besides weights and text."""
+    context = cfg.eval_context or cfg.train_seq_len
+    return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
+                eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
 
 @torch.no_grad()
-def scored(model, cfg, rows, team):
-  """rows [(ids, first)], of which ids[first:] are targets -> batches of rows of like length: the row of each
-  target (n,), the targets, their nats in fp64, whether each was the likeliest. CPUs score in fp32."""
-  order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-  most = max([len(ids) - first for ids, first in rows], default=1)
-  fit = (1 << 28) // (most * cfg.vocab_size)  # rows of 1 GiB of logits
-  tokens = min(cfg.val_batch_size, 1 << 30 if team.on_gpu else 2048)  # what a CPU's cache holds
-  dtype, model.dtype = model.dtype, model.dtype if team.on_gpu else torch.float32
-  while order:
-    team.at("evaluation")
-    T = len(rows[order[-1]][0]) - 1  # of the longest that is left
-    step = max(1, min(tokens // T, fit))
-    order, here = order[:-step], order[-step:]
-    ids = np.zeros((len(here), T + 1), np.int64)
+def score_rows(model, cfg, rows, team):
+    """rows [(ids, first)], of which ids[first:] are targets -> yields batches of rows of like length: the row
+    of each target (n,), the targets (n,), their nats in fp64 (n,), whether each was the likeliest (n,)."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    most = max([len(ids) - first for ids, first in rows], default=1)
+    fit = (1 << 28) // (most * cfg.vocab_size)  # rows of 1 GiB of logits
+    tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, 2048)  # what a CPU's cache holds
+    dtype = team.dtype if team.on_gpu else torch.float32
+    while order:
+        team.at("evaluation")
+        T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
+        step = max(1, min(tokens // T, fit))
+        order, here = order[:-step], order[-step:]
+        ids, wanted = pad_rows([rows[j] for j in here], team.device)
+        context = make_context(cfg, T, eval_window(cfg), team.device, dtype, wanted[:, 1:])
+        targets = ids[wanted]
+        nats, hits = score_targets(log_probs(model, ids[:, :-1], context), targets)
+        yield np.array(here)[wanted.nonzero()[:, 0].cpu()], targets.cpu().numpy(), nats, hits
+
+def pad_rows(rows, device):
+    """rows [(ids, first)] -> ids padded with zeros, int64 (rows, longest), and where targets are, bool."""
+    ids = np.zeros((len(rows), max(len(row) for row, _ in rows)), np.int64)
     wanted = np.zeros(ids.shape, bool)
-    for i, (row, first) in enumerate(rows[j] for j in here):
-      ids[i, :len(row)], wanted[i, first:len(row)] = row, True
-    batch, mask, targets = (torch.from_numpy(t).to(team.device) for t in (ids, wanted[:, 1:], ids[wanted]))
-    model.set_context(T, eval_window(cfg), mask)
-    scores = log_probs(model, batch[:, :-1])
-    nats = -scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
-    yield np.array(here)[wanted.nonzero()[0]], ids[wanted], nats, (scores.argmax(-1) == targets).cpu().numpy()
-  model.dtype, model.wanted = dtype, ...
+    for i, (row, first) in enumerate(rows):
+        ids[i, :len(row)] = row
+        wanted[i, first:len(row)] = True
+    return torch.from_numpy(ids).to(device), torch.from_numpy(wanted).to(device)
+
+def score_targets(scores, targets):
+    """log-probabilities (n, V) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
+    nats = -scores.gather(-1, targets[:, None])[:, 0].double()
+    return nats.cpu().numpy(), (scores.argmax(-1) == targets).cpu().numpy()
 
 def evaluate(model, cfg, data, team):
-  """Score of the first val_tokens tokens, each target once: rows of eval_context tokens score their last
-  eval_stride targets, the first row all. Sums are fp64."""
-  tokens, nats = data.val[:cfg.val_tokens or None], torch.zeros(2, dtype=torch.float64)
-  _, context, stride, _ = eval_settings(cfg).values()
-  n = len(tokens) - 1
-  lows = range(0, max(1, n - context + stride), stride)[team.rank::team.world_size]
-  rows = [(tokens[low:low + context + 1], context - stride + 1 if low else 1) for low in lows]
-  for _, targets, found, _ in scored(model, cfg, rows, team):
-    nats += torch.tensor([found.sum(), found[targets != data.bos].sum()])
-  nats, without = all_reduce(nats).tolist()
-  whole = data.val_bytes and len(tokens) == len(data.val)
-  return Score(nats / n, *(x / math.log(2) / data.val_bytes if whole else None for x in (nats, without)))
+    """Score of the first val_tokens tokens, each target once: rows of eval_context tokens score their last
+    eval_stride targets, the first row all of them. Sums are fp64."""
+    tokens, settings = data.val[:cfg.val_tokens or None], eval_settings(cfg)
+    context, stride = settings["eval_context"], settings["eval_stride"]
+    n, nats = len(tokens) - 1, torch.zeros(2, dtype=torch.float64)
+    lows = range(0, max(1, n - context + stride), stride)[team.rank::team.world_size]
+    rows = [(tokens[low:low + context + 1], context - stride + 1 if low else 1) for low in lows]
+    for _, targets, found, _ in score_rows(model, cfg, rows, team):
+        nats += torch.tensor([found.sum(), found[targets != data.bos].sum()])
+    nats, without_bos = all_reduce(nats).tolist()
+    if not data.val_bytes or len(tokens) < len(data.val):
+        return Score(nats / n, None, None)
+    return Score(nats / n, nats / math.log(2) / data.val_bytes, without_bos / math.log(2) / data.val_bytes)
+
+def loss_name(cfg):
+    """val_loss, or val_loss_partial for anything short of the preset's own split."""
+    whole = cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens)
+    return "val_loss" if whole else "val_loss_partial"
 
 def score_text(cfg, score, digits=4):
-  """`val_loss:… val_bpb:…`, val_loss_partial if not of the preset's own split."""
-  partial = "" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "_partial"
-  bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
-  return f"val_loss{partial}:{score.val_loss:.{digits}f}{bpb}"
+    """`val_loss:3.2781 val_bpb:1.0123`"""
+    bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
+    return f"{loss_name(cfg)}:{score.val_loss:.{digits}f}{bpb}"
 
-def core_metric(*run):
-  """(model, cfg, data, team, log) -> part of the result. Raises Refused."""
-  import core
-  return core.core_of_run(sys.modules[__name__], *run)
+# Named scores: the same text by other protocols, each under a name of its own. Every token but the first is a
+# target once, scored by log_probs given tokens of its row before it.
+#   sliding    EVAL_SLIDING=n: rows of eval_context tokens, each n after the one before, score their last n.
+#   documents  EVAL_DOCUMENTS=n: the same, but no row reaches back beyond the start of its document. The BOS
+#              of the next document is the last target of this one.
+#   ttt        EVAL_TTT=n, score-first test-time training: the rows of documents, sliding or else the plain
+#              ones, in the order of the text. Whenever n more targets are scored, a fresh optimizer's next
+#              step, at EVAL_TTT_LR of the learning rates, trains on rows of train_seq_len among them; what
+#              does not fill a row waits. So the weights that score a token have seen nothing from it on.
+PROTOCOLS = ("sliding", "documents", "ttt")
+TTT_TOKENS = 16_384  # tokens per micro-step of test-time training: what fits beside a model of golf's size
 
-def show_samples(*run):
-  """(model, cfg, data, log): continues cfg.sample's prompts, or three documents."""
-  import plan
-  plan.show_samples(sys.modules[__name__], *run)
+class Row(NamedTuple):
+    """Reads the tokens from low on, scores those from first to last."""
+    low: int
+    first: int
+    last: int
+
+def protocol_layout(cfg, protocol):
+    """(whether rows stay within documents, tokens of a row, targets that it scores at most)"""
+    context, by_document = cfg.eval_context or cfg.train_seq_len, protocol != "sliding" and cfg.eval_documents
+    stride = by_document or cfg.eval_sliding or cfg.eval_stride or context
+    return bool(by_document), context, min(stride, context)
+
+def rows_within(start, end, context, stride):
+    """[Row] that score the tokens start + 1 to end once: the first row as many as it holds, then stride each.
+    Where a row begins must not depend on the end: that is later text."""
+    rows, first = [], start + 1
+    while first <= end:
+        count = stride if rows else context
+        rows.append(Row(max(start, first + count - 1 - context), first, min(end, first + count - 1)))
+        first += count
+    return rows
+
+def protocol_rows(cfg, protocol, tokens, bos):
+    """[Row] of a protocol, in the order of the text."""
+    by_document, context, stride = protocol_layout(cfg, protocol)
+    begins = np.flatnonzero(tokens == bos).tolist() if by_document else []
+    edges = sorted({0, *begins, len(tokens) - 1})
+    return [row for start, end in zip(edges, edges[1:]) for row in rows_within(start, end, context, stride)]
+
+def score_protocol_rows(model, cfg, tokens, rows, team, nats):
+    """Writes the nats of the targets of this rank's share of the rows into nats (len(tokens),)."""
+    mine = rows[team.rank::team.world_size]
+    asked = [(tokens[row.low:row.last + 1], row.first - row.low) for row in mine]
+    for owners, _, found, _ in score_rows(model, cfg, asked, team):
+        begins = np.flatnonzero(np.diff(owners, prepend=-1))
+        inside = np.arange(len(owners)) - np.repeat(begins, np.diff(begins, append=len(owners)))
+        nats[np.array([row.first for row in mine])[owners] + inside] = found
+
+def test_time_step(model, optimizer, cfg, tokens, team):
+    """One step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
+    weigh as much as they are long, and a rank may have none."""
+    T, rank, ranks = cfg.train_seq_len, team.rank, team.world_size
+    rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
+    mine = torch.from_numpy(rows)[rank::ranks]
+    context = make_context(cfg, T, cfg.window_schedule[-1], team.device, team.dtype)
+    for part in mine.split(max(1, TTT_TOKENS // T)) if len(mine) else ():
+        part = part.to(team.device)
+        loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), context)
+        (loss * (len(part) * ranks / len(rows))).backward()  # the optimizer divides by the ranks
+    optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
+
+def target_nats(model, cfg, tokens, bos, protocol, team):
+    """float64 (len(tokens),): nats of each token given those before it by a protocol; 0 for the first one and
+    for the targets of other ranks. The model stays as it is."""
+    nats, rows = np.zeros(len(tokens)), protocol_rows(cfg, protocol, tokens, bos)
+    if protocol != "ttt":
+        score_protocol_rows(model, cfg, tokens, rows, team, nats)
+        return nats
+    own = GPT(cfg).to(team.device)
+    own.load_state_dict(model.state_dict())
+    optimizer = Optimizer(own, cfg, team.rank, team.world_size)
+    waiting, scored, trained = [], 0, 0  # rows to score; the last token that was scored, and trained on
+    for row in rows:
+        waiting.append(row)
+        if row.last - scored < cfg.eval_ttt and row is not rows[-1]:
+            continue
+        score_protocol_rows(own, cfg, tokens, waiting, team, nats)
+        waiting, scored = [], row.last
+        full = (scored - trained) // cfg.train_seq_len * cfg.train_seq_len
+        if full and row is not rows[-1]:
+            test_time_step(own, optimizer, cfg, tokens[trained:trained + full + 1], team)
+            trained += full
+    return nats
+
+def protocol_text(cfg, protocol):
+    by_document, context, stride = protocol_layout(cfg, protocol)
+    text = f"rows of {context} tokens{' within documents' if by_document else ''} score {stride} targets each"
+    if protocol == "ttt":
+        text += f"; then a step at {cfg.eval_ttt_lr:g} of the learning rates on every {cfg.eval_ttt} of them"
+    return text
+
+def named_scores(model, cfg, data, team, log):
+    """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
+    found, tokens = {}, data.val[:cfg.val_tokens or None]
+    whole = data.val_bytes and len(tokens) == len(data.val)
+    kind = loss_name(cfg)
+    if data.bos < 0 and cfg.eval_documents:
+        log("final_documents: left out, as no token begins a document in this dataset")
+        cfg = replace(cfg, eval_documents=0)
+    for protocol in PROTOCOLS:
+        if not getattr(cfg, f"eval_{protocol}"):
+            continue
+        start = time.perf_counter()
+        nats = target_nats(model, cfg, tokens, cfg.bos_id, protocol, team).sum()
+        nats = all_reduce(torch.tensor(nats, dtype=torch.float64)).item()
+        loss, bpb = nats / (len(tokens) - 1), nats / math.log(2) / data.val_bytes if whole else None
+        ms = round(1e3 * (time.perf_counter() - start))
+        if not math.isfinite(loss):
+            log(f"final_{protocol}: the loss is {loss}, so there is no score: lower EVAL_TTT_LR")
+            continue
+        bits = f" val_bpb_{protocol}:{bpb:.8f}" if whole else ""
+        log(f"final_{protocol} {kind}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms "
+            f"({protocol_text(cfg, protocol)})")
+        found |= {f"{kind}_{protocol}": loss, f"val_bpb_{protocol}": bpb, f"eval_{protocol}_ms": ms}
+    return found
+
+# CORE (DCLM, arXiv:2406.11794): the mean over 22 in-context learning tasks of the accuracy, centered on
+# chance. A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (their accuracy by chance,
+# percent) and eval_data/ (a .jsonl file per task).
+CORE_TASKS = 22
+CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
+CORE_ORDER_SEED, CORE_SHOTS_SEED = 1337, 1234  # of the examples' order; of the shots of example i, plus i
+CORE_BASELINES = "eval_meta_data.csv"
+CORE_PROGRESS_SECONDS = 10
+
+class Task(NamedTuple):
+    label: str
+    kind: str  # multiple_choice, schema or language_modeling
+    shots: int  # examples in front of a question
+    base: float  # percent that are right by chance
+    items: list  # [Item]
+
+class Item(NamedTuple):
+    """An example."""
+    texts: list  # the question with each of its options
+    gold: int  # the right one
+    question: str | None  # the text without its continuation, of language modelling only
+
+def read_item(kind, line, delimiter):
+    """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
+    row = json.loads(line)
+    if kind == "multiple_choice":
+        texts = [row["query"] + delimiter + choice for choice in row["choices"]]
+    elif kind == "schema":
+        texts = [context + delimiter + row["continuation"] for context in row["context_options"]]
+    else:
+        question = row["context"].strip() + delimiter
+        return Item([question + row["continuation"]], 0, question)
+    return Item(texts, range(len(texts)).index(row["gold"]), None)
+
+def read_tasks(folder, most=0):
+    """[Task] of a bundle, examples shuffled, cut to the first `most`, 0: all. Raises Refused, with the
+    line."""
+    import yaml
+    folder, tasks, place = Path(folder), [], CORE_BASELINES
+    require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
+    try:
+        with open(folder / place, encoding="utf-8") as file:
+            bases = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
+        place = "core.yaml"
+        for about in yaml.safe_load((folder / place).read_text("utf-8"))["icl_tasks"]:
+            place = "core.yaml"
+            label, kind, uri = about["label"], about["icl_task_type"], about["dataset_uri"]
+            shots = about["num_fewshot"][0]
+            require(kind in CORE_KINDS, f"unknown icl_task_type {kind!r}", ValueError)
+            require(type(shots) is int and shots >= 0, f"num_fewshot of {label} is {shots!r}", ValueError)
+            place = f"{CORE_BASELINES}, {label},"
+            base, items = float(bases[label]), []
+            require(0 <= base < 100, f"Random baseline {base}", ValueError)
+            place = uri
+            with open(folder / "eval_data" / uri, encoding="utf-8") as file:
+                for n, line in enumerate(file, 1):
+                    place = f"{uri} line {n}"
+                    if line.strip():
+                        items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
+            random.Random(CORE_ORDER_SEED).shuffle(items)
+            items, place = items[:most or None], label
+            require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots", ValueError)
+            tasks.append(Task(label, kind, shots, base, items))
+        require(tasks, "no tasks", ValueError)
+    except Exception as error:  # a damaged file may raise anything
+        what = str(error).replace(str(folder.absolute()), "").splitlines()[:1]
+        raise Refused(f"CORE bundle: {place} is damaged or missing "
+                      f"({type(error).__name__}: {''.join(what)})") from None
+    return tasks
+
+def prompt_rows(task, i, encode, bos, longest):
+    """Example i of a task -> ([(ids, first)] per option, of which ids[first:] is scored; whether the question
+    has other tokens alone than before its continuation). The prompt: BOS, the shots, drawn from all other
+    examples, and the question, a blank line between them. Scored: from the first token in which the options
+    differ; of a schema the longest common end; in language modelling what comes after the question's tokens.
+    A prompt of more than `longest` tokens keeps its last ones."""
+    draw = random.Random(CORE_SHOTS_SEED + i).sample(range(len(task.items) - 1), task.shots)
+    shots = [task.items[j + (j >= i)] for j in draw]
+    lead = "".join(shot.texts[shot.gold] + "\n\n" for shot in shots)
+    texts, _, question = task.items[i]
+    alone = [] if question is None else [(lead + question).strip()]
+    rows = [[bos, *ids] for ids in encode([lead + text for text in texts] + alone)]
+    if task.kind == "schema":
+        common = len(os.path.commonprefix([row[::-1] for row in rows]))
+        firsts = [len(row) - common for row in rows]
+    else:
+        firsts = [len(os.path.commonprefix(rows))] * len(rows)
+    differs = bool(alone) and firsts[0] < len(rows.pop())
+    cuts = [max(0, len(row) - longest) for row in rows]
+    return [(tuple(row[cut:]), max(1, first - cut)) for row, first, cut in zip(rows, firsts, cuts)], differs
+
+def pick_options(model, cfg, task, encode, bos, team, log):
+    """({example of this rank: pick}, how many questions have other tokens alone). A pick is the option of the
+    lowest mean loss, of equal ones the first, or -1 where no option has a token to score; in language
+    modelling 0 if every token is the likeliest at its place, else -1."""
+    mine = range(team.rank, len(task.items), team.world_size)
+    table, options, differing = {}, [], 0
+    for i in mine:
+        rows, differs = prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len)
+        # equal rows are scored once, so that they tie; rows without a target are not scored: number -1
+        rows = [row if row[1] < len(row[0]) else None for row in rows]
+        numbers = [table.setdefault(row, len(table)) if row else -1 for row in rows]
+        options.append(numbers)
+        differing += differs
+    nats, right = np.full(len(table) + 1, math.inf), np.zeros(len(table) + 1, bool)  # the last one: number -1
+    start, told, done = time.perf_counter(), 0.0, 0
+    for owners, _, losses, hits in score_rows(model, cfg, [*table], team):
+        for n in np.unique(owners):
+            nats[n], right[n] = losses[owners == n].mean(), hits[owners == n].all()
+            done += 1
+        seconds = time.perf_counter() - start
+        if seconds > told + CORE_PROGRESS_SECONDS:
+            told = seconds
+            log(f"core: {task.label} {done}/{len(table)} eta:{seconds * (len(table) / done - 1):.0f}s")
+    wins = right if task.kind == "language_modeling" else np.isfinite(nats)
+    best = [int(nats[numbers].argmin()) for numbers in options]
+    picks = [pick if wins[numbers[pick]] else -1 for pick, numbers in zip(best, options)]
+    return dict(zip(mine, picks)), differing
+
+def core_metric(model, cfg, data, team, log, tasks=None):
+    """{core: mean centered accuracy, None for fewer than all tasks, which have core_partial; core_tasks:
+    {label: accuracy, centered, n, retokenized, seconds}}, all ranks together. Raises Refused."""
+    tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+    began, results = time.perf_counter(), {}
+    examples, done = sum(len(task.items) for task in tasks), 0
+    for number, task in enumerate(tasks, 1):
+        start, n, chance = time.perf_counter(), len(task.items), task.base / 100
+        picks, differing = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team, log)
+        right = sum(task.items[i].gold == pick for i, pick in picks.items())
+        right, differing = all_reduce(torch.tensor([right, differing])).tolist()
+        now = time.perf_counter()
+        accuracy, done = right / n, done + n
+        results[task.label] = row = dict(accuracy=accuracy, centered=(accuracy - chance) / (1 - chance), n=n,
+                                         retokenized=int(differing), seconds=round(now - start, 2))
+        log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{row['centered']:.4f} n:{n} "
+            f"retokenized:{row['retokenized']} seconds:{row['seconds']} task {number}/{len(tasks)} "
+            f"eta:{(now - began) * (examples / done - 1):.0f}s")
+    core = sum(row["centered"] for row in results.values()) / len(results)
+    name = "core" if len(results) == CORE_TASKS else "core_partial"
+    log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
+    return {"core": None, name: core, "core_tasks": results}
+
+@torch.no_grad()
+def generate(model, prompt, count, temperature, top_k=0, dtype=None):
+    """prompt (ids) and count ids more, each of the top_k likeliest, 0: all; temperature 0: the likeliest."""
+    ids, cfg, device = list(prompt), model.cfg, model.embed.device
+    for _ in range(count):
+        last = torch.arange(len(ids), device=device)[None] == len(ids) - 1
+        context = make_context(cfg, len(ids), eval_window(cfg) or cfg.train_seq_len, device, dtype, last)
+        scores = model.logits(torch.tensor([ids], device=device), context)[0].cpu()
+        best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
+        ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
+    return ids
+
+def show_samples(model, cfg, data, team, log):
+    """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
+    sp = data.tokenizer
+    if not sp:
+        log("samples: none without a tokenizer")
+        return
+    starts = np.flatnonzero(data.val == data.bos)
+    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
+    if cfg.sample:
+        prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
+    torch.manual_seed(cfg.seed)
+    for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
+        ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
+        ids = [token for token in ids if token < sp.vocab_size()]  # the rest is padding of the vocabulary
+        text = sp.decode(prompt)
+        log(f"sample {i}: {text}»{sp.decode(ids)[len(text):]}")
 
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
-STEPS = dict(matrix=1, embed=0.6, head=0.5, value_embed=1.6)  # of artifact_step, by what it costs (BENCH)
-LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # no context of the byte before
+LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # lc=0: the byte before says nothing here
 
 def codec(cfg):
-  """Of the artifact; its first word names the file."""
-  return "lzma" if cfg.artifact_step or ".lzma." in cfg.eval_from else "int8+zlib"
+    """How the artifact is compressed; the first letters name its file."""
+    return "lzma" if cfg.artifact_step or ".lzma." in cfg.eval_from else "int8+zlib"
+
+def artifact_name(cfg):
+    return f"final_model.{codec(cfg)[:4]}.ptz"
 
 def quantize_rows(w, step=0.0):
-  """w (R, C) fp32 -> int8 (R, C), fp16 scales (R,)."""
-  scale = step * w.square().mean(1).sqrt() if step else torch.from_numpy(
-      np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)) / 127
-  scale = scale.clamp_min(2 ** -24).half()  # the least fp16: a row of zeros stays one
-  return (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    """w (R, C) -> int8 (R, C), fp16 scales (R,). step: scale / rms of a row; 0: its clipped maximum / 127."""
+    if step:
+        scale = step * w.square().mean(1).sqrt()
+    else:
+        scale = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)) / 127
+    scale = scale.clamp_min(2**-24).half()  # the least fp16 number, so that a row of zeros stays one
+    return (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 def pack_artifact(model):
-  """Weights, int8 rows or fp16, fp32 for scalars, and shape constants."""
-  tensors, cfg = {}, model.cfg
-  for name, p in model.named_parameters():
-    w, group = p.data.cpu(), parameter_rule(name)[0]
-    if group != "scalar" and w.numel() > cfg.artifact_keep:
-      tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w, cfg.artifact_step * STEPS[group])
-    else:
-      tensors[name] = w if group == "scalar" else w.half()
-  demand(all(t.isfinite().all() for t in tensors.values()),
-         "the weights outgrew the artifact's fp16: lower the learning rates")
-  tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # like beside like
-  raw = to_bytes(cfg, tensors)
-  return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
+    """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig."""
+    tensors, cfg, table = {}, model.cfg, parameter_table(model.cfg)
+    for name, p in model.named_parameters():
+        w, row = p.data.cpu(), table[kind_of(name)]
+        if not row.artifact_step:
+            tensors[name] = w
+        elif w.numel() > cfg.artifact_keep:
+            step = cfg.artifact_step * row.artifact_step
+            tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w, step)
+        else:
+            tensors[name] = w.half()
+    require(all(t.isfinite().all() for t in tensors.values()),
+            "the weights outgrew the artifact's fp16: lower the learning rates")
+    tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
+    raw = to_bytes(cfg, tensors)
+    return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
+
+def model_values(cfg):
+    """{field of ModelConfig: value}"""
+    return {name: getattr(cfg, name) for name in MODEL_FIELDS}
 
 def to_bytes(cfg, tensors):
-  """torch.save, without a path or whole banks getting in."""
-  shape = {name: getattr(cfg, name) for name in SHAPE}
-  tensors = {name: t.detach().cpu().clone() for name, t in tensors.items()}
-  torch.save(dict(shape=shape, tensors=tensors), buffer := io.BytesIO())
-  return buffer.getvalue()
+    """torch.save to bytes: to a file it would write the file's name, and whole buffers instead of views."""
+    tensors = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+    buffer = io.BytesIO()
+    torch.save(dict(shape=model_values(cfg), tensors=tensors), buffer)
+    return buffer.getvalue()
+
+def read_zip(raw):
+    """What torch.save wrote. torch itself does not look at the checksums. Raises ValueError and others."""
+    require(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong", ValueError)
+    return torch.load(io.BytesIO(raw), "cpu", weights_only=True)
 
 def load_model(path, device="cpu", base=None):
-  """Artifact or final_model.pt -> (GPT ready for log_probs, Config: base but for SHAPE). Raises Refused."""
-  try:
-    raw = Path(path).read_bytes()
-    raw = raw if raw[:2] == b"PK" else (zlib if raw[:1] == b"x" else lzma).decompress(raw)
-    demand(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong")
-    payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
-    shape, tensors = {name: payload["shape"][name] for name in SHAPE}, payload["tensors"]
-    demand(all(type(shape[name]) is type(FIELDS[name].default) for name in SHAPE), "a type is wrong")
-    cfg = replace(base or Config(), **shape, batch_schedule=(1,),
-                  train_batch_tokens=shape["train_seq_len"])
-    check_config(cfg)
-    model = GPT(cfg)
-    for name, p in model.named_parameters():
-      rows = tensors.pop(name + ".int8", None)
-      w = tensors.pop(name) if rows is None else rows.float() * tensors.pop(name + ".scale")[:, None]
-      demand(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
-      p.data.copy_(w)
-    demand(not tensors, f"unknown {list(tensors)[:1]}")
-    model.to(device).dtype = torch.bfloat16 if "cuda" in str(device) else torch.float32
-    model.set_context(cfg.train_seq_len, eval_window(cfg))
-  except Exception as error:
-    raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
-  return model.eval(), cfg
+    """Artifact, final_model.pt or checkpoint.pt -> (GPT ready for log_probs, Config: base, or the defaults,
+    but for what the file says). Raises Refused."""
+    try:
+        raw = Path(path).read_bytes()
+        if raw[:2] != b"PK":
+            raw = (zlib if raw[:1] == b"x" else lzma).decompress(raw)
+        payload = read_zip(raw)
+        shape, tensors = {name: payload["shape"][name] for name in MODEL_FIELDS}, payload["tensors"]
+        for name, value in shape.items():
+            require(type(value) is type(FIELDS[name].default), f"{name} has another type")
+        cfg = replace(base or Config(), **shape, batch_schedule=(1,),
+                      train_batch_tokens=shape["train_seq_len"])
+        check_config(cfg)
+        model = GPT(cfg)
+        for name, p in model.named_parameters():
+            rows = tensors.pop(name + ".int8", None)
+            w = tensors.pop(name) if rows is None else rows.float() * tensors.pop(name + ".scale")[:, None]
+            require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
+            p.data.copy_(w)
+        require(not tensors, f"unknown {list(tensors)[:1]}")
+        model.to(device)
+    except Exception as error:  # a damaged file may raise anything
+        raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
+    return model.eval(), cfg
 
-def write_atomically(path, content):
-  """bytes -> path, whole or not at all."""
-  with open(f"{path}.tmp", "wb") as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(file.name, path)
+def write_atomically(path, write):
+    """The file that write(file) makes -> path, whole or not at all. Raises OSError."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)  # of a full disk: room for the log's last line
+        while not isinstance(error, OSError) and error.__context__:
+            error = error.__context__  # torch raises its own error over that of the disk
+        raise error
+    os.replace(temporary, path)
 
-# ---------- 10 fast kernels
-def script_files():
-  """{name: bytes} of this file and of what it loaded that counts."""
-  others = (sys.modules[name].__file__ for name in ("core", "dial", "golf", "kernels") if name in sys.modules)
-  return {Path(file).name: Path(file).read_bytes() for file in (__file__, *others)}
+def write_artifact(model, folder, code, log):
+    """final_model.pt and the artifact -> their sizes for result.json. code: bytes of train_gpt.py."""
+    cfg, packed = model.cfg, pack_artifact(model)
+    weights = to_bytes(cfg, dict(model.named_parameters()))
+    write_atomically(folder / "final_model.pt", lambda file: file.write(weights))
+    write_atomically(folder / artifact_name(cfg), lambda file: file.write(packed))
+    size, total, limit = len(packed), len(packed) + code, cfg.artifact_bytes_limit
+    log(f"Serialized model {codec(cfg)}: {size} bytes ({sum(p.numel() for p in model.parameters())} weights)",
+        f"Code size: {code} bytes",
+        f"Total submission size {codec(cfg)}: {total} bytes")
+    fits = not limit or total <= limit
+    if limit:
+        over = f"OVER by {total - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"
+        log(f"artifact_bytes_limit: {limit} bytes, {'within it' if fits else over}")
+    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
 
-def beside(name, wanted=True):
-  """A file beside this one as a module, if it is wanted and there."""
-  return wanted and find_spec(name) and import_module(name)
+# ---------- 10 checkpoints
+# A checkpoint is torch.save of {config, code_sha256, shape and tensors as load_model reads them, state: the
+# optimizer's of all ranks, progress: numbers and lists}. A thread writes it to checkpoint.pt while training
+# goes on; the one before stays as checkpoint_prev.pt.
+CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
+WRITE_SECONDS = 20  # that a checkpoint under way has left when its run fails; torchrun kills after 30
+# What may be given with RESUME; everything else is as the run began.
+RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle",
+               "save_every", "save_every_seconds", "device_batch_size")
 
-def fast_kernels(cfg, team, log):
-  """Raises Refused where fp8 cannot be."""
-  kernels = import_module("kernels") if cfg.fp8 != "off" else beside("kernels")
-  return kernels.choose(sys.modules[__name__], cfg, team.on_gpu, log) if kernels else Fast()
+def write_checkpoint(folder, payload):
+    """At any moment a whole checkpoint is there under one of the two names. Raises OSError."""
+    path, previous = folder / CHECKPOINTS[0], folder / CHECKPOINTS[1]
+    write_atomically(folder / "checkpoint_new.pt", partial(torch.save, payload))
+    if path.exists():
+        os.replace(path, previous)
+    os.replace(folder / "checkpoint_new.pt", path)
 
-# ---------- 11 main
-def near_misses(env):
-  """[(variable that is no constant, the constant a slip away)]"""
-  return [(key, name) for key in env for name in get_close_matches(key.upper(), NAMES, 1, 0.75)
-          if key != name and abs(len(key) - len(name)) < 2]
+def read_checkpoint(folder):
+    """The newer whole one -> (payload or None, [sentence on each that is damaged])."""
+    damaged = []
+    for name in CHECKPOINTS:
+        try:
+            payload = read_zip((folder / name).read_bytes())
+            values, progress = payload["config"], payload["progress"]
+            for constant, value in values.items():
+                require(type(value) is type(FIELDS[constant].default), f"{constant} has another type")
+            check_config(Config(**values))
+            require(type(progress["step"]) is int and progress["step"] >= 0, "step is no number")
+            payload["tensors"], payload["state"], payload["code_sha256"]
+            return payload, damaged
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # a damaged file may raise anything
+            damaged.append(f"{name} is damaged ({type(error).__name__})")
+    return None, damaged
 
-def parse_value(name, text):
-  """Text -> a value of the constant's type. Raises Refused."""
-  default, booleans = FIELDS[name].default, {"0": False, "1": True, "false": False, "true": True}
-  try:
-    text.encode()  # an environment may hold other bytes
-    if isinstance(default, tuple):
-      return tuple(map(type(default[0]), text.split(",")))
-    if text == "-1" and type(default) in (int, float) and "; 0: " in FIELDS[name].doc:  # as the field has it
-      return type(default)(0)
-    return booleans[text.lower()] if isinstance(default, bool) else type(default)(text)
-  except (KeyError, ValueError):
-    raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
+def in_use(path):
+    """Does another process hold the lock that a run has on its train.log?"""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no file, or the file system has no locks
+        return False
+    return False
 
-def parse_flags(argv):
-  """--matrix-lr=0.03 or --matrix-lr 0.03 or bare --compile -> ("MATRIX_LR", text) each. Raises Refused."""
-  words = [*argv]
-  while words:
-    flag, equals, text = words.pop(0).partition("=")
-    name = flag[2:].replace("-", "_").upper()
-    near = dict(near_misses([name])).get(name, "help").lower().replace("_", "-")
-    demand(flag[:2] == "--" and name in NAMES, f"unknown argument {flag}; did you mean --{near}?")
-    if not equals:  # the value is the next word; a Boolean can do without, and fp8
-      alone = "all" if name == "FP8" else "1" if type(FIELDS[NAMES[name]].default) is bool else None
-      bare = not words or words[0].startswith("--")
-      demand(alone or not bare, f"{flag} needs a value")
-      text = alone if bare else words.pop(0)
-    yield name, text
+def find_checkpoint(cfg):
+    """Rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME ->
+    (payload, lines for the log), or (None, lines) of a run that has finished. Raises Refused."""
+    run_id, folder = cfg.resume, Path("logs", cfg.resume)
+    require(re.fullmatch(r"\w[\w.,=+-]*", run_id), f"resume={run_id!r} is no run_id")
+    require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
+    if (folder / "result.json").exists():
+        try:
+            result = json.loads((folder / "result.json").read_text())
+            rows = {key: result[key] for key in ("stop_reason", "steps", "train_time_ms", "val_loss")}
+        except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+            raise Refused(f"{folder}/result.json is damaged ({brief(error)}): move it away") from None
+        return None, [f"{run_id} has finished: {listed(rows)}"]
+    require(not in_use(folder / "train.log"), f"resume={run_id!r}: that run is still going")
+    payload, damaged = read_checkpoint(folder)
+    lines = [f"resume: {sentence}" for sentence in damaged]
+    require(payload, f"resume={run_id!r}: there is no whole checkpoint in {folder}"
+                     f"{''.join(f'; {sentence}' for sentence in damaged)}: begin anew")
+    require(payload["code_sha256"] == hashlib.sha256(script_source()).hexdigest(),
+            f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
+    saved = Config(**payload["config"])
+    asked = {name: text for name, (_, text) in overrides(cfg).items() if name not in RESUME_FREE}
+    if cfg.preset != Config.preset:
+        asked["preset"] = cfg.preset
+    for name, text in asked.items():
+        require(text == show(getattr(saved, name)),
+                f"{name}={text}, but {run_id} began with {show(getattr(saved, name))}")
+    return payload, lines
 
-def show(value):
-  """A constant as one types it; of an absolute path the last part."""
-  if isinstance(value, tuple):
-    return ",".join(map(str, value))
-  text = str(int(value) if isinstance(value, bool) else value)
-  return Path(text).name if os.path.isabs(text) else text
+def resume(cfg, team, log):
+    """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 has the
+    files: the others get a checkpoint without tensors. Raises Refused."""
+    found, problem = (None, []), None
+    if team.rank == 0:
+        try:
+            found = find_checkpoint(cfg)
+        except Refused as error:
+            problem = str(error)
+    problem, lines = team.share((problem, found[1]))
+    require(not problem, problem)
+    log(*lines)
+    payload = found[0]
+    small = team.share(payload and {name: payload[name] for name in ("config", "progress")})
+    if not small:
+        return None, None
+    free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
+    saved = replace(Config(**small["config"]), **free | dict(resume="", run_id=cfg.resume))
+    check_config(saved)
+    progress = small["progress"]
+    log(f"resume: from step {progress['step']} at train_time:{progress['now'] * 1e3:.0f}ms")
+    return saved, payload or small
 
-def overrides(cfg):
-  """{name: [text of the preset, text in force]} where they differ."""
-  preset = vars(preset_config(cfg.preset))
-  return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
-          if value != preset[name]}
+def fitting(tensor, shape):
+    """The tensor, if it is fp32, finite and of that shape. Raises ValueError."""
+    good = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.shape == shape
+    if not good or not tensor.isfinite().all():
+        raise ValueError(f"not finite fp32 numbers of the shape {tuple(shape)}")
+    return tensor
+
+@torch.no_grad()
+def restore(team, model, optimizer, loader, checkpoint):
+    """Puts a checkpoint into model, optimizer and loader, for any number of ranks; rank 0 has the tensors.
+    Raises LookupError, TypeError, ValueError."""
+    ranks = team.world_size
+    if team.rank == 0:
+        for name, p in model.named_parameters():
+            p.copy_(fitting(checkpoint["tensors"][name], p.shape))
+    for bank in optimizer.banks:
+        if ranks > 1:
+            dist.broadcast(bank.data, 0)
+        for i, mine in enumerate(bank.state):
+            whole = mine.new_zeros((ranks * len(mine), *mine.shape[1:]))
+            if team.rank == 0:
+                saved = checkpoint["state"][f"{bank.names[0]} {i}"]
+                whole[:bank.units] = fitting(saved, (bank.units, *mine.shape[1:]))
+            if ranks > 1:
+                dist.broadcast(whole, 0)
+            mine.copy_(whole.view(ranks, *mine.shape)[team.rank])
+    progress = checkpoint["progress"]
+    optimizer.step_count, loader.position = progress["updates"], progress["position"]
+    torch.set_rng_state(progress["random"])
+
+def whole_state(mine, bank, team):
+    """The ranks' shares of a tensor of the optimizer's state in one, on the CPU."""
+    if team.world_size == 1:
+        return mine.cpu().clone()[:bank.units]
+    shares = mine.new_empty((team.world_size * len(mine), *mine.shape[1:]))
+    all_gather(shares.view(-1), mine.contiguous().view(-1))
+    return shares.cpu()[:bank.units]
+
+class Saver:
+    """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks for the run to stop."""
+    def __init__(self, log):
+        self.log, self.run, self.job, self.last_saved = log, None, None, ""
+        self.signals = 0  # that came while training; they wait for the end of the step
+        self.in_training = self.wanted = self.stopping = False
+        self.handlers = []
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # which a shell sets for `command &`
+                    self.handlers.append((number, signal.signal(number, self.on_signal)))
+
+    def on_signal(self, *_):
+        if not self.in_training:
+            raise KeyboardInterrupt
+        self.signals += 1
+
+    def begin(self, run, state):
+        """Before the first step of a Run from a TrainState."""
+        self.run, self.thread = run, ThreadPoolExecutor(1)
+        self.saved_step, self.saved_at = state.step, state.seconds
+        self.in_training = True
+
+    def due(self, step, seconds, stop, done):
+        """Is a checkpoint to be made before this step? stop: a signal came to some rank; done: no step
+        follows. While gradients wait for Adam's next step, it waits too."""
+        cfg = self.run.cfg
+        self.in_training, self.stopping = not done, bool(stop)
+        by_step = cfg.save_every and step % cfg.save_every == 0
+        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
+        if stop or step > self.saved_step and not done and (by_step or by_time):
+            self.wanted = True
+        return self.wanted and step % cfg.adam_every == 0
+
+    def save_last(self, state):
+        """Of a run that saves: the state after its last step, so that its scores can be computed again."""
+        cfg, new = self.run.cfg, state.step > self.saved_step
+        if (cfg.save_every or cfg.save_every_seconds) and new and state.step % cfg.adam_every == 0:
+            self.save(state)
+
+    def save(self, state):
+        """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
+        the checkpoint before, and KeyboardInterrupt once this one is written if it was made for a signal."""
+        run, team = self.run, self.run.team
+        team.at("saving", state.step)
+        self.wait()
+        tensors = {name: p.detach().cpu().clone() for name, p in run.model.named_parameters()}
+        optimizer = {f"{bank.names[0]} {i}": whole_state(mine, bank, team)
+                     for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
+        if team.rank == 0:
+            curves = {split: [list(point) for point in points] for split, points in state.curves.items()}
+            laps = [list(lap) for lap in state.laps[-100:]]
+            progress = dict(step=state.step, now=state.seconds, curves=curves, laps=laps,
+                            position=run.loader.position, updates=run.optimizer.step_count,
+                            started=run.started, random=torch.get_rng_state())
+            self.job = self.thread.submit(self.write, dict(
+                config=asdict(run.asked), code_sha256=hashlib.sha256(script_source()).hexdigest(),
+                shape=model_values(run.cfg), tensors=tensors, state=optimizer, progress=progress))
+        self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
+        if self.stopping:
+            self.wait()
+            team.share(None)  # the others wait for the file
+            raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
+        team.at("training", state.step)
+
+    def write(self, payload):
+        step = payload["progress"]["step"]
+        for name, tensor in (payload["tensors"] | payload["state"]).items():
+            require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
+        write_checkpoint(self.run.folder, payload)
+        self.last_saved = f"; the last checkpoint is of step {step}"
+
+    def wait(self):
+        """Until the last one is on the disk. Raises what went wrong with it."""
+        if self.job:
+            self.job.result()
+
+    def close(self):
+        """The run has ended well."""
+        self.release()
+        self.wait()
+
+    def verdict(self, why, error):
+        """The sentence for an error that ends this rank; first brings a checkpoint under way to the disk."""
+        self.in_training = True  # a further signal does not cut the file short
+        if self.job:
+            wait([self.job], WRITE_SECONDS)
+        self.release()
+        if not isinstance(error, KeyboardInterrupt):
+            return why + self.last_saved
+        interrupted_later = not str(error) and self.last_saved
+        return f"RESUME={self.run.cfg.run_id}" if interrupted_later else why
+
+    def release(self):
+        for handler in self.handlers:
+            signal.signal(*handler)
+
+# ---------- 11 fast kernels
+# Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
+# gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
+FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
+MAX_LOGITS = 1 << 28  # of one part of the head's loss: 512 MiB in bf16
+
+def to_fp8(x, scale, dtype):
+    """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, or None: max |x| fills the range."""
+    x, top = x.float(), torch.finfo(dtype).max
+    scale = (x.abs().amax() / top).clamp(1e-30) if scale is None else x.new_full((), scale)
+    return (x / scale).clamp(-top, top).to(dtype), scale  # a bare cast can give inf or nan
+
+def scaled_mm(a, b, scale_a, scale_b, fast=False):
+    """a (M, K) and b (N, K), fp8 -> (scale_a a) @ (scale_b b).T in bf16. The layout is CUDA's; a CPU takes
+    any. fast: less precise accumulation, for the forward pass."""
+    assert not any(side % 16 for side in (*a.shape, *b.shape)), "sides must be multiples of 16"
+    a, b = a.contiguous(), b.contiguous().t()
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+def fp8_product(x, weight, scales):
+    """x (N, K) @ weight (M, K).T in e4m3 -> (product, what fp8_gradients needs)."""
+    x, scale_x = to_fp8(x, scales[0], torch.float8_e4m3fn)
+    w, scale_w = to_fp8(weight, scales[1], torch.float8_e4m3fn)
+    return scaled_mm(x, w, scale_x, scale_w, fast=True), (x, w, scale_x, scale_w)
+
+def fp8_gradients(grad, kept, scale):
+    """Gradients of x and of weight, by products with the gradient in e5m2 (arXiv:2209.05433)."""
+    x, w, scale_x, scale_w = kept
+    g, scale_g = to_fp8(grad, scale, torch.float8_e5m2)
+    return scaled_mm(g, w.t(), scale_g, scale_w), scaled_mm(g.t(), x.t(), scale_g, scale_x)
+
+class Fp8Linear(torch.autograd.Function):
+    """`linear` by the two above. scales: of x, weight and gradient; None: by the maximum."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scales):
+        y, kept = fp8_product(x, weight, scales[:2])
+        ctx.save_for_backward(*kept)
+        ctx.grad_scale = scales[2]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = fp8_gradients(grad, ctx.saved_tensors, ctx.grad_scale)
+        return dx.to(grad.dtype), dw.float(), None
+
+def fp8_linear(x, weight, scales=(None, None, None)):
+    """`linear` in fp8, except where no gradient is wanted: scores are exact."""
+    if not torch.is_grad_enabled():
+        return linear(x, weight)
+    return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
+
+def head_scales(C, tokens):
+    """Fixed scales: x of unit rms, weights up to 0.87, gradient of a mean over so many tokens."""
+    return C**0.5 / 448, 2**-9, 1 / 448 / tokens
+
+def fp8_head(x, weight):
+    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel()))
+
+def choose_fp8(cfg, on_gpu, log):
+    """Linears of blocks and head for cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
+    sides = {name: getattr(cfg, name) for name in ("vocab_size", "train_seq_len", "model_dim")}
+    sides["head_dim"] = cfg.model_dim // cfg.num_heads
+    capability = torch.cuda.get_device_capability() if on_gpu else None
+    able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides.values())
+    part = cfg.fp8.removeprefix("auto-")
+    if part != cfg.fp8:
+        part = part if able and on_gpu else "off"
+    elif part != "off":
+        require(able, f"fp8={part} needs compute capability 8.9, here {capability}, and multiples of 16, but "
+                      f"{', '.join(f'{name}={n}' for name, n in sides.items())}")
+    if cfg.fp8 != "off":
+        log(f"fp8: {cfg.fp8} is {part}")
+    return {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
+
+def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """scaled_dot_product_attention in compiled steps on a CPU: a quarter of the queries at a time, with the
+    keys up to the last of them. Plain products and a fused softmax are faster there than torch's kernel (a
+    step of `tiny`: 99 ms, 123 without), but they keep all weights, so long sequences stay with torch."""
+    T, K, parts = q.size(2), k.size(2), []
+    if T > 1024 or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+                                              enable_gqa=enable_gqa)
+    if is_causal:
+        attn_mask = torch.ones(T, K, dtype=torch.bool, device=q.device).tril()
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    step = max(128, T // 4)
+    for low in range(0, T, step):
+        here, seen = slice(low, low + step), slice(max(0, K - T + low + step))
+        scores = (q[:, :, here] @ k[:, :, seen].mT).float() * (scale or q.size(-1) ** -0.5)
+        weights = scores.masked_fill(~attn_mask[..., here, seen], -torch.inf).softmax(-1)
+        parts.append(weights.to(q.dtype) @ v[:, :, seen])
+    return torch.cat(parts, 2)
+
+cpu_attention = partial(attention, kernel=cpu_kernel)
+
+def cpu_loss(x, head, targets, cap, linear):
+    """lm_loss in compiled steps on a CPU. Capped logits need no maximum before exp, and the target's is
+    picked before the cap, so one pass makes the loss and nothing of their size is kept in fp32. (A step of
+    `tiny`: 99 ms, 101 without; with 2,048 pieces 150, 158 without.)"""
+    if not (torch.compiler.is_compiling() and 0 < cap <= 50):
+        return lm_loss(x, head, targets, cap, linear)
+    logits = linear(x, head).float()
+    picked = torch.where(torch.arange(len(head), device=x.device) == targets[..., None], logits, 0).sum(-1)
+    return (softcap(logits, cap).exp().sum(-1).log() - softcap(picked, cap)).mean()
+
+def gpu_window_mask(window, T, documents, device):
+    """window_mask in compiled steps on a GPU: a BlockMask for flex attention, None for the whole past. Which
+    blocks are seen follows from the documents at their ends. Not measured."""
+    if window >= T and documents is None or T % FLEX_BLOCK or not torch.compiler.is_compiling():
+        return window_mask(window, T, documents, device)
+    n = T // FLEX_BLOCK
+    block = torch.arange(n, device=device)
+    far = (block[:, None] - block) * FLEX_BLOCK  # from the first key of a block to the first query of another
+    seen = (far >= 0) & (far - FLEX_BLOCK + 1 < window)
+    full = (far > 0) & (far + FLEX_BLOCK - 1 < window)
+    if documents is not None:
+        begin, end = documents[:, ::FLEX_BLOCK], documents[:, FLEX_BLOCK - 1::FLEX_BLOCK]
+        seen = seen & (end[:, None] >= begin[:, :, None])
+        full = full & (begin[:, None] == end[:, :, None])
+    full, seen = (x.view(-1, 1, n, n) for x in (full, seen & ~full))
+
+    def mask_mod(b, h, query, key):
+        near = (key <= query) & (query - key < window)
+        return near if documents is None else near & (documents[b, query] == documents[b, key])
+
+    lists = []
+    for blocks in (seen, full):
+        ones, order = blocks.int().sort(descending=True, stable=True)
+        lists += [ones.sum(-1).int(), order.int()]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod)
+
+def gpu_attention(q, k, v, mask, scale=None):
+    """attention by flex attention for block masks, by cuDNN for the whole past. Not measured."""
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.size(1) < q.size(1))
+    if mask is not None:
+        return attention(q, k, v, mask, scale)
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                SDPBackend.MATH]
+    with sdpa_kernel(backends, set_priority=True):
+        return attention(q, k, v, None, scale)
+
+class LossInParts(torch.autograd.Function):
+    """lm_loss with its gradients made at once, a part of the tokens at a time, so that there are never logits
+    of the whole batch. x (N, C), targets (N,); products: plain_head or fp8_head_products."""
+
+    @staticmethod
+    def forward(ctx, x, head, targets, cap, parts, products):
+        total, dx, dhead = 0.0, [], torch.zeros_like(head, dtype=torch.float32)
+        for x, targets in zip(x.chunk(parts), targets.chunk(parts)):
+            logits, gradients = products(x, head)
+            logits = logits.float()
+            capped = cap * torch.tanh(logits / cap) if cap else logits
+            norm = capped.logsumexp(-1, keepdim=True)
+            hit = torch.arange(len(head), device=x.device) == targets[:, None]
+            total = total + (norm[:, 0] - torch.where(hit, capped, 0).sum(-1)).sum()
+            slope = 1 - (capped / cap).square() if cap else 1
+            grad = ((capped - norm).exp() - hit.float()) * slope / (parts * len(x))
+            part_dx, part_dhead = gradients(grad.to(x.dtype))
+            dx.append(part_dx.to(x.dtype))
+            dhead = dhead + part_dhead
+        ctx.save_for_backward(torch.cat(dx), dhead)
+        return total / (parts * len(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dhead = ctx.saved_tensors
+        return grad * dx, grad * dhead, None, None, None, None
+
+def plain_head(x, head):
+    """x (N, C), head (V, C) -> (logits, function from their gradient to those of x and of head)."""
+    w = head.to(x.dtype)
+    return x @ w.T, lambda grad: (grad @ w, grad.T @ x)
+
+def fp8_head_products(scales, x, head):
+    """plain_head in fp8."""
+    logits, kept = fp8_product(x, head, scales[:2])
+    return logits, lambda grad: fp8_gradients(grad, kept, scales[2])
+
+def gpu_loss(x, head, targets, cap, linear):
+    """lm_loss where the logits are many, in equal parts. Not measured."""
+    tokens = targets.numel()
+    unit = 16 if tokens % 16 == 0 else 1  # fp8 needs sides that are multiples of 16
+    parts = 1
+    while tokens % (parts * unit) or tokens // parts * len(head) > MAX_LOGITS and tokens > parts * unit:
+        parts += 1
+    if parts == 1:
+        return lm_loss(x, head, targets, cap, linear)
+    products = plain_head
+    if linear in (fp8_head, fp8_linear):
+        scales = head_scales(x.size(-1), tokens) if linear is fp8_head else (None,) * 3
+        products = partial(fp8_head_products, scales)
+    return LossInParts.apply(x.flatten(0, -2), head, targets.flatten(), cap, parts, products)
+
+def choose_kernels(cfg, on_gpu, log):
+    """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
+    linears = choose_fp8(cfg, on_gpu, log)
+    if on_gpu:
+        return Kernels(*linears, gpu_window_mask, gpu_attention, gpu_loss)
+    return Kernels(*linears, attention=cpu_attention, loss=cpu_loss)
+
+# ---------- 12 ranks, log, memory, plan
+LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
+TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank that hangs
+SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
+H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
+PLANNED_GPUS = 8  # that the plan's hours assume
 
 class Team:
-  """The ranks, and where this one computes."""
-  def __init__(self, cfg, env):
-    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1)
-    self.rank, local, self.world_size, self.ranks_here = (int(env.get(*pair)) for pair in alone.items())
-    gpus = torch.cuda.is_available() and torch.cuda.device_count()
-    sequences = cfg.train_batch_tokens // cfg.train_seq_len
-    self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
-    demand(not self.on_gpu or self.ranks_here <= gpus,
-           f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
-    demand(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
-           f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
-    self.device = torch.device(f"cuda:{local}" if self.on_gpu else "cpu")
-    has_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if self.on_gpu else
-                getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
-    auto = "bfloat16" if has_bf16 else "float32"
-    self.dtype = getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype)
-    backend = torch.cuda if self.on_gpu else torch.cpu
-    backend.set_device(self.device)
-    self.wait = backend.synchronize  # until the device has done all
-    torch.use_deterministic_algorithms(not self.on_gpu)  # or compiled embedding gradients are not
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it looks later
-    torch.set_flush_denormal(True)
-    if "RANK" in env and not dist.is_initialized():
-      dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo")
+    """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
+    def __init__(self, cfg, env):
+        self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
+        self.phase, self.step, self.group = "setup", 0, None
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
+        require(not self.on_gpu or self.ranks_here <= gpus,
+                f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
+        sequences = cfg.train_batch_tokens // cfg.train_seq_len
+        require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
+                f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
+        self.device = torch.device(f"cuda:{env.get('LOCAL_RANK', 0)}" if self.on_gpu else "cpu")
+        self.dtype = self.activation_dtype(cfg)
+        backend = torch.cuda if self.on_gpu else torch.cpu
+        backend.set_device(self.device)
+        self.wait = backend.synchronize  # until the device has done everything
+        torch.use_deterministic_algorithms(not self.on_gpu)  # for compiled embedding gradients
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it first looks after the next line
+        torch.set_flush_denormal(True)
+        self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
+        if "RANK" in env and not dist.is_initialized():
+            dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
 
-  def share(self, value):
-    """Rank 0's object on every rank."""
-    box = [value]
-    if self.world_size > 1:
-      dist.broadcast_object_list(box)
-    return box[0]
+    def activation_dtype(self, cfg):
+        if cfg.dtype != "auto":
+            return getattr(torch, cfg.dtype)
+        if self.on_gpu:
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
+        return torch.bfloat16 if fast else torch.float32
 
-  def at(self, phase, step=None):
-    """Tells the watch how far this rank is."""
+    def share(self, value):
+        """Rank 0's object on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box)
+        return box[0]
+
+    def begin_training(self, slowest_step):
+        """A group whose collectives end the run when a rank is gone or hangs. slowest_step: seconds."""
+        if self.world_size > 1:
+            slowest_step = all_reduce(torch.tensor(slowest_step), "MAX").item()
+            seconds = max(TRAINING_TIMEOUT, SLOWEST_STEPS * slowest_step)
+            self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=seconds))
+
+    def at(self, phase, step=None):
+        """How far this rank is, for the log's last line."""
+        self.phase, self.step = phase, self.step if step is None else step
 
 class Log:
-  """Lines to rank 0's terminal and, once open, train.log."""
-  def __init__(self, lead):
-    self.lead, self.file, self.started, self.guard = lead, io.StringIO(), False, None
+    """Lines to rank 0's terminal and, once a run folder is open, to its train.log."""
+    def __init__(self, lead):
+        self.lead, self.file, self.path = lead, io.StringIO(), None
 
-  def __call__(self, *lines, echo=True):
-    for line in lines:
-      if self.lead and echo:
-        print(line, flush=True)
-      print(line, file=self.file, flush=True)
+    def __call__(self, *lines, echo=True):
+        for line in lines:
+            for file in [sys.stdout, self.file] if self.lead and echo else [self.file]:
+                print(line, file=file, flush=True)
 
-  def open(self, path, head):
-    early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
-    with suppress(OSError):
-      fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one run at a time
-    print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
+    def open(self, path, head):
+        """Rank 0: goes on in the file, which begins with head if it is new, with what was said so far."""
+        early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
+        with suppress(OSError):  # of file systems without locks
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # read by in_use()
+        print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
+
+    def last_line(self, line):
+        """Any rank: why it ends. Other ranks than 0 add their line to train.log if they see the file."""
+        if not self.lead and self.path and self.path.exists():
+            with open(self.path, "a", encoding="utf-8") as file:
+                print(line, file=file)
+        else:
+            self(line, echo=False)
+
+@cache
+def script_source():
+    """Bytes of this file, read once so that an edit during the run changes nothing."""
+    return Path(__file__).read_bytes()
 
 def brief(error):
-  """An exception in one line, without this machine's folders."""
-  line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-  return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
+    """An exception in one line, without this machine's folders and name."""
+    line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
 
 def out_of_memory(error):
-  return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+def lost_peer(error):
+    """Did a collective fail, so that the cause is another rank?"""
+    words = str(error).lower()
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and (
+        "gloo" in words or "nccl" in words or "connection closed" in words or "timed out waiting" in words)
 
 def hardware(team):
-  """One line: what the run computes on."""
-  if team.on_gpu:
-    return f"{team.world_size}x {torch.cuda.get_device_name()}"
-  name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
-  return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
-
-def parameter_counts(cfg):
-  """{group of the optimizer: parameters}"""
-  counts = Counter()
-  with torch.device("meta"):
-    for name, p in GPT(cfg).named_parameters():
-      counts[parameter_rule(name)[0]] += p.numel()
-  return counts
-
-def horizon_weights(cfg):
-  """Matrices and head."""
-  return parameter_counts(cfg)["matrix"] + cfg.vocab_size * cfg.model_dim
-
-def flops_per_token(cfg):
-  """Matmul FLOPs of training, as PaLM counts: 6 per weight, 12 * width * window per layer."""
-  sizes = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
-  keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, cfg.num_layers))
-  return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
-
-def step_memory(cfg, team, sequences):
-  """Bytes of a rank with so many sequences at a time, roughly."""
-  total, width = sum(parameter_counts(cfg).values()), team.dtype.itemsize
-  per_token = cfg.num_layers * cfg.model_dim * (14 + 3 * cfg.mlp_mult) * width + 14 * cfg.vocab_size
-  return int(total * (8 + width + 8 / team.world_size) + sequences * cfg.train_seq_len * per_token)
-
-def free_memory(team):
-  """Bytes free on a GPU, or a rank's part of half a machine."""
-  if team.on_gpu:
-    return torch.cuda.mem_get_info()[0]
-  return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
-
-def micro_batch(cfg, team):
-  """Sequences at a time: a divisor of a rank's that device_batch_size or memory allows."""
-  share, most = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, cfg.device_batch_size
-  return max(n for n in range(1, share + 1) if share % n == 0 and (
-      n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free_memory(team)))
+    """One line: what the run computes on."""
+    if team.on_gpu:
+        return f"{team.world_size}x {torch.cuda.get_device_name()}"
+    name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
+    return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
 
 def listed(table):
-  return " ".join(f"{name}:{value}" for name, value in table.items())
+    return " ".join(f"{name}:{value}" for name, value in table.items())
 
-def open_run(cfg, team, log, files, again=False):
-  """logs/<run_id>/ with the script's files and train.log, new or again -> (cfg, folder). Raises Refused."""
-  kind, rule = "eval" if cfg.eval_from else cfg.preset, "=" * 100
-  run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
-  folder, problem = Path("logs", run_id), None
-  if team.rank == 0:
-    versions = f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}"
-    gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
-    head = [files["train_gpt.py"].decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
+def step_memory(cfg, team, sequences):
+    """Bytes that a rank needs with so many sequences at a time, roughly."""
+    total, width = sum(parameter_counts(cfg).values()), team.dtype.itemsize
+    per_token = cfg.num_layers * cfg.model_dim * (14 + 3 * cfg.mlp_mult) * width + 14 * cfg.vocab_size
+    return int(total * (8 + width + 8 / team.world_size) + sequences * cfg.train_seq_len * per_token)
+
+def free_memory(team):
+    """Bytes free on a GPU, or a rank's part of half a machine."""
+    if team.on_gpu:
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
+
+def micro_batch(cfg, team):
+    """Sequences at a time: the largest divisor of a rank's that device_batch_size or else memory allows."""
+    share, most = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, cfg.device_batch_size
+    return max(n for n in range(1, share + 1) if share % n == 0 and (
+        n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free_memory(team)))
+
+def peak_memory(team, log):
+    """Logs and returns the most that this process has held."""
+    if team.on_gpu:
+        used, held = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+        text = f"peak memory allocated: {used} MiB reserved: {held} MiB"
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+        text = f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20} MiB"
+    log(text)
+    return text
+
+def help_text():
+    yield __doc__ + "\nConstants, as NAME=value in the environment or --name=value. [default | presets]"
+    for name, f in FIELDS.items():
+        rows = [f"{preset} {show(row[name])}" for preset, row in PRESETS.items() if name in row]
+        doc = f.metadata["doc"] + (f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else "")
+        yield f"  --{name.replace('_', '-'):28} {doc}  [{' | '.join([show(f.default), *rows])}]"
+    yield "Aliases: " + ", ".join(" = ".join(pair) for pair in ALIASES.items())
+
+def plan_lines(cfg, team, micro, argv, env):
+    """Size, cost and memory of the run, its schedules; of a dry run by depth also other depths."""
+    counts, flops = parameter_counts(cfg), flops_per_token(cfg)
+    batch, T, last = cfg.train_batch_tokens, cfg.train_seq_len, total_steps(cfg)
+    yield f"parameters:{counts.total()} ({listed(counts)})"
+    yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
+    yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
+           f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
+           f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
+    cap = f"{cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap on time"
+    yield f"limits: {last} steps, {planned_tokens(cfg)} tokens in all; {cap}"
+    yield from stage_lines(cfg)
+    if cfg.depth and cfg.dry_run:
+        yield from depth_lines(argv, env)
+
+def stage_lines(cfg):
+    """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
+    last, T = total_steps(cfg), cfg.train_seq_len
+    marks = {stage.first_step for stage in stage_table(cfg)}
+    marks |= {math.ceil(switch * cfg.iterations) for switch in cfg.lr_switches}
+    yield "stage table: from_step tokens_per_step long_window short_window lr_factor"
+    for step in sorted(mark for mark in marks if mark < last):
+        progress = step / last
+        stage = stage_at(cfg, progress)
+        tokens, sizes = cfg.train_batch_tokens * stage.batch_multiple, window_sizes(cfg, stage.window, T)
+        yield f"{step:22} {tokens:15} {sizes['L']:11} {sizes['S']:12} {top_lr(cfg, progress):9.4f}"
+    decay = min(cfg.warmdown_iters, last // 2) or cfg.warmdown_frac * cfg.iterations
+    first = math.ceil(cfg.iterations - decay)
+    if decay:
+        yield f"warmdown: from step {first} ({first / last:.1%}) lr_factor falls to {cfg.lr_floor:g}"
+    yield (f"muon_momentum: {cfg.muon_momentum_warmup_start:g} to {cfg.muon_momentum:g} in the first "
+           f"{cfg.muon_momentum_warmup_steps} steps, back in the last {cfg.muon_momentum_cooldown_steps}")
+    sizes = window_sizes(cfg, eval_window(cfg), T)
+    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, long_window:{sizes['L']} "
+           f"short_window:{sizes['S']}")
+
+def depth_lines(argv, env):
+    """What a run takes at the depths 4, 8, ..., 32, with everything else as given."""
+    for depth in range(4, 33, 4):
+        try:
+            cfg = load_config(env, [*argv, f"--depth={depth}"])
+        except Refused:  # something given does not fit this depth
+            continue
+        tokens, each = planned_tokens(cfg), flops_per_token(cfg)
+        hours = each * tokens / (PLANNED_GPUS * H100_FLOPS * cfg.plan_mfu) / 3600
+        yield (f"depth:{depth} parameters:{parameter_counts(cfg).total()} flops_per_token:{each:.4g} "
+               f"tokens:{tokens} batch:{cfg.train_batch_tokens} steps:{cfg.iterations} "
+               f"flops:{each * tokens:.4g} hours:{hours:.2f} ({PLANNED_GPUS}xH100 at mfu {cfg.plan_mfu:g})")
+
+def plot_curves(curves, title, path, log):
+    """loss.png of {split: [(step, training seconds, loss)]}; says why where it cannot be drawn."""
     try:
-      folder.mkdir(parents=True, exist_ok=again)
-      for name, content in files.items():
-        (folder / name).write_bytes(content)
-      log.open(folder / "train.log", "\n".join(head))
-    except OSError as error:
-      problem = f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})"
-  demand(not (problem := team.share(problem)), problem)
-  log.started = True
-  return replace(cfg, run_id=run_id), folder
+        from matplotlib.figure import Figure
+        figure = Figure()
+        axes = figure.subplots()
+        for split, points in curves.items():
+            _, seconds, losses = zip(*points)
+            axes.plot(seconds, losses, ".-", label=split)
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
+                 ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
+        axes.legend()
+        figure.savefig(path)
+    except Exception as error:
+        log(f"loss.png: not drawn ({brief(error)})")
 
-def train_step(loss_fn, optimizer, batch, micro, lr, momentum):
-  """A step, micro sequences at a time. Returns this rank's mean loss."""
-  parts, total = list(zip(*(t.split(micro) for t in batch))), 0.0
-  for part in parts:
-    loss = loss_fn(*part) / len(parts)
-    loss.backward()
-    total = total + loss.detach()
-  optimizer.step(lr, momentum)
-  return total
+# ---------- 13 main
+@dataclass
+class TrainState:
+    """Where training stands; a checkpoint keeps it."""
+    step: int = 0
+    seconds: float = 0.0  # on the clock
+    curves: dict = field(default_factory=lambda: {"train": [], "val": []})  # [(step, seconds, loss)]
+    laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
 
-def rehearse(cfg, team, model, optimizer, micro, log):
-  """Compiles, runs each window on made-up tokens, undoes it. Returns the loss function."""
-  T, kept, stages = cfg.train_seq_len, [t.clone() for t in optimizer.tensors()], stage_table(cfg)
-  batch = torch.arange(2 * micro * T, device=team.device).view(2, micro, T) % cfg.vocab_size
-  for loss_fn in [torch.compile(model, dynamic=False)] * cfg.compile + [model]:
-    optimizer.adam_step = adam_step if loss_fn is model else torch.compile(adam_step, dynamic=True)
-    try:
-      for step in range(max(cfg.warmup_steps, len(stages))):
-        model.set_context(T, stages[step % len(stages)].window)
-        loss_fn(*batch).backward()
-        if step < cfg.warmup_steps:
-          optimizer.step(1.0, cfg.muon_momentum)
-      break
-    except Exception as error:  # a compiler's back end may raise anything
-      if loss_fn is model or team.world_size > 1 or out_of_memory(error):
-        raise
-      log(f"compile: not possible here ({brief(error)}); training uncompiled")
-  torch._foreach_copy_(optimizer.tensors(), kept)
-  optimizer.step_count = 0
-  return loss_fn
+@dataclass
+class Run:
+    """What the parts of one run share."""
+    asked: Config  # before the dataset has its say
+    cfg: Config
+    team: Team
+    log: Log
+    saver: Saver
+    started: str  # UTC
+    data: Data = None
+    loader: Loader = None
+    micro: int = 0  # sequences at a time
+    kernels: Kernels = Kernels()
+    model: GPT = None
+    optimizer: Optimizer = None
+    loss_fn: object = None  # the model, compiled where that is possible
+    folder: Path = None
 
-def train(cfg, team, data, model, optimizer, loader, loss_fn, micro, log):
-  """All that is on the clock. Returns the last Score, {split: [(step, seconds, loss)]}, part of the result.
-  On GPUs the ranks ask for the time every few steps, hear it next time and go by their pace meanwhile;
-  the host waits till three are under way, without a cap at log lines only."""
-  every = 4 if team.on_gpu else 1
-  cap, last, tokens = cfg.max_wallclock_seconds, total_steps(cfg), loader.position * loader.T
-  report, window, events, asked = False, None, [], []
-  guard, begin = log.guard, dict(step=0, now=0.0, curves={"train": [], "val": []}, laps=[])
-  step, now, curves, laps = ((guard and guard.state or begin)[key] for key in begin)
-  at, then = lap_start = step, now
-  multiple, stop = 1, 0
-  broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
-  team.wait()
-  start = time.perf_counter() - now  # the clock starts
-  while True:
-    # 1. the time, the same on all ranks; does another step fit in before the cap?
-    team.at("training", step)
-    if report or step % every == 0:
-      while events and (len(events) > 3 or events[0].query()):  # of steps under way
-        events.pop(0).synchronize()
-      mine = torch.tensor([time.perf_counter() - start, guard.stop if guard else 0], dtype=torch.float64)
-      exact = report or cap or not team.on_gpu
-      asked.append((step - len(events), exact, *all_reduce(mine, "MAX", True)))
-    if len(asked) > team.on_gpu:
-      at, exact, mine, job = asked.pop(0)
-      if job:
-        job.wait()
-      then, stop = mine.tolist()
-      if exact and at > lap_start[0]:
-        laps.append(((then - lap_start[1]) / (at - lap_start[0]), multiple))
-        lap_start = at, then
-    pace = sorted(t / n for t, n in laps[-100:]) or [0.0]
-    now = then + (step - at) * pace[len(pace) // 2] * multiple
-    progress = run_progress(cfg, step, now)
-    stage = stage_at(cfg, progress)
-    multiple = stage.batch_multiple
-    reserve = pace[len(pace) * 95 // 100] * multiple * (step + every - at)
-    done = "iterations" if step == last else None
-    done = "wallclock_cap" if step and 0 < cap <= then + reserve else done
-    # 2. a checkpoint
-    if guard and guard.due(step, now, stop or team.world_size == 1 and guard.stop, done):
-      guard.save(step, now, curves, laps)
-      continue
-    # 3. validation, off the clock
-    measure, show = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
-    if done or due(cfg.val_loss_every, step) or measure or show:
-      team.wait()
-      now = time.perf_counter() - start  # it stops
-      if done and guard:
-        guard.save_last(step, now, curves, laps)
-      if done == "wallclock_cap":
-        log(f"stopping_early: {done} train_time:{now * 1e3:.0f}ms step:{step}/{last}")
-      score, window = evaluate(model, cfg, data, team), None
-      curves["val"].append((step, now, score.val_loss))
-      log(f"step:{step}/{last} {score_text(cfg, score)} {time_text(now, step)}")
-      check_finite(score.val_loss, "val_loss", step, curves["train"])
-      if done:
-        break
-      if measure:
-        core_metric(model, cfg, data, team, log)
-      if show:
-        show_samples(model, cfg, data, log)
-      start = time.perf_counter() - now  # it goes on
-    if stage.window != window:
-      model.set_context(cfg.train_seq_len, window := stage.window)
-    # 4. a step
-    lr, momentum = (f(cfg, step, progress) for f in (lr_factor, muon_momentum))
-    epoch, batch = loader.epoch, loader.next(cfg.train_batch_tokens * multiple)
-    loss = train_step(loss_fn, optimizer, batch, micro, lr, momentum)
-    broken += 0 * loss
-    step, tokens = step + 1, loader.position * loader.T
-    if team.on_gpu and cap:
-      events.append(torch.cuda.current_stream().record_event())
-    if loader.epoch > epoch:
-      log(f"epoch {loader.epoch} begins in step {step}: all {loader.rows} train sequences were read")
-    # 5. a report
-    if report := step <= 10 or step % (cfg.train_log_every or 100) == 0:
-      mean = all_reduce((loss + broken) / team.world_size).item()
-      curves["train"].append((step, now := time.perf_counter() - start, mean))
-      check_finite(mean, "train_loss", step, curves["train"])
-      left = now / run_progress(cfg, step, now) - now
-      log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(now, step)} tok/s:{tokens / now:.0f} "
-          f"lr_factor:{lr:.3f} eta:{left:.0f}s")
-  step_ms = np.percentile([1e3 * t for t, _ in laps or [(now / step, 1)]], (50, 95, 100)).round(3).tolist()
-  return score, curves, dict(
-      train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=step,
-      tokens=tokens, tok_per_s=round(tokens / now), stop_reason=done)
+class Clock:
+    """Training seconds, the pace of a step, and whether another one fits in before the cap.
+
+    All ranks go by the same time. On a CPU they agree on it before each step. On GPUs they ask every four
+    steps, hear the answer the next time and go by their pace meanwhile, so that nothing waits; with a cap the
+    host lets at most three steps be under way, without one it waits at log lines only."""
+    def __init__(self, cfg, team, state, counter=time.perf_counter):
+        self.cap, self.team, self.counter = cfg.max_wallclock_seconds, team, counter
+        self.every = 4 if team.on_gpu else 1
+        self.at, self.then = state.step, state.seconds  # the step and the seconds that were last agreed on
+        self.lap_start, self.laps = (self.at, self.then), state.laps
+        self.asked, self.under_way = [], []  # questions without an answer yet; events of steps on the device
+        self.multiple = 1  # of the stage
+        self.stop_asked = 0  # signals that came to some rank
+
+    def start(self, seconds):
+        """The clock starts, or goes on, at so many training seconds."""
+        self.started = self.counter() - seconds
+
+    def seconds(self):
+        return self.counter() - self.started
+
+    def stop(self):
+        """Waits for the device; the clock stops at the seconds that are returned, until the next start()."""
+        self.team.wait()
+        return self.seconds()
+
+    def agree(self, step, exactly, signals):
+        """Training seconds at this step, the same on all ranks. exactly: the device was just waited for."""
+        if exactly or step % self.every == 0:
+            while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
+                self.under_way.pop(0).synchronize()
+            mine, job = torch.tensor([self.seconds(), signals], dtype=torch.float64), None
+            if dist.is_initialized():
+                job = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.team.group, async_op=True)
+            known = exactly or self.cap or not self.team.on_gpu
+            self.asked.append((step - len(self.under_way), known, mine, job))
+        if len(self.asked) > self.team.on_gpu:  # hear the answer to the first question
+            self.at, known, mine, job = self.asked.pop(0)
+            if job:
+                job.wait()
+            self.then, self.stop_asked = mine.tolist()
+            first, since = self.lap_start
+            if known and self.at > first:
+                self.laps.append(((self.then - since) / (self.at - first), self.multiple))
+                self.lap_start = self.at, self.then
+        return self.then + (step - self.at) * self.pace(0.5) * self.multiple
+
+    def pace(self, quantile):
+        """Seconds per step and batch multiple, over the last 100 laps."""
+        paces = sorted(seconds / multiple for seconds, multiple in self.laps[-100:]) or [0.0]
+        return paces[int(len(paces) * quantile)]
+
+    def is_over(self, step):
+        """Might the steps until the next agreement end after the cap?"""
+        reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
+        return step > 0 and 0 < self.cap <= self.then + reserve
+
+    def stepped(self):
+        """A step was enqueued."""
+        if self.team.on_gpu and self.cap:
+            self.under_way.append(torch.cuda.current_stream().record_event())
+
+def train_step(loss_fn, optimizer, batch, micro, context, lr, momentum):
+    """A step, `micro` sequences at a time. Returns this rank's mean loss."""
+    parts, total = list(zip(*(t.split(micro) for t in batch))), 0.0
+    for tokens, targets in parts:
+        loss = loss_fn(tokens, targets, context) / len(parts)
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step(lr, momentum)
+    return total
+
+def rehearse(run):
+    """Before the clock: compiles, runs every window on made-up tokens, undoes it. Sets run.loss_fn; returns
+    the seconds of the slowest step after the first round."""
+    cfg, model, optimizer = run.cfg, run.model, run.optimizer
+    kept, table = [t.clone() for t in optimizer.tensors()], stage_table(cfg)
+    batch = torch.arange(2 * run.micro * cfg.train_seq_len, device=run.team.device)
+    tokens, targets = batch.view(2, run.micro, cfg.train_seq_len) % cfg.vocab_size
+    choices = [torch.compile(model, dynamic=False), model] if cfg.compile else [model]
+    for loss_fn in choices:
+        optimizer.adam_step = adam_step if loss_fn is model else torch.compile(adam_step, dynamic=True)
+        slowest = 0.0
+        try:
+            for step in range(max(cfg.warmup_steps, len(table))):
+                began = time.perf_counter()
+                window = table[step % len(table)].window
+                context = make_context(cfg, cfg.train_seq_len, window, run.team.device, run.team.dtype)
+                loss_fn(tokens, targets, context).backward()
+                if step < cfg.warmup_steps:
+                    optimizer.step(1.0, cfg.muon_momentum)
+                run.team.wait()
+                if step >= len(table):
+                    slowest = max(slowest, time.perf_counter() - began)
+            break
+        except Exception as error:  # a compiler's back end may raise anything
+            if loss_fn is model or run.team.world_size > 1 or out_of_memory(error):
+                raise
+            run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
+    torch._foreach_copy_(optimizer.tensors(), kept)
+    optimizer.step_count = 0
+    run.loss_fn = loss_fn
+    micro_steps = cfg.train_batch_tokens * max(cfg.batch_schedule) // (tokens.numel() * run.team.world_size)
+    return slowest * micro_steps
+
+def train(run, state, counter=time.perf_counter):
+    """Everything that is on the clock. Returns the last Score and why training stopped."""
+    cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
+    clock, last, reported = Clock(cfg, team, state, counter), total_steps(cfg), False
+    broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
+    team.wait()
+    clock.start(state.seconds)
+    while True:
+        # 1. the time, the same on all ranks; does another step fit in before the cap?
+        step = state.step
+        team.at("training", step)
+        state.seconds = clock.agree(step, reported, saver.signals)
+        progress = run_progress(cfg, step, state.seconds)
+        stage = stage_at(cfg, progress)
+        clock.multiple = stage.batch_multiple
+        done = "wallclock_cap" if clock.is_over(step) else "iterations" if step == last else None
+        # 2. a checkpoint
+        if saver.due(step, state.seconds, clock.stop_asked or team.world_size == 1 and saver.signals, done):
+            saver.save(state)
+            continue
+        # 3. validation, off the clock
+        measure, sample = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
+        if done or due(cfg.val_loss_every, step) or measure or sample:
+            state.seconds = clock.stop()
+            score = validate(run, state, done, measure, sample)
+            if done:
+                return score, done
+            clock.start(state.seconds)
+        # 4. a step
+        lr, momentum = lr_factor(cfg, step, progress), muon_momentum(cfg, step, progress)
+        epoch, batch = loader.epoch, loader.next(cfg.train_batch_tokens * stage.batch_multiple)
+        context = make_context(cfg, cfg.train_seq_len, stage.window, team.device, team.dtype)
+        loss = train_step(run.loss_fn, run.optimizer, batch, run.micro, context, lr, momentum)
+        broken += 0 * loss
+        clock.stepped()
+        state.step += 1
+        if loader.epoch > epoch:
+            run.log(f"epoch {loader.epoch} begins in step {step + 1}: all {loader.rows} rows were read")
+        # 5. a report
+        reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
+        if reported:
+            mean = all_reduce((loss + broken) / team.world_size, group=team.group).item()
+            report_step(run, state, clock.seconds(), mean, lr)
+
+def validate(run, state, done, measure, sample):
+    """Off the clock: val_loss, and CORE and samples if asked for. done: why no step follows, or None."""
+    cfg, log, step = run.cfg, run.log, state.step
+    if done:
+        run.saver.save_last(state)
+    if done == "wallclock_cap":
+        log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
+    score = evaluate(run.model, cfg, run.data, run.team)
+    state.curves["val"].append((step, state.seconds, score.val_loss))
+    log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
+    check_finite(score.val_loss, "val_loss", step, state.curves["train"])
+    if measure and not done:
+        core_metric(run.model, cfg, run.data, run.team, log)
+    if sample and not done:
+        show_samples(run.model, cfg, run.data, run.team, log)
+    return score
+
+def report_step(run, state, now, loss, lr):
+    """The log line of a step that has just been made. loss: mean over the ranks; now: training seconds."""
+    cfg, step = run.cfg, state.step
+    state.curves["train"].append((step, now, loss))
+    check_finite(loss, "train_loss", step, state.curves["train"])
+    left = now / run_progress(cfg, step, now) - now
+    tokens = run.loader.position * run.loader.T
+    run.log(f"step:{step}/{total_steps(cfg)} train_loss:{loss:.4f} {time_text(now, step)} "
+            f"tok/s:{tokens / now:.0f} lr_factor:{lr:.3f} eta:{left:.0f}s")
 
 def due(every, step):
-  return every and step % every == 0
+    return every and step % every == 0
 
 def time_text(seconds, step):
-  return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
+    return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
 
 def check_finite(loss, name, step, curve):
-  past = ", ".join(f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]) or "nothing"
-  demand(math.isfinite(loss),
-         f"{name} is not finite at step {step} (before: {past}): lower the learning rates")
+    past = ", ".join(f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]) or "nothing"
+    require(math.isfinite(loss),
+            f"{name} is not finite at step {step} (before: {past}): lower the learning rates")
 
-def write_artifact(model, folder, files, log):
-  """final_model.pt and the artifact. Returns the sizes; all code counts for the limit."""
-  cfg, packed, code = model.cfg, pack_artifact(model), len(files["train_gpt.py"])
-  write_atomically(folder / "final_model.pt", to_bytes(cfg, dict(model.named_parameters())))
-  write_atomically(folder / f"final_model.{codec(cfg)[:4]}.ptz", packed)
-  size, total, limit = len(packed), len(packed) + code, cfg.artifact_bytes_limit
-  rest = sum(map(len, files.values())) - code
-  log(f"Serialized model {codec(cfg)}: {size} bytes ({sum(map(torch.numel, model.parameters()))} weights)",
-      f"Code size: {code} bytes", f"Code beside it: {rest} bytes",
-      f"Total submission size {codec(cfg)}: {total} bytes")
-  fits = not limit or total + rest <= limit
-  if limit:
-    log(f"artifact_bytes_limit: {limit} bytes, " + ("within it" if fits else
-        f"OVER by {total + rest - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"))
-  return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
+def training_report(run, state, score, stop_reason):
+    """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
+    cfg, team, now = run.cfg, run.team, state.seconds
+    tokens = run.loader.position * run.loader.T
+    laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
+    step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
+    flops = flops_per_token(cfg) * tokens
+    known = re.search("H[12]00", hardware(team))
+    best = min(loss for _, _, loss in state.curves["val"])
+    return dict(
+        train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=state.step,
+        tokens=tokens, tok_per_s=round(tokens / now), stop_reason=stop_reason, total_training_flops=flops,
+        mfu=flops / (H100_FLOPS * team.world_size * now) if known else None,
+        min_val_bpb=score.val_bpb and score.val_bpb * best / score.val_loss)
 
-def run(argv, env, log):
-  """One run: dry, of a file, or training."""
-  cfg, me = load_config(env, argv), sys.modules[__name__]
-  began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
-  for key, name in near_misses(env):
-    log(f"warning: {key} in the environment is no constant; did you mean {name}?")
-  team, model, scores, curves, report, state = Team(cfg, env), None, {}, None, {}, None
-  faults, plan = map(beside, ("faults", "plan"))
-  log.guard = faults and faults.Guard(me, team, env, log)
-  if gone := [name for name in ("faults", "golf", "kernels", "plan") if not find_spec(name)]:
-    log(f"not beside this: {', '.join(gone)}; see its map")
-  if cfg.resume:
-    import faults  # or refuse
-    cfg, state = log.guard.resume(cfg, overrides(cfg))
-    if not cfg:
-      return
-    team.__init__(cfg, env)
-  changed = overrides(cfg)
-  log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
-  # 1. the plan
-  if cfg.eval_from:
-    told, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
-    model.dtype = team.dtype
-    for name in {"preset", *changed} & {*SHAPE}:
-      asked, there = (show(getattr(c, name)) for c in (told, cfg))
-      demand(asked == there, f"{name}={asked}, but the model has {there}: give that")
-  try:
-    data = open_data(cfg, log)
-    cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
-    loader = Loader(cfg, data, team, log)
-    if (cfg.core or cfg.core_metric_every) and not cfg.dry_run:
-      import core
-      core.open_tasks(me, cfg)
-      demand(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
-  except Missing as error:  # part of the plan
-    if not cfg.dry_run:
-      raise
-    cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
-    log(f"data: {error}; planning with {cfg.vocab_size} tokens")
-  if not model:
-    micro = micro_batch(cfg, team)
-    log(*plan.lines(me, cfg, team, micro, argv, env) if plan else ())
-    fast = fast_kernels(cfg, team, log)
-  if cfg.dry_run:
-    return
-  if model and "sample" in changed:
-    return show_samples(model, cfg, data, log)
-  golf = beside("golf", cfg.eval_sliding or cfg.eval_documents or cfg.eval_ttt)
-  # 2. the folder
-  loader.read(0, 1)  # checks the first shard
-  cfg, folder = open_run(cfg, team, log, files := script_files(), state is not None)
-  companions = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-  result = dict(
-      run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
-      train_time_ms=0, steps=0, tokens=0, bytes_code=len(files["train_gpt.py"]), bytes_model=None,
-      bytes_total=None, code_sha256=companions.pop("train_gpt.py"), companions=companions,
-      world_size=team.world_size, hardware=hardware(team),
-      torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
-      overrides=changed, data=data.about, eval=eval_settings(cfg), stop_reason="eval_from",
-      started=(state or {}).get("started", started), resumed=state is not None)
-  log(f"eval settings: {listed(result['eval'])}")
-  log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
-  # 3. the scores: of a file, or of what was trained and of its artifact as read back
-  def core(counts=True):
-    if cfg.core and counts:
-      result.update(core_metric(model, cfg, data, team, log))
+def open_folder(run, again):
+    """logs/<run_id>/ with train_gpt.py and train.log, new or, of a resumed run, again. Raises Refused."""
+    cfg, team, log, rule = run.cfg, run.team, run.log, "=" * 100
+    kind = "eval" if cfg.eval_from else cfg.preset
+    run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
+    folder, problem = Path("logs", run_id), None
+    if team.rank == 0:
+        versions = f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}"
+        gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
+        head = [script_source().decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
+        try:
+            folder.mkdir(parents=True, exist_ok=again)
+            (folder / "train_gpt.py").write_bytes(script_source())
+            log.open(folder / "train.log", "\n".join(head))
+        except OSError as error:
+            problem = f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})"
+    problem = team.share(problem)
+    require(not problem, problem)
+    log.path, run.folder = folder / "train.log", folder
+    run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)
 
-  if model:
-    kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
-    scores[kind] = evaluate(model, cfg, data, team)
-    core()
-  else:
-    model = GPT(cfg, team.dtype, fast)
-    init_parameters(model, cfg.seed)
-    optimizer = Optimizer(model.to(team.device), cfg, team.rank, team.world_size)
+def first_result(run, changed, resumed):
+    """result.json as far as it is known before training."""
+    cfg, code = run.cfg, script_source()
+    return dict(
+        run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
+        train_time_ms=0, steps=0, tokens=0, bytes_code=len(code), bytes_model=None, bytes_total=None,
+        code_sha256=hashlib.sha256(code).hexdigest(), world_size=run.team.world_size,
+        hardware=hardware(run.team), torch=torch.__version__,
+        config={name: show(value) for name, value in vars(cfg).items()},
+        overrides=changed, data=run.data.about, eval=eval_settings(cfg), stop_reason="eval_from",
+        started=run.started, resumed=resumed)
+
+def prepare(run, argv, env):
+    """Opens the dataset and prints the plan; a dry run does without data. Raises Refused."""
+    cfg, team, log = run.cfg, run.team, run.log
+    try:
+        run.data = open_data(cfg, log)
+        bos = cfg.bos_id or max(run.data.bos, 0)
+        run.cfg = cfg = replace(cfg, vocab_size=run.data.vocab_size, bos_id=bos)
+        run.loader = Loader(cfg, run.data, team, log)
+        if (cfg.core or cfg.core_metric_every) and not cfg.dry_run:
+            read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+            require(run.data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
+    except Missing as error:
+        if not cfg.dry_run:
+            raise
+        run.cfg = cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
+        log(f"data: {error}; planning with {cfg.vocab_size} tokens")
+    if not cfg.eval_from:
+        run.micro = micro_batch(cfg, team)
+        log(*plan_lines(cfg, team, run.micro, argv, env))
+        run.kernels = choose_kernels(cfg, team.on_gpu, log)
+
+def train_model(run, checkpoint, began):
+    """First values or a checkpoint, rehearsal, training. Returns Score, curves, part of the result."""
+    cfg, team, log = run.cfg, run.team, run.log
+    run.model = GPT(cfg, run.kernels)
+    init_parameters(run.model, cfg.seed)
+    run.optimizer = Optimizer(run.model.to(team.device), cfg, team.rank, team.world_size)
     ready = time.perf_counter()
     team.at("compile")
-    log("rehearsal before the clock" + ", compiling: about a minute" * cfg.compile)
-    loss_fn = rehearse(cfg, team, model, optimizer, micro, log)
+    log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
+    slowest = rehearse(run)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
-    if log.guard:
-      log.guard.begin(cfg, model, optimizer, loader, folder, started)
-    scores["trained"], curves, report = train(
-        cfg, team, data, model, optimizer, loader, loss_fn, micro, log)
-    core(not cfg.score_artifact)
-    report |= plan.derived(me, cfg, team, scores["trained"], curves, report) if plan else {}
-    report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=micro, compiled=loss_fn is not model)
-    if team.rank == 0:  # other hosts lack the file
-      report |= write_artifact(model, folder, files, log)
-      model.load_state_dict(load_model(folder / f"final_model.{codec(cfg)[:4]}.ptz")[0].state_dict())
-    for bank in optimizer.banks if team.world_size > 1 else ():
-      dist.broadcast(bank.data, 0)
-    scores["artifact"] = evaluate(model, cfg, data, team)
-    core(cfg.score_artifact)
-  result["peak_memory"] = plan and plan.peak_memory(team, log)
-  for kind, score in scores.items():
-    tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
-    log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
-    check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
-    result[kind] = score._asdict()
-  result.update(golf.further_scores(me, model, cfg, data, team, log) if golf else {})
-  if team.rank > 0:
-    return
-  # 4. the result
-  score = scores.get("artifact" if cfg.score_artifact else "trained", score)  # a file has but one
-  text = score_text(cfg, score)
-  if plan:
-    show_samples(model, cfg, data, log)
-  if plan and curves:
-    plan.plot_curves(me, curves, f"{cfg.preset}: {text}", folder / "loss.png", log)
-  report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
-                 val_bpb_without_bos=score.val_bpb_without_bos)
-  result |= report | {text.split(":")[0]: score.val_loss, "val_bpb": score.val_bpb,  # or val_loss_partial
-                      "finished": f"{datetime.now(UTC):%FT%TZ}"}
-  rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
-  log(*(f"{key:>21}  {value}" for key, value in rows.items() if value is not None))
-  write_atomically(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    state = TrainState()
+    if checkpoint:
+        try:
+            restore(team, run.model, run.optimizer, run.loader, checkpoint)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise Refused(f"the checkpoint of {cfg.run_id} does not fit it ({brief(error)})") from None
+        progress = checkpoint["progress"]
+        run.started = progress["started"]
+        state = TrainState(progress["step"], progress["now"], progress["curves"], progress["laps"])
+    team.begin_training(slowest)
+    run.optimizer.group = team.group
+    run.saver.begin(run, state)
+    score, stop_reason = train(run, state)
+    run.optimizer.group = team.group = None
+    report = training_report(run, state, score, stop_reason)
+    report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
+                   compiled=run.loss_fn is not run.model)
+    return score, state.curves, report
+
+def read_back(run):
+    """Writes the artifact and loads it again into run.model on every rank. Returns its sizes on rank 0."""
+    report, model = {}, run.model
+    if run.team.rank == 0:  # other hosts lack the file
+        report = write_artifact(model, run.folder, len(script_source()), run.log)
+        model.load_state_dict(load_model(run.folder / artifact_name(run.cfg))[0].state_dict())
+    if run.team.world_size > 1:
+        for bank in run.optimizer.banks:
+            dist.broadcast(bank.data, 0)
+    return report
+
+def finish(run, result, report, scores, curves, began):
+    """Samples, picture, summary and result.json, by rank 0."""
+    cfg, log = run.cfg, run.log
+    score = scores.get("artifact" if cfg.score_artifact else "trained") or next(iter(scores.values()))
+    text = score_text(cfg, score)
+    show_samples(run.model, cfg, run.data, run.team, log)
+    if curves:
+        plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+    report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
+                   val_bpb_without_bos=score.val_bpb_without_bos)
+    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb,
+                        "finished": f"{datetime.now(UTC):%FT%TZ}"}
+    rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
+    log(*(f"{key:>21}  {rounded(key, value)}" for key, value in rows.items() if value is not None))
+    text = json.dumps(result, indent=1) + "\n"
+    write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
+
+def rounded(key, value):
+    """A value of the summary: bits per byte with 8 decimals, other fractions with 4."""
+    if isinstance(value, dict):
+        return listed(value)
+    if not isinstance(value, float):
+        return value
+    return f"{value:.4g}" if abs(value) >= 1e6 else f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
+
+def run_once(argv, env, log, saver):
+    """One run: the plan only, the score of a file, or training."""
+    cfg = load_config(env, argv)
+    began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
+    for typed, name in near_misses(env):
+        log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
+    script_source()
+    team, checkpoint, model = Team(cfg, env), None, None
+    if cfg.resume:
+        cfg, checkpoint = resume(cfg, team, log)
+        if not cfg:
+            return
+        team = Team(cfg, env)
+    changed = {name: texts for name, texts in overrides(cfg).items() if name != "dry_run"}
+    log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
+    # 1. the plan
+    if cfg.eval_from:
+        asked, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
+        for name in {"preset", *changed} & {*MODEL_FIELDS}:
+            there = show(getattr(cfg, name))
+            require(show(getattr(asked, name)) == there, f"the model has {name}={there}: give that")
+    run = Run(cfg, cfg, team, log, saver, started, model=model)
+    saver.run = run
+    prepare(run, argv, env)
+    if cfg.dry_run:
+        return
+    if model and "sample" in changed:
+        show_samples(model, run.cfg, run.data, team, log)
+        return
+    run.loader.read(0, 1)  # checks the first shard
+    open_folder(run, again=checkpoint is not None)
+    result = first_result(run, changed, checkpoint is not None)
+    log(f"eval settings: {listed(result['eval'])}")
+    log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
+    # 2. training, then its artifact as read back; or the file
+    scores, curves, report, cfg = {}, {}, {}, run.cfg
+    if model:
+        kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
+        scores[kind] = evaluate(model, cfg, run.data, team)
+    else:
+        scores["trained"], curves, report = train_model(run, checkpoint, began)
+        result["started"] = run.started
+        if cfg.core and not cfg.score_artifact:
+            result |= core_metric(run.model, cfg, run.data, team, log)
+        report |= read_back(run)
+        scores["artifact"] = evaluate(run.model, cfg, run.data, team)
+    if cfg.core and (model or cfg.score_artifact):
+        result |= core_metric(run.model, cfg, run.data, team, log)
+    result["peak_memory"] = peak_memory(team, log)
+    # 3. the scores
+    for kind, score in scores.items():
+        tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
+        log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
+        check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
+        result[kind] = score._asdict()
+    result |= named_scores(run.model, cfg, run.data, team, log)
+    if team.rank == 0:
+        finish(run, result, report, scores, curves, began)
 
 def main(argv, env):
-  """Returns the exit code: 0 done, 1 failed, 2 refused."""
-  log = Log(lead=env.get("RANK", "0") == "0")
-  try:
-    if {"--help", "-h"} & {*argv}:
-      import plan
-      print(*plan.help_text(sys.modules[__name__]), sep="\n")
-    else:
-      run(argv, env, log)
-    if log.guard:
-      log.guard.done()
-    if dist.is_initialized():
-      dist.destroy_process_group()
-    return 0
-  except (Exception, KeyboardInterrupt) as error:
-    refused, out = isinstance(error, (Refused, ImportError)), out_of_memory(error)
-    code = 2 if refused and not log.started else 1
-    said = refused or isinstance(error, KeyboardInterrupt)
+    """Returns the exit code: 0 done, 1 failed, 2 refused before training."""
+    log, saver = Log(lead=env.get("RANK", "0") == "0"), None
+    try:
+        if "--help" in argv or "-h" in argv:
+            print(*help_text(), sep="\n")
+            return 0
+        saver = Saver(log)
+        run_once(argv, env, log, saver)
+        saver.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        code, why = explain(error, log, saver)
+    with suppress(OSError):  # of a full disk
+        log.last_line(why)
+    if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
+        print(f"train_gpt: {why}", file=sys.stderr, flush=True)
+    if dist.is_initialized():  # not waiting for the others in a collective
+        os._exit(code)
+    return code
+
+def explain(error, log, saver):
+    """(exit code, last line of train.log) of what ended this rank; traceback only for a mistake of ours."""
+    refused, interrupted = isinstance(error, (Refused, ImportError)), isinstance(error, KeyboardInterrupt)
+    code = 2 if refused and not log.path else 1
+    said = refused or interrupted
     why = " ".join(str(error).split()) or "interrupted" if said else brief(error)
-    why += ": is it beside this file, or installed?" * isinstance(error, ImportError)
-    why = "out of memory: lower DEVICE_BATCH_SIZE" if out else why
-    if log.guard:
-      why = log.guard.verdict(why, error)
-    if not (said or out or isinstance(error, (OSError, dist.DistError))):
-      traceback.print_exc()  # a mistake of ours
-  with suppress(OSError):  # of a full disk
-    log(why, echo=False)
-  if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
-    print(f"train_gpt: {why}", file=sys.stderr, flush=True)
-  if dist.is_initialized():  # do not wait for peers in a collective
-    os._exit(code)
-  return code
+    if isinstance(error, ImportError):
+        why += ": is it installed?"
+    if out_of_memory(error):
+        why = "out of memory: lower DEVICE_BATCH_SIZE"
+    elif lost_peer(error):
+        why = f"another rank is gone or hangs ({brief(error)})"
+    elif not said and not isinstance(error, OSError):
+        traceback.print_exception(error)
+    run = saver and saver.run
+    if run and run.team.world_size > 1 and log.path and not interrupted:
+        why = f"rank {run.team.rank} at step {run.team.step} ({run.team.phase}): {why}"
+    return code, saver.verdict(why, error) if saver else why
 
 if __name__ == "__main__":
-  sys.stdout.reconfigure(errors="replace")  # for samples
-  sys.exit(main(sys.argv[1:], os.environ))
+    sys.stdout.reconfigure(errors="replace")  # samples may hold what the terminal cannot show
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,22 +1,22 @@
-"""Download published data, verify it, and leave it as the trainer reads it.
+"""Download published data, verify it, and lay it out as the trainer reads it.
 
     python data/download.py sp1024            # 10 train shards (1B tokens), all val shards, the tokenizer
-    python data/download.py sp1024 -n 80      # more train shards; what is there and whole is kept
+    python data/download.py sp1024 -n 80      # more train shards; complete files are kept
     python data/download.py sp1024 -n 0       # all that the repository lists
     python data/download.py gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
     python data/download.py climbmix          # text, 220 train shards and val (22 GB), tokenized here
-    python data/download.py fineweb-edu       # likewise
+    python data/download.py fineweb-edu       # the same with another text
     python data/download.py core              # the 22 tasks of CORE
 
-Token shards: writes OUT/datasets/<name>/*.bin, OUT/tokenizers/*.model and at last manifest.json beside the
-shards, which lists the first N train shards and all val shards, each of them verified in this run.
-Text: writes OUT/parquet/<name>/*.parquet, of which the last that the repository lists is val, and has
-prepare.py make dataset and tokenizer of it (32,768 pieces; val is cut to 50,000,000 bytes). A shard of some
-250M characters gives some 52M tokens. 26 layers at 7.25 tokens per weight need 6.7B; the trainer cuts
-documents to whole rows, so the default is more: its line `documents:` says what is left.
-CORE: writes OUT/core_bundle/ in one step; CORE_BUNDLE_URL names another address of the zip.
-What was interrupted continues where it stopped. HF_ENDPOINT names another hub; HF_TOKEN is sent to it.
-Exit 0: all is there. 1: it failed, and stderr says which file and why. 2: refused, by name or by content.
+Token shards: writes OUT/datasets/<name>/*.bin, OUT/tokenizers/*.model and, last, manifest.json beside the
+shards. It lists the first N train shards and all val shards, all verified in this run.
+Text: writes OUT/parquet/<name>/*.parquet. The last file that the repository lists is val. Then prepare.py
+makes dataset and tokenizer from them (vocabulary 32,768; val is cut to 50,000,000 bytes). A shard of some
+250M characters gives some 52M tokens. 26 layers at 7.25 tokens per weight need 6.7B tokens; the default is
+more because the trainer cuts documents to fill rows (its log line `documents:` counts what it reads).
+CORE: writes OUT/core_bundle/ in one step; CORE_BUNDLE_URL is another address of the zip.
+An interrupted download continues where it stopped. HF_ENDPOINT is another hub; HF_TOKEN is sent to it.
+Exit 0: everything is there. 1: it failed, stderr says which file and why. 2: refused.
 """
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from urllib.parse import urlsplit
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 DISK_MARGIN = 500_000_000                        # bytes that stay free after the download
-MAX_DELAY = 60.0                                 # seconds, the longest wait between two tries
+MAX_DELAY = 60.0                                 # seconds between two tries, at most
 RETRY_STATUS = {408, 416, 425, 429, 500, 502, 503, 504}
-DECODE_TOKENS = 1 << 20                          # tokens per batch, more where a single document has more
+DECODE_TOKENS = 1 << 20                          # tokens decoded at a time; a longer document is not split
 TOKENS_PER_PARQUET = 1.3                         # bytes of token shards per byte of parquet, at most
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 
@@ -51,12 +51,12 @@ CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 class Source(NamedTuple):
     repo: str                                    # dataset repository on the hub
     name: str                                    # our folder under OUT/datasets
-    enough: int                                  # train shards where -n does not say
-    shards: str                                  # the repository's path of fineweb_{train,val}_%06d.bin
-    tokenizer: str = ""                          # that of the SentencePiece model; none:
-    vocab_size: int = 0                          # what is known of a tokenizer that is not published there
-    bos_id: int = 0
-    parquet: bool = False                        # shard_%05d.parquet, for a tokenizer of vocab_size pieces
+    default_shards: int                          # train shards without -n
+    shards: str                                  # path in the repository of fineweb_{train,val}_%06d.bin
+    tokenizer: str = ""                          # path in the repository of the SentencePiece model, if any
+    vocab_size: int = 0                          # without one: of the tokenizer that made the shards,
+    bos_id: int = 0                              # and its BOS
+    parquet: bool = False                        # text, as shard_%05d.parquet; prepare.py makes the tokenizer
 
 
 SOURCES = {
@@ -74,17 +74,17 @@ class File(NamedTuple):
     local: Path
     split: str                                   # train, val or tokenizer
     size: int
-    sha256: str | None                           # the hub has one for LFS files,
-    blob_id: str | None                          # for the others this SHA-1 of git's
+    sha256: str | None                           # the hub states it for LFS files,
+    blob_id: str | None                          # for other files git's SHA-1
 
     @property
     def part(self) -> Path:
-        """Where the bytes collect until they are complete and verified."""
+        """The file while it is incomplete or not yet verified."""
         return self.local.with_name(self.local.name + ".part")
 
 
 class Failed(Exception):
-    """Carries the one sentence that the user reads."""
+    """The message is the one sentence that the user reads; `code` is the exit status."""
     code = 1
 
 
@@ -92,37 +92,42 @@ class Refused(Failed):
     code = 2
 
 
-class Broken(Exception):
-    """Not the right bytes, or not all of them: another try may help."""
+class Damaged(Exception):
+    """Wrong bytes, or too few: another try may help."""
 
 
-def say(line: str, end: str = "\n"):
-    """`line` on stderr, in place of a progress line that a terminal still shows."""
-    print("\r\033[K" * sys.stderr.isatty() + line, end=end, file=sys.stderr, flush=True)
+def write_line(line: str, end: str = "\n"):
+    """`line` on stderr; on a terminal it replaces the progress line."""
+    erase = "\r\033[K" if sys.stderr.isatty() else ""
+    print(erase + line, end=end, file=sys.stderr, flush=True)
 
 
 class Progress:
-    """One line on stderr, `total` in millions of `unit`: rewritten on a terminal, else one every 15 s."""
+    """A progress line on stderr: rewritten in place on a terminal, elsewhere printed every 15 s."""
 
     def __init__(self, label: str, total: int, unit: str = "MB"):
         self.label, self.total, self.unit, self.terminal = label, total, unit, sys.stderr.isatty()
-        self.done = self.moved = 0               # moved is what this run did of it
+        self.done = self.moved = 0               # moved: done in this run, for the rate
         self.started = self.shown = time.monotonic()
 
     def add(self, done: int, moved: int = 0):
-        self.done, self.moved, now = self.done + done, self.moved + moved, time.monotonic()
+        self.done += done
+        self.moved += moved
+        now = time.monotonic()
         if now - self.shown < (0.2 if self.terminal else 15.0):
             return
-        self.shown, rate = now, self.moved / (now - self.started)
+        self.shown = now
+        rate = self.moved / (now - self.started)
         left = int((self.total - self.done) / rate) if rate else 0
-        say(f"{self.label} {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} {self.unit}, {rate / 1e6:,.1f} "
-            f"{self.unit}/s, {left // 60}:{left % 60:02d} left", end="" if self.terminal else "\n")
+        line = (f"{self.label} {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} {self.unit}, "
+                f"{rate / 1e6:,.1f} {self.unit}/s, {left // 60}:{left % 60:02d} left")
+        write_line(line, end="" if self.terminal else "\n")
 
 
 class Server:
-    """Files over plain HTTP, by huggingface_hub's client (proxies, redirects)."""
+    """Files over plain HTTP, with the client of huggingface_hub (proxies, redirects)."""
     name = "server"
-    whose = "the server of the bundle (or the one that CORE_BUNDLE_URL names)"
+    described = "the server of the bundle (or the one that CORE_BUNDLE_URL names)"
     advice = {404: "it is not there", 403: "it is not there or not for everyone"}
 
     def __init__(self, tries: int, delay: float, timeout: float):
@@ -131,8 +136,8 @@ class Server:
     def headers(self) -> dict:
         return {}
 
-    def persist(self, what: str, action):
-        """action(), tried again after growing waits if that may help; raises Failed if it does not."""
+    def retry(self, what: str, action):
+        """action(), again after longer and longer waits where that may help; raises Failed in the end."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
         for trial in range(self.tries):
             wait = self.delay * 2 ** trial
@@ -143,24 +148,24 @@ class Server:
             except HfHubHTTPError as error:
                 status, after = error.response.status_code, error.response.headers.get("Retry-After", "")
                 if status not in RETRY_STATUS:
-                    advice = self.advice.get(status, "no use in retrying")
+                    advice = self.advice.get(status, "another try would not help")
                     raise Failed(f"the {self.name} answered {status} for {what}: {advice}") from None
                 reason = f"the {self.name.split()[-1]} answered {status}"
                 wait = max(wait, int(after)) if after.isdecimal() else wait
-            except HTTPError as error:           # base class of the client: not connected, cut off, timed out
+            except HTTPError as error:           # not connected, connection lost, or timed out
                 kind, text = type(error).__name__, " ".join(str(error).split())
                 reason = f"no data for {self.timeout:g} s" if "Timeout" in kind else text or kind
-            except Broken as error:
+            except Damaged as error:
                 reason = str(error)
             if trial + 1 < self.tries:
                 wait = min(wait, MAX_DELAY)
-                say(f"{what}: {reason}; try {trial + 2} of {self.tries} in {wait:g} s")
+                write_line(f"{what}: {reason}; try {trial + 2} of {self.tries} in {wait:g} s")
                 time.sleep(wait)
-        raise Failed(f"{what}: {self.tries} tries failed with {self.whose}, the last one: {reason}")
+        raise Failed(f"{what}: {self.tries} tries failed with {self.described}, the last one: {reason}")
 
     def fetch(self, url: str, part: Path, size: int | None, progress: Progress):
-        """Complete `part` to `size` bytes, or to what the server states, from where it ends, over one
-        connection; raises Broken if short."""
+        """Append to `part` until it has `size` bytes (None: the size that the server states), over one
+        connection; raises Damaged if it stays shorter."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
         have = part.stat().st_size if part.exists() else 0
         if size and 0 < size <= have:
@@ -169,7 +174,7 @@ class Server:
         headers |= {"Range": f"bytes={have}-"} if have else {}
         with get_session().stream("GET", url, headers=headers, timeout=self.timeout,
                                   follow_redirects=True) as response:
-            if response.status_code in (200, 416) and have:        # no resuming here: from the start
+            if response.status_code in (200, 416) and have:        # the server cannot resume: start again
                 progress.add(-have)
                 part.unlink()
                 have = 0
@@ -184,15 +189,14 @@ class Server:
                         break
                 have = out.tell()
         if size is not None and have < size:
-            raise Broken(f"only {have:,} of {size:,} bytes came")
+            raise Damaged(f"only {have:,} of {size:,} bytes came")
 
 
 class Hub(Server):
-    """Listing and files of the Hugging Face hub, with its token.
-
-    hf_hub_download itself keeps no partial file from run to run and may retry without end.
-    """
-    name, whose = "Hugging Face hub", "the Hugging Face hub (or the server that HF_ENDPOINT names)"
+    """Listing and files of the Hugging Face hub, with its token. (hf_hub_download keeps no partial file
+    from run to run and may retry without end.)"""
+    name = "Hugging Face hub"
+    described = "the Hugging Face hub (or the server that HF_ENDPOINT names)"
     advice = {404: "it is not there", 401: "it does not exist or needs a valid HF_TOKEN",
               403: "it needs an HF_TOKEN that may read it"}
 
@@ -206,51 +210,53 @@ class Hub(Server):
         return build_hf_headers()
 
     def list(self, repo: str):
-        """(commit, files with rfilename, size, lfs and blob_id) of a dataset repository."""
+        """(commit, files with their rfilename, size, lfs and blob_id) of a dataset repository."""
         what = f"the dataset repository {repo}"
         try:
-            info = self.persist(what, lambda: self.api.dataset_info(
+            info = self.retry(what, lambda: self.api.dataset_info(
                 repo, files_metadata=True, timeout=self.timeout))
             return info.sha, [item for item in info.siblings if item.size is not None]
         except Failed:
             raise
-        except Exception as error:               # whatever a server that is no hub brings about
+        except Exception as error:               # a server that is no hub can cause any error
             raise Failed(f"{what}: the server that HF_ENDPOINT names does not answer like a Hugging Face hub "
                          f"({type(error).__name__})") from None
 
 
 def select(source: Source, listing: list, train_shards: int, out: Path) -> list[File]:
-    """The tokenizer, the first `train_shards` train shards (0: all) and all val shards, by name; of parquet
-    shards the last one is val."""
-    found = {split: [] for split in ("tokenizer", "train", "val") if split != "tokenizer" or source.tokenizer}
-    pattern = re.escape(source.shards) + r"fineweb_(train|val)_\d{6}\.bin"
-    listing = sorted(listing, key=lambda item: item.rfilename)
+    """The tokenizer if there is one, the first `train_shards` train shards (0: all) and all val shards, each
+    sorted by name; of parquet shards the last one is val."""
+    def matching(pattern, split, folder):
+        items = [item for item in listing if re.fullmatch(pattern, item.rfilename)]
+        return [File(item.rfilename, folder / Path(item.rfilename).name, split, item.size,
+                     item.lfs.sha256 if item.lfs else None, item.blob_id)
+                for item in sorted(items, key=lambda item: item.rfilename)]
+
+    tokenizer = matching(re.escape(source.tokenizer), "tokenizer", out / "tokenizers")
     if source.parquet:
-        pattern = r"shard_\d{5}\.parquet"
-        last = max((item.rfilename for item in listing if re.fullmatch(pattern, item.rfilename)), default="")
-    for item in listing:
-        shard = re.fullmatch(pattern, item.rfilename)
-        if shard or item.rfilename == source.tokenizer:
-            split = "tokenizer" if not shard else shard[1] if not source.parquet else (
-                "val" if item.rfilename == last else "train")
-            folder = out / "tokenizers" if not shard else (
-                out / ("parquet" if source.parquet else "datasets") / source.name)
-            found[split].append(File(item.rfilename, folder / Path(item.rfilename).name, split, item.size,
-                                     item.lfs.sha256 if item.lfs else None, item.blob_id))
-    for split, files in found.items():
+        shards = matching(r"shard_\d{5}\.parquet", "train", out / "parquet" / source.name)
+        train, val = shards[:-1], [file._replace(split="val") for file in shards[-1:]]
+    else:
+        folder, prefix = out / "datasets" / source.name, re.escape(source.shards)
+        train = matching(prefix + r"fineweb_train_\d{6}\.bin", "train", folder)
+        val = matching(prefix + r"fineweb_val_\d{6}\.bin", "val", folder)
+
+    if source.tokenizer and not tokenizer:
+        raise Failed(f"the dataset repository {source.repo} lists no {source.tokenizer}")
+    for split, files in ("train", train), ("val", val):
         if not files:
-            name = (source.tokenizer if split == "tokenizer" else "shard_*.parquet for " + split
-                    if source.parquet else f"{source.shards}fineweb_{split}_*.bin")
-            raise Failed(f"the dataset repository {source.repo} lists no {name}")
-    if train_shards > len(found["train"]):
-        raise Refused(f"-n {train_shards}: {source.repo} lists only {len(found['train'])} train shards")
-    return found.get("tokenizer", []) + found["train"][:train_shards or None] + found["val"]
+            pattern = "shard_*.parquet" if source.parquet else f"{source.shards}fineweb_{split}_*.bin"
+            raise Failed(f"the dataset repository {source.repo} lists no {pattern} for {split}")
+    if train_shards > len(train):
+        raise Refused(f"-n {train_shards}: {source.repo} lists only {len(train)} train shards")
+    return tokenizer + train[:train_shards or None] + val
 
 
 def verify(path: Path, file: File, progress: Progress | None = None) -> str:
-    """The sha256 of `path`; raises Broken if it is not what the hub states, Failed if that is no shard."""
+    """The sha256 of `path`; raises Damaged if it differs from what the hub states, Failed if it is a .bin
+    that is no token shard."""
     if path.stat().st_size != file.size:
-        raise Broken(f"{path.stat().st_size:,} bytes instead of {file.size:,}")
+        raise Damaged(f"{path.stat().st_size:,} bytes instead of {file.size:,}")
     sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % file.size)
     with open(path, "rb") as stream:
         while block := stream.read(1 << 22):
@@ -261,15 +267,15 @@ def verify(path: Path, file: File, progress: Progress | None = None) -> str:
                 progress.add(len(block), len(block))
     actual, stated = (sha256, file.sha256) if file.sha256 else (git, file.blob_id)
     if stated and actual.hexdigest() != stated:
-        raise Broken(f"its {actual.name} differs from the one that the hub states")
+        raise Damaged(f"its {actual.name} differs from the one that the hub states")
     if file.local.suffix == ".bin":
         shard_tokens(path)
     return sha256.hexdigest()
 
 
 def check_disk(missing: list[File], out: Path, more: int = 0):
-    """Raises Refused if the folders are not writable or lack room for `missing`, `more` bytes and the
-    margin."""
+    """Raises Refused if the folders are not writable or the disk has no room for `missing`, `more` bytes and
+    the margin."""
     for folder in sorted({file.local.parent for file in missing}):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -285,9 +291,10 @@ def check_disk(missing: list[File], out: Path, more: int = 0):
 
 
 def download(hub: Hub, source: Source, revision: str | None, files: list[File]) -> dict[File, str]:
-    """Fetch and verify each file before it gets its name; returns their sha256."""
+    """Fetch and verify each file, then give it its name; returns their sha256."""
     from huggingface_hub import hf_hub_url
-    digests, progress = {}, Progress("downloading", sum(file.size for file in files))
+    digests = {}
+    progress = Progress("downloading", sum(file.size for file in files))
     for file in files:
         url = hf_hub_url(source.repo, file.remote, repo_type="dataset", revision=revision,
                          endpoint=hub.api.endpoint)
@@ -296,20 +303,20 @@ def download(hub: Hub, source: Source, revision: str | None, files: list[File]) 
             hub.fetch(url, file.part, file.size, progress)
             try:
                 return verify(file.part, file)
-            except Broken:
+            except Damaged:
                 progress.add(-file.part.stat().st_size)
                 file.part.unlink()
                 raise
 
         progress.add(file.part.stat().st_size if file.part.exists() else 0)
         file.local.unlink(missing_ok=True)
-        digests[file] = hub.persist(file.remote, attempt)
+        digests[file] = hub.retry(file.remote, attempt)
         file.part.replace(file.local)
     return digests
 
 
 def shard_tokens(path: Path) -> int:
-    """Token count of a shard; raises Failed when header and file size do not belong together."""
+    """Token count of a shard; raises Failed if its header is wrong or does not fit the file's size."""
     with open(path, "rb") as stream:
         header = stream.read(HEADER_BYTES)
     magic, version, count = struct.unpack("<3i", header[:12].ljust(12, b"\0"))
@@ -320,13 +327,11 @@ def shard_tokens(path: Path) -> int:
 
 
 def decoded_bytes(sp, tokens, bos_id: int) -> int:
-    """UTF-8 bytes of the text of `tokens`, each document decoded by itself; BOS begins one and adds none.
-
-    `tokens` may be a memory map: about DECODE_TOKENS of them are decoded at a time.
-    """
+    """UTF-8 bytes of the text of `tokens`, each document decoded by itself. BOS starts a document and counts
+    no bytes. `tokens` may be a memory map: about DECODE_TOKENS of them are decoded at a time."""
     import numpy as np
     edges = np.unique(np.concatenate([[0], np.flatnonzero(tokens == bos_id), [len(tokens)]]))
-    first, total = 0, 0
+    first = total = 0
     progress = Progress("decoding", len(tokens), "M tokens")
     while first < len(edges) - 1:
         last = max(first + 1, int(np.searchsorted(edges, edges[first] + DECODE_TOKENS, side="right")) - 1)
@@ -334,26 +339,27 @@ def decoded_bytes(sp, tokens, bos_id: int) -> int:
         documents = np.split(batch, edges[first + 1:last] - edges[first])
         texts = sp.decode([document[document != bos_id] for document in documents], out_type=bytes,
                           num_threads=min(os.cpu_count() or 1, 16))
-        total, first = total + sum(map(len, texts)), last
+        total += sum(map(len, texts))
+        first = last
         progress.add(len(batch), len(batch))
     return total
 
 
 def count_val(sp, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int | None, int]:
-    """(bytes, documents) of the val shards, which are one stream of tokens; without sp the bytes are None."""
+    """(bytes, documents) of the val shards, read as one stream of tokens; bytes is None without sp."""
     import numpy as np
     parts = [np.memmap(path, "<u2", "r", HEADER_BYTES) for path in shards if shard_tokens(path)]
     if not parts:
         raise Failed("the val shards hold no tokens")
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if tokens.max() >= vocab_size:
-        raise Failed(f"the val shards hold token {tokens.max()}, the tokenizer has {vocab_size} pieces")
+        raise Failed(f"the val shards hold token {tokens.max()}, but the vocabulary has {vocab_size} tokens")
     documents = np.count_nonzero(tokens == bos_id) + (tokens[0] != bos_id)
     return decoded_bytes(sp, tokens, bos_id) if sp else None, int(documents)
 
 
 def read_tokenizer(file: File, digests: dict[File, str], folder: Path):
-    """(SentencePieceProcessor, what the manifest in `folder` says of it); raises Failed."""
+    """(SentencePieceProcessor, its entry for the manifest in `folder`); raises Failed."""
     import sentencepiece
     try:
         sp = sentencepiece.SentencePieceProcessor(model_proto=file.local.read_bytes())
@@ -366,7 +372,7 @@ def read_tokenizer(file: File, digests: dict[File, str], folder: Path):
 
 
 def write_manifest(path: Path, source: Source, revision: str | None, digests: dict[File, str]) -> dict:
-    """Write manifest.json in one step; `digests` names the tokenizer first, if there is one."""
+    """Write manifest.json in one step; the first of `digests` is the tokenizer, if there is one."""
     shards = [file for file in digests if file.split != "tokenizer"]
     files = [{"path": file.local.name, "split": file.split, "tokens": shard_tokens(file.local),
               "sha256": digests[file]} for file in shards]
@@ -384,48 +390,49 @@ def write_manifest(path: Path, source: Source, revision: str | None, digests: di
     return manifest
 
 
-def obtain(source: Source, files: list[File], revision: str | None, out: Path, hub: Hub, more: int = 0):
-    """(sha256 of each file, files fetched): what is there is verified, what is not is downloaded; `more`
-    bytes of disk are wanted besides."""
-    digests, present = {}, [file for file in files if file.local.is_file()]
+def fetch_missing(source: Source, files: list[File], revision: str | None, out: Path, hub: Hub, more=0):
+    """Verify the files that are there and download the others; the disk must have room for `more` bytes
+    besides. Returns (sha256 of each file, files that were downloaded)."""
+    digests = {}
+    present = [file for file in files if file.local.is_file()]
     progress = Progress("verifying", sum(file.size for file in present))
     for file in present:
         try:
             digests[file] = verify(file.local, file, progress)
-        except Broken as error:
-            say(f"{file.local.name}: {error}; it will be fetched again")
+        except Damaged as error:
+            write_line(f"{file.local.name}: {error}; it will be fetched again")
     missing = [file for file in files if file not in digests]
     check_disk(missing, out, more)
     manifest_path = out / "datasets" / source.name / "manifest.json"
     claimed = manifest_path.read_text(errors="replace") if manifest_path.exists() else ""
     if any(file.local.name in claimed for file in missing):
-        manifest_path.unlink()                   # it claims more than there is
+        manifest_path.unlink()                   # it lists a file that is missing
     digests |= download(hub, source, revision, missing)
     return {file: digests[file] for file in files}, missing
 
 
-def told(source: Source, files: list[File], missing: list[File]) -> str:
+def describe(source: Source, files: list[File], missing: list[File]) -> str:
     return (f"{source.name}: {len(files)} files verified, {len(missing)} of them downloaded now "
             f"({sum(file.size for file in missing) / 1e6:,.1f} MB)")
 
 
-def get(args: argparse.Namespace, source: Source, hub: Hub) -> str:
-    """From the hub's listing to our manifest; returns the summary."""
+def get_tokens(args: argparse.Namespace, source: Source, hub: Hub) -> str:
+    """Download token shards and write their manifest; returns the summary."""
     started, out = time.monotonic(), args.out
     revision, listing = hub.list(source.repo)
     files = select(source, listing, args.train_shards, out)
-    digests, missing = obtain(source, files, revision, out, hub)
+    digests, missing = fetch_missing(source, files, revision, out, hub)
     manifest = write_manifest(out / "datasets" / source.name / "manifest.json", source, revision, digests)
     tokens = [sum(file["tokens"] for file in manifest["files"] if file["split"] == split)
               for split in ("train", "val")]
     size = f" ({manifest['val_bytes']:,} bytes)" if manifest["val_bytes"] else ""
-    return (f"{told(source, files, missing)}, {tokens[0]:,} train tokens, "
+    return (f"{describe(source, files, missing)}, {tokens[0]:,} train tokens, "
             f"{tokens[1]:,} val tokens{size}, {time.monotonic() - started:.0f} s")
 
 
 def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
-    """From the hub's listing to parquet files, and by prepare.py to a dataset; returns the summary of the
-    download, prepare.py prints its own."""
+    """Download text as parquet files and have prepare.py make a dataset of them, which prints its own
+    summary; returns the last line."""
     import prepare
     started, out = time.monotonic(), args.out
     revision, listing = hub.list(source.repo)
@@ -434,19 +441,20 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     dataset = out / "datasets" / source.name
     if dataset.exists() and not args.force:
         try:
-            made_of = list(json.loads((dataset / "manifest.json").read_text())["source"])
+            existing = list(json.loads((dataset / "manifest.json").read_text())["source"])
         except (OSError, ValueError, KeyError, TypeError):
             raise Refused(f"{source.name} exists without a readable manifest; --force replaces it") from None
-        if made_of != origin:
-            raise Refused(f"{source.name} exists and is made of {', '.join(map(str, made_of))}, not of "
+        if existing != origin:
+            raise Refused(f"{source.name} exists and is made of {', '.join(map(str, existing))}, not of "
                           f"{origin[1]}; --force replaces it and its tokenizer")
     partial = out / "datasets" / f".{source.name}.partial"
     written = sum(path.stat().st_size for path in partial.glob("*.bin"))
-    shards = int(TOKENS_PER_PARQUET * sum(file.size for file in files)) - written
-    made = dataset.exists() and not args.force
-    digests, missing = obtain(source, files, revision, out, hub, 0 if made else max(0, shards))
-    say("", end="")
-    print(f"{told(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
+    more = max(0, int(TOKENS_PER_PARQUET * sum(file.size for file in files)) - written)
+    if dataset.exists() and not args.force:
+        more = 0
+    digests, missing = fetch_missing(source, files, revision, out, hub, more)
+    write_line("", end="")
+    print(f"{describe(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
     inputs = {split: [(file.local, "parquet") for file in files if file.split == split]
               for split in ("train", "val")}
     request = prepare.Request(source.name, origin, inputs["train"], source.vocab_size,
@@ -460,33 +468,33 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     return f"{source.name} is ready after {time.monotonic() - started:.0f} s"
 
 
-def is_whole_bundle(folder: Path) -> bool:
-    """Whether the folder holds its zip and every file of it, byte for byte."""
+def is_complete_bundle(folder: Path) -> bool:
+    """Whether the folder holds the zip and every file of it with the right CRC."""
     try:
         with zipfile.ZipFile(folder / "eval_bundle.zip") as bundle:
             members = bundle_members(bundle)
             return all(zlib.crc32((folder / path).read_bytes()) == member.CRC
                        for path, member in members.items())
-    except (OSError, zipfile.BadZipFile, Broken, Failed):
+    except (OSError, zipfile.BadZipFile, Damaged, Failed):
         return False
 
 
 def bundle_members(bundle: zipfile.ZipFile) -> dict[PurePosixPath, zipfile.ZipInfo]:
-    """The files under eval_bundle/ by their path from there; raises Failed if any member is no plain file
-    or folder inside the zip's own folder."""
+    """The files under eval_bundle/ by their path from there; raises Failed if any member of the zip is a link
+    or would be written outside its folder."""
     found = {}
     for member in bundle.infolist():
         path, kind = PurePosixPath(member.filename), stat.S_IFMT(member.external_attr >> 16)
         if (path.is_absolute() or ".." in path.parts or re.search(r"[\\:\0]", member.filename)
                 or kind not in (0, stat.S_IFREG, stat.S_IFDIR)):
-            raise Failed(f"the CORE bundle holds {member.filename!r}, which is no file inside its own folder")
+            raise Failed(f"the CORE bundle holds {member.filename!r}, a link or a path outside its folder")
         if path.parts[:1] == ("eval_bundle",) and not member.is_dir():
             found[path.relative_to("eval_bundle")] = member
     return found
 
 
 def unpack_bundle(archive: Path, folder: Path):
-    """Unpack eval_bundle/ of the zip into the folder; raises Broken if the zip is damaged."""
+    """Unpack eval_bundle/ of the zip into the folder; raises Damaged if the zip is damaged."""
     try:
         with zipfile.ZipFile(archive) as bundle:
             members = bundle_members(bundle)
@@ -499,11 +507,12 @@ def unpack_bundle(archive: Path, folder: Path):
                 with bundle.open(member) as packed, open(folder / path, "wb") as out:
                     shutil.copyfileobj(packed, out, 1 << 20)     # raises BadZipFile where the CRC differs
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise Broken(f"the zip is damaged ({' '.join(str(error).split()) or type(error).__name__})") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise Damaged(f"the zip is damaged ({reason})") from None
 
 
 def check_bundle(folder: Path) -> dict[str, int]:
-    """Examples by task label; raises Failed unless tasks, files, their lines and baselines are all there."""
+    """Number of examples by task label; raises Failed if a task lacks its file, valid lines or baseline."""
     import yaml
     try:
         tasks = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
@@ -538,40 +547,40 @@ def check_bundle(folder: Path) -> dict[str, int]:
 
 
 def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
-    """From the zip at `url` to OUT/core_bundle; returns the summary."""
+    """Download the zip at `url` and unpack it to OUT/core_bundle; returns the summary."""
     folder, partial = args.out / "core_bundle", args.out / ".core_bundle.partial"
     archive, part = partial / "eval_bundle.zip", partial / "eval_bundle.zip.part"
     if folder.exists() and not (folder / "eval_bundle.zip").is_file():
-        raise Refused(f"{folder} exists and has another origin than this command: remove or rename it first")
-    there = is_whole_bundle(folder)
-    if not there:
+        raise Refused(f"{folder} exists and was not made by this command: remove or rename it first")
+    complete = is_complete_bundle(folder)
+    if not complete:
         check_disk([File("", archive, "", 0, None, None)], args.out)
         if not part.exists() and zipfile.is_zipfile(folder / "eval_bundle.zip"):
             shutil.copyfile(folder / "eval_bundle.zip", part)
 
         def attempt():
-            if not zipfile.is_zipfile(part):     # its end is missing
+            if not zipfile.is_zipfile(part):     # incomplete
                 server.fetch(url, part, None, progress)
-            for path in partial.iterdir():       # of an earlier try
+            for path in partial.iterdir():       # left by an earlier try
                 if path != part:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             try:
                 unpack_bundle(part, partial)
-            except Broken:
+            except Damaged:
                 progress.add(-part.stat().st_size)
                 part.unlink()
                 raise
 
         progress = Progress("downloading", 0)
         progress.add(part.stat().st_size if part.exists() else 0)
-        server.persist("the CORE bundle", attempt)
+        server.retry("the CORE bundle", attempt)
         part.replace(archive)
     try:
-        examples = check_bundle(folder if there else partial)
+        examples = check_bundle(folder if complete else partial)
     except Failed:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if not there:
+    if not complete:
         old = args.out / ".core_bundle.old"
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
@@ -581,7 +590,7 @@ def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
     digest = hashlib.sha256((folder / "eval_bundle.zip").read_bytes()).hexdigest()
     return "\n".join([*(f"{label}: {count:,} examples" for label, count in examples.items()),
                       f"core_bundle: {len(examples)} tasks, {sum(examples.values()):,} examples, "
-                      f"{'there already, whole' if there else 'downloaded now'}, sha256 of the zip {digest}"])
+                      f"{'there already' if complete else 'downloaded now'}, sha256 of the zip {digest}"])
 
 
 class Parser(argparse.ArgumentParser):
@@ -590,11 +599,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv) -> argparse.Namespace:
+    """The command line; raises Refused where it makes no sense."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*SOURCES, "core"]
     parser.add_argument("source", help=f"one of: {', '.join(known)}")
-    parser.add_argument("-n", dest="train_shards", type=int, help="train shards, 0 = all ("
-                        + ", ".join(f"{name}: {source.enough}" for name, source in SOURCES.items()) + ")")
+    defaults = ", ".join(f"{name}: {source.default_shards}" for name, source in SOURCES.items())
+    parser.add_argument("-n", dest="train_shards", type=int, help=f"train shards, 0 = all ({defaults})")
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder (data)")
     parser.add_argument("--force", action="store_true", help="replace a dataset made of other parquet shards")
     parser.add_argument("--tries", type=int, default=5, help="per file (5)")
@@ -606,7 +616,7 @@ def parse(argv) -> argparse.Namespace:
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
         raise Refused(f"unknown source {args.source!r}; {hint}")
     if args.train_shards is None:
-        args.train_shards = SOURCES[args.source].enough if args.source in SOURCES else 0
+        args.train_shards = SOURCES[args.source].default_shards if args.source in SOURCES else 0
     if (args.train_shards < 0 or args.tries < 1 or not 0 <= args.retry_delay < 1e6
             or not 0 < args.timeout < 1e6):
         raise Refused("-n and --retry-delay are 0 or more, --tries 1 or more, --timeout more than 0")
@@ -614,7 +624,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def web_address(variable: str, default: str) -> str:
-    """What the environment variable says, or the default; raises Refused if it is no address."""
+    """The environment variable, or the default; raises Refused if it is no web address."""
     address = os.environ.get(variable) or default
     try:
         if urlsplit(address).scheme in ("http", "https") and urlsplit(address).hostname:
@@ -638,26 +648,27 @@ def run(args: argparse.Namespace) -> str:
             import pyarrow  # noqa: F401
     except ImportError as error:
         raise Refused(f"package {error.name} is missing: pip install -r requirements.txt") from None
-    except ValueError:                           # huggingface_hub takes it apart when it is imported
+    except ValueError:                           # huggingface_hub parses it when it is imported
         raise Refused("HF_ENDPOINT must be an http:// or https:// address") from None
     endpoint = web_address("HF_ENDPOINT", ENDPOINT).rstrip("/")
     hub = Hub(endpoint, args.tries, args.retry_delay, args.timeout)
-    return (get_parquet if source.parquet else get)(args, source, hub)
+    get = get_parquet if source.parquet else get_tokens
+    return get(args, source, hub)
 
 
 def main(argv=None) -> int:
     try:
         summary = run(parse(argv))
-        say("", end="")
+        write_line("", end="")
         print(summary)
         return 0
     except Failed as error:
-        code, sentence = error.code, error
+        code, sentence = error.code, str(error)
     except OSError as error:
         code, sentence = 1, f"the download stopped: {error.strerror or type(error).__name__}"
     except KeyboardInterrupt:
         code, sentence = 1, "interrupted; the same command continues where it stopped"
-    say(f"error: {sentence}")
+    write_line(f"error: {sentence}")
     return code
 
 

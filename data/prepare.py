@@ -4,18 +4,19 @@
     python data/prepare.py --text PATH... --name NAME --vocab-size N    one's own text
     python data/prepare.py --parquet PATH... --name NAME --vocab-size N [--val PATH] [--val-bytes N]
 
-The embedded corpus is the .py source of four installed packages: real text, the same on every machine,
-no network. Own text is a file, a folder, or .jsonl[.gz|.xz] with the key `text`.
+The embedded corpus is the .py source of four installed packages: the same text on every machine, without
+a network. Your own text is a file, a folder, or .jsonl[.gz|.xz] with the key `text`.
 
-Input is read in passes, so memory does not grow with it: hash every document and split by hash, train
-the tokenizer on a sample, encode to a scratch file, copy into shards in hash order. The result depends
-on the set of documents, not on their order. A folder that bears its final name is whole.
+The input is read in several passes, so memory does not grow with it: hash every document and split by
+hash, train the tokenizer on a sample, encode to a scratch file, copy into shards in hash order. The result
+depends on the set of documents, not on their order. The dataset's folder gets its name last, so a folder
+with that name is complete.
 
-Parquet is for text of many gigabytes: files, or folders of *.parquet, with a column `text`, which should be
-shuffled, for their order is kept. Val is the file that --val names, or the last one, up to --val-bytes.
-The same passes are spread over processes, whose number changes no byte of the result, and the last one
-writes shards at once. It may be stopped, killed or run out of disk: the same command continues after the
-last whole shard. Hashes and sizes of the documents stay in memory, about 65 MB per million documents.
+Parquet is for many gigabytes of text: files, or folders of *.parquet, with a column `text`. The documents
+keep their order, so they should be shuffled already. Val is the file that --val names, else the last one,
+up to --val-bytes. The passes run in several processes, and their number does not change the result. After
+Ctrl-C, a kill or a full disk the same command continues after the last complete shard. Hashes and sizes of
+the documents stay in memory, about 65 MB per million documents.
 Exit status: 0 done or already there, 1 failed, 2 refused.
 """
 
@@ -51,23 +52,25 @@ import numpy as np
 import sentencepiece as spm
 
 VOCAB_SIZE = 1024  # default; a small model has to learn the embedding within its two minutes
-VAL_BYTES = 1_000_000  # default size of val in bytes of text; never more than a tenth of the corpus
-SHARD_TOKENS = 100_000_000  # most tokens in one shard
-SAMPLE_BYTES = 64_000_000  # text the tokenizer is trained on; the embedded corpus fits whole
-TEXT_PIECE = 16 << 10  # about the bytes of one document cut from a plain text file
-FOLDER_LIMIT, FOLDER_PIECE = 1 << 20, 64 << 10  # in a folder a file over the limit is cut into such pieces
+VAL_BYTES = 1_000_000  # default size of val in bytes of text; at most a tenth of the corpus
+VAL_DOCUMENT_BYTES = 65_536  # a longer document goes to train, unless most of the text is in such documents
+SHARD_TOKENS = 100_000_000  # tokens per shard, at most
+SAMPLE_BYTES = 64_000_000  # text that the tokenizer is trained on; more than the embedded corpus has
+TEXT_PIECE = 16 << 10  # a plain text file is cut into documents of about this many bytes
+FOLDER_LIMIT = 1 << 20  # bytes; in a folder, a longer file is cut into documents
+FOLDER_PIECE = 64 << 10  # of about this many bytes
 BATCH_BYTES = 4_000_000  # text encoded in one call
-PARQUET_VAL_BYTES = 50_000_000  # most of val from parquet; some 10M tokens of English at vocabulary 32,768
-PARQUET_ROWS, PARQUET_BATCH = 256, 1_000_000  # rows read at a time; bytes of text that one process encodes
-WORDS_KEPT = 1 << 18  # words whose tokens a process remembers, some 50 MB
+PARQUET_VAL_BYTES = 50_000_000  # val from parquet, at most; some 10M tokens of English at vocabulary 32,768
+PARQUET_ROWS = 256  # rows read at a time
+PARQUET_BATCH = 1_000_000  # bytes of text that one process encodes in one call
+CACHED_WORDS = 1 << 18  # words whose tokens a process caches, some 50 MB
 BOS_ID = 1
-SPACE_MARK = "\u2581"  # SentencePiece's own sign for a space; found in text it needs its three byte pieces
+SPACE_MARK = "\u2581"  # how SentencePiece writes a space; where a text has it, it is encoded as three bytes
 
-VAL_DOCUMENT_BYTES = 65_536
 PACKAGES = ("numpy", "scipy", "sympy", "networkx")
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
-# Left out of the packages: what their builds write, a package's own __init__.py (wheel repair patches it
-# on Windows), and what only some wheels hold (numpy.distutils, Python < 3.12).
+# Left out of the packages: files that their builds write, a package's own __init__.py (wheel repair patches
+# it on Windows), and what only some wheels hold (numpy.distutils, Python < 3.12).
 LEFT_OUT = re.compile(r"[^/]+/__init__\.py|numpy/distutils/.*"
                       r"|(.*/)?(__config__|_?version|__version__|_distributor_init[^/]*)\.py")
 GENERATED = re.compile(r"do not edit|generated by\b", re.IGNORECASE)
@@ -75,26 +78,26 @@ LICENCE = re.compile(r"licen[cs]e|copyright|warrant|redistribut|all rights reser
 
 
 class DataError(Exception):
-    """Input or request that cannot be used; the message is one sentence for the user."""
+    """The input or the request cannot be used; the message is one sentence for the user."""
 
 
 class Stopped(Exception):
-    """Work that ended too early and can be continued; the message is one sentence for the user."""
+    """The work stopped early and can be continued; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Request:
     """What to build. `files` and `val_files` are lists of (path, kind), kind a key of READERS."""
     name: str
-    source: list  # origin of the text as the manifest states it
+    source: list  # where the text comes from, for the manifest
     files: list
     vocab_size: int = VOCAB_SIZE
-    val_bytes: int = VAL_BYTES  # unused when there are val_files, unless they are parquet
+    val_bytes: int = VAL_BYTES  # not used where there are val_files, unless they are parquet
     val_files: list | None = None
 
 
 class Progress:
-    """One updating line on a terminal, elsewhere a line every 5 s; nothing for short work."""
+    """A progress line: rewritten in place on a terminal, elsewhere printed every 5 s."""
 
     def __init__(self, label, total):
         self.label, self.total, self.terminal = label, max(total, 1), sys.stderr.isatty()
@@ -104,7 +107,8 @@ class Progress:
         now = time.monotonic()
         if now - self.shown < (0.2 if self.terminal else 5):
             return
-        self.shown, share = now, min(max(done / self.total, 1e-6), 1)
+        self.shown = now
+        share = min(max(done / self.total, 1e-6), 1)
         eta = (now - self.start) * (1 / share - 1)
         line = f"{self.label} [{'#' * round(20 * share):<20}] {share:4.0%}  ETA {eta:.0f} s"
         print(f"\r{line}\033[K" if self.terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
@@ -114,11 +118,11 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-# --- documents: each reader takes an open binary file and yields texts ---------------------------------
+# --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts
 
-def cut(raw, target):
-    """Bytes of `raw` in pieces of about `target` bytes; joined they are the file. A piece ends at the
-    first blank line past `target`, else at the first line end, else at 2 * target."""
+def split_pieces(raw, target):
+    """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at the first blank
+    line between target and 2 * target, else at the first line end there, else at 2 * target."""
     buffer, start = b"", 0
     while True:
         if len(buffer) - start <= 2 * target:
@@ -139,7 +143,7 @@ def cut(raw, target):
 
 def read_text(raw, path, counts, target=TEXT_PIECE):
     line = 1
-    for piece in cut(raw, target):
+    for piece in split_pieces(raw, target):
         try:
             yield piece.decode()
         except UnicodeDecodeError as error:
@@ -149,6 +153,7 @@ def read_text(raw, path, counts, target=TEXT_PIECE):
 
 
 def read_folder_file(raw, path, counts):
+    """Like read_text, but a file that is not UTF-8 is skipped, and only a long one is cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         while block := raw.read(1 << 20):
@@ -163,7 +168,12 @@ def read_folder_file(raw, path, counts):
 
 
 def read_jsonl(raw, path, counts):
-    stream = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), lambda raw: raw)(raw)
+    """The `text` of every line; the file may be compressed."""
+    stream = raw
+    if path.suffix.lower() == ".gz":
+        stream = gzip.open(raw)
+    elif path.suffix.lower() == ".xz":
+        stream = lzma.open(raw)
     number = 0
     try:
         for number, line in enumerate(stream, 1):
@@ -190,6 +200,7 @@ def read_python(raw, path, counts):
 
 
 def read_parquet(raw, path, counts):
+    """The column `text`, a few rows at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     try:
@@ -200,7 +211,7 @@ def read_parquet(raw, path, counts):
         for batch in file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
             yield from batch.column(0).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk, not of what is on it
+        if isinstance(error, OSError) and error.errno:  # an error of the disk, not of the file's content
             raise
         raise DataError(f"{path} is a damaged parquet file or none at all") from None
 
@@ -210,8 +221,8 @@ READERS = {"text": read_text, "folder": read_folder_file, "jsonl": read_jsonl, "
 
 
 def documents(files, counts):
-    """Every document of `files` that is not empty. `counts` (a Counter) collects `binary` (files skipped),
-    `surrogates` (replaced) and `read` (bytes of files read so far)."""
+    """The text of every document in `files`, empty ones left out. `counts`, a Counter, collects `binary`
+    (files skipped), `surrogates` (lone ones replaced) and `read` (bytes of files read so far)."""
     done = 0
     for path, kind in files:
         with open(path, "rb") as raw:
@@ -242,34 +253,37 @@ def find_files(paths):
 
 
 def find_parquet(paths):
-    """(path, "parquet") of every file among `paths`, and of every *.parquet in their folders, by name."""
+    """(path, "parquet") of every file in `paths`, and of every *.parquet in folders, sorted by name."""
     files = []
     for path in map(Path, paths):
+        if not path.exists():
+            raise DataError(f"{path}: no such file")
         inside = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-        if not inside or not path.exists():
-            raise DataError(f"{path}: {'no *.parquet in this folder' if path.exists() else 'no such file'}")
+        if not inside:
+            raise DataError(f"{path}: no *.parquet in this folder")
         files += [(file, "parquet") for file in inside]
     return files
 
 
 def embedded_files(packages=PACKAGES):
-    """Source files of the packages by their RECORD -> (files, ["name==version", ...])."""
+    """Source files of the packages as their RECORD lists them -> (files, ["name==version", ...])."""
     files, source = [], []
     for package in packages:
         try:
             distribution = importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError:
             raise DataError(f"{package} is not installed: pip install -r requirements.txt") from None
-        names = sorted(file.as_posix() for file in distribution.files or ())
-        files += [(Path(distribution.locate_file(name)), "python") for name in names if name.endswith(".py")
-                  and name.startswith(f"{package}/") and not LEFT_OUT.fullmatch(name)]
+        for name in sorted(file.as_posix() for file in distribution.files or ()):
+            source_file = name.startswith(f"{package}/") and name.endswith(".py")
+            if source_file and not LEFT_OUT.fullmatch(name):
+                files.append((Path(distribution.locate_file(name)), "python"))
         source.append(f"{package}=={distribution.version}")
     return files, source
 
 
 def clean_source(text):
-    """Source with \\n line ends and no licence at its head; "" where the head says that the file is
-    generated. Of the leading comment, all paragraphs down to the last one about a licence are dropped."""
+    """Source with \\n line ends and without the licence at its top: the leading comment is dropped down to
+    its last paragraph about a licence. "" where the leading comment says that the file is generated."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     head = re.match(r"(?:[ \t]*(?:#.*)?\n)*", text).group()
     if GENERATED.search(head):
@@ -277,24 +291,26 @@ def clean_source(text):
     paragraphs = re.split(r"(\n\s*\n)", head)
     while paragraphs and not LICENCE.search(paragraphs[-1]):
         paragraphs.pop()
-    return text[len("".join(paragraphs)):].lstrip("\n") if paragraphs else text
+    if not paragraphs:
+        return text
+    return text[len("".join(paragraphs)):].lstrip("\n")
 
 
 # --- hashes and split ----------------------------------------------------------------------------------
 
 def document_hash(text):
-    """64 bits of the UTF-8 text, as an integer."""
+    """64-bit BLAKE2b hash of the UTF-8 text, as an integer."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def text_fingerprint(val_hashes, train_hashes):
-    """Of the text alone, the same for every tokenizer; both arrays ascending."""
+    """sha256 over the document hashes, both arrays ascending: it does not depend on the tokenizer."""
     return hashlib.sha256(b"val" + val_hashes.astype("<u8").tobytes()
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
 def hash_documents(files, counts, update=lambda: None):
-    """Hash (uint64) and UTF-8 bytes (int64) of every document, in reading order; update() after each."""
+    """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order; calls update() after each."""
     hashes, sizes = array("Q"), array("q")
     for text in documents(files, counts):
         hashes.append(document_hash(text))
@@ -304,7 +320,7 @@ def hash_documents(files, counts, update=lambda: None):
 
 
 def scan(files, counts):
-    """hash_documents with a progress line; DataError if there are none."""
+    """hash_documents with a progress line; DataError if there are no documents."""
     progress = Progress("reading", sum(path.stat().st_size for path, _ in files))
     before = counts["read"]
     hashes, sizes = hash_documents(files, counts, lambda: progress.update(counts["read"] - before))
@@ -315,9 +331,10 @@ def scan(files, counts):
 
 
 def split_by_hash(hashes, sizes, val_bytes, val_hashes=None):
-    """Indices of the distinct documents, val before train, each by ascending hash -> (order, n_val). Val is
-    every document among `val_hashes`, or the smallest hashes until they hold `val_bytes`; where most of the
-    text is in smaller documents, one over VAL_DOCUMENT_BYTES is train, for it would weigh too much in val."""
+    """(order, n_val): indices of the distinct documents, first the n_val of val, then those of train, each
+    part by ascending hash. Val is the documents with `val_hashes`; without them, those with the smallest
+    hashes up to `val_bytes` of text. There a document over VAL_DOCUMENT_BYTES goes to train, because it
+    would dominate val, unless most of the text is in such documents."""
     distinct, order = np.unique(hashes, return_index=True)
     if val_hashes is not None:
         is_val = np.isin(distinct, val_hashes)
@@ -331,16 +348,16 @@ def split_by_hash(hashes, sizes, val_bytes, val_hashes=None):
         n_val = np.searchsorted(sizes[order][small].cumsum(), min(val_bytes, most)) + 1
         is_val = small & (small.cumsum() <= min(n_val, max(1, len(order) - 1)))
     n_val = int(is_val.sum())
-    if n_val in (0, len(order)):
-        raise DataError(f"{len(order)} distinct document(s) leave nothing for {'train' if n_val else 'val'}")
+    if n_val == len(order):  # n_val is never 0
+        raise DataError(f"{len(order)} distinct document(s) leave nothing for train")
     return np.concatenate([order[is_val], order[~is_val]]), n_val
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------
 
 def training_sentences(texts):
-    """Chunks of whole lines, because pieces may then hold a line end. The trainer refuses NUL and keeps
-    two characters for itself."""
+    """The texts in chunks of whole lines, about 2,000 characters each, so that a piece of the vocabulary may
+    contain a line end. Split at NUL, which the trainer refuses, and at two characters that it reserves."""
     for text in texts:
         start = 0
         while start < len(text):
@@ -350,8 +367,9 @@ def training_sentences(texts):
 
 
 def train_tokenizer(texts, vocab_size):
-    """SentencePiece BPE model as bytes, the same for the same list of texts. Percentages below: tokens per
-    byte of held-out code at vocabulary 1,024 / 4,096; for English the signs agree and all is smaller."""
+    """SentencePiece BPE model as bytes; the same list of texts gives the same bytes. The percentages below
+    are changes in tokens per byte of held-out code at vocabulary 1,024 / 4,096; on English the signs are
+    the same and the changes smaller."""
     model = io.BytesIO()
     try:
         spm.SentencePieceTrainer.train(
@@ -363,14 +381,15 @@ def train_tokenizer(texts, vocab_size):
             split_digits=False,  # on: +3 % / +7 %
             split_by_whitespace=True,  # off: -2 % / -8 %, but a trigram model's bpb is 0.6 % / 1.7 % worse
             character_coverage=0.999,  # rarer characters are bytes; 1.0: +3 %
-            max_sentence_length=1 << 14, num_threads=2, minloglevel=3)  # the model holds the thread count
+            max_sentence_length=1 << 14, minloglevel=3,
+            num_threads=2)  # fixed, because the model file contains it
     except RuntimeError as error:
         message = str(error)
         if limit := re.search(r"value <= (\d+)", message):
             raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
                             f"size is {limit[1]}") from None
         if "Vocabulary size is smaller than required_chars" in message:
-            most = (vocab_size - 259) // 2  # characters; the other half is for longer pieces
+            most = (vocab_size - 259) // 2  # characters that get a piece; the other half is longer pieces
             if most < 1:
                 raise DataError(f"a vocabulary of {vocab_size} cannot hold every byte and a few characters: "
                                 "the smallest possible size is 261") from None
@@ -383,7 +402,7 @@ def train_tokenizer(texts, vocab_size):
 
 
 def encode(sp, text):
-    """Token ids of `text` without BOS; sp.decode gives `text` back exactly (no lone surrogates)."""
+    """Token ids of `text` without BOS; sp.decode(ids) == text for any text without lone surrogates."""
     mark = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     first, *rest = text.split(SPACE_MARK)
     ids = sp.encode(first)
@@ -393,39 +412,40 @@ def encode(sp, text):
 
 
 class WordEncoder(dict):
-    """Tokens by word, as bytes of uint16, which are kept for its next time: `encode` on one processor, but
-    3 times as fast on English. A word is blanks and what follows them; the words of a text can be encoded
-    one by one because no piece goes on from anything to a blank."""
+    """`encode` with a cache from a word to its tokens (uint16, as bytes): 3 times as fast on English on one
+    processor. A word is spaces and what follows them. Encoding word by word gives the tokens of the whole
+    text because no piece has a space after another character; with a tokenizer that has such pieces, the
+    whole text is taken as one word."""
 
     def __init__(self, sp):
         self.sp = sp
         pieces = (sp.id_to_piece(i) for i in range(sp.vocab_size()))
-        joined = any(re.search(f"[^{SPACE_MARK}]{SPACE_MARK}", piece) for piece in pieces)
-        self.words = re.compile("(?s).+" if joined else " *[^ ]+| +")
+        crosses_words = any(re.search(f"[^{SPACE_MARK}]{SPACE_MARK}", piece) for piece in pieces)
+        self.words = re.compile("(?s).+" if crosses_words else " *[^ ]+| +")
 
     def __missing__(self, word):
         ids = encode(self.sp, word) if SPACE_MARK in word else self.sp.encode(word)
         tokens = np.array(ids, "<u2").tobytes()
-        if len(self) < WORDS_KEPT and len(word) < 40:
+        if len(self) < CACHED_WORDS and len(word) < 40:
             self[word] = tokens
         return tokens
 
     def document(self, text, check):
-        """BOS and tokens as uint16 array; DataError if `check` and they decode to another text."""
+        """BOS and tokens as a uint16 array; with `check`, DataError unless they decode to the same text."""
         tokens = b"".join(map(self.__getitem__, self.words.findall(text)))
         tokens = np.frombuffer(np.array(BOS_ID, "<u2").tobytes() + tokens, "<u2")
         if check:
-            demand_lossless(self.sp, tokens[1:].tolist(), text)
+            check_lossless(self.sp, tokens[1:].tolist(), text)
         return tokens
 
 
-def demand_lossless(sp, ids, text):
+def check_lossless(sp, ids, text):
     if sp.decode(ids) != text:
         raise DataError(f"the document {text[:40]!r}... does not survive the tokenizer")
 
 
 def reread(files, hashes):
-    """(index, text) of every document once more; DataError if they are no longer those that were hashed."""
+    """(index, text) of every document in another pass; DataError if the hashes are not the same as before."""
     index = -1
     for index, text in enumerate(documents(files, Counter())):
         if index >= len(hashes) or document_hash(text) != hashes[index]:
@@ -436,13 +456,14 @@ def reread(files, hashes):
 
 
 def encode_corpus(sp, files, hashes, sizes, order, n_val, scratch):
-    """Write BOS and tokens of every document in `order` to the open file `scratch`, in reading order ->
-    (start, length) per document, in tokens. Val, and one of 64 train documents, is decoded again."""
+    """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
+    (start, length) of each, in tokens. Val, and one of 64 train documents, is decoded to check it."""
     keep, check = np.zeros(len(hashes), bool), hashes % 64 == 0
-    keep[order], check[order[:n_val]] = True, True
+    keep[order] = True
+    check[order[:n_val]] = True
     start, length = np.zeros((2, len(hashes)), np.int64)
     progress, last = Progress("encoding", int(sizes[keep].sum())), np.flatnonzero(keep)[-1]
-    batch, batch_bytes, done, written = {}, 0, 0, 0
+    batch, batch_bytes, done, written = {}, 0, 0, 0  # batch: {index: text}
     for index, text in reread(files, hashes):
         if not keep[index]:
             continue
@@ -454,11 +475,12 @@ def encode_corpus(sp, files, hashes, sizes, order, n_val, scratch):
         for (i, text), ids in zip(batch.items(), sp.encode(plain, num_threads=os.cpu_count())):
             ids = encode(sp, text) if SPACE_MARK in text else ids
             if check[i]:
-                demand_lossless(sp, ids, text)
+                check_lossless(sp, ids, text)
             start[i], length[i] = written, len(ids) + 1
             written += len(ids) + 1
             scratch.write(np.array([BOS_ID, *ids], "<u2").tobytes())
-        done, batch_bytes = done + batch_bytes, 0
+        done += batch_bytes
+        batch_bytes = 0
         batch.clear()
         progress.update(done)
     progress.close()
@@ -472,11 +494,11 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, done=(), closed=None):
-    """Write uint16 arrays, one per document, as numbered shards after the `done` ones -> manifest entries
-    of all. A document opens a new shard rather than cross into one, unless it is longer than a shard.
-    closed(entry, documents) hears of each whole shard how many arrays are written by then, and None for a
-    shard that ends inside one."""
+def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, done=(), on_shard=None):
+    """Write uint16 arrays, one per document, as numbered shards -> manifest entries. A document that does
+    not fit into the open shard starts the next one; only a document longer than a shard is split. `done`
+    are the entries of shards written before, which come first. After each complete shard
+    on_shard(entry, documents) gets the number of arrays written so far, None if the shard ends inside one."""
     entries, shard, count = list(done), None, 0
 
     def close(documents):
@@ -485,8 +507,8 @@ def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, d
         shard.close()
         path = Path(shard.name)
         entries.append({"path": path.name, "split": split, "tokens": count, "sha256": file_sha256(path)})
-        if closed:
-            closed(entries[-1], documents)
+        if on_shard:
+            on_shard(entries[-1], documents)
 
     try:
         documents = 0
@@ -512,8 +534,9 @@ def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, d
 
 
 # --- build ---------------------------------------------------------------------------------------------
+
 def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tokens=SHARD_TOKENS):
-    """Fill `folder` with tokenizer.model, shards, side file and, last, the manifest -> the manifest."""
+    """Write tokenizer.model, shards, document_hashes.bin and, last, the manifest to `folder` -> manifest."""
     val, train = order[:n_val], order[n_val:]
     sample = train[:np.searchsorted(sizes[train].cumsum(), SAMPLE_BYTES) + 1].tolist()
     wanted = set(sample)
@@ -544,7 +567,7 @@ def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tok
 
 
 def write_manifest(request, folder, model, entries, val_hashes, train_hashes, val_bytes, train_bytes):
-    """Write the side file of hashes, both arrays ascending, and then the manifest -> the manifest."""
+    """Write document_hashes.bin, both arrays ascending, and then manifest.json -> the manifest."""
     (folder / "document_hashes.bin").write_bytes(
         val_hashes.astype("<u8").tobytes() + train_hashes.astype("<u8").tobytes())
     manifest = {
@@ -562,8 +585,8 @@ def write_manifest(request, folder, model, entries, val_hashes, train_hashes, va
     return manifest
 
 
-def finished(folder, request, fingerprint):
-    """Whether `folder` holds this very dataset, whole; DataError if it holds another one."""
+def is_complete(folder, request, fingerprint):
+    """Whether `folder` holds the requested dataset and it is complete; DataError if it holds another one."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         found = manifest["source"], manifest["tokenizer"]["vocab_size"], manifest["text_fingerprint"]
@@ -578,42 +601,45 @@ def finished(folder, request, fingerprint):
 
 
 def layout(request, out):
-    """Folder of the dataset, its tokenizer, and the folders of work and of what is being replaced;
-    DataError if the request holds something impossible."""
+    """(folder of the dataset, path of its tokenizer, folder to write it in, folder for the dataset that it
+    replaces); DataError if the request is invalid."""
     if not re.fullmatch(r"\w[\w.-]*", request.name):
         raise DataError(f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only")
     if not 1 <= request.vocab_size <= 65536:
         raise DataError(f"--vocab-size {request.vocab_size} is outside 1..65536, the range of uint16")
     if request.val_bytes < 1:
         raise DataError(f"--val-bytes {request.val_bytes} is not positive")
-    folder, tokenizer = Path(out, "datasets", request.name), Path(out, "tokenizers", f"{request.name}.model")
-    return folder, tokenizer, *(folder.with_name(f".{request.name}.{state}") for state in ("partial", "old"))
+    datasets = Path(out, "datasets")
+    return (datasets / request.name, Path(out, "tokenizers", f"{request.name}.model"),
+            datasets / f".{request.name}.partial", datasets / f".{request.name}.old")
 
 
 def install(folder, tokenizer, partial, old):
-    """Give the finished dataset in `partial` its names, those of an older one if there is one."""
+    """Move the finished dataset from `partial` to `folder` and `tokenizer`, replacing what is there."""
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists():  # goes before its tokenizer does: never a mixed pair
+    if folder.exists():  # first, so that an old dataset never stands beside a new tokenizer
         os.replace(folder, old)
     os.replace(partial / "tokenizer.model", tokenizer)
     os.replace(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request, manifest, read, *dropped):
-    """Print what was made of the `read` documents."""
+def report(request, manifest, documents_read, *also_dropped):
+    """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
-    count, text_bytes = (manifest[f"train_{what}"] + manifest[f"val_{what}"] for what in ("docs", "bytes"))
-    print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; "
-          + ", ".join((f"{read - count:,} duplicates dropped", *dropped))
-          + f"\n{tokens:,} tokens, {text_bytes / (tokens - count):.3f} bytes per token at vocabulary "
-          f"{request.vocab_size}\nval: {manifest['val_docs']:,} documents, {manifest['val_bytes']:,} bytes\n"
-          f"fingerprint: {manifest['text_fingerprint']}")
+    count = manifest["train_docs"] + manifest["val_docs"]
+    text_bytes = manifest["train_bytes"] + manifest["val_bytes"]
+    dropped = ", ".join([f"{documents_read - count:,} duplicates dropped", *also_dropped])
+    print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; {dropped}")
+    print(f"{tokens:,} tokens, {text_bytes / (tokens - count):.3f} bytes per token at vocabulary "
+          f"{request.vocab_size}")
+    print(f"val: {manifest['val_docs']:,} documents, {manifest['val_bytes']:,} bytes")
+    print(f"fingerprint: {manifest['text_fingerprint']}")
 
 
 def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
-    """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, or None if they are
-    there already. DataError if the request cannot be met."""
+    """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
+    already. DataError if that is impossible."""
     folder, tokenizer, partial, old = layout(request, out)
     for leftover in partial, old:
         shutil.rmtree(leftover, ignore_errors=True)
@@ -626,7 +652,7 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
         hashes, sizes = np.concatenate([hashes, val_hashes]), np.concatenate([sizes, val_sizes])
     order, n_val = split_by_hash(hashes, sizes, request.val_bytes, val_hashes)
     fingerprint = text_fingerprint(hashes[order[:n_val]], hashes[order[n_val:]])
-    if folder.exists() and not force and finished(folder, request, fingerprint):
+    if folder.exists() and not force and is_complete(folder, request, fingerprint):
         print(f"{request.name} is there already: nothing to do")
         return None
 
@@ -642,17 +668,21 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     return manifest
 
 
-# --- parquet: the same by several processes, in reading order, in a folder that outlives a stop ---------
+# --- parquet: the same in several processes; documents keep their order, and a stopped run can continue ---
+
+def exit_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
 
 def start_worker():
-    """In a new process: leave Ctrl-C to the parent, and end when it is gone, however it went."""
+    """In a new process: ignore Ctrl-C, which the parent handles, and exit when the parent ends or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def spread(function, jobs, processes):
-    """function(*job) of every job, in their order, by that many processes; few are taken in advance."""
+def parallel_map(function, jobs, processes):
+    """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
     if processes == 1:
         yield from itertools.starmap(function, jobs)
         return
@@ -673,10 +703,11 @@ def hash_file(path, kind):
     return hash_documents([(path, kind)], Counter())
 
 
-def pick(file, indices):
+def documents_at(file, indices):
     """The documents of a file with these ascending indices."""
-    wanted, found = np.zeros(indices[-1] + 1, bool), 0
+    wanted = np.zeros(indices[-1] + 1, bool)
     wanted[indices] = True
+    found = 0
     for is_wanted, text in zip(wanted, documents([file], Counter())):
         if is_wanted:
             found += 1
@@ -686,7 +717,7 @@ def pick(file, indices):
 
 
 def sample_file(path, kind, indices, hashes):
-    texts = list(pick((path, kind), indices))
+    texts = list(documents_at((path, kind), indices))
     check_hashes(texts, hashes)
     return texts
 
@@ -697,27 +728,31 @@ def check_hashes(texts, hashes):
 
 
 @lru_cache(1)
-def load_encoder(path, digest):
+def load_encoder(path, sha256):
     return WordEncoder(spm.SentencePieceProcessor(model_file=path))
 
 
-def encode_job(model_path, digest, texts, hashes, check_all):
-    """BOS and tokens of texts, which must have these hashes; one of 64 is decoded again, or every one."""
+def encode_batch(model_path, sha256, texts, hashes, check_all):
+    """BOS and tokens of each text; the texts must have these hashes. One of 64, or all, is decoded to check
+    it."""
     check_hashes(texts, hashes)
-    encoder = load_encoder(model_path, digest)
+    encoder = load_encoder(model_path, sha256)
     return [encoder.document(text, check_all or key % 64 == 0) for text, key in zip(texts, hashes)]
 
 
 class Corpus:
-    """Hashes and sizes of all documents of parquet files, val before train, and which are kept: of val the
-    first ones that together have at most `val_bytes`; of these and of train the first of every text."""
+    """Hashes and sizes of all documents of the parquet files, those of val before those of train, and which
+    of them are kept: of val the first ones up to `val_bytes` together, and no text twice in val and train."""
 
     def __init__(self, request, processes):
         self.files = request.val_files + request.files
-        progress, done, found = Progress("reading", sum(map(file_bytes, self.files))), 0, []
-        for file, arrays in zip(self.files, spread(hash_file, self.files, min(processes, len(self.files)))):
+        progress = Progress("reading", sum(map(file_bytes, self.files)))
+        done, found = 0, []
+        results = parallel_map(hash_file, self.files, min(processes, len(self.files)))
+        for file, arrays in zip(self.files, results):
             found.append(arrays)
-            progress.update(done := done + file_bytes(file))
+            done += file_bytes(file)
+            progress.update(done)
         progress.close()
         hashes, sizes = zip(*found)
         self.starts = np.cumsum([0, *map(len, hashes)])  # of each file, and the end of the last one
@@ -738,35 +773,39 @@ class Corpus:
                 raise DataError(f"the input leaves no document for {split}")
 
     def kept(self, split):
-        """Indices of the kept documents of a split, ascending."""
+        """Ascending indices of the kept documents of a split."""
         start, stop = (0, self.n_val) if split == "val" else (self.n_val, len(self.keep))
         return start + np.flatnonzero(self.keep[start:stop])
 
+    def split_hashes(self):
+        """Ascending hashes of the kept documents of val and of train."""
+        return [np.sort(self.hashes[self.kept(split)]) for split in ("val", "train")]
+
     def by_file(self, chosen):
-        """(file, its part of these ascending indices, the same counted from its first document)."""
+        """(file, its part of these ascending indices, the same counted from the file's first document)."""
         parts = np.split(chosen, np.searchsorted(chosen, self.starts[1:-1]))
         return [(file, part, part - start)
                 for file, start, part in zip(self.files, self.starts, parts) if len(part)]
 
     def sample(self, processes):
-        """SAMPLE_BYTES of train, the documents of the smallest hashes -> texts by ascending hash."""
+        """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
         order = self.kept("train")
         order = order[np.argsort(self.hashes[order])]
         order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
         wanted, texts = np.sort(order), []
         jobs = [(*file, places, self.hashes[part]) for file, part, places in self.by_file(wanted)]
         progress = Progress("sampling", len(wanted))
-        for found in spread(sample_file, jobs, min(processes, len(jobs))):
+        for found in parallel_map(sample_file, jobs, min(processes, len(jobs))):
             texts += found
             progress.update(len(texts))
         progress.close()
         return [texts[place] for place in np.searchsorted(wanted, order)]
 
     def batches(self, chosen):
-        """(texts, hashes) of the documents with these ascending indices, some PARQUET_BATCH bytes each."""
+        """(texts, hashes) of the documents with these ascending indices, about PARQUET_BATCH bytes each."""
         for file, part, places in self.by_file(chosen):
             texts, size, first = [], 0, 0
-            for stop, text in enumerate(pick(file, places), 1):
+            for stop, text in enumerate(documents_at(file, places), 1):
                 texts.append(text)
                 size += self.sizes[part[stop - 1]]
                 if size >= PARQUET_BATCH or stop == len(part):
@@ -779,15 +818,16 @@ def file_bytes(file):
 
 
 def read_progress(partial, tokenizer, identity):
-    """(tokenizer as bytes, entries of the whole shards) of a stopped preparation of the same documents, each
-    checked against its sha256; (None, []) without one. Entries count the documents written by their end."""
+    """(tokenizer as bytes, entries of the complete shards) of a stopped run over the same documents, each
+    file checked by its sha256; (None, []) if there is none. An entry's "documents" counts the documents of
+    its split up to the end of the shard."""
     try:
         state = json.loads((partial / "progress.json").read_text())
         if state["identity"] != identity:
             return None, []
-        whole = [path for path in (partial / "tokenizer.model", tokenizer)
-                 if path.is_file() and file_sha256(path) == state["tokenizer"]]
-        if not whole:
+        models = [path for path in (partial / "tokenizer.model", tokenizer)
+                  if path.is_file() and file_sha256(path) == state["tokenizer"]]
+        if not models:
             return None, []
         shards = []
         for entry in state["shards"]:
@@ -800,7 +840,7 @@ def read_progress(partial, tokenizer, identity):
         return None, []
     while shards and shards[-1]["documents"] is None:  # ends inside a document
         shards.pop()
-    return whole[0].read_bytes(), shards
+    return models[0].read_bytes(), shards
 
 
 def write_progress(partial, identity, model, shards):
@@ -810,72 +850,78 @@ def write_progress(partial, identity, model, shards):
 
 
 def write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, processes):
-    """Fill `partial` with what is missing of tokenizer.model, shards, side file and manifest -> the manifest.
+    """Write what `partial` lacks of tokenizer.model, shards, document_hashes.bin and manifest -> manifest.
     Shards hold the kept documents in reading order."""
     kept = {split: corpus.kept(split) for split in ("val", "train")}
     identity = hashlib.sha256(repr((request.vocab_size, shard_tokens, SAMPLE_BYTES)).encode()
                               + corpus.hashes[kept["val"]].tobytes() + b"train"
                               + corpus.hashes[kept["train"]].tobytes()).hexdigest()
     model, shards = read_progress(partial, tokenizer, identity)
-    whole = {"progress.json", "tokenizer.model", *(entry["path"] for entry in shards)} if model else ()
+    usable = set()
+    if model is not None:
+        usable = {"progress.json", "tokenizer.model", *(entry["path"] for entry in shards)}
     for path in partial.iterdir():
-        if path.name not in whole:
+        if path.name not in usable:
             path.unlink()
     if model is None:
         texts = corpus.sample(processes)
-        print(f"training the tokenizer on {len(texts):,} documents of train, the smallest hashes", flush=True)
+        print(f"training the tokenizer on {len(texts):,} train documents", flush=True)
         model = train_tokenizer(texts, request.vocab_size)
         del texts
     elif shards:
-        print(f"whole shards that are kept: {len(shards)}", flush=True)
+        print(f"continuing after {len(shards)} complete shards", flush=True)
     (partial / "tokenizer.model").write_bytes(model)
     write_progress(partial, identity, model, shards)
 
+    # what is done already, and what is left to encode
     done = {split: [entry for entry in shards if entry["split"] == split] for split in kept}
     before = {split: entries[-1]["documents"] if entries else 0 for split, entries in done.items()}
     left = {split: kept[split][before[split]:] for split in kept}
-    digest = hashlib.sha256(model).hexdigest()
-    jobs = ((str(partial / "tokenizer.model"), digest, texts, hashes, split == "val")
+    sha256 = hashlib.sha256(model).hexdigest()
+    jobs = ((str(partial / "tokenizer.model"), sha256, texts, hashes, split == "val")
             for split in left for texts, hashes in corpus.batches(left[split]))
 
-    def encoded(results):
-        sizes, number = corpus.sizes[np.concatenate([*left.values()])].cumsum(), 0
+    def with_progress(results):
+        sizes = corpus.sizes[np.concatenate([*left.values()])].cumsum()
         progress = Progress("encoding", int(sizes[-1]) if len(sizes) else 0)
+        number = 0
         for arrays in results:
             yield from arrays
             number += len(arrays)
             progress.update(sizes[number - 1])
         progress.close()
 
-    with contextlib.closing(spread(encode_job, jobs, processes)) as results:
-        arrays, entries = encoded(results), []
+    with contextlib.closing(parallel_map(encode_batch, jobs, processes)) as results:
+        arrays, entries = with_progress(results), []
         for split in kept:
-            def closed(entry, documents):
-                shards.append(entry | {"documents": None if documents is None else before[split] + documents})
+            def save_progress(entry, documents):
+                if documents is not None:
+                    documents += before[split]
+                shards.append(entry | {"documents": documents})
                 write_progress(partial, identity, model, shards)
 
             old = [{key: entry[key] for key in entry if key != "documents"} for entry in done[split]]
             entries += write_shards(partial, request.name, split, itertools.islice(arrays, len(left[split])),
-                                    shard_tokens, old, closed)
-    return write_manifest(request, partial, model, entries, *(np.sort(corpus.hashes[kept[split]])
-                          for split in kept), *(int(corpus.sizes[kept[split]].sum()) for split in kept))
+                                    shard_tokens, old, save_progress)
+    return write_manifest(request, partial, model, entries, *corpus.split_hashes(),
+                          *(int(corpus.sizes[kept[split]].sum()) for split in ("val", "train")))
 
 
 def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processes=0):
-    """`build` for a request whose files and val_files are parquet, by so many processes (0: one for each
-    processor). Raises Stopped when the same call would go on after the last whole shard."""
+    """`build` for a request whose files and val_files are parquet; processes 0: one for each processor.
+    Raises Stopped where the same call would continue."""
     folder, tokenizer, partial, old = layout(request, out)
-    processes, again = processes or os.cpu_count(), "the same command continues after the last whole shard"
+    processes = processes or os.cpu_count()
+    again = "the same command continues after the last complete shard"
     try:
         corpus = Corpus(request, processes)
-        fingerprint = text_fingerprint(*(np.sort(corpus.hashes[corpus.kept(split)])
-                                         for split in ("val", "train")))
-        if folder.exists() and not force and finished(folder, request, fingerprint):
+        fingerprint = text_fingerprint(*corpus.split_hashes())
+        if folder.exists() and not force and is_complete(folder, request, fingerprint):
             (folder / "progress.json").unlink(missing_ok=True)
             print(f"{request.name} is there already: nothing to do")
             return None
         partial.mkdir(parents=True, exist_ok=True)
-        with only_one(partial):
+        with locked(partial):
             try:
                 manifest = write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, processes)
             except DataError:
@@ -888,18 +934,19 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
     except KeyboardInterrupt:
         raise Stopped(f"interrupted; {again}") from None
     except BrokenProcessPool:
-        raise Stopped(f"a process that encodes ended, perhaps for lack of memory; {again}") from None
+        raise Stopped(f"a worker process died, perhaps for lack of memory; {again}") from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         raise Stopped(f"the disk is full; with more room {again}") from None
-    report(request, manifest, len(corpus.hashes) - corpus.unused, f"{corpus.unused:,} left of val's file")
+    report(request, manifest, len(corpus.hashes) - corpus.unused,
+           f"{corpus.unused:,} documents of the val file not used")
     return manifest
 
 
 @contextlib.contextmanager
-def only_one(folder):
-    """Hold a lock on the folder; DataError if another process holds it. It ends with the process."""
+def locked(folder):
+    """Hold a lock on the folder; DataError if another process has it. It ends with the process."""
     import fcntl
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -914,7 +961,7 @@ def only_one(folder):
 # --- command line --------------------------------------------------------------------------------------
 
 def make_request(args):
-    """The command line as a Request."""
+    """The Request of a command line."""
     if args.parquet is not None:
         return parquet_request(args)
     if args.text is None:
@@ -925,7 +972,7 @@ def make_request(args):
         pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
         if set(pins) != set(source):
             print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
-                  "this is another game")
+                  "the records were made with other text")
         val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
         return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes)
     if args.name is None:
@@ -939,7 +986,7 @@ def make_request(args):
 
 
 def parquet_request(args):
-    """Of --parquet; the last file is val where --val names none."""
+    """The Request of a command line with --parquet; without --val the last file is val."""
     if args.name is None:
         raise DataError("--parquet needs --name")
     try:
@@ -951,7 +998,7 @@ def parquet_request(args):
     taken = {path.resolve() for path, _ in val_files}
     files = [(path, kind) for path, kind in files if path.resolve() not in taken]
     if not files:
-        raise DataError("val takes the only parquet file and leaves none for train")
+        raise DataError("the only parquet file is val, which leaves none for train")
     source = sorted(Path(path).resolve().name for path in args.parquet)
     return Request(args.name, source, files, args.vocab_size,
                    PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files)
@@ -967,10 +1014,9 @@ def main(argv=None):
     parser.add_argument("--name", help="of the dataset and its tokenizer")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="default %(default)s")
     parser.add_argument("--val", metavar="PATH",
-                        help="text of the val split; with --parquet default the last file")
-    parser.add_argument("--val-bytes", type=int, help=f"size of val where --val does not say, default "
-                        f"{VAL_BYTES}; with --parquet most bytes from the start of val's file, default "
-                        f"{PARQUET_VAL_BYTES}")
+                        help="text of the val split; default with --parquet: the last file")
+    parser.add_argument("--val-bytes", type=int, help=f"size of val without --val, default {VAL_BYTES}; with "
+                        f"--parquet the val file is used up to this size, default {PARQUET_VAL_BYTES}")
     parser.add_argument("--processes", type=int, default=0,
                         help="with --parquet; 0, the default: one for each processor")
     parser.add_argument("--out", default=Path(__file__).resolve().parent, metavar="DIR",

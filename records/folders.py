@@ -3,6 +3,7 @@
 A record folder holds submission.json, train.log and result.json of the first seed, train_seed<k>.log and
 result_seed<k>.json of the others, train_gpt.py, loss.png, the artifact if it is small, changes.diff where
 there is a record before, baseline_seed<k>.log where that was run again; and README.md, made from all these.
+Folders of rules version 1 also hold the files that train_gpt.py loaded from beside it.
 """
 import contextlib
 import difflib
@@ -15,8 +16,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import (HIGHER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, read_log, show, stats_line,
-                  test_line, test_target, test_welch)
+from runs import (
+    HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, read_log, show, stats_line,
+    test_line, test_target, test_welch)
 
 HOME = Path(__file__).resolve().parent      # records/
 ROOT = HOME.parent
@@ -45,7 +47,15 @@ class Track(NamedTuple):
     start_name: str = ""
 
 
-RULES = {1: {   # version -> track; a record is judged by the version that its submission.json names
+class Rules(NamedTuple):
+    """One version of the rules: the tracks, and what a script may look like."""
+    tracks: dict                    # {name: Track}
+    max_lines: int                  # of train_gpt.py
+    max_columns: int                # of its longest line
+    companions: tuple = ()          # other files that it may load from beside it; they count as code
+
+
+TRACKS = {
     "tiny": Track(
         "val_bpb", "lower", "metric", "embedded", time_cap=120,
         fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
@@ -61,20 +71,27 @@ RULES = {1: {   # version -> track; a record is judged by the version that its s
     "gpt2": Track(
         "core", "higher", "time", "climbmix", target=0.256525, p=0.025, hardware="8x NVIDIA H100",
         start=8967, start_name="nanochat, depth 26, ratio 7.25"),
-}}
+}
+RULES = {       # a record is judged by the version that its submission.json names
+    1: Rules(TRACKS, max_lines=1500, max_columns=110,
+             companions=("core.py", "dial.py", "golf.py", "kernels.py")),
+    2: Rules(TRACKS, max_lines=4000, max_columns=200),
+}
 NEWEST = max(RULES)
-
 
 
 class Altered(Refused):
     """A folder of ours that no longer says by which rules it is to be judged: a rule that fails."""
 
 
-def track_of(submission):
+def rules_of(submission):
+    """(Rules, Track) that a submission.json names. Raises Altered."""
     version, name = submission.get("rules_version"), submission.get("track")
-    for key, value, known in (("rules_version", version, list(RULES)), ("track", name, list(RULES[NEWEST]))):
-        demand(value in known, f"submission.json: {key} is {value!r}, known are {known}", Altered)
-    return RULES[version][name]
+    known = list(RULES)
+    demand(version in known, f"submission.json: rules_version is {version!r}, known are {known}", Altered)
+    known = list(RULES[version].tracks)
+    demand(name in known, f"submission.json: track is {name!r}, known are {known}", Altered)
+    return RULES[version], RULES[version].tracks[name]
 
 
 # ------------------------------------------------------------ record folders
@@ -100,40 +117,62 @@ def read_json(path):
 
 
 class Folder:
-    """A record folder: submission.json, train.log and train_seed<k>.log with their results, the script."""
+    """A record folder, ours or a foreign one: submission.json, the script, logs, results of ours."""
     def __init__(self, path):
         self.path = Path(path)
         demand(self.path.is_dir(), f"{path} is no folder")
         self.names = sorted(p.name for p in itertools.islice(self.path.iterdir(), MAX_LOGS + 1))
         demand(len(self.names) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} files")
         self.files = [name for name in self.names if (self.path / name).is_file()]
-        self.submission = read_json(self.path / "submission.json") if "submission.json" in self.files else {}
-        self.results = {name: read_json(self.path / name) for name in self.files
-                        if re.fullmatch(r"result(_seed\d+)?\.json", name)}
-        read = lambda name: (self.path / name).read_bytes() if name in self.files else b""  # noqa: E731
+        self.submission, self.results = {}, {}
+        if "submission.json" in self.files:
+            self.submission = read_json(self.path / "submission.json")
+        for name in self.files:
+            if re.fullmatch(r"result(_seed\d+)?\.json", name):
+                self.results[name] = read_json(self.path / name)
+        self.script = self.read("train_gpt.py")
         page = next((name for name in self.files if name.lower() == "readme.md"), "README.md")
-        self.script, self.readme = read("train_gpt.py"), read(page).decode("utf-8", "replace")
-        self.runs, self.baseline, self.ours = [], [], "rules_version" in self.submission or bool(self.results)
+        self.readme = self.read(page).decode("utf-8", "replace")
+        self.runs, self.baseline = [], []
+        self.rules, self.track = None, None
+        self.ours = "rules_version" in self.submission or bool(self.results)
         if self.ours:
-            demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
-            self.track = track_of(self.submission)
-            for name in self.files:
-                if re.fullmatch(r"(train|train_seed\d+|baseline_seed\d+)\.log", name):
-                    (self.baseline if name[0] == "b" else self.runs).append(read_log(self.path / name))
+            self.open_ours()
         else:
-            self.track = None
-            for log in find_logs(self.path):
-                with contextlib.suppress(Refused, OSError):
-                    run = read_log(log)
-                    run.label = str(log.relative_to(self.path))
-                    if run.curves["val"] or run.finals or run.source:
-                        self.runs.append(run)
+            self.open_foreign()
         demand(self.runs, f"{self.path.name} holds no log of a run")
         self.runs.sort(key=lambda run: (run.path.name != "train.log", run.path.name))
+
+    def read(self, name):
+        """Bytes of a file; none if it is not there."""
+        return (self.path / name).read_bytes() if name in self.files else b""
+
+    def open_ours(self):
+        demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
+        self.rules, self.track = rules_of(self.submission)
+        for name in self.files:
+            if re.fullmatch(r"train(_seed\d+)?\.log", name):
+                self.runs.append(read_log(self.path / name))
+            elif re.fullmatch(r"baseline_seed\d+\.log", name):
+                self.baseline.append(read_log(self.path / name))
+
+    def open_foreign(self):
+        for log in find_logs(self.path):
+            with contextlib.suppress(Refused, OSError):
+                run = read_log(log)
+                run.label = str(log.relative_to(self.path))
+                if run.curves["val"] or run.finals or run.source:
+                    self.runs.append(run)
 
     def source(self):
         """The script as text: train_gpt.py, or where there is none what the first log begins with."""
         return self.script.decode("utf-8", "replace") or self.runs[0].source
+
+    def companions(self):
+        """{file beside train_gpt.py that its runs loaded: sha256}; none since rules version 2."""
+        if not self.ours or not self.rules.companions:
+            return {}
+        return self.result(self.runs[0]).get("companions", {})
 
     def result_name(self, run):
         return run.file.replace("train", "result").replace(".log", ".json")
@@ -159,31 +198,39 @@ class Folder:
         return max(self.result(run)["finished"] for run in self.runs)
 
     def first_of_track(self):
+        """Is there neither a target nor anything to beat?"""
         return self.track.target is None and self.track.start is None and not self.submission["before"]
 
     def test(self):
         """(what is claimed, Test or None) by the track's own rule: the target, or the record before."""
-        metric, track, before = self.track.metric, self.track, self.submission.get("before")
+        track, metric, before = self.track, self.track.metric, self.submission.get("before")
         if track.target is not None:
             return f"{metric} against {track.target}", test_target(self.values(metric), track.target, metric)
         if self.first_of_track():
             return "the first record of its track", None
         if before and track.start is None:      # a game of our own: both sides are runs, on the same machine
-            old = [run.value(metric) for run in self.baseline] or before["values"]
-            found, again = test_welch(old, self.values(metric), metric), " run again" * bool(self.baseline)
-            return f"{metric} against {before['name']}{again}, Welch", found and found[0]
-        goal, name = (before["mean"], before["name"]) if before else (track.start, track.start_name)
-        tokens, size = track.val
-        margin = track.margin / math.log(2) * tokens / size if size else 0.0       # nats per token -> bpb
-        goal += margin if metric in HIGHER else -margin
-        less = f" less {track.margin} {track.unit}" * bool(margin)
-        claim = f"{metric} against {show(metric, goal)}, {name}{less}"
+            claim, old = f"{metric} against {before['name']}", before["values"]
+            if self.baseline:
+                claim, old = claim + " run again", [run.value(metric) for run in self.baseline]
+            return f"{claim}, Welch", test_welch(old, self.values(metric), metric)[0]
+        if before:
+            goal, name = before["mean"], before["name"]
+        else:
+            goal, name = track.start, track.start_name
+        margin = 0.0
+        if track.val[1]:                        # nats per token -> bits per byte
+            tokens, size = track.val
+            margin = track.margin / math.log(2) * tokens / size
+        goal += margin if metric in HIGHER_IS_BETTER else -margin
+        claim = f"{metric} against {show(metric, goal)}, {name}"
+        if margin:
+            claim += f" less {track.margin} {track.unit}"
         return claim, test_target(self.values(metric), goal, metric)
 
 
-def config_of(result):
-    """The constants that two runs of one record share."""
-    return {name: value for name, value in result["config"].items() if name not in ("seed", "run_id")}
+def shared_config(config):
+    """The constants of a configuration that two runs of one record share."""
+    return {name: value for name, value in config.items() if name not in ("seed", "run_id")}
 
 
 def records_of(track):
@@ -198,7 +245,8 @@ def records_of(track):
 def rank_key(folder):
     """What the board sorts by; less is better."""
     metric = "time" if folder.track.rank == "time" else folder.track.metric
-    return describe(folder.values(metric)).mean * (-1 if metric in HIGHER else 1)
+    mean = describe(folder.values(metric)).mean
+    return -mean if metric in HIGHER_IS_BETTER else mean
 
 
 def best_before(records, hardware):
@@ -211,11 +259,16 @@ def best_before(records, hardware):
 def summary_of(name, folder):
     """What a later record keeps of the one before it."""
     first = folder.result(folder.runs[0])
+    values = folder.values(folder.track.metric)
     return {"name": name, "code_sha256": sha256(folder.script), "hardware": first["hardware"],
-            "torch": first["torch"], "mean": round(describe(folder.values(folder.track.metric)).mean, 10),
-            "values": folder.values(folder.track.metric), "val_bpb": folder.values("val_bpb"),
-            "times": folder.values("time"),
-            "config": config_of(first)}
+            "torch": first["torch"], "mean": round(describe(values).mean, 10), "values": values,
+            "val_bpb": folder.values("val_bpb"), "times": folder.values("time"),
+            "config": shared_config(first["config"])}
+
+
+def rounded(value):
+    """The same number on every machine; None stays None."""
+    return None if value is None else round(value, 10)
 
 
 def computed(folder):
@@ -225,18 +278,12 @@ def computed(folder):
         out[key] = first[key]
     for metric in ("val_loss", "val_bpb", "core", "time"):
         values = folder.values(metric)
-        stats = describe(values) if None not in values else Stats(0, None, None, None, None)
-        out |= {f"{metric}_{part}": value and round(value, 10)      # the same on every machine
-                for part, value in (("mean", stats.mean), ("std", stats.std))}
-    test = folder.test()[1]
+        stats = Stats(0, None, None, None, None) if None in values else describe(values)
+        out[f"{metric}_mean"], out[f"{metric}_std"] = rounded(stats.mean), rounded(stats.std)
+    _, test = folder.test()
     seeds = [folder.result(run)["seed"] for run in folder.runs]
     return out | {"date": folder.finished()[:10], "n": len(folder.runs), "seeds": seeds,
-                  "p": test and round(test.p, 10)}
-
-
-def named(run):
-    """The constants of a log of ours that two runs of one record share."""
-    return {name: value for name, value in run.config.items() if name not in ("seed", "run_id")}
+                  "p": rounded(test.p) if test else None}
 
 
 def open_run(path):
@@ -247,7 +294,7 @@ def open_run(path):
     result, run = read_json(path / "result.json"), read_log(path / "train.log")
     name, ended = result.get("run_id"), result.get("stop_reason") in ("iterations", "wallclock_cap")
     demand(run.finals and ended, f"run {name} did not finish training")
-    demand(result.get("resumed") or not run.rewinds,
+    demand(result.get("resumed") or not run.steps_repeat,
            f"run {name} was resumed, but its result.json does not say so")
     return run, result
 
@@ -259,67 +306,69 @@ def code_diff(before, after):
 
 
 def change_text(diff):
+    """How many lines a diff adds and removes."""
     lines = diff.splitlines()[2:]       # after the two names
-    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    added = len([line for line in lines if line.startswith("+")])
+    removed = len([line for line in lines if line.startswith("-")])
     return f"+{added} -{removed} lines, see changes.diff" if added or removed else "unchanged"
 
 
 # ------------------------------------------------------------ README
 def table(head, rows):
+    """A table in Markdown."""
     rows = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
 def command_of(result):
     """The line that repeats a run; SEED is left to the caller."""
-    changed = {name: new for name, (_, new) in result["overrides"].items()
-               if name not in ("seed", "run_id", "preset")}
-    words = [f"{name.upper()}={shlex.quote(value)}" for name, value in changed.items()]
+    words = ["SEED=<seed>"]
+    for name, (_, value) in result["overrides"].items():
+        if name not in ("seed", "run_id", "preset"):
+            words.append(f"{name.upper()}={shlex.quote(value)}")
     ranks = result["world_size"]
     start = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
-    return " ".join(["SEED=<seed>", *words, start, f"train_gpt.py --preset={result['preset']}"])
+    return " ".join([*words, start, f"train_gpt.py --preset={result['preset']}"])
 
 
-def render(folder):
-    """README.md, made from the other files alone: (what stands before the notes, what after them)."""
-    s, track, metric = folder.submission, folder.track, folder.track.metric
-    results = [folder.result(run) for run in folder.runs]
-    first, (claim, test) = results[0], folder.test()
-    line = lambda metric: stats_line(metric, describe(folder.values(metric)))  # noqa: E731
-    columns = ["val_loss", "val_bpb", *["core"] * (metric == "core"), "time"]
-    rows = [[result["seed"], run.path.name, *(show(c, folder.value(run, c)) for c in columns),
-             f"{result['steps']:,}", f"{result['tokens']:,}", f"{result['bytes_total']:,}"]
-            for run, result in zip(folder.runs, results)]
-    numbers = computed(folder)
-    for part in ("mean", "std"):
-        rows.append([part, "", *(show(c, numbers[f"{c}_{part}"]) for c in columns), "", "", ""])
+def result_lines(folder):
+    """The section on the result: statistics, the test."""
+    track, metric = folder.track, folder.track.metric
+    claim, test = folder.test()
+    if test:
+        claim += f": {test_line(test)} (the rule: p < {track.p})"
     lines = [
-        f"# {s['name']}", "", s["blurb"] or "(no description)", "", "## Result", "",
-        f"{metric}: {line(metric)}.  ",
-        f"Test: {claim}" + f": {test_line(test)} (the rule: p < {track.p})" * bool(test) + ".  ",
+        f"{metric}: {stats_line(metric, describe(folder.values(metric)))}.  ",
+        f"Test: {claim}.  ",
         f"Exact metric of train.log: `{metric} {show(metric, folder.value(folder.runs[0], metric))}`.  ",
-        f"Training time: {line('time')} s.",
-        *["", "**A single run: its spread is unknown.**"] * (len(results) == 1),
-        "", "## Runs", "", table(["seed", "log", *columns, "steps", "tokens", "bytes_total"], rows), "",
-        *[f"Resumed: {result['run_id']}.\n" for result in results if result["resumed"]]]
-    if s["excluded"]:
-        rows = [[e["run_id"], e["seed"], show(metric, e["value"]), e["reason"]] for e in s["excluded"]]
+        f"Training time: {stats_line('time', describe(folder.values('time')))} s."]
+    if len(folder.runs) == 1:
+        lines += ["", "**A single run: its spread is unknown.**"]
+    return lines
+
+
+def run_lines(folder):
+    """The section on the runs: a table, those that were resumed, those that do not count."""
+    metric, excluded, numbers = folder.track.metric, folder.submission["excluded"], computed(folder)
+    columns = ["val_loss", "val_bpb", "time"]
+    if metric == "core":
+        columns.insert(2, "core")
+    rows, resumed = [], []
+    for run in folder.runs:
+        result = folder.result(run)
+        scores = [show(name, folder.value(run, name)) for name in columns]
+        sizes = [f"{result[name]:,}" for name in ("steps", "tokens", "bytes_total")]
+        rows.append([result["seed"], run.path.name, *scores, *sizes])
+        if result["resumed"]:
+            resumed.append(f"Resumed: {result['run_id']}.\n")
+    for part in ("mean", "std"):
+        rows.append([part, "", *(show(name, numbers[f"{name}_{part}"]) for name in columns), "", "", ""])
+    lines = [table(["seed", "log", *columns, "steps", "tokens", "bytes_total"], rows), "", *resumed]
+    if excluded:
+        rows = [[e["run_id"], e["seed"], show(metric, e["value"]), e["reason"]] for e in excluded]
         lines += ["Finished runs of the same code and constants that are not counted:", "",
                   table(["run", "seed", metric, "reason"], rows), ""]
-    lines += ["![loss](loss.png)", "", "## Command", "", "```", command_of(first), "```", "",
-              "Seeds: " + ", ".join(str(result["seed"]) for result in results) + ".", "",
-              "## Against the record before", "", *before_lines(folder), "", "## Where", "",
-              table(["", ""], [
-                  ["hardware", first["hardware"]], ["torch", first["torch"]], ["date", s["date"]],
-                  ["author", s["author"]], ["github", s["github_id"]], ["git commit", s["git_commit"]],
-                  ["code sha256", first["code_sha256"]],
-                  ["artifact sha256", s["artifact_sha256"]], ["AI disclosure", s["ai_disclosure"]],
-                  ["pure systems change", "yes" if s["systems_change"] else "no"],
-                  ["rules", f"version {s['rules_version']}, track {s['track']}"],
-                  ["data", f"{first['data']['name']}, text {first['data']['fingerprint']}"],
-                  ["evaluation", " ".join(f"{k}:{v}" for k, v in first["eval"].items())]]), "",
-              "## Files", "", table(["file", "sha256"], s["files"].items()), ""]
-    return "\n".join(lines), "\nMade by `record.py new`; `record.py check` on this folder recomputes it.\n"
+    return lines
 
 
 def before_lines(folder):
@@ -327,7 +376,7 @@ def before_lines(folder):
     before, metric = folder.submission["before"], folder.track.metric
     if not before:
         return ["None: the first of its track."]
-    now, then = config_of(folder.result(folder.runs[0])), before["config"]
+    now, then = shared_config(folder.result(folder.runs[0])["config"]), before["config"]
     changed = [[name, then.get(name, "(none)"), now.get(name, "(none)")] for name in sorted({*now, *then})
                if now.get(name) != then.get(name)]
     lines = [f"`{before['name']}`: {metric} {stats_line(metric, describe(before['values']))}, "
@@ -338,16 +387,53 @@ def before_lines(folder):
     if 0 < diff.count("\n") <= 100:
         lines += ["", "```diff", diff.rstrip("\n"), "```"]
     if folder.baseline:
-        values, times = ([run.value(key) for run in folder.baseline] for key in (metric, "time"))
-        found = test_welch(values, folder.values(metric), metric)
-        ratios = [describe(folder.values(key)).mean / describe(old).mean for key, old in
-                  ((metric, values), ("time", times))]
+        values = [run.value(metric) for run in folder.baseline]
+        times = [run.time for run in folder.baseline]
+        test, _ = test_welch(values, folder.values(metric), metric)
+        of_metric = describe(folder.values(metric)).mean / describe(values).mean
+        of_time = describe(folder.values("time")).mean / describe(times).mean
         lines += ["", f"Its script on the same machine: {stats_line(metric, describe(values))}; time "
-                  f"{stats_line('time', describe(times))} s; Welch {test_line(found and found[0])}; ratio of "
-                  f"{metric} {ratios[0]:.4f}, of time {ratios[1]:.4f}."]
+                  f"{stats_line('time', describe(times))} s; Welch {test_line(test)}; ratio of "
+                  f"{metric} {of_metric:.4f}, of time {of_time:.4f}."]
     return lines
 
 
+def where_table(folder):
+    """Where, when, by whom and from what the record was made."""
+    s, first = folder.submission, folder.result(folder.runs[0])
+    return table(["", ""], [
+        ["hardware", first["hardware"]],
+        ["torch", first["torch"]],
+        ["date", s["date"]],
+        ["author", s["author"]],
+        ["github", s["github_id"]],
+        ["git commit", s["git_commit"]],
+        ["code sha256", first["code_sha256"]],
+        ["artifact sha256", s["artifact_sha256"]],
+        ["AI disclosure", s["ai_disclosure"]],
+        ["pure systems change", "yes" if s["systems_change"] else "no"],
+        ["rules", f"version {s['rules_version']}, track {s['track']}"],
+        ["data", f"{first['data']['name']}, text {first['data']['fingerprint']}"],
+        ["evaluation", " ".join(f"{name}:{value}" for name, value in first["eval"].items())]])
+
+
+def render(folder):
+    """README.md, made from the other files alone: (what stands before the notes, what after them)."""
+    s, results = folder.submission, [folder.result(run) for run in folder.runs]
+    lines = [
+        f"# {s['name']}", "", s["blurb"] or "(no description)", "",
+        "## Result", "", *result_lines(folder), "",
+        "## Runs", "", *run_lines(folder),
+        "![loss](loss.png)", "",
+        "## Command", "", "```", command_of(results[0]), "```", "",
+        "Seeds: " + ", ".join(str(result["seed"]) for result in results) + ".", "",
+        "## Against the record before", "", *before_lines(folder), "",
+        "## Where", "", where_table(folder), "",
+        "## Files", "", table(["file", "sha256"], s["files"].items()), ""]
+    return "\n".join(lines), "\nMade by `record.py new`; `record.py check` on this folder recomputes it.\n"
+
+
 def readme_of(folder, notes="\nNotes of the author go here.\n"):
+    """The whole README.md, with notes between its markers."""
     top, end = render(folder)
     return f"{top}\n{NOTES[0]}{notes}{NOTES[1]}\n{end}"

@@ -6,19 +6,20 @@ worker processes with a time limit; they are asked for log-probabilities only an
 2. every row is a distribution: finite, and its exponentials sum to 1;
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
-The like for the scores by golf.py's protocols, some of which train on what they have scored: changing the
+Scores by golf's other protocols, some of which train on what they have scored, are probed alike: changing the
 tokens from a position on leaves the nats of all tokens before it as they were, and the probabilities of all
 tokens that may follow the same ones, after a step of training, sum to 1.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
-Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, the shape
-of the tokens (B, T) or, for a stream of n tokens by rows of T and steps of training on m of them,
-[n, T, protocol, BOS, m], and int64 tokens.
+Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
+tokens: {"shape": [B, T]} asks for log-probabilities, {"size": n, "row": T, "protocol": name, "bos": BOS,
+"step": m} for the nats of a stream of n tokens, in rows of T, with steps of training on m of them.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -29,130 +30,216 @@ from pathlib import Path
 
 import numpy as np
 
-NOISE, LEAST = 1e-4, 2e-6   # nats: what other batch sizes may change by rounding, at most; what is none
-SUM_TOLERANCE = 1e-4    # nats; of the logarithm of a row's sum
+NOISE = 1e-4            # nats that other batch sizes may change by rounding, at most
+LEAST = 2e-6            # nats that count as no change
+SUM_TOLERANCE = 1e-4    # of the sum of a row's probabilities
 ALIGNMENTS = (8, 16, 32, 64, 128)
+SHORT_ROW = 1024        # tokens: most changes are tried on rows up to this length
 SUM_ROW = 8             # tokens of a document whose last token takes all values, to add up what they have
-SUM_VOCAB = 1 << 13     # pieces up to which this is done: such a stream has 2 * SUM_ROW times as many tokens
+SUM_VOCAB = 1 << 13     # tokens up to which this is done: such a stream has 2 * SUM_ROW times as many
+KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
 
 
 class ProbeFailed(Exception):
     """The model leaks, is no distribution, or could not be asked."""
 
 
-def serve(script, artifact):
-    """The worker: loads the model, says {"T", "V", "windows"}, answers (B, T) int64 with (B, T, V) fp32."""
+# ------------------------------------------------------------ scripts of rules version 2
+class Script:
+    """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
+    log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
+    def __init__(self, module, artifact, env):
+        self.module, self.env = module, env
+        if artifact:
+            self.model, self.cfg = module.load_model(artifact)
+        else:
+            self.cfg = module.load_config(env)
+            self.model = module.GPT(self.cfg)
+            random_weights(self.model)
+
+    def about(self):
+        """{"T": tokens of a row, "V": of the vocabulary, "windows": those whose edges are worth a try}"""
+        windows = [*self.cfg.window_schedule, self.eval_window()]
+        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": windows}
+
+    def eval_window(self):
+        return self.module.eval_window(self.cfg)
+
+    def log_probs(self, tokens):
+        """tokens (B, T) int64 -> (B, T, V) fp32."""
+        import torch
+        with torch.no_grad():
+            found = self.module.log_probs(self.model, torch.from_numpy(tokens.copy()))
+        return found.float().contiguous().numpy()
+
+    def model_constants(self):
+        """The fields of a configuration that belong to the model."""
+        return [field.name for field in dataclasses.fields(self.module.ModelConfig)]
+
+    def target_nats(self, tokens, row, protocol, bos, step):
+        """tokens (n,) -> nats (n,) of each given those before it, by rows and steps of so many tokens."""
+        constants = {name: getattr(self.cfg, name) for name in self.model_constants()}
+        cfg = self.module.load_config(self.env)     # the rates and the device; the shape is the model's
+        cfg = shortened(dataclasses.replace(cfg, **constants), row, step)
+        return self.call_target_nats(cfg, tokens.astype(np.uint16), bos, protocol)
+
+    def call_target_nats(self, cfg, tokens, bos, protocol):
+        team = self.module.Team(cfg, {})
+        return self.module.target_nats(self.model, cfg, tokens, bos, protocol, team)
+
+
+def random_weights(model):
+    """Normal ones: zero-initialised projections would hide what flows through them."""
+    import torch
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
+
+
+def shortened(cfg, row, step):
+    """A configuration with rows of so many tokens, whose protocols train on so many at a step."""
+    protocols = dict(eval_sliding=row // 4, eval_documents=row // 4, eval_ttt=step)
+    wanted = {name: value for name, value in protocols.items() if getattr(cfg, name)}
+    return dataclasses.replace(cfg, train_seq_len=row, train_batch_tokens=row, eval_context=row,
+                               eval_stride=0, **wanted)
+
+
+# ------------------------------------------------------------ scripts of rules version 1
+class OldScript(Script):
+    """A script whose model must be told the length and the window, whose shape constants are listed in SHAPE,
+    and whose golf.py stands beside it and takes the module as its first argument."""
+    context = None      # tokens of the rows that the model is set to
+
+    def eval_window(self):
+        if hasattr(self.module, "eval_window"):
+            return self.module.eval_window(self.cfg)
+        return self.cfg.window_schedule[-1]     # the oldest know only that of the last stage
+
+    def log_probs(self, tokens):
+        if tokens.shape[1] != self.context:
+            self.context = tokens.shape[1]
+            self.model.set_context(self.context, self.eval_window())
+        return super().log_probs(tokens)
+
+    def model_constants(self):
+        return self.module.SHAPE
+
+    def call_target_nats(self, cfg, tokens, bos, protocol):
+        golf = importlib.import_module("golf")
+        self.context = None     # golf.py sets another one
+        team = self.module.Team(cfg, {})
+        return golf.target_nats(self.module, self.model, cfg, tokens, bos, protocol, team)
+
+
+# ------------------------------------------------------------ the worker
+def open_script(path, artifact, env):
+    """Imports the script at path. artifact: a path, or None for random weights."""
+    sys.path.insert(0, str(Path(path).resolve().parent))        # companions of old scripts
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kind = Script if hasattr(module, "ModelConfig") else OldScript
+    return kind(module, artifact, env)
+
+
+def read_tokens(count):
+    return np.frombuffer(sys.stdin.buffer.read(8 * count), np.int64)
+
+
+def serve(path, artifact):
+    """Loads the model, says what it is about, answers requests until there are no more."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)       # what the script prints goes to stderr
-    import torch
-    sys.path.insert(0, str(Path(script).resolve().parent))      # where its companions are
-    spec = importlib.util.spec_from_file_location("train_gpt", script)
-    stranger = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stranger)
-    if artifact != "-":
-        model, cfg = stranger.load_model(artifact)
-    else:
-        cfg = stranger.load_config(os.environ)
-        model, generator = stranger.GPT(cfg), torch.Generator().manual_seed(0)
-        for p in model.parameters():    # zero-initialised projections would hide what flows through them
-            p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
-    # Evaluation's window; scripts from before it had a constant of its own know only that of the last stage
-    window = stranger.eval_window(cfg) if hasattr(stranger, "eval_window") else cfg.window_schedule[-1]
-    context = None      # sequences of another length need other positions and masks
-    hello = {"T": cfg.train_seq_len, "V": cfg.vocab_size, "windows": [*cfg.window_schedule, window]}
-    answers.write(json.dumps(hello).encode() + b"\n")
-    answers.flush()
-    while head := sys.stdin.buffer.readline():
-        shape = json.loads(head)
-        if len(shape) == 5:
-            size, row, protocol, bos, step = shape
-            tokens = np.frombuffer(sys.stdin.buffer.read(8 * size), np.int64).astype(np.uint16)
-            import golf
-            settings = stranger.load_config(os.environ)     # rates and device; the shape is the model's
-            settings = dataclasses.replace(settings, **{name: getattr(cfg, name) for name in stranger.SHAPE})
-            settings = shortened(settings, row, step)
-            out = golf.target_nats(stranger, model, settings, tokens, bos, protocol,
-                                   stranger.Team(settings, {}))
-            context = None
-            answers.write(json.dumps(list(out.shape)).encode() + b"\n" + out.astype(np.float64).tobytes())
-            answers.flush()
-            continue
-        tokens = np.frombuffer(sys.stdin.buffer.read(8 * shape[0] * shape[1]), np.int64).reshape(shape)
-        if shape[1] != context:
-            model.set_context(context := shape[1], window)
-        with torch.no_grad():
-            out = stranger.log_probs(model, torch.from_numpy(tokens.copy())).float().contiguous().numpy()
-        answers.write(json.dumps(list(out.shape)).encode() + b"\n" + out.tobytes())
+
+    def answer(head, raw=b""):
+        answers.write(json.dumps(head).encode() + b"\n" + raw)
         answers.flush()
 
+    script = open_script(path, None if artifact == "-" else artifact, os.environ)
+    answer(script.about())
+    while line := sys.stdin.buffer.readline():
+        asked = json.loads(line)
+        if "shape" in asked:
+            found = script.log_probs(read_tokens(int(np.prod(asked["shape"]))).reshape(asked["shape"]))
+            answer(list(found.shape), found.tobytes())
+        else:
+            found = script.target_nats(read_tokens(asked["size"]), asked["row"], asked["protocol"],
+                                       asked["bos"], asked["step"])
+            answer(list(found.shape), found.astype(np.float64).tobytes())
 
-def shortened(settings, row, step):
-    """A configuration with rows of so many tokens, whose protocols train on so many at a step."""
-    on = dict(eval_sliding=row // 4, eval_documents=row // 4, eval_ttt=step)
-    return dataclasses.replace(
-        settings, train_seq_len=row, train_batch_tokens=row, eval_context=row, eval_stride=0,
-        **{name: value for name, value in on.items() if getattr(settings, name)})
+
+def clean_environment():
+    """What a stranger's script sees of our environment."""
+    return {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
 
 
 class Model:
     """The worker seen from the judge: a function from tokens to log-probabilities."""
     def __init__(self, script, artifact, env, seconds):
         command = [sys.executable, __file__, str(script), str(artifact or "-")]
-        clean = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
-        clean["PYTHONDONTWRITEBYTECODE"] = "1"      # the folder stays as it is
+        unwritten = {"PYTHONDONTWRITEBYTECODE": "1"}        # the folder stays as it is
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, env=clean | env)
-        self.said, self.late = [], False
+                                        stderr=subprocess.PIPE, env=clean_environment() | unwritten | env)
+        self.errors, self.late, self.seconds = [], False, seconds
         self.timer = threading.Timer(seconds, self.stop)
         self.timer.daemon = True
         self.timer.start()
         self.listener = threading.Thread(target=self.listen, daemon=True)
         self.listener.start()
-        self.seconds = seconds
         self.about = self.answer()
 
     def listen(self):
+        """Keeps the last lines that the worker writes to stderr."""
         for line in self.process.stderr:
-            self.said = [*self.said[-20:], line.decode(errors="replace").strip()]
+            self.errors = [*self.errors[-20:], line.decode(errors="replace").strip()]
 
     def stop(self):
         self.late = True
         self.process.kill()
 
+    def ask(self, request, tokens):
+        """The shape of the answer. Raises ProbeFailed."""
+        with contextlib.suppress(BrokenPipeError):      # answer() says why it ended
+            head = json.dumps(request).encode() + b"\n"
+            self.process.stdin.write(head + tokens.astype(np.int64).tobytes())
+            self.process.stdin.flush()
+        return tuple(self.answer())
+
     def answer(self):
+        """The next line of JSON. Raises ProbeFailed."""
         line = self.process.stdout.readline()
-        if not line:
-            self.process.wait()
-            self.listener.join(5)
-            why = f"no answer within {self.seconds:.0f} s" if self.late else (self.said or ["it ended"])[-1]
-            raise ProbeFailed(f"train_gpt.py could not be asked for log_probs: {why[:200]}")
-        return json.loads(line)
+        if line:
+            return json.loads(line)
+        self.process.wait()
+        self.listener.join(5)
+        why = self.errors[-1] if self.errors else "it ended"
+        if self.late:
+            why = f"no answer within {self.seconds:.0f} s"
+        raise ProbeFailed(f"train_gpt.py could not be asked for log_probs: {why[:200]}")
+
+    def read(self, shape, dtype):
+        """The numbers of an answer."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        raw = self.process.stdout.read(size)
+        if len(raw) != size:
+            self.answer()       # raises: the worker has ended
+        return np.frombuffer(raw, dtype).reshape(shape)
 
     def log_probs(self, tokens):
         """tokens (B, T) -> (B, T, V) fp32."""
-        with contextlib.suppress(BrokenPipeError):      # answer() says why it ended
-            self.process.stdin.write(json.dumps(tokens.shape).encode() + b"\n" + tokens.tobytes())
-            self.process.stdin.flush()
-        shape = tuple(self.answer())
-        if shape != (*tokens.shape, self.about["V"]):
-            raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, "
-                              f"not {(*tokens.shape, self.about['V'])}")
-        raw = self.process.stdout.read(4 * int(np.prod(shape)))
-        if len(raw) != 4 * int(np.prod(shape)):
-            self.answer()
-        return np.frombuffer(raw, np.float32).reshape(shape)
+        shape, wanted = self.ask({"shape": tokens.shape}, tokens), (*tokens.shape, self.about["V"])
+        if shape != wanted:
+            raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
+        return self.read(shape, np.float32)
 
-    def stream_nats(self, tokens, row, protocol, bos, step):
-        """tokens (n,) -> (n,) float64, by rows and steps of so many tokens: enough of them, however long the
-        run's own are."""
-        with contextlib.suppress(BrokenPipeError):
-            head = json.dumps([len(tokens), row, protocol, bos, step])
-            self.process.stdin.write(head.encode() + b"\n" + tokens.astype(np.int64).tobytes())
-            self.process.stdin.flush()
-        shape = tuple(self.answer())
+    def target_nats(self, tokens, row, protocol, bos, step):
+        """tokens (n,) -> nats (n,) float64, by rows and steps of so many tokens: enough of them, however long
+        the run's own are."""
+        request = {"size": len(tokens), "row": row, "protocol": protocol, "bos": bos, "step": step}
+        shape = self.ask(request, tokens)
         if shape != tokens.shape:
             raise ProbeFailed(f"{protocol}: {len(tokens)} tokens have nats of shape {shape}")
-        return np.frombuffer(self.process.stdout.read(8 * len(tokens)), np.float64)
+        return self.read(shape, np.float64)
 
     def close(self):
         self.timer.cancel()
@@ -160,21 +247,25 @@ class Model:
         self.process.communicate()
 
 
-def places(T, windows, rng, most):
-    """Last unchanged positions to try: all if they are at most so many, else some odd ones, a random multiple
-    of each alignment and the place before it, and the edges of the windows; most 0: two odd ones."""
-    if T - 1 <= most:
-        return list(range(T - 1))
-    if not most:
-        return [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
-    found = {1, T // 2, T - 2, *(int(t) | 1 for t in rng.integers(0, T - 2, 4))}
-    for a in ALIGNMENTS:
-        if a < T - 1:
-            place = a * int(rng.integers(1, (T - 2) // a + 1))
+# ------------------------------------------------------------ what is tried
+def some_places(T, windows, rng):
+    """Last unchanged positions that are worth a try: some odd ones, a random multiple of each alignment and
+    the place before it, and the edges of the windows."""
+    found = {1, T // 2, T - 2}
+    found |= {int(t) | 1 for t in rng.integers(0, T - 2, 4)}
+    for step in ALIGNMENTS:
+        if step < T - 1:
+            place = step * int(rng.integers(1, (T - 2) // step + 1))
             found |= {place, place - 1}
-    for w in windows:
-        found |= {edge + shift for edge in (w, w // 2) for shift in (-1, 0, 1)}
+    for window in windows:
+        for edge in (window, window // 2):
+            found |= {edge - 1, edge, edge + 1}
     return sorted(t for t in found if 0 <= t < T - 1)
+
+
+def two_places(T, rng):
+    """Two odd ones."""
+    return [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
 
 
 def documents(T, V, val_files, rng):
@@ -188,76 +279,92 @@ def documents(T, V, val_files, rng):
     return found
 
 
-def check_rows(rows, what):
-    """Every (V,) of rows (…, V) is a distribution."""
+def check_rows(rows, kind):
+    """Every (V,) of rows (…, V) is a distribution. Raises ProbeFailed."""
     if np.isnan(rows).any() or (rows == np.inf).any():
-        raise ProbeFailed(f"log_probs are not finite ({what})")
-    for part in np.array_split(rows.reshape(-1, rows.shape[-1]), max(1, rows.size >> 24)):
+        raise ProbeFailed(f"log_probs are not finite ({kind})")
+    parts = max(1, rows.size >> 24)     # fp64 of all at once would not fit
+    for part in np.array_split(rows.reshape(-1, rows.shape[-1]), parts):
         sums = np.exp(part.astype(np.float64)).sum(-1)
         worst = float(sums[np.abs(sums - 1).argmax()])
         if abs(worst - 1) > SUM_TOLERANCE:
-            raise ProbeFailed(f"log_probs are no distribution ({what}): the probabilities of a position sum "
+            raise ProbeFailed(f"log_probs are no distribution ({kind}): the probabilities of a position sum "
                               f"to {worst:.6g}")
 
 
-def gap(row, base):
+def largest_change(now, before):
     """The largest difference; that of -inf and -inf is none."""
     with np.errstate(invalid="ignore"):
-        return float(np.nan_to_num(np.abs(row - base), nan=0.0, posinf=np.inf).max(initial=0.0))
+        change = np.abs(now - before)
+    return float(np.nan_to_num(change, nan=0.0, posinf=np.inf).max(initial=0.0))
 
 
-def probe(fresh, seen, T, V, windows, val_files, rng, most):
+def most_rows(T, V):
+    """Rows of a batch: at most 24, and no more log-probabilities than fit."""
+    return max(1, min(24, (1 << 24) // (T * V)))
+
+
+def try_company(seen, kind, document, base, V, rng):
+    """Do other rows or earlier calls change what the worker `seen` says of a document? Returns the largest
+    change in nats. Raises ProbeFailed."""
+    worst, T = 0.0, len(document)
+    for size in (2, 3, most_rows(T, V)):
+        batch = rng.integers(0, V, (size, T))
+        place = int(rng.integers(size))
+        batch[place] = document
+        worst = max(worst, largest_change(seen.log_probs(batch)[place], base))
+    if worst > NOISE:
+        raise ProbeFailed(f"a leak: other rows or calls change log-probabilities by {worst:.3g} nats "
+                          f"({kind})")
+    return worst
+
+
+def try_places(fresh, kind, document, base, V, places, limit, rng):
+    """Asks the worker `fresh` for the document with other tokens after each of the places, in random order
+    and batches. Returns the largest effect in nats on what comes before. Raises ProbeFailed above limit."""
+    worst, T = 0.0, len(document)
+    left = [int(t) for t in rng.permutation(places)]
+    while left:
+        size = min(len(left), int(rng.integers(1, most_rows(T, V) + 1)))
+        batch, left = left[:size], left[size:]
+        rows = np.tile(document, (size, 1))
+        for row, t in zip(rows, batch):
+            row[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
+        found = fresh.log_probs(rows)
+        check_rows(found, f"{kind}, changed")
+        for t, row in zip(batch, found):
+            effect = largest_change(row[:t + 1], base[:t + 1])
+            worst = max(worst, effect)
+            if effect > limit:
+                raise ProbeFailed(f"a leak: tokens after position {t}, or other rows or calls, change "
+                                  f"log-probabilities up to it by {effect:.3g} nats ({kind})")
+    return worst
+
+
+def probe(fresh, seen, T, V, windows, val_files, rng):
     """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
-    tried, the largest effect, kinds of documents)."""
-    tried, worst, kinds, largest = 0, 0.0, [], max(1, min(24, (1 << 24) // (T * V)))
+    tried, the largest effect, kinds of documents). Raises ProbeFailed."""
+    tried, worst, kinds = 0, 0.0, []
     for kind, document in documents(T, V, val_files, rng):
-        base, noise = seen.log_probs(document[None])[0].copy(), 0.0
+        base = seen.log_probs(document[None])[0].copy()
         check_rows(base, kind)
+        noise = try_company(seen, kind, document, base, V, rng)
+        every = T <= 513 and T * V < 1 << 21        # small enough to try all places
+        places = range(T - 1) if every else some_places(T, windows, rng)
+        limit = max(LEAST, 10 * noise)
+        worst = max(worst, try_places(fresh, kind, document, base, V, places, limit, rng))
+        tried += len(places)
         kinds.append(kind)
-        for size in (2, 3, largest) if most else ():
-            company = rng.integers(0, V, (size, T))
-            company[place := int(rng.integers(size))] = document
-            noise = max(noise, gap(seen.log_probs(company)[place], base))
-        if noise > NOISE:
-            raise ProbeFailed(f"a leak: other rows or calls change log-probabilities by {noise:.3g} "
-                              f"nats ({kind})")
-        left = [int(t) for t in rng.permutation(places(T, windows, rng, most))]
-        while left:
-            batch = [left.pop() for _ in range(min(len(left), int(rng.integers(1, largest + 1))))]
-            rows = np.tile(document, (len(batch), 1))
-            for row, t in zip(rows, batch):
-                row[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
-            out = fresh.log_probs(rows)
-            check_rows(out, f"{kind}, changed")
-            for t, row in zip(batch, out):
-                worst = max(worst, effect := gap(row[:t + 1], base[:t + 1]))
-                if effect > (max(LEAST, 10 * noise) if most else NOISE):
-                    raise ProbeFailed(f"a leak: tokens after position {t}, or other rows or calls, change "
-                                      f"log-probabilities up to it by {effect:.3g} nats ({kind})")
-            tried += len(batch)
     return tried, worst, kinds
 
 
-def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None, protocols=(), bos=1):
-    """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
-    ones most changes are tried on 1,024 tokens and a few on all. protocols: of golf.py, tried after it."""
-    rng = np.random.default_rng(seed)
-    with contextlib.ExitStack() as stack:
-        seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
-                       for _ in range(2))
-        about, full = seen.about, context or seen.about["T"]
-        T, V, windows = min(full, 1024), about["V"], about["windows"]
-        tried, worst, kinds = probe(fresh, seen, T, V, windows, val_files, rng, 512 if T * V < 1 << 21 else 1)
-        lengths = f"{T}"
-        if full > T:
-            more, effect, _ = probe(fresh, seen, full, V, [], val_files[:0], rng, 0)
-            tried, worst, lengths = tried + more, max(worst, effect), f"{T} and {full}"
-        streams = [probe_stream(fresh.stream_nats, seen.stream_nats, seen.log_probs, protocol, bos,
-                                min(T, 256), V, val_files, rng) for protocol in protocols]
-    weights = "the artifact" if artifact else "random weights"
-    told = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
-            f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
-    return "; ".join([told, *streams])
+def probe_long(fresh, seen, T, V, rng):
+    """A few changes of a document that is too long for more. Returns (changes tried, the largest effect)."""
+    (kind, document), = documents(T, V, [], rng)
+    base = seen.log_probs(document[None])[0].copy()
+    check_rows(base, kind)
+    places = two_places(T, rng)
+    return len(places), try_places(fresh, kind, document, base, V, places, NOISE, rng)
 
 
 def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, changes=10):
@@ -268,8 +375,10 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
     tried."""
     size, worst = 7 * T + 5, 0.0
     kind, stream = documents(size, V, val_files, rng)[-1]
-    stream = np.where(rng.random(size) < 0.5 / T, bos, stream) if kind == "random tokens" else stream
-    stream[1:T + 1] = np.where(stream[1:T + 1] == bos, (bos + 1) % V, stream[1:T + 1])
+    other_than_bos = (bos + 1) % V
+    if kind == "random tokens":
+        stream = np.where(rng.random(size) < 0.5 / T, bos, stream)
+    stream[1:T + 1] = np.where(stream[1:T + 1] == bos, other_than_bos, stream[1:T + 1])
     base = seen(stream, T, protocol, bos, 2 * T).copy()
     if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
         raise ProbeFailed(f"{protocol}: not every token but the first has nats above 0")
@@ -278,52 +387,75 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
         changed = stream.copy()
         changed[place:] = (stream[place:] + rng.integers(1, V, size - place)) % V
         if part % 2:
-            changed[place] = bos if stream[place] != bos else (bos + 1) % V
-        worst = max(worst, effect := gap(fresh(changed, T, protocol, bos, 2 * T)[:place], base[:place]))
+            changed[place] = other_than_bos if stream[place] == bos else bos
+        effect = largest_change(fresh(changed, T, protocol, bos, 2 * T)[:place], base[:place])
+        worst = max(worst, effect)
         if effect > NOISE:
             raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
                               f"by {effect:.3g} ({kind})")
-    row = log_probs(stream[None, :T])[0]
-    if (off := gap(-row[np.arange(T), stream[1:T + 1]], base[1:T + 1])) > NOISE:
-        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by {off:.3g}")
+    first_row = -log_probs(stream[None, :T])[0][np.arange(T), stream[1:T + 1]]
+    if (change := largest_change(first_row, base[1:T + 1])) > NOISE:
+        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by "
+                          f"{change:.3g}")
     return (f"{protocol}: {changes} changes of later tokens in {kind} of {size}: the largest effect on an "
             f"earlier token's nats is {worst:.1g}, {check_sum(fresh, protocol, bos, V, rng)}")
 
 
 def check_sum(nats, protocol, bos, V, rng):
-    """A stream of V short documents that differ in nothing but their last token, each of the V pieces once:
+    """A stream of V short documents that differ in nothing but their last token, each of the V tokens once:
     as all are scored by the same weights, the probabilities of these tokens sum to 1. Before them, as many
-    random documents, on all of which a protocol that trains makes its only step."""
+    random documents, on all of which a protocol that trains makes its only step. Raises ProbeFailed."""
     if V > SUM_VOCAB:
-        return f"the probabilities of {V} pieces were not added up"
+        return f"the probabilities of {V} tokens were not added up"
     before, asked = rng.integers(0, V, (2, V, SUM_ROW))
     before[:, 0] = asked[:, 0] = bos
     asked[:, 1:-1] = asked[0, 1:-1]
     asked[:, -1] = rng.permutation(V)
     found = nats(np.concatenate([before, asked]).ravel(), SUM_ROW, protocol, bos, before.size)
-    total = float(np.exp(-found[before.size + SUM_ROW - 1::SUM_ROW]).sum())
+    last_tokens = found[before.size + SUM_ROW - 1::SUM_ROW]
+    total = float(np.exp(-last_tokens).sum())
     if not abs(total - 1) <= NOISE + SUM_TOLERANCE:
         raise ProbeFailed(f"{protocol}: the probabilities of all tokens that may follow the same ones sum to "
                           f"{total:.6g}")
     return f"all probabilities after the same tokens sum to {total:.6f}"
 
 
+def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None, protocols=(), bos=1):
+    """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
+    ones most changes are tried on 1,024 tokens and a few on all. protocols: golf's, tried after it."""
+    rng = np.random.default_rng(seed)
+    with contextlib.ExitStack() as stack:
+        seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
+                       for _ in range(2))
+        V, full = seen.about["V"], context or seen.about["T"]
+        T = min(full, SHORT_ROW)
+        tried, worst, kinds = probe(fresh, seen, T, V, seen.about["windows"], val_files, rng)
+        lengths = f"{T}"
+        if full > T:
+            more, effect = probe_long(fresh, seen, full, V, rng)
+            tried, worst, lengths = tried + more, max(worst, effect), f"{T} and {full}"
+        streams = [probe_stream(fresh.target_nats, seen.target_nats, seen.log_probs, protocol, bos,
+                                min(T, 256), V, val_files, rng) for protocol in protocols]
+    weights = "the artifact" if artifact else "random weights"
+    text = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
+            f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
+    return "; ".join([text, *streams])
+
+
 def score(script, artifact, env, val, seconds):
     """Mean nats over every target of val (N,), rows of T tokens, added up here from log_probs alone."""
-    model = Model(script, artifact, env, seconds)
-    try:
-        T, n, nats = model.about["T"], len(val) - 1, 0.0
-        rows = max(1, (1 << 24) // (T * model.about["V"]))
+    with contextlib.closing(Model(script, artifact, env, seconds)) as model:
+        T, V, n, nats = model.about["T"], model.about["V"], len(val) - 1, 0.0
+        rows = max(1, (1 << 24) // (T * V))
         for start in range(0, n, T * rows):
             piece = val[start:start + T * rows + 1].astype(np.int64)
             count = len(piece) - 1
-            inputs, targets = (np.zeros(-(-count // T) * T, np.int64) for _ in range(2))
-            inputs[:count], targets[:count] = piece[:-1], piece[1:]
-            out = model.log_probs(inputs.reshape(-1, T)).reshape(-1, model.about["V"])
-            nats -= float(out[np.arange(count), targets[:count]].astype(np.float64).sum())
+            padded = -(-count // T) * T     # whole rows
+            inputs, targets = np.zeros(padded, np.int64), piece[1:]
+            inputs[:count] = piece[:-1]
+            found = model.log_probs(inputs.reshape(-1, T)).reshape(-1, V)
+            nats -= float(found[np.arange(count), targets].astype(np.float64).sum())
         return nats / n
-    finally:
-        model.close()
 
 
 if __name__ == "__main__":

@@ -14,29 +14,45 @@ from pathlib import Path
 
 import numpy as np
 
-from folders import ROOT, best_before, config_of, open_run, records_of, sha256
+from folders import ROOT, best_before, open_run, records_of, sha256, shared_config
 from runs import (
-    HIGHER, cautious_std, demand, describe, detectable, equal_point, judge, judge_lines, load_runs,
-    mean_curve, pick_metric, read_log, show, stats_line, test_line, test_target, test_welch)
+    cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
+    load_runs, mean_curve, pick_metric, points_with, read_log, show, stats_line, test_line, test_target,
+    test_welch)
 
 
 # ------------------------------------------------------------ running
-def trials(commands, n, say, seed=1337):
-    """Runs {label: shell command} n times each, in turn, every second round backwards, with SEED and RUN_ID
-    in the environment. Returns {label: [Run]}. Raises Refused when a command fails."""
+def last_line(done, streams=("stderr",)):
+    """What a process said last, on the first of the streams on which it said something."""
+    for stream in streams:
+        if text := getattr(done, stream).strip():
+            return text.splitlines()[-1][:200]
+    return "no word"
+
+
+def run_once(label, command, run_id, seed):
+    """Runs a shell command with SEED and RUN_ID in the environment -> Run. Raises Refused when it fails."""
+    env = os.environ | {"SEED": str(seed), "RUN_ID": run_id}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, errors="replace")
+    said = last_line(done, ("stderr", "stdout"))
+    demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {said}")
+    log = Path("logs", run_id, "train.log")
+    demand(log.exists(), f"{label}: the command left no {log}; it must heed SEED and RUN_ID")
+    return read_log(log)
+
+
+def run_in_turn(commands, n, say, seed=1337):
+    """Runs {label: shell command} n times each, in turn, every second round backwards. Returns
+    {label: [Run]}. Raises Refused when a command fails."""
     stamp, total = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f"), n * len(commands)
     found, times = {label: [] for label in commands}, []
     for i in range(n):
-        for k, label in list(enumerate(commands))[::1 if i % 2 == 0 else -1]:
-            run_id = f"trial_{stamp}_{k}_seed{seed + i}"
-            env, began = os.environ | {"SEED": str(seed + i), "RUN_ID": run_id}, time.monotonic()
-            done = subprocess.run(["bash", "-c", commands[label]], env=env, capture_output=True, text=True,
-                                  errors="replace")
-            last = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()[-1]
-            demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {last[:200]}")
-            log = Path("logs", run_id, "train.log")
-            demand(log.exists(), f"{label}: the command left no {log}; it must heed SEED and RUN_ID")
-            run = read_log(log)
+        order = list(enumerate(commands.items()))
+        if i % 2:
+            order.reverse()
+        for k, (label, command) in order:
+            began = time.monotonic()
+            run = run_once(label, command, f"trial_{stamp}_{k}_seed{seed + i}", seed + i)
             found[label].append(run)
             times.append(time.monotonic() - began)
             metric, left = pick_metric([run]), (total - len(times)) * sum(times) / len(times)
@@ -47,17 +63,15 @@ def trials(commands, n, say, seed=1337):
 
 def training_command(settings, script=ROOT / "train_gpt.py"):
     """A shell command that trains with {name: value} as flags; the trainer refuses one it does not know."""
-    words = [sys.executable, str(script), *(f"--{name.lower().replace('_', '-')}={value}"
-                                            for name, value in settings.items())]
-    return shlex.join(words)
+    flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
+    return shlex.join([sys.executable, str(script), *flags])
 
 
 def dry_run(command):
     """Refuses a setting that the trainer refuses, before anything is trained."""
     done = subprocess.run(["bash", "-c", command + " --dry-run"], capture_output=True, text=True,
                           errors="replace")
-    last = (done.stderr.strip() or "no word").splitlines()[-1]
-    demand(done.returncode == 0, f"{command}: {last[:200]}")
+    demand(done.returncode == 0, f"{command}: {last_line(done)}")
 
 
 def parse_settings(words):
@@ -66,7 +80,8 @@ def parse_settings(words):
     for word in words:
         name, given, values = word.partition("=")
         demand(given and name and values, f"{word!r} is no NAME=value,value")
-        axes.append([(name, value) for value in values.split("/" if "/" in values else ",")])
+        separator = "/" if "/" in values else ","
+        axes.append([(name, value) for value in values.split(separator)])
     return [dict(choice) for choice in itertools.product(*axes)]
 
 
@@ -77,11 +92,13 @@ def sweep(args, say):
     commands = {}
     for setting in settings:
         pairs = [f"{name.upper()}={value}" for name, value in setting.items()]
-        own = f"export {shlex.join(pairs)}; {args.command}" if args.command else training_command(setting)
-        commands[" ".join(pairs)] = own
-        if not args.command:
-            dry_run(own)
-    return report_many(trials(commands, args.n, say, args.seed), say)
+        if args.command:
+            command = f"export {shlex.join(pairs)}; {args.command}"
+        else:
+            command = training_command(setting)
+            dry_run(command)
+        commands[" ".join(pairs)] = command
+    return report_many(run_in_turn(commands, args.n, say, args.seed), say)
 
 
 def report_many(found, say):
@@ -98,22 +115,26 @@ def report_many(found, say):
     say(f"{first}: {stats_line(metric, describe(control))} (the others are compared with this)")
     for (label, side), p, low, high in zip(others, test.pvalue, span.low, span.high):
         difference = describe(side).mean - describe(control).mean
-        good = difference > 0 if metric in HIGHER else difference < 0
-        verdict = "cannot tell" if not p < 0.05 else "better" if good else "worse"
+        verdict = "cannot tell"
+        if p < 0.05:
+            verdict = "better" if is_better(difference, metric) else "worse"
         say(f"{label}: {stats_line(metric, describe(side))}; difference {difference:+.6f} (95 %, for all at "
             f"once: {low:+.6f} to {high:+.6f}) p={p:.4f}: {verdict}")
     return {"metric": metric, "values": values, "p": [float(p) for p in test.pvalue]}
 
 
-def without_derived(own):
+def without_derived(overrides):
     """Overrides {name: text} without those that follow from the others: of a depth's constants the depth."""
     sys.path.insert(0, str(ROOT))
     import train_gpt
-    for name in [name for name in own if name not in ("depth", "preset")] if int(own.get("depth", 0)) else ():
-        rest = {key: text for key, text in own.items() if key != name}
+    if int(overrides.get("depth", 0)) == 0:
+        return overrides
+    for name in [name for name in overrides if name not in ("depth", "preset")]:
+        rest = {key: text for key, text in overrides.items() if key != name}
         cfg = train_gpt.load_config({key.upper(): text for key, text in rest.items()})
-        own = rest if train_gpt.show(getattr(cfg, name)) == own[name] else own
-    return own
+        if train_gpt.show(getattr(cfg, name)) == overrides[name]:
+            overrides = rest
+    return overrides
 
 
 def ablate(args, say):
@@ -123,19 +144,26 @@ def ablate(args, say):
     before = args.before or best_before(earlier, result["hardware"])
     demand(before in earlier, f"track {result['preset']} has no record before, or none named {before}")
     demand(args.n > 1, "an ablation needs -n 2 at least")
-    then, now = config_of(earlier[before].result(earlier[before].runs[0])), config_of(result)
-    say(*[f"left alone: {before} has no constant {name}" for name in now if name not in then])
+    # 1. what changed
+    then = shared_config(earlier[before].result(earlier[before].runs[0])["config"])
+    now = shared_config(result["config"])
+    for name in now:
+        if name not in then:
+            say(f"left alone: {before} has no constant {name}")
     changed = [name for name in now if name in then and now[name] != then[name]]
     demand(changed, f"no constant of {result['run_id']} differs from {before}")
-    own = {name: new for name, (_, new) in result["overrides"].items() if name not in ("seed", "run_id")}
-    script, asked = run.path.parent / "train_gpt.py", without_derived(own | {"preset": result["preset"]})
-    changed = [name for name in changed if name in asked or name not in own]
-    own = asked
-    commands = {"as it is": training_command(own, script)}
+    # 2. of that, what was asked for
+    overrides = {name: value for name, (_, value) in result["overrides"].items()
+                 if name not in ("seed", "run_id")}
+    asked = without_derived(overrides | {"preset": result["preset"]})
+    changed = [name for name in changed if name in asked or name not in overrides]
+    # 3. the runs
+    script = run.path.parent / "train_gpt.py"
+    commands = {"as it is": training_command(asked, script)}
     for name in changed:
         label = f"{name}={then[name]} (not {now[name]})"
-        commands[label] = training_command(own | {name: then[name]}, script)
-    return report_many(trials(commands, args.n, say, args.seed), say)
+        commands[label] = training_command(asked | {name: then[name]}, script)
+    return report_many(run_in_turn(commands, args.n, say, args.seed), say)
 
 
 def noise(args, say):
@@ -146,16 +174,18 @@ def noise(args, say):
         demand(args.n > 1, "the spread needs -n 2 at least")
         command = training_command({"preset": args.preset})
         dry_run(command)
-        runs, = trials({args.preset: command}, args.n, say, args.seed).values()
+        runs = run_in_turn({args.preset: command}, args.n, say, args.seed)[args.preset]
     metric = pick_metric(runs, args.metric)
     s = describe([run.value(metric) for run in runs])
     demand(s.std is not None, "the spread needs two runs or more")
     found = {n: detectable(cautious_std(s.std, s.n - 1), n) for n in (3, 5, 8, 10, 20)}
     say(f"{metric}: {stats_line(metric, s)}")
-    say(*[f"{n} runs a side find a difference of {size:.6f} nine times in ten" for n, size in found.items()])
+    for n, size in found.items():
+        say(f"{n} runs a side find a difference of {size:.6f} nine times in ten")
     return {"metric": metric, **s._asdict(), "detectable": found}
 
 
+# ------------------------------------------------------------ comparing
 def compare(args, say):
     """Is B better than A?"""
     demand(len(args.paths) == 2, "compare takes A and B: paths (several of a side with commas), or commands "
@@ -165,26 +195,25 @@ def compare(args, say):
     if args.run:
         demand(args.n > 1, "a comparison needs -n 2 at least")
         labels = {f"{letter}: {command}": command for letter, command in zip("AB", args.paths)}
-        a, b = trials(labels, args.n, say, args.seed).values()
+        a, b = run_in_turn(labels, args.n, say, args.seed).values()
     else:
         a, b = (load_runs(side.split(","), say) for side in args.paths)
     metric = pick_metric([*a, *b], args.metric)
-    values = [[run.value(metric) for run in runs] for runs in (a, b)]
-    for letter, runs, side in zip("AB", (a, b), values):
-        where = ["/".join(sorted({str(run.said.get(key)) for run in runs})) for key in ("torch", "hardware")]
+    for letter, runs in (("A", a), ("B", b)):
+        s = describe([run.value(metric) for run in runs])
         seconds = describe([run.time for run in runs if run.time is not None]).mean
-        say(f"{letter}: {metric} {stats_line(metric, describe(side))}; {seconds:.4f} s; torch {where[0]}; "
-            f"{where[1]}")
+        say(f"{letter}: {metric} {stats_line(metric, s)}; {seconds:.4f} s; "
+            f"torch {kinds('torch', runs, '/')}; {kinds('hardware', runs, '/')}")
     for key in ("torch", "hardware"):
-        kinds = {str(run.said.get(key)) for run in (*a, *b)}
-        if len(kinds) > 1:
-            say(f"warning: not the same {key}: {', '.join(sorted(kinds))}")
-    for axis, name, unit in ((1, "time", "s"), (3, "tokens", "tokens")):
+        if len({str(run.facts.get(key)) for run in (*a, *b)}) > 1:
+            say(f"warning: not the same {key}: {kinds(key, [*a, *b], ', ')}")
+    for axis, name, unit in (("seconds", "time", "s"), ("tokens", "tokens", "tokens")):
         if point := equal_point(a, b, axis):
-            (kind, place), first, second = point
-            found = test_welch(first, second, "val_loss")
-            say(f"at equal {name} ({place:,.0f} {unit}): {kind} A {first.mean():.4f}, B {second.mean():.4f}, "
-                f"{test_line(found and found[0])}")
+            (kind, place), of_a, of_b = point
+            test, _ = test_welch(of_a, of_b, "val_loss")
+            say(f"at equal {name} ({place:,.0f} {unit}): {kind} A {of_a.mean():.4f}, B {of_b.mean():.4f}, "
+                f"{test_line(test)}")
+    values = [[run.value(metric) for run in runs] for runs in (a, b)]
     out = {"metric": metric, **judge(*values, metric)}
     say(*judge_lines(metric, out))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
@@ -193,26 +222,37 @@ def compare(args, say):
     return out
 
 
+def kinds(key, runs, separator):
+    """The torch builds or the hardware of runs, each once."""
+    return separator.join(sorted({str(run.facts.get(key)) for run in runs}))
+
+
 def compare_across(args, say):
     """Is B better than A at every value of a setting, say of depth? A change that holds at one size only may
     be luck, or hurt at the size that counts."""
     demand(args.run and args.n > 1, "--across needs --run, and -n 2 at least")
     settings = [" ".join(f"{name.upper()}={value}" for name, value in one.items())
                 for one in parse_settings([args.across])]
-    commands = {f"{letter} {setting}": f"export {shlex.join(setting.split(' '))}; {command}"
-                for setting in settings for letter, command in zip("AB", args.paths)}
-    found, out = trials(commands, args.n, say, args.seed), []
+    commands = {}
+    for setting in settings:
+        for letter, command in zip("AB", args.paths):
+            commands[f"{letter} {setting}"] = f"export {shlex.join(setting.split(' '))}; {command}"
+    found, out = run_in_turn(commands, args.n, say, args.seed), []
     metric = pick_metric([run for runs in found.values() for run in runs], args.metric)
     for setting in settings:
         a, b = ([run.value(metric) for run in found[f"{letter} {setting}"]] for letter in "AB")
-        out.append({"setting": setting, "metric": metric, **judge(a, b, metric)})
+        judged = judge(a, b, metric)
+        out.append({"setting": setting, "metric": metric, **judged})
         say(f"{setting}: A {stats_line(metric, describe(a))}; B {stats_line(metric, describe(b))}")
-        say(*[f"  {line}" for line in judge_lines(metric, out[-1])])
-    good = [one["difference"] * (1 if metric in HIGHER else -1) > 0 for one in out]
-    sure = [one["verdict"] for one in out].count("better")
-    say(f"B is ahead at {sum(good)} of {len(good)} settings, for sure at {sure}: "
-        + ("holds across them" if sure == len(out) else "leans the same way at all" if all(good)
-           else "does not hold across them"))
+        say(*[f"  {line}" for line in judge_lines(metric, judged)])
+    ahead = len([one for one in out if is_better(one["difference"], metric)])
+    sure = len([one for one in out if one["verdict"] == "better"])
+    verdict = "does not hold across them"
+    if sure == len(out):
+        verdict = "holds across them"
+    elif ahead == len(out):
+        verdict = "leans the same way at all"
+    say(f"B is ahead at {ahead} of {len(out)} settings, for sure at {sure}: {verdict}")
     return {"metric": metric, "settings": out}
 
 
@@ -230,55 +270,73 @@ def stats(args, say):
     s, clock = describe(values), describe(times) if times else None
     out = {"metric": metric, **s._asdict(), "values": values, "times": times,
            "time": clock and clock._asdict()}
-    say(f"{metric}: {stats_line(metric, s)}", "time: " + (f"{stats_line('time', clock)} s" if clock else "-"))
+    say(f"{metric}: {stats_line(metric, s)}", f"time: {stats_line('time', clock)} s" if clock else "time: -")
     if args.target is not None:
         test = test_target(values, args.target, metric)
         out["test"] = test and test._asdict()
         say(f"against {args.target:.10g}: {test_line(test)}")
     if args.baseline:
-        others = load_runs([args.baseline], say)
-        base = [run.value(pick_metric(others, metric)) for run in others]
-        base_times = [run.time for run in others if run.time is not None]
-        found, difference = test_welch(base, values, metric), s.mean - describe(base).mean
-        ratio = clock.mean / describe(base_times).mean if clock and base_times else None
-        out |= {"baseline": describe(base)._asdict(), "welch": found and found[0]._asdict(),
-                "difference": difference, "interval": found and found[1], "time_ratio": ratio}
-        span = f" (95 %: {found[1][0]:+.6f} to {found[1][1]:+.6f})" if found else ""
-        say(f"baseline: {metric} {stats_line(metric, describe(base))}",
-            f"Welch: {test_line(found and found[0])}; difference {difference:+.6f}{span}",
-            f"time ratio: {show('', ratio)}")
+        out |= against_baseline(load_runs([args.baseline], say), metric, values, times, say)
     return out
 
 
+def against_baseline(baseline, metric, values, times, say):
+    """Welch's test and the ratio of times of the baseline's runs and others."""
+    old = [run.value(pick_metric(baseline, metric)) for run in baseline]
+    old_times = [run.time for run in baseline if run.time is not None]
+    test, interval = test_welch(old, values, metric)
+    difference = describe(values).mean - describe(old).mean
+    ratio = describe(times).mean / describe(old_times).mean if times and old_times else None
+    span = f" (95 %: {interval[0]:+.6f} to {interval[1]:+.6f})" if interval else ""
+    say(f"baseline: {metric} {stats_line(metric, describe(old))}",
+        f"Welch: {test_line(test)}; difference {difference:+.6f}{span}",
+        f"time ratio: {show('', ratio)}")
+    return {"baseline": describe(old)._asdict(), "welch": test and test._asdict(),
+            "difference": difference, "interval": interval, "time_ratio": ratio}
+
+
 # ------------------------------------------------------------ curves
+def draw_curves(axes, label, runs, axis, color):
+    """Loss over an axis, the mean thick and single runs thin. Returns some of the losses drawn."""
+    few_validations = any(len(run.curves["val"]) < 4 for run in runs)
+    split = "train" if axis == "tokens" or few_validations else "val"
+    drawn = [run for run in runs if len(points_with(run, split, axis)) > 1]
+    if not drawn:
+        return []
+    end = min(getattr(run.curves[split][-1], axis) for run in drawn)
+    grid = np.linspace(0.02 * end, end, 400)
+    rows = mean_curve(drawn, split, axis, grid)
+    axes.plot(grid, rows.T, color=color, alpha=0.2, linewidth=0.7)
+    axes.plot(grid, rows.mean(0), color=color, linewidth=1.4, label=f"{label}: {split}, {len(drawn)} runs")
+    return [rows.min(), np.median(rows)]
+
+
+def draw_ends(axes, label, runs, axis, color, marker):
+    """The final val_loss of each run, where it ended. Returns the losses drawn."""
+    points = []
+    for run in runs:
+        tokens = int(run.summary.get("tokens", 0)) or None
+        end, loss = tokens if axis == "tokens" else run.time, run.value("val_loss")
+        if end is not None and loss is not None:
+            points.append((end, loss))
+    if points:
+        axes.plot(*zip(*points), marker, color=color, markersize=4, label=f"{label}: final val")
+    return [loss for _, loss in points]
+
+
 def draw(curves, path, title, by="seconds"):
-    """{label: [Run]} -> a picture of loss over training seconds or tokens: means, single runs thin."""
-    axis, unit = (3, "tokens") if by == "tokens" else (1, "train_time (s)")
+    """{label: [Run]} -> a picture of loss over training seconds or tokens."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    seen = []
+    losses = []
     for i, (label, runs) in enumerate(curves.items()):
-        split = "train" if axis == 3 or any(len(run.curves["val"]) < 4 for run in runs) else "val"
-        drawn = [run for run in runs if len([p for p in run.curves[split] if p[axis] is not None]) > 1]
-        if drawn:
-            end = min(run.curves[split][-1][axis] for run in drawn)
-            grid = np.linspace(0.02 * end, end, 400)
-            rows = mean_curve(drawn, split, axis, grid)
-            axes.plot(grid, rows.T, color=f"C{i}", alpha=0.2, linewidth=0.7)
-            axes.plot(grid, rows.mean(0), color=f"C{i}", linewidth=1.4,
-                      label=f"{label}: {split}, {len(drawn)} runs")
-            seen += [rows.min(), np.median(rows)]
-        ends = [int(run.table.get("tokens", 0)) or None if by == "tokens" else run.time for run in runs]
-        points = [(end, run.value("val_loss")) for end, run in zip(ends, runs)]
-        points = [point for point in points if None not in point]
-        if points:
-            axes.plot(*zip(*points), "os^dv"[i % 5], color=f"C{i}", markersize=4, label=f"{label}: final val")
-            seen += [loss for _, loss in points]
-    demand(seen, "there are no curves to draw")
-    low, high = min(seen), max(seen)
-    axes.set(xlabel=unit, ylabel="nats per token", title=title,
+        losses += draw_curves(axes, label, runs, by, f"C{i}")
+        losses += draw_ends(axes, label, runs, by, f"C{i}", "os^dv"[i % 5])
+    demand(losses, "there are no curves to draw")
+    low, high = min(losses), max(losses)
+    axes.set(xlabel="tokens" if by == "tokens" else "train_time (s)", ylabel="nats per token", title=title,
              ylim=(low - 0.1 * (high - low) - 0.01, high + 0.6 * (high - low) + 0.05))
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -286,9 +344,9 @@ def draw(curves, path, title, by="seconds"):
 
 
 def plot(args, say):
+    """Curves of the runs at each path."""
     curves = {}
     for path in args.paths:
-        runs = load_runs([path], say)
-        curves[Path(path).stem or path] = runs
+        curves[Path(path).stem or path] = load_runs([path], say)
     draw(curves, args.out, " / ".join(curves), args.by)
     say(f"curves: {args.out}")

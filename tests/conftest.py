@@ -3,8 +3,13 @@
 Slow tests that inject faults run under `-m faults` only; that run as a whole writes records/FAULTS.md.
 """
 
+import itertools
+import multiprocessing.forkserver
+import os
+import re
 import sys
-from datetime import UTC, datetime
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +65,148 @@ def torch_settings():
         torch.set_flush_denormal(False)
 
 
+# ---------------------------------------------------------------- runs
+NUMBERS = itertools.count()     # of runs, for their names
+
+
+@pytest.fixture(scope="module")
+def root(tiny_data, tmp_path_factory):
+    """A folder to run in, with data/."""
+    folder = tmp_path_factory.mktemp("root")
+    (folder / "data").symlink_to(tiny_data / "data")
+    return folder
+
+
+@pytest.fixture
+def train(root, monkeypatch, capsys):
+    """main() in this process, in root: settings -> code, out, err and what helpers.look finds."""
+    import train_gpt
+
+    monkeypatch.chdir(root)
+
+    def go(base, **settings):
+        run_id = settings.get("RESUME") or f"run{next(NUMBERS)}"
+        env = base | settings | {"RESUME" if "RESUME" in settings else "RUN_ID": run_id}
+        capsys.readouterr()
+        code = train_gpt.main([], env)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(**vars(helpers.look(root / "logs" / run_id)), code=code, out=out, err=err)
+
+    return go
+
+
+class SimulatedClock:
+    """For train(): a counter that stands still but where a test lets time pass; and the Run that is trained."""
+
+    def __init__(self):
+        self.now, self.run = 0.0, None
+
+    def __call__(self):
+        return self.now
+
+    def passes(self, fn, seconds):
+        """fn, but that each call takes so many seconds: a number, or a function of the call's arguments."""
+        def call(*args, **kw):
+            self.now += seconds(*args, **kw) if callable(seconds) else seconds
+            return fn(*args, **kw)
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of runs in this process."""
+    import train_gpt
+
+    clock, real = SimulatedClock(), train_gpt.train
+
+    def train(run, state):
+        clock.run = run
+        return real(run, state, clock)
+
+    monkeypatch.setattr(train_gpt, "train", train)
+    return clock
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Makes processes by a fork of one that has imported the trainer, so that none pays for the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["inject", "sentencepiece", "matplotlib.figure", "torch._inductor.compile_fx",
+                                    "torch._meta_registrations"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"))
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def rank_environments(ranks):
+    """What torchrun adds to each rank's environment, and the store that its agent holds."""
+    if ranks == 1:
+        return [{}], None
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    common = dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                  MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)], store
+
+
+def exit_codes(processes, timeout, grace):
+    """Of all. Kills what is left so many seconds after one failed, as torchrun does, or at the timeout."""
+    ends = time.monotonic() + timeout
+    failed = False
+    while any(process.is_alive() for process in processes) and time.monotonic() < ends:
+        if not failed and any(process.exitcode for process in processes):
+            failed, ends = True, min(ends, time.monotonic() + grace)
+        time.sleep(0.02)
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    assert failed or not late, f"no end in {timeout} s"
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture(scope="module")
+def go(forks, root):
+    """A run of forked ranks -> codes, code (rank 0's), out, err, seconds, met and since: was a fault met, and the
+    seconds from it to the end, and what helpers.look finds.
+
+    fault: as inject.py has it. resume: of a run, with nothing else given unless it is in settings. act(process of
+    rank 0): called when the ranks have begun."""
+    import inject
+
+    def go(settings, fault="", ranks=1, resume="", act=None, cwd=root, timeout=400, grace=30, **more):
+        run_id = resume or more.get("RUN_ID") or f"run{next(NUMBERS)}"
+        env = settings | more | {"RESUME" if resume else "RUN_ID": run_id}
+        env |= {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+        env |= dict(OMP_NUM_THREADS="1", FAULT=fault)
+        places, store = rank_environments(ranks)
+        outs = [str(Path(cwd, f"output{next(NUMBERS)}")) for _ in range(ranks)]
+        processes = [forks.Process(target=inject.forked, args=(str(cwd), env | place, out))
+                     for place, out in zip(places, outs)]
+        began = time.monotonic()
+        for process in processes:
+            process.start()
+        try:
+            if act:
+                act(processes[0])
+            codes = exit_codes(processes, timeout, grace)
+        finally:
+            for process in processes:
+                process.kill()      # those that are left where a test failed
+        ended = time.monotonic()
+        out, err = ("".join(Path(name + end).read_text(errors="replace") for name in outs) for end in (".out", ".err"))
+        met = [float(at) for at in re.findall(r"^inject: .* at (\S+)$", err, re.M)]
+        return SimpleNamespace(
+            **vars(helpers.look(Path(cwd, "logs", run_id))), code=codes[0], codes=codes, out=out,
+            err=re.sub(r"(?m)^inject: .*\n", "", err), met=bool(met), seconds=ended - began,
+            since=ended - max(met, default=ended))
+
+    return go
+
+
 # ---------------------------------------------------------------- faults
 FAULTS = []     # (fault, what happened, seconds) of each that was injected
 SKIPPED = []
@@ -89,7 +236,7 @@ def report():
 def pytest_sessionfinish(session, exitstatus):
     """records/FAULTS.md, if all of the faults were injected and nothing failed."""
     option = session.config.option
-    narrowed = (option.keyword, option.deselect, option.lf, option.ignore, option.ignore_glob, SKIPPED,
+    narrowed = (option.keyword, option.deselect, getattr(option, "lf", False), option.ignore, option.ignore_glob, SKIPPED,
                 session.config.args_source is pytest.Config.ArgsSource.ARGS)
     if option.markexpr.strip() != "faults" or exitstatus or any(narrowed) or not FAULTS:
         return

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import torch
-import yaml  # comes with huggingface-hub
+import yaml
 
-from train_gpt import eval_window, log_probs
+from train_gpt import log_probs
 
 LABELS = """hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
 openbook_qa lambada_openai hellaswag winograd winogrande bigbench_dyck_languages agi_eval_lsat_ar
@@ -19,30 +19,23 @@ COLUMNS = ["Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "
 
 
 # -------------------------------------------------------------------------------- bundles
-def write_bundle(folder, tasks, published=False):
+def write_bundle(folder, tasks):
     """core.yaml, eval_meta_data.csv and eval_data/ of tasks: dicts of label, kind, items and, if not the
-    default, shots, base, delimiter (None: not written). published: lists as the published file has them."""
-    folder, rows = Path(folder), [COLUMNS]
-    lines = ["# A small bundle in the layout of the published one.", "icl_tasks:"]
+    default, shots, base, delimiter (None: not written), blank_lines at the end of the file."""
+    folder, lines = Path(folder), ["# A small bundle in the layout of the published one.", "icl_tasks:"]
+    rows = [COLUMNS, ["not_in_core", "none", "question answering", 3, 1000, "", "", "Has no baseline."]]
     for task in tasks:
         path = folder / "eval_data" / "some_category" / f"{task['label']}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in task["items"])
         path.write_bytes((text + "\n" * task.get("blank_lines", 0)).encode())
-        about = dict(label=task["label"], dataset_uri=f"some_category/{path.name}",
-                     num_fewshot=f"[{task.get('shots', 0)}]", icl_task_type=task["kind"])
+        about = dict(dataset_uri=f"some_category/{path.name}", num_fewshot=f"[{task.get('shots', 0)}]",
+                     icl_task_type=task["kind"], has_categories="true")
         if task.get("delimiter") is not None:
             about["continuation_delimiter"] = json.dumps(task["delimiter"])
-        if published:
-            about["has_categories"] = "true"
-        told = [f"{name}: {value}" for name, value in about.items()]
-        if published:
-            lines += ["-", *("  " + line for line in told)]
-        else:
-            lines += ["- " + told[0], *("  " + line for line in told[1:])]
+        lines += [f"- label: {task['label']}", *(f"  {name}: {value}" for name, value in about.items())]
         rows.append([task["label"], "some category", task["kind"].replace("_", " "), task.get("shots", 0),
                      len(task["items"]), task.get("base", 0), "", 'Of "quotes", commas\nand two lines.'])
-    rows.insert(1, ["not_in_core", "none", "question answering", 3, 1000, "", "", "Has no baseline."])
     (folder / "core.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     with open(folder / "eval_meta_data.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(rows)
@@ -102,21 +95,18 @@ def common_prefix(sequences):
     return length
 
 
-def common_suffix(sequences):
-    """Tokens that all sequences end with."""
-    return common_prefix([s[::-1] for s in sequences])
-
-
-def spans(kind, sequences):
-    """[(tokens, start)]: what is scored is tokens[start:]. language modelling: one, of the tokens with it."""
-    if kind == "multiple_choice":
-        start = common_prefix(sequences)
-        return [(tokens, start) for tokens in sequences]
-    if kind == "schema":
-        length = common_suffix(sequences)
-        return [(tokens, len(tokens) - length) for tokens in sequences]
+def example_spans(sp, bos, task, items, i):
+    """-> ([(tokens, start)] per option, of which tokens[start:] is scored; whether the prompt alone is no
+    prefix of the prompt with its continuation)."""
+    sequences = [[bos, *sp.encode(text)] for text in prompts(task, items, i)]
+    if task["kind"] == "schema":
+        length = common_prefix([tokens[::-1] for tokens in sequences])
+        return [(tokens, len(tokens) - length) for tokens in sequences], False
+    start = common_prefix(sequences)
+    if task["kind"] == "multiple_choice":
+        return [(tokens, start) for tokens in sequences], False
     without, with_it = sequences
-    return [(with_it, common_prefix([without, with_it]))]  # all of `without`, where that is a prefix
+    return [(with_it, start)], start < len(without)
 
 
 def crop(tokens, start, longest):
@@ -131,16 +121,8 @@ def span_log_probs(model, cfg, tokens, start):
     tokens, start = crop(tokens, start, 10 * cfg.train_seq_len)
     if start >= len(tokens):
         return None, []
-    model.set_context(len(tokens), eval_window(cfg))
     scores = log_probs(model, torch.tensor([tokens]))[0]
     return scores[start - 1:len(tokens) - 1], tokens[start:]
-
-
-def example_spans(sp, bos, task, items, i):
-    """-> ([(tokens, start)], 1 if the prompt alone is no prefix of the prompt with its continuation)."""
-    sequences = [[bos, *sp.encode(text)] for text in prompts(task, items, i)]
-    lost = task["kind"] == "language_modeling" and common_prefix(sequences) < len(sequences[0])
-    return spans(task["kind"], sequences), int(lost)
 
 
 def mean_losses(model, cfg, sp, bos, task, items, i):
@@ -150,17 +132,6 @@ def mean_losses(model, cfg, sp, bos, task, items, i):
         scores, targets = span_log_probs(model, cfg, tokens, start)
         losses = [-float(scores[p, token]) for p, token in enumerate(targets)]
         found.append(sum(losses) / len(losses) if losses else None)
-    return found
-
-
-def leads(model, cfg, sp, bos, task, items, i):
-    """Language modelling: per continuation token, its log-probability less that of the best other one."""
-    ((tokens, start),) = example_spans(sp, bos, task, items, i)[0]
-    scores, targets = span_log_probs(model, cfg, tokens, start)
-    found = []
-    for p, token in enumerate(targets):
-        others = torch.cat((scores[p, :token], scores[p, token + 1:]))
-        found.append(float(scores[p, token]) - float(others.max()))
     return found
 
 
@@ -182,15 +153,13 @@ def pick_of(model, cfg, sp, bos, task, items, i):
 # -------------------------------------------------------------------------------- the metric
 def reference_picks(model, cfg, sp, bos, task, most=0):
     """-> (pick of each example, number whose prompt alone is no prefix of the prompt with continuation)."""
-    items, picks, retokenized = shuffled(task["items"], most), [], 0
-    for i in range(len(items)):
-        picks.append(pick_of(model, cfg, sp, bos, task, items, i))
-        retokenized += example_spans(sp, bos, task, items, i)[1]
-    return picks, retokenized
+    items = shuffled(task["items"], most)
+    picks = [pick_of(model, cfg, sp, bos, task, items, i) for i in range(len(items))]
+    return picks, sum(example_spans(sp, bos, task, items, i)[1] for i in range(len(items)))
 
 
 def reference_core(model, cfg, sp, bos, folder, most=0):
-    """-> (CORE or None unless all of LABELS are there, mean of centred accuracies, {label: dict of accuracy,
+    """-> (CORE or None unless all of LABELS are there, mean of centered accuracies, {label: dict of accuracy,
     centered, n})."""
     found = {}
     for task in read_bundle(folder):

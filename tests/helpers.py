@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -145,3 +146,17 @@ def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT):
     done = subprocess.run([sys.executable, *launcher, str(script), *args], cwd=cwd, env=clean | (env or {}),
                           capture_output=True, text=True, timeout=timeout, errors="replace")
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def look(folder):
+    """What a run left in its folder: log (less the source), its last line, losses {step: train_loss}, val_losses,
+    result, and the bytes of weights and artifact; None: there is no such file."""
+    folder = Path(folder)
+    read = {path.name: path.read_bytes() for path in folder.glob("*") if not path.name.startswith("checkpoint")}
+    log = read.get("train.log", b"").decode(errors="replace").rpartition("=" * 100 + "\n")[2]
+    losses, val_losses = ({int(step): float(loss) for step, loss in re.findall(
+        rf"^step:(\d+)/\d+ {name}:(\S+)", log, re.M)} for name in ("train_loss", "val_loss\\w*"))
+    return SimpleNamespace(
+        folder=folder, run_id=folder.name, log=log, last=(log.strip().splitlines() or [""])[-1],
+        losses=losses, val_losses=val_losses, result=json.loads(read.get("result.json", "null")),
+        weights=read.get("final_model.pt"), artifact=read.get("final_model.int8.ptz"))

@@ -1,29 +1,86 @@
-"""bench --parts, whose figures on a GPU are the project's proof of speed: what it prints, and by ranks; bench
---loader and --codecs."""
+"""tests/bench.py: the training loop, settings and checkouts in turn, parts of a step, codecs, rooflines."""
+import dataclasses
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
+import bench
+import train_gpt
 from helpers import ROOT, TOY, run_cli
 
 SETTINGS = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=1", "TRAIN_SEQ_LEN=64", "NUM_LAYERS=3",
             "TRAIN_BATCH_TOKENS=256", "MODEL_DIM=32", "BIGRAM_ROWS=64", "VOCAB_SIZE=512", "MAX_DOC_LEN=64",
             "WINDOW_PATTERN=LS0", "WINDOW_SCHEDULE=32,64", "BATCH_SCHEDULE=1,2", "EVAL_WINDOW=64"]
 PARTS = ["attention", "MLP", "head and loss", "optimizer", "the rest", "communication", "host"]
+OLDER = ROOT / "records/track_tiny/2026-11-22_FastStepsWindows"  # has set_context, imports kernels.py
+
+
+def run_bench(cwd, *words, launch=()):
+    done = subprocess.run([sys.executable, *launch, str(ROOT / "tests/bench.py"), *words], cwd=cwd,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def toy_folder(tiny_data, monkeypatch):
+    monkeypatch.chdir(tiny_data)
+    monkeypatch.setattr(bench, "gemm_rate", lambda *_: 1e9)  # takes seconds
+
+
+def test_the_training_loop(toy_folder, capsys):
+    """The shares of a step add up, and a second is as long in every row."""
+    bench.step_table(TOY, steps=4, repeats=3)
+    _, step, parts, _ = capsys.readouterr().out.splitlines()
+    milliseconds, rate = re.match(r"step +([\d.]+) ms \(.*\), ([\d,]+) tok/s", step).groups()
+    assert 1024 / float(milliseconds) * 1e3 == pytest.approx(int(rate.replace(",", "")), rel=0.01)
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", parts)]
+    assert len(shares) == 3 and min(shares) > 0
+
+
+def test_saving(toy_folder, capsys):
+    """Of 25 steps, those after 10 and 20 begin with a checkpoint: two in each of two repeats."""
+    bench.saving_table(TOY, steps=25, repeats=2)
+    out = capsys.readouterr().out
+    assert "25 steps x 2 repeats, a checkpoint every 10 steps, 4 in all, of " in out
+    copy, file = (float(re.search(rf"^{row} +([\d.]+) ms", out, re.M)[1]) for row in ("copy", "file"))
+    assert copy > 0 and file > 0
+
+
+def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
+    """A checkout of an older interface, with a file that it imports, beside this one with two settings."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    calls = []
+    for name, trainer in (("before", bench.load_trainer(OLDER)), ("after", train_gpt)):
+        def counted(*args, name=name, plain=trainer.train_step):
+            calls.append(name)
+            return plain(*args)
+        monkeypatch.setattr(trainer, "train_step", counted)
+    bench.arms_table(TOY, [f"before={OLDER}", "after=", "after= TRAIN_BATCH_TOKENS=2048"], steps=3, skipped=1)
+    assert calls == ["before", "after", "after"] * 4
+    assert sys.modules["kernels"].__file__ == str(OLDER / "kernels.py") and str(OLDER) not in sys.path
+    first, second, third = capsys.readouterr().out.splitlines()[1:]
+    assert "token 1.000 (1.000 to 1.000) of the first" in first and first.endswith(f": before={OLDER}")
+    assert second.endswith(": after=") and third.endswith(": after= TRAIN_BATCH_TOKENS=2048")
+    for row, tokens in ((second, 1024), (third, 2048)):
+        milliseconds, rate = re.match(r" *([\d.]+) ms a step +([\d,]+) tok/s", row).groups()
+        assert tokens / float(milliseconds) * 1e3 == pytest.approx(int(rate.replace(",", "")), rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["before=nowhere", "MATRX_LR=0.1", "golf", "after= SAVE"])
+def test_refused_arms(text):
+    with pytest.raises(train_gpt.Refused):
+        bench.read_arm(text)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parts(ranks, tmp_path):
     """A table per stage, on random data of its own; parts add up to the step, ranks talk to each other."""
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*launch, str(ROOT / "tests/bench.py"), "--parts", "--steps=3", *SETTINGS],
-                          capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    stages = done.stdout.split("\n\n")[1:]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    stages = run_bench(tmp_path, "--parts", "--steps=3", *SETTINGS, launch=launch).split("\n\n")[1:]
     heads = [re.match(r"(\d+) tokens, window (\d+): ([\d.]+) ms a step, ([\d,]+) tok/s, ([\d,]+) per rank", s)
              for s in stages]
     assert [head[1] + " " + head[2] for head in heads] == ["256 32", "512 64"]
@@ -37,33 +94,17 @@ def test_parts(ranks, tmp_path):
         assert re.search(r"the loader delivers [\d,]+ tok/s, [\d,.]+ times what its rank consumes", stage)
 
 
-@pytest.mark.parametrize("preset", ["golf", "speedrun"])
-def test_loader(preset, tmp_path):
-    """Rows of a preset, with and without documents, from random shards of its own."""
-    command = [sys.executable, str(ROOT / "tests/bench.py"), "--loader", "--steps=2", "--repeats=2"]
-    done = subprocess.run([*command, f"PRESET={preset}"], capture_output=True, text=True, timeout=300,
-                          cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = re.search(rf"{preset}: (\d+) rows of (\d+) at a time, ([\d,]+) tok/s", done.stdout)
-    rows, tokens, rate = found.groups()
-    assert int(rows) * int(tokens) == 65_536 and int(rate.replace(",", "")) > 100_000
-
-
 def test_codecs(tmp_path, tiny_data):
     """Every rounding with its loss and sizes; the trainer's own artifact is one of them, to the byte."""
     (tmp_path / "data").symlink_to(tiny_data / "data")
-    env = TOY | dict(ITERATIONS="30", RUN_ID="a", VAL_TOKENS="0", SAMPLE_TOKENS="0", ARTIFACT_KEEP="1000",
-                     BIGRAM_ROWS="1024")
-    done = run_cli(tmp_path, env=env)
+    done = run_cli(tmp_path, env=TOY | dict(ITERATIONS="30", RUN_ID="a", VAL_TOKENS="0", SAMPLE_TOKENS="0",
+                                            ARTIFACT_KEEP="1000", BIGRAM_ROWS="1024"))
     assert done.code == 0, done.err
     ours, = re.findall(r"^Serialized model int8\+zlib: (\d+) bytes", done.out, re.M)
     exact, = re.findall(r"^final_int8_zlib_roundtrip_exact .* val_bpb:(\S+)", done.out, re.M)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/bench.py"), "--codecs", "logs/a/final_model.pt",
-         "ARTIFACT_KEEP=1000", f"DATA_PATH={TOY['DATA_PATH']}", "DATA_FINGERPRINT="],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = {row[:20].strip(): row[20:].replace(",", "").split() for row in done.stdout.splitlines()[2:]}
+    out = run_bench(tmp_path, "--codecs", "logs/a/final_model.pt", "ARTIFACT_KEEP=1000",
+                    f"DATA_PATH={TOY['DATA_PATH']}", "DATA_FINGERPRINT=")
+    rows = {row[:20].strip(): row[20:].replace(",", "").split() for row in out.splitlines()[2:]}
     assert len(rows) == 15
     bpb, lost, zipped, *_ = rows["int8, clipped rows"]
     assert float(bpb) == pytest.approx(float(exact), abs=2e-5) and zipped == ours and abs(float(lost)) < 1e-3
@@ -71,3 +112,49 @@ def test_codecs(tmp_path, tiny_data):
         sizes = [[int(n) for n in rows[f"step {step}, {kind}"][2:6]] for step in (0.1, 0.2, 0.3, 0.4)]
         assert all(a > b for fine, coarse in zip(sizes, sizes[1:]) for a, b in zip(fine, coarse))
         assert all(lc0 < zlib9 for zlib9, _, lc0, _ in sizes)
+    assert rows["step 0.2, alike"] != rows["step 0.2, by group"]
+
+
+# ---------- rooflines
+RECORDS = [  # settings, tokens, window, milliseconds of a step on eight H100
+    (dict(PRESET="golf"), 393_216, 0, 71.47), (dict(PRESET="speedrun"), 131_072, 384, 33.6),
+    (dict(PRESET="speedrun"), 262_144, 896, 60.1), (dict(PRESET="speedrun"), 393_216, 1408, 88.1),
+    (dict(PRESET="gpt2", DEPTH="26", TARGET_PARAM_DATA_RATIO="7.25", FP8="all"), 524_288, 2048, 706.0)]
+
+
+@pytest.mark.parametrize("settings, tokens, window, record", RECORDS)
+def test_no_record_beats_the_roofline(settings, tokens, window, record):
+    """And each is within four times of it: what it counts is most of what takes time."""
+    parts = bench.roofline(train_gpt.load_config(settings), 8, tokens, window)
+    assert record / 4 < 1e3 * sum(parts.values()) < record
+
+
+def test_the_roofline_by_hand():
+    """Two layers of 512, one of which sees 64 tokens: FLOPs over rates, part by part."""
+    cfg = train_gpt.load_config(dict(
+        PRESET="golf", NUM_LAYERS="2", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="128", TRAIN_SEQ_LEN="1024"))
+    one, eight = (bench.roofline(cfg, gpus, 65_536, 128) for gpus in (1, 8))
+    assert one["communication"] == 0
+    assert one["blocks"] == pytest.approx(6 * 2 * 1_835_008 * 65_536 / bench.MATMUL)
+    assert one["head"] == pytest.approx(6 * 512 * 1024 * 65_536 / bench.MATMUL)
+    seen = sum(min(i + 1, reach) for reach in (64, 128) for i in range(1024)) / 1024
+    assert one["attention"] == pytest.approx(12 * 512 * seen * 65_536 / bench.MATMUL)
+    for name in ("blocks", "head", "attention", "activations", "optimizer"):
+        assert one[name] == pytest.approx(8 * eight[name])
+    parameters = train_gpt.parameter_counts(cfg).total()
+    assert eight["communication"] == pytest.approx(8 * parameters * 7 / 8 / bench.LINK)
+    muon = sum(5 * (4 * short * short * long + 2 * short**3) for short, long in 2 * [
+        (512, 512), (256, 512), (256, 512), (512, 512), (512, 1024), (512, 1024)])
+    assert bench.orthogonalization_flops(cfg) == muon
+    fast = bench.roofline(dataclasses.replace(cfg, fp8="all"), 1, 65_536, 128)
+    assert fast["blocks"] == one["blocks"] * bench.MATMUL / bench.MATMUL_FP8
+
+
+def test_the_roofline_of_each_stage():
+    """For one GPU and for eight."""
+    rows = [re.search(r"(\d) H200, tokens:(\d+) long_window:(\d+) ms .* step:([\d.]+) tok/s per GPU:(\d+) ",
+                      line).groups() for line in bench.rooflines({}, "speedrun")]
+    stages = [("131072", "384"), ("262144", "896"), ("393216", "1408"), ("393216", "1664")]
+    assert [row[:3] for row in rows] == [(gpus, *stage) for gpus in "18" for stage in stages]
+    for gpus, tokens, _, step, speed in rows:
+        assert int(tokens) / int(gpus) / float(step) * 1e3 == pytest.approx(int(speed), rel=1e-3)

@@ -1,132 +1,128 @@
-"""Honest clocks and scores: what may pause train_time, what trains on which text, what does not grow."""
+"""Honest clocks and scores, on a simulated clock: what counts as train_time, the cap, the host ahead of a GPU,
+which text trains. No test here depends on how fast the machine is."""
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import faults
 import numpy as np
 import pytest
 import torch
-from helpers import TOY, shard_file, tokens_of, toy_environment, write_dataset, write_shard
+import torch.distributed as dist
 
 import train_gpt
+from helpers import TOY, tokens_of, write_dataset, write_shard
 
-PAUSE = 1.2     # seconds, more than the rest of a run of six steps takes
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEP, PAUSE = 0.125, 16.0       # seconds on the simulated clock, exact in binary
+SIX = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1")
+CAPPED = TOY | dict(ITERATIONS="100000", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="500", SAMPLE_TOKENS="0")
 
 
 @pytest.fixture
-def home(tiny_data, tmp_path, monkeypatch, one_thread):
-    """An empty folder to run in, with the toy data."""
-    (tmp_path / "data").symlink_to(tiny_data / "data")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def paced(clock, monkeypatch):
+    """paced(seconds): the simulated clock, on which training steps take so long: a number or a function."""
+    def paced(seconds=STEP):
+        monkeypatch.setattr(train_gpt, "train_step", clock.passes(train_gpt.train_step, seconds))
+        return clock
+    return paced
 
 
-def run(capsys, **settings):
-    """A run in this process -> its result."""
-    code = train_gpt.main([], toy_environment(run_id="r", iterations=6, **settings))
-    assert code == 0, capsys.readouterr().err
-    return json.loads(Path("logs/r/result.json").read_text())
-
-
-def once(fn, when):
-    """fn, but that the first of its calls that finds when(…) true takes PAUSE longer; and a list that is not
-    empty once it did."""
-    paused = []
-
-    def slow(*args, **kwargs):
-        if not paused and when(*args, **kwargs):
-            paused.append(True)
-            time.sleep(PAUSE)
-        return fn(*args, **kwargs)
-    return slow, paused
-
-
-def second(when):
-    """True at the second call that when finds true."""
+# -------------------------------------------------------------------------------- what counts
+def once(when):
+    """Seconds of a call: PAUSE at the first one that finds when(...) true."""
     found = []
 
-    def again(*args, **kwargs):
-        found.extend([True] * when(*args, **kwargs))
-        return len(found) == 2
-    return again
+    def seconds(*args, **kw):
+        if found or not when(*args, **kw):
+            return 0
+        found.append(True)
+        return PAUSE
+    return seconds
 
 
-# (place, name, when it pauses, settings)
-ALWAYS = lambda *_, **__: True  # noqa: E731
+def nth(n, when=lambda *_: True):
+    """True at the n-th call that when finds true."""
+    found = []
+
+    def count(*args, **kw):
+        found.extend([True] * bool(when(*args, **kw)))
+        return len(found) == n
+    return count
+
+
+def ever(*_, **__):
+    return True
+
+
+# what: (place, name, the call that takes longer, settings)
 COUNTED = {
-    "the agreement on the time": (train_gpt, "all_reduce", lambda x, *_: x.numel() == 2, {}),
-    "the batch": (train_gpt.Loader, "next", lambda self, _: self.position > 0, {}),
-    "the disk": (train_gpt.Loader, "fetch", lambda _, places: places[0] > 32, {}),
-    "forward and backward": (train_gpt, "train_step", ALWAYS, {}),
-    "the optimizer": (train_gpt.Optimizer, "step", ALWAYS, dict(warmup_steps=0)),
-    "the schedules": (train_gpt, "lr_factor", lambda _, step, __: step == 2, {}),     # no plan tells of it
-    "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: "step:2/" in lines[:1][0][:7], {}),
-    "a change of the window": (     # the first is rehearsal's
-        train_gpt.GPT, "set_context", second(lambda _, __, window, *more: window == 32),
-        dict(window_schedule=(16, 32), eval_window=16)),
-    "the copy for a checkpoint": (faults.Guard, "save", ALWAYS, dict(save_every=3)),
-    "whether a checkpoint is due": (faults.Guard, "due", lambda _, step, *__: step == 2, {}),
+    "the agreement on the time": (train_gpt.Clock, "agree", nth(2), {}),
+    "the batch": (train_gpt.Loader, "next", ever, {}),
+    "forward and backward": (train_gpt.GPT, "forward", nth(3), {}),     # after the rehearsal
+    "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
+    "the schedules": (train_gpt, "lr_factor", lambda _, step, __: step == 2, {}),
+    "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: lines[0].startswith("step:2/"), {}),
+    "the context": (train_gpt, "make_context", nth(2, lambda _, T, window, *__: window == 32),
+                    dict(WINDOW_SCHEDULE="32,16")),     # of the first stage: once in the rehearsal, never in evaluation
+    "the copy for a checkpoint": (train_gpt.Saver, "save", ever, dict(SAVE_EVERY="3")),
+    "whether a checkpoint is due": (train_gpt.Saver, "due", lambda _, step, *__: step == 2, {}),
 }
 NOT_COUNTED = {
-    "validation": (train_gpt, "evaluate", ALWAYS, dict(val_loss_every=3)),
-    "the last validation": (train_gpt, "evaluate", ALWAYS, {}),
-    "samples": (train_gpt, "show_samples", ALWAYS, dict(sample_every=2)),
-    "writing a checkpoint": (faults, "write_checkpoint", ALWAYS, dict(save_every=3)),
-    "rehearsal": (train_gpt, "rehearse", ALWAYS, {}),
-    "the artifact": (train_gpt, "write_artifact", ALWAYS, {}),
+    "validation": (train_gpt, "evaluate", ever, dict(VAL_LOSS_EVERY="3")),
+    "the last validation": (train_gpt, "evaluate", ever, {}),
+    "samples": (train_gpt, "show_samples", ever, dict(SAMPLE_EVERY="2")),
+    "CORE": (train_gpt, "core_metric", ever, dict(CORE_METRIC_EVERY="2")),
+    "rehearsal": (train_gpt, "rehearse", ever, {}),
+    "the artifact": (train_gpt, "write_artifact", ever, {}),
 }
 
 
 @pytest.mark.parametrize("what", [*COUNTED, *NOT_COUNTED])
-def test_only_what_the_contract_names_pauses_the_clock(what, home, monkeypatch, capsys):
+def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monkeypatch):
     place, name, when, settings = (COUNTED | NOT_COUNTED)[what]
-    slow, paused = once(getattr(place, name), when)
-    monkeypatch.setattr(place, name, slow)
-    result = run(capsys, **settings)
-    assert paused
-    seconds, longest = result["train_time_ms"] / 1e3, result["step_ms"]["max"] / 1e3
-    assert (seconds >= PAUSE) == (what in COUNTED), (what, seconds)
-    assert longest < PAUSE or what in COUNTED
-    log = Path("logs/r/train.log").read_text()
-    assert re.findall(r"^step:6/6 val_loss.* train_time:(\d+)ms", log, re.M) == [str(result["train_time_ms"])]
+    clock, paused = paced(), PAUSE * (what in COUNTED)
+    if what == "CORE":      # no bundle is needed to see when it is asked for
+        monkeypatch.setattr(train_gpt, "read_tasks", ever)
+        monkeypatch.setattr(train_gpt, "core_metric", lambda *_: {})
+    monkeypatch.setattr(place, name, clock.passes(getattr(place, name), once(when)))
+    done = train(SIX, **settings)
+    assert done.code == 0, done.err
+    assert clock.now == 6 * STEP + PAUSE, "else the pause was not met"
+    assert done.result["train_time_ms"] == 1e3 * (6 * STEP + paused)
+    times = [int(ms) for ms in re.findall(r"^step:\d+/6 train_loss.* train_time:(\d+)ms", done.log, re.M)]
+    assert len(times) == 6 and times == sorted(times) and times[0] in (1e3 * STEP, 1e3 * (STEP + paused))
+    assert re.findall(r"^step:6/6 val_loss.* train_time:(\d+)ms", done.log, re.M) == [
+        str(done.result["train_time_ms"])]
 
 
-def test_a_cap_counts_the_copies_of_checkpoints(home, monkeypatch, capsys):
-    """A run that saves after each step still ends before its cap."""
-    def slow(*args, **kwargs):
-        time.sleep(0.3)
-        return save(*args, **kwargs)
-    save = faults.Guard.save
-    monkeypatch.setattr(faults.Guard, "save", slow)
-    assert train_gpt.main([], toy_environment(run_id="r", max_wallclock_seconds=2.0, save_every=1)) == 0
-    result = json.loads(Path("logs/r/result.json").read_text())
-    assert result["stop_reason"] == "wallclock_cap" and 3 <= result["steps"] < 9
-    assert result["train_time_ms"] <= 2000
+def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):
+    """The writer of step 2's waits for the fourth step: it would wait in vain if training waited for it."""
+    later, write, step = threading.Event(), train_gpt.write_checkpoint, train_gpt.train_step
+    heard, steps = [], []
+
+    def write_checkpoint(*args):
+        heard.append(later.wait(60))
+        write(*args)
+
+    def train_step(*args):
+        steps.append(1)
+        if len(steps) == 4:
+            later.set()
+        return step(*args)
+
+    monkeypatch.setattr(train_gpt, "write_checkpoint", write_checkpoint)
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    done = train(SIX, SAVE_EVERY="2", ITERATIONS="5")
+    assert done.code == 0 and heard == [True, True, True], "of the steps 2, 4 and 5"
 
 
-def test_a_step_that_a_checkpoint_left_no_time_for_is_not_made(home, monkeypatch, capsys):
-    """Steps of 0.3 s; after the one checkpoint, at 2.2 to 2.4 s of 3, there is no room for another."""
-    def later(fn, seconds):
-        def call(*args):
-            time.sleep(seconds)
-            return fn(*args)
-        return call
-    monkeypatch.setattr(train_gpt, "train_step", later(train_gpt.train_step, 0.3))
-    monkeypatch.setattr(faults.Guard, "save", later(faults.Guard.save, 0.55))
-    monkeypatch.setattr(faults.Guard, "save_last", lambda *_: None)
-    env = toy_environment(run_id="r", max_wallclock_seconds=3.0, save_every=7, warmup_steps=0)
-    assert train_gpt.main([], env) == 0, capsys.readouterr().err
-    result = json.loads(Path("logs/r/result.json").read_text())
-    assert result["steps"] == 7 and result["train_time_ms"] <= 3000
-
-
-def test_a_clock_that_is_set_means_nothing(home, monkeypatch, capsys):
+def test_a_clock_that_is_set_means_nothing(train, monkeypatch):
     """The wall clock jumps by a day at each look: no time, schedule or result depends on it."""
-    plain = run(capsys, max_wallclock_seconds=60)
-    Path("logs/r").rename("logs/first")
+    plain = train(SIX, MAX_WALLCLOCK_SECONDS="3000")
     jumps = iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: 1e9 + 86_400 * next(jumps))
 
@@ -134,131 +130,85 @@ def test_a_clock_that_is_set_means_nothing(home, monkeypatch, capsys):
         @classmethod
         def now(cls, zone=None):
             return cls.fromtimestamp(time.time(), zone)
+
     monkeypatch.setattr(train_gpt, "datetime", Jumping)
-    again = run(capsys, max_wallclock_seconds=60)
-    assert again["val_loss_partial"] == plain["val_loss_partial"] and again["steps"] == 6
-    assert again["train_time_ms"] < 20_000 and next(jumps) >= 2
-    assert again["finished"] > again["started"]
+    again = train(SIX, MAX_WALLCLOCK_SECONDS="3000")
+    assert next(jumps) >= 2 and again.result["finished"] > again.result["started"]
+    assert again.weights == plain.weights and again.losses == plain.losses
+    assert again.result["train_time_ms"] < 3_000_000 and again.result["steps"] == 6
 
 
-def test_validation_text_never_reaches_the_optimizer(tmp_path, monkeypatch, capsys):
-    """Train and val share no token: what the gradient is taken of, after the rehearsal's made-up tokens that
-    are undone, has none of val's."""
-    monkeypatch.chdir(tmp_path)
-    folder = Path("data/datasets/apart")
-    rng = np.random.default_rng(0)
-    write_shard(folder / "x_train_000000.bin", rng.integers(0, 100, 20_000))
-    write_shard(folder / "x_val_000000.bin", rng.integers(100, 200, 3_000))
-    loss, seen, scored, optimized = train_gpt.lm_loss, [], [], []
-
-    def lm_loss(x, head, targets, *more):
-        assert torch.is_grad_enabled()
-        seen.append(targets)
-        return loss(x, head, targets, *more)
-
-    def log_probs(model, tokens):
-        assert not torch.is_grad_enabled()
-        scored.append(tokens)
-        return score(model, tokens)
-
-    def step(self, *more):
-        optimized.append(len(seen))
-        return plain_step(self, *more)
-    score, plain_step = train_gpt.log_probs, train_gpt.Optimizer.step
-    monkeypatch.setattr(train_gpt, "lm_loss", lm_loss)
-    monkeypatch.setattr(train_gpt, "log_probs", log_probs)
-    monkeypatch.setattr(train_gpt.Optimizer, "step", step)
-    env = toy_environment(
-        run_id="r", data_path=folder, vocab_size=200, val_tokens=0, iterations=8, val_loss_every=2,
-        warmup_steps=2, sample_every=4, save_every=3, device_batch_size=8)
-    assert train_gpt.main([], env) == 0, capsys.readouterr().err
-    warm_up, steps, micro_steps = 2, 8, 2
-    batches = seen[warm_up:]
-    assert len(batches) == steps * micro_steps and all(batch.max() < 100 for batch in batches)
-    assert optimized == [1, 2, *range(4, 19, 2)], "each update follows its own micro-steps, and nothing else"
-    assert scored and all(((tokens >= 100) | (tokens == 0)).all() for tokens in scored), "0 fills rows up"
+# -------------------------------------------------------------------------------- the cap in whole runs
+def test_a_run_ends_before_its_cap(train, paced):
+    """The line that says so, the result, and no step for which there is no time."""
+    paced()
+    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="2", VAL_LOSS_EVERY="3")
+    assert done.code == 0 and done.result["stop_reason"] == "wallclock_cap"
+    assert done.result["steps"] == 15 and done.result["train_time_ms"] == 1875
+    assert "stopping_early: wallclock_cap train_time:1875ms step:15/100000" in done.out.splitlines()
+    assert done.result["step_ms"] == dict(p50=125, p95=125, max=125)
 
 
-@pytest.mark.parametrize("both", [0, 1, 3])
-def test_documents_in_train_and_val_are_refused(both, tiny_data, tmp_path, monkeypatch, capsys):
-    """By the hashes beside the manifest, where there are any."""
-    monkeypatch.chdir(tmp_path)
-    sp = train_gpt.open_data(train_gpt.replace(
-        train_gpt.load_config(TOY), data_path=str(tiny_data / TOY["DATA_PATH"]))).tokenizer
-    texts = ["def one(): return 1\n" * 400, "x = [1, 2]\n" * 300]
-    model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
-    train, val = tokens_of(sp, texts * 4), tokens_of(sp, texts)
-    folder = write_dataset(tmp_path, "toy", model, [train], val, sum(len(text.encode()) for text in texts))
-    val_hashes, train_hashes = np.arange(4), np.arange(4 - both, 40)
-    np.concatenate([val_hashes, train_hashes]).astype("<u8").tofile(folder / "document_hashes.bin")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["document_hashes"] = dict(path="document_hashes.bin", val=4, train=len(train_hashes))
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    code = train_gpt.main([], toy_environment(run_id="r", val_tokens=0, iterations=2))
-    err = capsys.readouterr().err
-    assert code == (2 if both else 0), err
-    assert not both or f"{both} documents of toy are in train and in val" in err and "Traceback" not in err
+@pytest.mark.parametrize("copy, save_every, steps, seconds", [
+    (0.0, 0, 23, 2.875),        # without copies
+    (0.25, 8, 17, 2.625),       # two of them, and one more is reckoned with
+    (0.375, 20, 20, 2.875),     # one, which leaves no time for a step
+    (0.125, 1, 11, 2.75)])      # after each step
+def test_a_cap_counts_the_copies_of_checkpoints(copy, save_every, steps, seconds, train, paced, monkeypatch):
+    """... and a step for which they leave no time is not made."""
+    clock = paced()
+    monkeypatch.setattr(train_gpt.Saver, "save", clock.passes(train_gpt.Saver.save, copy))
+    monkeypatch.setattr(train_gpt.Saver, "save_last", lambda *_: None)
+    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="3", SAVE_EVERY=str(save_every))
+    assert done.code == 0, done.err
+    assert (done.result["steps"], done.result["train_time_ms"]) == (steps, 1e3 * seconds)
 
 
-def anonymous_memory():
-    return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) / 1024
+def test_a_capped_run_goes_on_from_its_clock(train, paced):
+    """Interrupted in step 12 and resumed: both parts together are the uninterrupted run, to the bit and the
+    millisecond, with learning rates that follow the time."""
+    def seconds(*_):
+        steps.append(1)
+        if len(steps) == interrupted_in:
+            clock.run.saver.on_signal()
+        return STEP
+
+    steps, interrupted_in = [], 0
+    clock = paced(seconds)
+    settings = CAPPED | dict(MAX_WALLCLOCK_SECONDS="4", WARMDOWN_FRAC="0.8", TRAIN_LOG_EVERY="1")
+    want = train(settings)
+    assert want.result["steps"] == 31 and want.result["train_time_ms"] == 3875
+    steps, interrupted_in = [], 12
+    first = train(settings)
+    clock.run.log.file.close()      # whose lock would end with the process
+    assert first.code == 1 and first.last == f"RESUME={first.run_id}" and max(first.losses) == 12
+    done = train({}, RESUME=first.run_id)
+    assert "resume: from step 12 at train_time:1500ms" in done.out
+    assert re.search(r"^step:13/\S+ train_loss:\S+ train_time:1625ms", done.out, re.M)
+    assert done.weights == want.weights and done.losses == want.losses
+    assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.slow
-@pytest.mark.faults
-def test_memory_does_not_grow_with_the_steps(home, monkeypatch, capsys, report):
-    """Under 50 MB from step 200 to step 2,200, with checkpoints, validation and several epochs on the way."""
-    grown, began = {}, time.monotonic()
-
-    def step(loss_fn, optimizer, *more):
-        loss = plain(loss_fn, optimizer, *more)
-        if optimizer.step_count in (200, 2200):
-            grown[optimizer.step_count] = anonymous_memory()
-        return loss
-    plain = train_gpt.train_step
-    monkeypatch.setattr(train_gpt, "train_step", step)
-    env = toy_environment(
-        run_id="r", iterations=2200, num_layers=1, model_dim=16, train_seq_len=32, train_batch_tokens=256,
-        bigram_rows=64, save_every=250, val_loss_every=500, train_log_every=5)
-    assert train_gpt.main([], env) == 0, capsys.readouterr().err
-    assert "epoch 2 begins" in Path("logs/r/train.log").read_text()
-    more = grown[2200] - grown[200]
-    report("2,000 steps with checkpoints", f"{more:.1f} MB more memory at the end", time.monotonic() - began)
-    assert more < 50, grown
-
-
-def test_a_shard_is_read_and_not_mapped(home):
-    """A map of a file that shrinks would end the process without a word."""
-    shard = shard_file(np.arange(400) % 200)
-    cfg = train_gpt.replace(train_gpt.Config(), train_seq_len=16, train_batch_tokens=64, shuffle=False)
-    data = train_gpt.Data({"s0": shard}, None, None, 256, 1, None, {})
-    team = train_gpt.Team(train_gpt.load_config(TOY), {})
-    loader = train_gpt.Loader(cfg, data, team, lambda *_: None)
-    assert loader.row(3).tolist() == shard[48:65].tolist()
-    with open(shard.filename, "r+b") as file:
-        file.truncate(1024 + 2 * 100)
-    assert loader.row(3).tolist() == list(range(48, 65)), "what is left can be read"
-    with pytest.raises(train_gpt.Refused, match="shard s0 cannot be read to its end"):
-        loader.row(6)
-
-
-# ------------------------------------------------------------------------------ the host ahead of a device
+# -------------------------------------------------------------------------------- train() on a device of our own
 class Device:
-    """A device that works off steps of given seconds while the host, which needs 1 ms each, runs ahead."""
-    on_gpu, rank, world_size, device = True, 0, 1, torch.device("cpu")
+    """Makes steps of seconds(step, batch multiple). The host of a GPU runs ahead, it needs 1 ms for each; a CPU
+    is its own host. skew: what its counter starts at."""
+    rank, world_size, dtype, group, device = 0, 1, torch.float32, None, torch.device("cpu")
 
-    def __init__(self, seconds, skew=0.0):
-        self.seconds, self.skew, self.clock, self.free = seconds, skew, 0.0, 0.0
+    def __init__(self, seconds, on_gpu=True, skew=0.0):
+        self.seconds, self.on_gpu, self.skew = seconds, on_gpu, skew
+        self.clock = self.free = 0.0
         self.steps, self.waits = 0, []
 
-    def now(self):
+    def counter(self):
         return self.clock + self.skew
 
-    def launch(self, *_):
-        self.free = max(self.free, self.clock) + self.seconds(self.steps)
+    def train_step(self, loss_fn, optimizer, batch, *_):
+        self.free = max(self.free, self.clock) + self.seconds(self.steps, batch // 1024)
         self.clock += 0.001
         self.steps += 1
+        if not self.on_gpu:
+            self.wait()
         return torch.tensor(1.0)
 
     def wait(self):
@@ -275,67 +225,92 @@ class Device:
     def at(self, *_):
         pass
 
-    def loader(self):
-        return SimpleNamespace(position=0, T=8, epoch=1, rows=1, next=lambda _: None)
 
-
-def run_ahead(monkeypatch, device, other=lambda mine: mine, **settings):
-    """t.train on that device -> its report, and (step, progress) of each step. other: what the ranks agree on
-    when this one says mine; they hear of it only when they wait."""
-    cfg = train_gpt.replace(train_gpt.load_config(TOY), train_log_every=100, **settings)
+def run_on(device, monkeypatch, others=None, **settings):
+    """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks agree
+    on, of which they hear only when they wait."""
+    cfg = train_gpt.replace(train_gpt.load_config(TOY), vocab_size=512, train_log_every=100, **settings)
     seen, schedule = [], train_gpt.lr_factor
 
-    def agree(mine, op, later):
-        def wait():
-            mine[0] = result
-        assert later and op == "MAX"
-        result = other(float(mine[0]))
-        return mine, SimpleNamespace(wait=wait)
-
     def lr_factor(cfg, step, progress):
-        seen.append((step, progress))
-        return schedule(cfg, step, progress)
+        seen.append((step, progress, schedule(cfg, step, progress)))
+        return seen[-1][-1]
 
-    def all_reduce(tensor, op="SUM", later=False):
-        if later:
-            return agree(tensor, op, later)
+    def agree(mine, op, group, async_op):
+        assert op == dist.ReduceOp.MAX and async_op
+        agreed = others(mine[0].item())
+
+        def wait():
+            mine[0] = agreed
+        return SimpleNamespace(wait=wait)
+
+    def all_reduce(tensor, *_, **__):
         device.wait()       # the loss is read
         return tensor
-    model = SimpleNamespace(set_context=lambda *_: None)
-    log = train_gpt.Log(lead=False)
+
+    saver = SimpleNamespace(signals=0, due=lambda *_: False, save_last=lambda *_: None)
+    loader = SimpleNamespace(position=0, T=8, epoch=1, rows=1, next=lambda batch: batch)
+    run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1)
+    state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
-        for name, fake in dict(all_reduce=all_reduce, lr_factor=lr_factor, train_step=device.launch,
-                               evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0)).items():
+        for name, fake in dict(lr_factor=lr_factor, train_step=device.train_step, all_reduce=all_reduce,
+                               evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), hardware=lambda _: "").items():
             patch.setattr(train_gpt, name, fake)
-        patch.setattr(train_gpt.time, "perf_counter", device.now)
         patch.setattr(torch.cuda, "current_stream", lambda: device)
-        patch.setattr(train_gpt, "hardware", lambda _: "none")
-        _, _, report = train_gpt.train(cfg, device, None, model, None, device.loader(), None, 1, log)
-    return report, seen
+        patch.setattr(dist, "is_initialized", lambda: others is not None)
+        patch.setattr(dist, "all_reduce", agree)
+        score, reason = train_gpt.train(run, state, device.counter)
+        return train_gpt.training_report(run, state, score, reason), seen
 
 
-@pytest.mark.parametrize("pattern", ["even", "jitter", "slower", "short"])
-def test_a_gpu_run_ends_before_its_cap(pattern, monkeypatch):
-    """With little time left over, though the host hears of the time late."""
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("pattern", ["even", "two kinds", "jitter", "slower", "long", "stages"])
+def test_the_cap_holds(pattern, on_gpu, monkeypatch):
+    """... with little time left over, though the host of a GPU hears of the time late. No step is longer than
+    those that were seen, but for the slow growth of one pattern."""
     rng = np.random.default_rng(0)
-    seconds = dict(even=lambda _: 0.1, jitter=lambda _: rng.uniform(0.08, 0.12),
-                   slower=lambda step: 0.1 + step / 20_000, short=lambda _: 3.0)[pattern]
-    report, _ = run_ahead(monkeypatch, Device(seconds), max_wallclock_seconds=60.0, iterations=10**6)
+    seconds = {
+        "even": lambda step, _: 0.1,
+        "two kinds": lambda step, _: 0.15 if step % 7 == 3 else 0.08,
+        "jitter": lambda step, _: rng.choice([0.08, 0.09, 0.1, 0.11, 0.12]),
+        "slower": lambda step, _: 0.1 + step / 20_000,
+        "long": lambda step, _: 3.0,
+        "stages": lambda step, multiple: 0.05 * multiple}[pattern]
+    stages = dict(batch_schedule=(1, 3)) if pattern == "stages" else {}
+    report, seen = run_on(Device(seconds, on_gpu), monkeypatch, max_wallclock_seconds=60.0, iterations=10**6, **stages)
     assert report["stop_reason"] == "wallclock_cap"
-    left, slow = 60 - report["train_time_ms"] / 1e3, report["step_ms"]["p95"] / 1e3
-    assert 0 <= left < 4 * slow + 0.3, left
+    left, slow = 60 - report["train_time_ms"] / 1e3, report["step_ms"]["max"] / 1e3
+    assert 0 <= left < (4 * slow + 0.3 if on_gpu else 2 * slow), left
+    assert seen[-1][1] > 0.7 and report["steps"] == len(seen)
+
+
+@pytest.mark.parametrize("slowdown", [1, 3, 10])
+def test_learning_rates_follow_the_time(slowdown, monkeypatch):
+    """Slower hardware gets fewer steps, not another schedule: whole for half of the budget, then down to 0, with
+    a warmdown in more steps than it has; larger batches at once have larger ones."""
+    cap, lap = 2.7, 0.05 * slowdown
+    settings = dict(max_wallclock_seconds=cap, iterations=10**5)
+    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, warmdown_iters=3000, **settings)
+    factors = [factor for *_, factor in seen]
+    whole = [factor for step, _, factor in seen if step * lap < 0.48 * cap]
+    assert len(whole) >= 2 and set(whole) == {1.0}
+    assert factors == sorted(factors, reverse=True) and factors[-1] < 2.5 * lap / (cap / 2)
+    _, seen = run_on(Device(lambda _, multiple: lap * multiple / 3, False), monkeypatch, warmdown_frac=0.0,
+                     batch_schedule=(1, 3), batch_lr_power=1.0, **settings)
+    assert all(factor == (1.0 if progress < 0.5 else 3.0) for _, progress, factor in seen)
+    assert {factor for *_, factor in seen} == {1.0, 3.0}
 
 
 def test_a_gpu_run_with_a_cap_is_few_steps_ahead(monkeypatch):
-    device = Device(lambda _: 0.1)
-    run_ahead(monkeypatch, device, max_wallclock_seconds=60.0, iterations=10**6)
+    device = Device(lambda *_: 0.1)
+    run_on(device, monkeypatch, max_wallclock_seconds=60.0, iterations=10**6)
     later = [launched - done for done, launched in device.waits if done > 16]
     assert len(later) > 100 and max(later) <= 6, "it asks every four, and waits until three are under way"
 
 
 def test_a_gpu_run_without_a_cap_waits_at_log_lines_only(monkeypatch):
-    device = Device(lambda _: 0.1)
-    report, _ = run_ahead(monkeypatch, device, max_wallclock_seconds=0.0, iterations=300)
+    device = Device(lambda *_: 0.1)
+    report, _ = run_on(device, monkeypatch, max_wallclock_seconds=0.0, iterations=300)
     assert not device.waits and report["train_time_ms"] == pytest.approx(30_000, rel=0.01)
     assert report["step_ms"]["p50"] == pytest.approx(100, rel=0.01)
 
@@ -343,30 +318,115 @@ def test_a_gpu_run_without_a_cap_waits_at_log_lines_only(monkeypatch):
 @pytest.mark.parametrize("cap", [0.0, 60.0])
 def test_a_gpu_run_of_one_step(cap, monkeypatch):
     """It ends before anyone heard of the time."""
-    report, _ = run_ahead(monkeypatch, Device(lambda _: 0.1), max_wallclock_seconds=cap, iterations=1)
+    report, _ = run_on(Device(lambda *_: 0.1), monkeypatch, max_wallclock_seconds=cap, iterations=1)
     assert report["step_ms"]["p50"] == pytest.approx(101, abs=1)
 
 
 def test_a_gpu_run_that_waits_for_its_host(monkeypatch):
     """Steps that the device has done in no time take what the host needs for them, no two of them at once."""
-    report, _ = run_ahead(monkeypatch, Device(lambda _: 1e-5), max_wallclock_seconds=1.0, iterations=10**6)
+    report, _ = run_on(Device(lambda *_: 1e-5), monkeypatch, max_wallclock_seconds=1.0, iterations=10**6)
     assert report["step_ms"]["p50"] == pytest.approx(1, rel=0.05)
     assert report["step_ms"]["max"] < 1.1 and 980 < report["steps"] < 1000
 
 
-def test_ranks_of_a_gpu_run_follow_what_they_agreed_on(monkeypatch):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_ranks_follow_what_they_agreed_on(on_gpu, monkeypatch):
     """Two ranks with clocks of their own take the same schedule and stop at the same step."""
-    said = {}
+    said, settings = [], dict(max_wallclock_seconds=20.0, iterations=10**6)
 
-    def agreed(times):
-        return lambda _: next(times)
-    plain = Device(lambda _: 0.1)
-    run_ahead(monkeypatch, plain, lambda mine: said.setdefault(len(said), mine),
-              max_wallclock_seconds=20.0, iterations=10**6)
-    ranks = [run_ahead(monkeypatch, Device(lambda _: 0.1 + 0.01 * rank, skew=1000 * rank),
-                       agreed(iter(said.values())), max_wallclock_seconds=20.0, iterations=10**6)
-             for rank in (0, 1)]
-    assert ranks[0][1] == ranks[1][1] and len(ranks[0][1]) > 150
-    steps, progress = zip(*ranks[0][1])
+    def note(mine):
+        said.append(mine)
+        return mine
+
+    run_on(Device(lambda *_: 0.1, on_gpu), monkeypatch, note, **settings)
+    ranks = []
+    for rank in (0, 1):
+        agreed = iter(said)
+        device = Device(lambda *_: 0.1 + 0.01 * rank, on_gpu, skew=1000.0 * rank)
+        ranks.append(run_on(device, monkeypatch, lambda mine: next(agreed), **settings)[1])
+    assert ranks[0] == ranks[1] and len(ranks[0]) > 150
+    steps, progress, _ = zip(*ranks[0])
     assert [*steps] == [*range(len(steps))] and min(np.diff(progress)) > -0.5 / len(steps)
-    assert all(abs(part - 0.1 * step / 20) < 1.5 * 0.1 / 20 for step, part in ranks[0][1])
+    assert all(abs(part - 0.1 * step / 20) < 1.5 * 0.1 / 20 for step, part, _ in ranks[0])
+
+
+# -------------------------------------------------------------------------------- honest text
+def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatch):
+    """Train and val share no token: what gradients are taken of, after the rehearsal's made-up tokens that are
+    undone, has none of val's; and each update follows its own micro-steps."""
+    rng = np.random.default_rng(0)
+    write_shard(tmp_path / "x_train_000000.bin", rng.integers(0, 100, 20_000))
+    write_shard(tmp_path / "x_val_000000.bin", rng.integers(100, 200, 3_000))
+    forward, score, step = train_gpt.GPT.forward, train_gpt.log_probs, train_gpt.Optimizer.step
+    seen, scored, optimized = [], [], []
+
+    def spy_forward(self, tokens, targets, context):
+        assert torch.is_grad_enabled()
+        seen.append(torch.stack([tokens, targets]))
+        return forward(self, tokens, targets, context)
+
+    def spy_log_probs(model, tokens, *more):
+        assert not torch.is_grad_enabled()
+        scored.append(tokens)
+        return score(model, tokens, *more)
+
+    def spy_step(self, *more):
+        optimized.append(len(seen))
+        return step(self, *more)
+
+    monkeypatch.setattr(train_gpt.GPT, "forward", spy_forward)
+    monkeypatch.setattr(train_gpt, "log_probs", spy_log_probs)
+    monkeypatch.setattr(train_gpt.Optimizer, "step", spy_step)
+    done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="200", VAL_TOKENS="0", ITERATIONS="8", VAL_LOSS_EVERY="2",
+                 WARMUP_STEPS="2", SAVE_EVERY="3", DEVICE_BATCH_SIZE="8")
+    assert done.code == 0, done.err
+    rehearsed, steps, micro_steps = 2, 8, 2
+    assert len(seen) == rehearsed + steps * micro_steps and all(batch.max() < 100 for batch in seen[rehearsed:])
+    assert optimized == [1, 2, *range(4, 19, 2)]
+    assert scored and all(((tokens >= 100) | (tokens == 0)).all() for tokens in scored), "0 fills rows up"
+
+
+@pytest.mark.parametrize("both", [0, 1, 3])
+def test_documents_in_train_and_val_are_refused(both, train, tiny_data, tmp_path):
+    """By the hashes beside the manifest, where there are any."""
+    cfg = train_gpt.load_config(TOY | {"DATA_PATH": str(tiny_data / TOY["DATA_PATH"])})
+    sp, texts = train_gpt.open_data(cfg).tokenizer, ["def one(): return 1\n" * 400, "x = [1, 2]\n" * 300]
+    model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
+    train_tokens, val_tokens = tokens_of(sp, texts * 4), tokens_of(sp, texts)
+    val_bytes = sum(len(text.encode()) for text in texts)
+    folder = write_dataset(tmp_path, "toy", model, [train_tokens], val_tokens, val_bytes)
+    val_hashes, train_hashes = np.arange(4), np.arange(4 - both, 40)
+    np.concatenate([val_hashes, train_hashes]).astype("<u8").tofile(folder / "document_hashes.bin")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["document_hashes"] = dict(path="document_hashes.bin", val=4, train=len(train_hashes))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    done = train(TOY, DATA_PATH=str(folder), VAL_TOKENS="0", ITERATIONS="2")
+    assert done.code == (2 if both else 0), done.err
+    assert not both or f"{both} documents of toy are in train and in val" in done.err
+
+
+def anonymous_memory():
+    """MB of this process."""
+    return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.slow
+@pytest.mark.faults
+def test_memory_does_not_grow_with_the_steps(train, monkeypatch, report):
+    """Under 50 MB from step 200 to step 2,200, with checkpoints, validation and several epochs on the way."""
+    grown, began, plain = {}, time.monotonic(), train_gpt.train_step
+
+    def step(loss_fn, optimizer, *more):
+        loss = plain(loss_fn, optimizer, *more)
+        if optimizer.step_count in (200, 2200):
+            grown[optimizer.step_count] = anonymous_memory()
+        return loss
+
+    monkeypatch.setattr(train_gpt, "train_step", step)
+    done = train(TOY, ITERATIONS="2200", NUM_LAYERS="1", MODEL_DIM="16", TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="256",
+                 BIGRAM_ROWS="64", SAVE_EVERY="250", VAL_LOSS_EVERY="500", TRAIN_LOG_EVERY="5")
+    assert done.code == 0 and "epoch 2 begins" in done.log, done.err
+    more = grown[2200] - grown[200]
+    report("2,000 steps with checkpoints", f"{more:.1f} MB more memory at the end", time.monotonic() - began)
+    assert more < 50, grown

@@ -1,4 +1,4 @@
-"""The model against a plain reference in float64, and what scores rely on: causality, windows, seeds."""
+"""The model against a plain reference in float64, what scores rely on, the parameter table, first values."""
 
 import math
 from dataclasses import replace
@@ -9,43 +9,57 @@ from torch import nn
 
 import train_gpt
 from helpers import GOLF_RECORD
-from train_gpt import GPT, Config, init_parameters, log_probs, parameter_rule
+from train_gpt import FIELDS, GPT, MODEL_FIELDS, Config, init_parameters, kind_of, log_probs
 
-SMALL = replace(
-    Config(), vocab_size=61, train_seq_len=24, model_dim=48, num_layers=4, num_heads=6, mlp_mult=2,
-    window_pattern="L", window_schedule=(0,)
-)
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = replace(Config(), vocab_size=61, train_seq_len=24, train_batch_tokens=24, model_dim=48, num_layers=4,
+                num_heads=6, mlp_mult=2, bigram_rows=500, window_pattern="L", window_schedule=(0,))
+MAXIMAL = replace(  # has every kind of parameter; a test below says so
+    SMALL, num_layers=7, num_kv_heads=2, value_embed_layers=(0, 1), window_pattern="SSSL", mlp_mult=3,
+    window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,
+    attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True)
 
 
-def randomised(cfg, T=None, window=0, seed=0, dtype=torch.float32):
-    """A model with no parameter at zero: initial values would hide half of the arithmetic."""
-    model, generator = GPT(cfg, dtype), torch.Generator().manual_seed(seed)
+def randomised(cfg, seed=0):
+    """A model with no parameter at zero: first values would hide half of the arithmetic."""
+    model, generator, table = GPT(cfg), torch.Generator().manual_seed(seed), train_gpt.parameter_table(cfg)
     for name, p in model.named_parameters():
-        spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(parameter_rule(name)[0], 1.0)
+        spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
-    model.set_context(T or cfg.train_seq_len, window)
     return model
+
+
+def values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def some_tokens(cfg, B, T, seed=0):
     return torch.randint(cfg.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-# -------------------------------------------------------------------------------- the reference
+def make_context(cfg, T, window, *more):
+    return train_gpt.make_context(cfg, T, window, torch.device("cpu"), *more)
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------ the reference
 def normalised(x):
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def rope_speeds(cfg, D, window):
-    """Radians per token of each pair of dims, and the factor on the logits: the first pairs turn with
-    wavelengths up to rope_base, the rest stand still; with YaRN what turns fewer than 32 times in the window
+    """Radians per token of each pair of channels, and the factor on the logits: the first pairs turn with
+    wavelengths up to rope_base, the rest stand still. With YaRN, what turns fewer than 32 times in the window
     slows down as the window grows, all the way if it turns less than once."""
     n = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
     speeds = [cfg.rope_base ** (-d / n) for d in range(n)] + [0.0] * (D // 2 - n)
     factor = cfg.attn_scale or 1 / math.sqrt(D)
     past = list(cfg.window_schedule)
     if window in past:
-        past = past[: past.index(window) + 1]
+        past = past[:past.index(window) + 1]
     for i in range(1, len(past) if cfg.rope_yarn else 1):
         ratio = past[i] / past[i - 1]
         factor *= 1 + 0.2 * math.log(ratio)
@@ -56,56 +70,80 @@ def rope_speeds(cfg, D, window):
 
 
 def turned(x, speed):
-    """RoPE on x (T, D): dims d and d + D/2 are one complex number that turns by -position * speed[d]."""
+    """RoPE on x (T, D): channels d and d + D/2 are one complex number that turns by -position * speed[d]."""
     T, D = x.shape
-    z = torch.complex(x[:, : D // 2].contiguous(), x[:, D // 2 :].contiguous())
-    z = z * torch.polar(
-        torch.ones(T, D // 2, dtype=torch.float64), -torch.arange(T, dtype=torch.float64)[:, None] * speed
-    )
+    z = torch.complex(x[:, :D // 2].contiguous(), x[:, D // 2:].contiguous())
+    angle = -torch.arange(T, dtype=torch.float64)[:, None] * speed
+    z = z * torch.polar(torch.ones(T, D // 2, dtype=torch.float64), angle)
     return torch.cat((z.real, z.imag), -1)
 
 
 def attended(q, k, v, reach, factor, begins):
-    """q, k, v (T, D): each position sees itself and the reach - 1 before it, back to where its document
-    begins."""
+    """q, k, v (T, D): each position sees itself and the reach - 1 before it, within its document."""
     out = torch.zeros_like(q)
     for t in range(len(q)):
         first = max(begins[t], t - reach + 1)
-        scores = k[first : t + 1] @ q[t] * factor
-        out[t] = (scores.exp() / scores.exp().sum()) @ v[first : t + 1]
+        scores = k[first:t + 1] @ q[t] * factor
+        out[t] = (scores.exp() / scores.exp().sum()) @ v[first:t + 1]
     return out
 
 
-def reference_log_probs(cfg, weights, tokens, window):
-    """One sequence, tokens (T,) -> (T, V) float64. weights: {name: tensor} of the model."""
-    w = {name: p.detach().double() for name, p in weights.items()}
-    C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
-    D, T, half = C // H, len(tokens), cfg.num_layers // 2
-    long = T if window == 0 else min(window, T)
-    half_window = (min(window, cfg.window_schedule[-1]) or cfg.train_seq_len) // 2
-    half_window = max(cfg.window_block, half_window - half_window % cfg.window_block)
-    reach = {"L": long, "S": min(T, half_window)}
+def reference_embedding(cfg, w, tokens, begins):
+    """tokens (T,) -> (T, C): embedding, bigram with the token before, a gated part of the one before."""
+    x = w["embed"][tokens].clone()
+    follows = [t for t in range(len(tokens)) if begins[t] < t]
+    if cfg.bigram_rows:
+        for t in follows:
+            pair = (int(tokens[t]) * 0x9E3779B1) ^ (int(tokens[t - 1]) * 0x85EBCA6B)
+            x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
+    if cfg.smear_dim:
+        plain = x.clone()
+        for t in follows:
+            opened = torch.sigmoid(plain[t, :cfg.smear_dim] @ w["smear_gate"][0])
+            x[t] += w["smear"].squeeze() * opened * plain[t - 1]
+    return normalised(x)
+
+
+def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
+    """b: {name: tensor} of a block; h (T, C), normalised -> what its attention adds to the stream."""
+    H, KV, D = cfg.num_heads, cfg.num_kv_heads or cfg.num_heads, cfg.model_dim // cfg.num_heads
+    speeds, factor = rope_speeds(cfg, D, window)
+    q, k, v, heads = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T + value_embed, []
+    for n in range(H):
+        pair = n * KV // H  # the kv head that this query head shares
+        one_q, one_k, one_v = (y[:, m * D:(m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
+        if cfg.key_offset and kind == "L":  # second and fourth quarter, from the token before
+            late = [d for d in range(D) if d % (D // 2) >= (D // 2 + 1) // 2]
+            moved = one_k.clone()
+            for t in range(len(h)):
+                moved[t, late] = one_k[t - 1, late] if begins[t] < t else 0.0
+            one_k = moved
+        one_q, one_k = turned(normalised(one_q), speeds), turned(normalised(one_k), speeds)
+        if cfg.qk_gain_init:
+            one_q = one_q * b["qk_gain"][n]
+        y = attended(one_q, one_k, one_v, reach[kind], factor, begins)
+        if cfg.attn_gate_dim:
+            y = y * torch.sigmoid(h[:, :cfg.attn_gate_dim] @ b["attn_gate"][n])[:, None]
+        heads.append(y)
+    return torch.cat(heads, -1) @ b["attn_proj"].T
+
+
+def reference_log_probs(cfg, model, tokens, window):
+    """One sequence, tokens (T,) -> (T, V) float64. window: of long layers, 0: everything."""
+    w = {name: p.detach().double() for name, p in model.named_parameters()}
+    T, half = len(tokens), cfg.num_layers // 2
+    short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len) // 2
+    short = max(cfg.window_block, short - short % cfg.window_block)
+    reach = {"L": window or T, "S": short}
     begins = [0] * T  # of the document of each position
     for t in range(1, T):
         begins[t] = t if cfg.max_doc_len and tokens[t] == cfg.bos_id else begins[t - 1]
-    speeds, factor = rope_speeds(cfg, D, window)
-    x = w["embed"][tokens].clone()
-    if cfg.bigram_rows:
-        for t in range(T):
-            if begins[t] < t:
-                pair = (int(tokens[t]) * 0x9E3779B1) ^ (int(tokens[t - 1]) * 0x85EBCA6B)
-                x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
-    if cfg.smear_dim:
-        plain = x.clone()
-        for t in range(T):
-            if begins[t] < t:
-                opened = torch.sigmoid(plain[t, : cfg.smear_dim] @ w["smear_gate"][0])
-                x[t] += w["smear"].squeeze() * opened * plain[t - 1]
-    x0 = x = normalised(x)
+    x0 = x = reference_embedding(cfg, w, tokens, begins)
     stack, popped, outputs = [], 0, []
     further = list(zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]))
     for i in range(cfg.num_layers):
         b = {name.split(".")[-1]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
+        kind = cfg.window_pattern[i % len(cfg.window_pattern)]
         if cfg.unet_skips and i >= half and stack:  # inside out: the last one in is the first one out
             popped += 1
             x = x + w["skip_weights"][half - popped] * stack.pop()
@@ -115,31 +153,11 @@ def reference_log_probs(cfg, weights, tokens, window):
         if cfg.residual_mix:
             x = b["residual_mix"][0] * x + b["residual_mix"][1] * x0
         scale = b["layer_scale"] if cfg.layer_scale else (1, 1)
-        h, heads, kind = normalised(x), [], cfg.window_pattern[i % len(cfg.window_pattern)]
-        attends = kind in "LS"
-        if attends:
-            q, k, v = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T
-        if attends and (table := cfg.value_embed_layers[i % len(cfg.value_embed_layers)]):
-            v = v + w[f"value_embeds.{table - 1}"][tokens]
-        for n in range(H if attends else 0):
-            pair = n * KV // H  # the kv head that this query head shares
-            one_q, one_k, one_v = (y[:, m * D : (m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
-            if cfg.key_offset and kind == "L":  # second and fourth quarter, from the token before
-                late = [n for n in range(D) if n % (D // 2) >= (D // 2 + 1) // 2]
-                moved = one_k.clone()
-                for t in range(T):
-                    moved[t, late] = one_k[t - 1, late] if begins[t] < t else 0.0
-                one_k = moved
-            one_q, one_k = normalised(one_q), normalised(one_k)
-            one_q, one_k = turned(one_q, speeds), turned(one_k, speeds)
-            if cfg.qk_gain_init:
-                one_q = one_q * b["qk_gain"][n]
-            y = attended(one_q, one_k, one_v, reach[kind], factor, begins)
-            if cfg.attn_gate_dim:
-                y = y * torch.sigmoid(h[:, : cfg.attn_gate_dim] @ b["attn_gate"][n])[:, None]
-            heads.append(y)
-        if attends:
-            x = x + scale[0] * (torch.cat(heads, -1) @ b["attn_proj"].T)
+        if kind in "LS":
+            table = cfg.value_embed_layers[i % len(cfg.value_embed_layers)]
+            value_embed = w[f"value_embeds.{table - 1}"][tokens] if table else 0
+            h = normalised(x)
+            x = x + scale[0] * reference_attention(cfg, b, h, value_embed, kind, reach, window, begins)
         if kind != "0":
             x = x + scale[1] * ((normalised(x) @ b["fc"].T).clamp(min=0) ** 2 @ b["mlp_proj"].T)
         outputs.append(x)
@@ -153,304 +171,224 @@ def reference_log_probs(cfg, weights, tokens, window):
     return logits - logits.exp().sum(-1, keepdim=True).log()
 
 
+ALL_OFF = dict(qk_gain_init=0.0, rope_base=0.0, logit_softcap=0.0, residual_mix=False, layer_scale=False,
+               unet_skips=False, key_offset=False, bigram_rows=0, value_embed_layers=(0,))
+DOCUMENTS = dict(max_doc_len=9, bos_id=4)
 SETTINGS = {
     "defaults": {},
     "gqa": dict(num_kv_heads=2),
     "mqa": dict(num_kv_heads=1),
     "tied": dict(tie_embeddings=True),
-    "no gain": dict(qk_gain_init=0.0),
-    "no rope": dict(rope_base=0.0),
-    "no softcap": dict(logit_softcap=0.0),
-    "no mix": dict(residual_mix=False),
-    "no scale": dict(layer_scale=False),
-    "no skips": dict(unet_skips=False),
-    "all off": dict(
-        qk_gain_init=0.0,
-        rope_base=0.0,
-        logit_softcap=0.0,
-        residual_mix=False,
-        layer_scale=False,
-        unet_skips=False,
-    ),
+    **{f"without {name}": {name: value} for name, value in ALL_OFF.items()},
+    "all off": ALL_OFF,
     "value embeddings": dict(value_embed_layers=(1, 0, 2), num_kv_heads=3),
     "windows": dict(window_pattern="SSL", window_schedule=(10,)),
-    "golf-like": dict(
-        num_layers=5, num_kv_heads=3, tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0
-    ),
+    "golf-like": dict(num_layers=5, num_kv_heads=3, tie_embeddings=True, logit_softcap=30.0, rope_base=1e4),
     "one layer": dict(num_layers=1, value_embed_layers=(1,)),
     "three layers": dict(num_layers=3, window_pattern="SL", window_schedule=(7,), num_kv_heads=2),
-    "shared value tables": dict(
-        num_layers=5, value_embed_layers=(0, 2, 1, 0, 2), window_pattern="LL-LL", window_schedule=(0,)
-    ),
-    "documents": dict(max_doc_len=9, bos_id=4),
-    "documents in windows": dict(max_doc_len=9, bos_id=4, window_pattern="SL", window_schedule=(6,)),
-    "smear": dict(smear_dim=5, max_doc_len=9, bos_id=4),
+    "shared value tables": dict(num_layers=5, value_embed_layers=(0, 2, 1, 0, 2), window_pattern="LL-LL"),
+    "documents": DOCUMENTS,
+    "documents in windows": dict(**DOCUMENTS, window_pattern="SL", window_schedule=(6,)),
+    "smear": dict(smear_dim=5, **DOCUMENTS),
     "smear across": dict(smear_dim=5),
-    "bigrams": dict(bigram_rows=31, max_doc_len=9, bos_id=4),
+    "bigrams": dict(bigram_rows=31, **DOCUMENTS),
     "bigrams across": dict(bigram_rows=4096),
     "attention gate": dict(attn_gate_dim=7, num_kv_heads=2),
-    "key offset": dict(key_offset=True, window_pattern="SL", window_schedule=(12,), num_kv_heads=3),
-    "key offset of six channels": dict(key_offset=True, num_heads=8),
-    "key offset of two channels": dict(key_offset=True, num_heads=24),
-    "key offset in documents": dict(key_offset=True, max_doc_len=9, bos_id=4),
+    "key offset": dict(window_pattern="SL", window_schedule=(12,), num_kv_heads=3),
+    "key offset of six channels": dict(num_heads=8),
+    "key offset of two channels": dict(num_heads=24),
     "half of RoPE": dict(rope_fraction=0.5),
     "yarn": dict(rope_yarn=True, window_schedule=(5, 9, 14), attn_scale=0.3, rope_base=30.0),
     "parts of layers": dict(num_layers=5, window_pattern="0L-S", value_embed_layers=(0,)),
     "skip and backout": dict(unet_skips=False, skip_layers=(0, 2), backout_layer=1),
-    "several skips into a layer": dict(num_layers=4, skip_layers=(0, 2, 1, 3, 0, 3)),
+    "several skips into a layer": dict(skip_layers=(0, 2, 1, 3, 0, 3)),
     "skips of both kinds": dict(num_layers=5, skip_layers=(0, 4)),
     "speedrun-like": dict(
-        num_layers=6,
-        max_doc_len=9,
-        bos_id=4,
-        qk_gain_init=0.0,
-        attn_scale=0.1,
-        attn_gate_dim=12,
-        rope_base=1024.0,
-        rope_fraction=0.5,
-        rope_yarn=True,
-        smear_dim=12,
-        layer_scale=False,
-        unet_skips=False,
-        skip_layers=(2, 3),
-        backout_layer=4,
-        value_embed_layers=(0, 1, 2, 0, 1, 2),
-        window_pattern="0SL-SL",
-        window_schedule=(4, 8, 12),
-        window_block=2,
-        eval_window=16,
-        bigram_rows=50,
-        key_offset=True,
-    ),
-    "all on": dict(
-        num_layers=7,
-        num_kv_heads=2,
-        value_embed_layers=(0, 1),
-        window_pattern="SSSL",
-        window_schedule=(16,),
-        mlp_mult=3,
-        skip_layers=(0, 6),
-        backout_layer=5,
-        smear_dim=6,
-        bigram_rows=64,
-        key_offset=True,
-        attn_gate_dim=8,
-    ),
+        **DOCUMENTS, num_layers=6, qk_gain_init=0.0, attn_scale=0.1, attn_gate_dim=12, rope_base=1024.0,
+        rope_fraction=0.5, rope_yarn=True, smear_dim=12, layer_scale=False, unet_skips=False,
+        skip_layers=(2, 3), backout_layer=4, value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
+        window_schedule=(4, 8, 12), window_block=2, eval_window=16, bigram_rows=50),
+    "maximal": {name: getattr(MAXIMAL, name) for name in MODEL_FIELDS},
 }
 
 
+def settings(name):
+    return replace(SMALL, **SETTINGS[name])
+
+
 @pytest.mark.parametrize("name", SETTINGS)
+@torch.no_grad()
 def test_forward_equals_reference(name):
-    cfg = replace(SMALL, **SETTINGS[name])
-    window = train_gpt.eval_window(cfg)
-    model = randomised(cfg, 23, window)
-    tokens = some_tokens(cfg, 2, 24)
-    with torch.no_grad():
-        got, loss = log_probs(model, tokens[:, :-1]), model(tokens[:, :-1], tokens[:, 1:])
-    weights = dict(model.named_parameters())
-    want = torch.stack([reference_log_probs(cfg, weights, row, window) for row in tokens[:, :-1]])
-    assert got.dtype == torch.float32 and got.shape == (2, 23, cfg.vocab_size)
-    assert want.std() > 0.1  # a flat distribution would prove nothing
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-    nats = -want.gather(-1, tokens[:, 1:, None]).mean()
-    torch.testing.assert_close(loss.double(), nats, rtol=1e-5, atol=1e-5)
+    """Log-probabilities and the training loss, with YaRN at the window of each stage."""
+    cfg = settings(name)
+    model, tokens = randomised(cfg), some_tokens(cfg, 2, 24)
+    final = train_gpt.eval_window(cfg)
+    for window in [final, *cfg.window_schedule] if cfg.rope_yarn else [final]:
+        context = make_context(cfg, 23, window)
+        got = log_probs(model, tokens[:, :-1], context if window != final else None)
+        want = torch.stack([reference_log_probs(cfg, model, row, window) for row in tokens[:, :-1]])
+        assert got.dtype == torch.float32 and got.shape == (2, 23, cfg.vocab_size)
+        assert want.std() > 0.1  # a flat distribution would prove nothing
+        close(got.double(), want, 1e-4)
+        nats = -want.gather(-1, tokens[:, 1:, None]).mean()
+        close(model(tokens[:, :-1], tokens[:, 1:], context).double(), nats)
 
 
-@pytest.mark.parametrize(
-    "off",
-    [
-        dict(qk_gain_init=0.0),
-        dict(residual_mix=False),
-        dict(layer_scale=False),
-        dict(unet_skips=False),
-        dict(tie_embeddings=True),
-    ],
-)
-def test_what_is_off_has_no_parameters(off):
-    """... and leaves the parameters of the rest as they were."""
-    names = [{name for name, _ in GPT(replace(SMALL, **kw)).named_parameters()} for kw in ({}, off)]
-    assert names[1] < names[0]
-
-
-def test_each_part_matters():
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_part_matters(tied):
     """The reference and the model could both ignore a parameter: every one has a gradient."""
-    cfg = replace(SMALL, **SETTINGS["all on"])
-    model = randomised(cfg, 24, cfg.window_schedule[-1])
-    tokens = some_tokens(cfg, 2, 25)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    cfg = replace(MAXIMAL, tie_embeddings=tied)
+    model, tokens = randomised(cfg), some_tokens(cfg, 2, 25)
+    model(tokens[:, :-1], tokens[:, 1:], make_context(cfg, 24, 16)).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
 
 
-# -------------------------------------------------------------------------------- what scores rely on
-@pytest.mark.parametrize(
-    "kw",
-    [
-        {},
-        dict(num_kv_heads=2, window_pattern="SL", window_schedule=(16,)),
-        dict(rope_base=0.0, value_embed_layers=(1,), num_layers=5),
-        dict(key_offset=True, smear_dim=6, bigram_rows=300),
-    ],
-)
-def test_causal(kw):
-    cfg = replace(SMALL, train_seq_len=72, **kw)
-    model = randomised(cfg, 72, cfg.window_schedule[-1])
-    edges = (0, 1, 6, 7, 8, 15, 16, 17, 31, 32, 33, 47, 63, 64, 70)
-    tokens = some_tokens(cfg, 1, 72).repeat(1 + len(edges), 1)
-    for row, t in enumerate(edges, 1):  # other tokens after t, each one different
-        tokens[row, t + 1 :] = (
-            tokens[row, t + 1 :] + 1 + some_tokens(cfg, 1, 71 - t, t)[0] % 60
-        ) % cfg.vocab_size
-    with torch.no_grad():
-        scores = log_probs(model, tokens)
-    for row, t in enumerate(edges, 1):
-        torch.testing.assert_close(scores[row, : t + 1], scores[0, : t + 1], rtol=0, atol=1e-6)
-        assert (scores[row, t + 1 :] - scores[0, t + 1 :]).abs().amax(-1).min() > 1e-3
+@pytest.mark.parametrize("name", ["defaults", "windows", "documents in windows", "speedrun-like", "maximal"])
+def test_log_probs_of_any_shape(name, tmp_path):
+    """B and T are free on a freshly loaded model, whatever was called before; each row is scored as if alone,
+    and a beginning as if nothing followed; beyond train_seq_len too they are the reference's."""
+    cfg, path = settings(name), tmp_path / "artifact"
+    path.write_bytes(train_gpt.pack_artifact(randomised(cfg)))
+    used, window = train_gpt.load_model(path)[0], train_gpt.eval_window(cfg)
+    for B, T in ((2, 61), (1, 1), (3, 24), (1, 25), (2, 5), (5, 24), (1, 2)):
+        tokens = some_tokens(cfg, B, T, seed=T)
+        with torch.no_grad():
+            want = log_probs(train_gpt.load_model(path)[0], tokens)
+            assert want.shape == (B, T, cfg.vocab_size) and torch.equal(log_probs(used, tokens), want)
+            close(want[0].double(), reference_log_probs(cfg, used, tokens[0], window), 1e-4)
+            for i in range(B):
+                close(log_probs(used, tokens[i:i + 1])[0], want[i])
+            for t in {1, T // 3 + 1, T - 1} - {0}:
+                close(log_probs(used, tokens[:, :t]), want[:, :t])
+            # other calls: some places only, bf16, another window, a sample
+            wanted = (torch.arange(T) % 2 == 0).expand(B, T)
+            close(log_probs(used, tokens, make_context(cfg, T, window, torch.float32, wanted)), want[wanted])
+            rounded = log_probs(used, tokens, make_context(cfg, T, window, torch.bfloat16))
+            assert rounded.dtype == torch.float32 and (rounded - want).abs().mean() < 0.15
+            log_probs(used, tokens, make_context(cfg, T, 3))
+            train_gpt.generate(used, [1, 2, 3], 4, 0.0)
+        used(tokens, tokens, make_context(cfg, T, 6)).backward()
 
 
-@pytest.mark.parametrize("pattern, window", [("L", 8), ("S", 4)])
-@pytest.mark.parametrize("before", [dict(), dict(key_offset=True), dict(bigram_rows=64)])
-def test_window_limits_the_past(pattern, window, before):
-    """To the token; a key offset in long layers and bigrams see the token before that one too."""
-    plain = replace(SMALL, num_layers=1, train_seq_len=40, window_pattern=pattern)
-    cfg = replace(plain, **dict(key_offset=False, bigram_rows=0) | before)
-    reach = window + (cfg.bigram_rows > 0 or cfg.key_offset and pattern == "L")
-    model = randomised(cfg, 40, 8)
-    tokens = some_tokens(cfg, 1, 40)
-    changed = tokens.clone()
-    changed[0, 10] = (changed[0, 10] + 7) % cfg.vocab_size
-    with torch.no_grad():
-        difference = (log_probs(model, tokens) - log_probs(model, changed)).abs().amax(-1)[0]
-    assert difference[:10].max() == 0
-    assert difference[10 : 10 + reach].min() > 1e-4
-    assert difference[10 + reach :].max() < 1e-6
-
-
-def test_windows_are_clipped_to_the_sequence():
-    model, tokens = randomised(SMALL, 24), some_tokens(SMALL, 2, 24)
-    with torch.no_grad():
-        whole = log_probs(model, tokens)
-        for window in (24, 25, 4096):
-            model.set_context(24, window)
-            torch.testing.assert_close(log_probs(model, tokens), whole, rtol=0, atol=1e-6)
-    cfg = replace(SMALL, train_seq_len=24)
-    for window, T, sizes in ((0, 24, (24, 12)), (99, 24, (24, 12)), (1, 24, (1, 1)), (8, 24, (8, 4))):
-        assert tuple(train_gpt.window_sizes(cfg, window, T).values()) == sizes
-    # a short layer looks back as far in a short prompt as it did in training
-    assert train_gpt.window_sizes(cfg, 0, 10) == {"L": 10, "S": 10}
-    assert train_gpt.window_sizes(cfg, 0, 16) == {"L": 16, "S": 12}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_are_a_distribution(dtype):
-    cfg = replace(SMALL, num_kv_heads=2, window_pattern="SL", window_schedule=(8,))
-    model, tokens = randomised(cfg, 24, 8, dtype=dtype), some_tokens(cfg, 3, 24)
-    with torch.no_grad():
-        scores = log_probs(model, tokens)
-        model.dtype = torch.float32
-        model.set_context(24, 8)
-        exact = log_probs(model, tokens)
-    assert scores.dtype == torch.float32 and scores.isfinite().all() and scores.max() <= 0
-    torch.testing.assert_close(scores.double().exp().sum(-1), torch.ones(3, 24).double(), rtol=0, atol=1e-5)
-    assert (scores - exact).abs().mean() < (0.1 if dtype == torch.bfloat16 else 1e-6)
-
-
-def test_sequences_of_a_batch_do_not_mix():
-    model, tokens = randomised(SMALL), some_tokens(SMALL, 3, 24)
-    with torch.no_grad():
-        together = log_probs(model, tokens)
-        for i in range(3):
-            torch.testing.assert_close(log_probs(model, tokens[i : i + 1])[0], together[i], rtol=0, atol=1e-5)
-
-
-# -------------------------------------------------------------------------------- sizes and first values
+# ------------------------------------------------------------ parameters
 def test_golf_has_its_parameters():
-    with torch.device("meta"):
-        cfg = train_gpt.load_config({"PRESET": "golf"} | GOLF_RECORD)
-        sizes = {name: p.numel() for name, p in GPT(cfg).named_parameters()}
-    assert sum(sizes.values()) == 17_059_912
-    assert sizes.pop("embed") == 524_288
-    assert sizes.pop("skip_weights") == 4 * 512
-    matrices = ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
-    for i in range(9):
-        block = {
-            name.split(".")[-1]: sizes.pop(name) for name in list(sizes) if name.startswith(f"blocks.{i}.")
-        }
-        assert sum(block.pop(name) for name in matrices) == 1_835_008
-        assert sum(block.values()) == 8 + 512 + 512 + 1024
-    assert not sizes
-    assert sum(train_gpt.parameter_counts(cfg).values()) == 17_059_912
+    """As many as the public record."""
+    cfg = train_gpt.load_config({"PRESET": "golf"} | GOLF_RECORD)
+    counts = train_gpt.parameter_counts(cfg)
+    assert counts == dict(embed=524_288, matrix=9 * 1_835_008, scalar=4 * 512 + 9 * (8 + 512 + 512 + 1024))
+    assert sum(counts.values()) == 17_059_912
 
 
-def test_every_parameter_has_a_rule():
-    cfg = replace(SMALL, **SETTINGS["all on"])
-    model = GPT(cfg)
-    kinds = {name: parameter_rule(name) for name, _ in model.named_parameters()}
-    assert {group for group, _ in kinds.values()} == set(train_gpt.GROUPS)
-    known = [name for members in train_gpt.GROUPS.values() for name in members]
-    assert {name.rstrip(".0123456789").split(".")[-1] for name in kinds} == set(known) and len(known) == 18
-    for name, p in model.named_parameters():
-        assert (kinds[name][0] == "matrix") == (
-            name.split(".")[-1] in ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
-        ), name
+def test_what_is_off_has_no_parameters():
+    """... and leaves the parameters of the rest as they were."""
+    everything = values(GPT(MAXIMAL)).keys()
+    for name in ("qk_gain_init", "residual_mix", "layer_scale", "unet_skips", "bigram_rows", "smear_dim",
+                 "attn_gate_dim", "backout_layer", "value_embed_layers"):
+        off = {name: (0,) if name == "value_embed_layers" else 0, "skip_layers": (0,)}
+        assert values(GPT(replace(MAXIMAL, **off))).keys() < everything, name
+    assert everything - values(GPT(replace(MAXIMAL, tie_embeddings=True))).keys() == {"head"}
 
 
-def test_unmatched_parameter_raises():
+def test_the_table_has_a_row_for_every_kind():
+    """A configuration in which everything that can be off is on has every row's kind, and no other."""
+    for name in MODEL_FIELDS:
+        optional = FIELDS[name].metadata["off"] or isinstance(FIELDS[name].default, bool)
+        assert not optional or getattr(MAXIMAL, name) or name == "tie_embeddings", f"{name} is off here"
+    table = train_gpt.parameter_table(MAXIMAL)
+    shapes = {kind_of(name): p.dim() for name, p in GPT(MAXIMAL).named_parameters()}
+    assert shapes.keys() == table.keys() and all(row.kind == kind for kind, row in table.items())
+    muon = {kind for kind, row in table.items() if row.optimizer == "muon"}
+    assert muon == {"query", "key", "value", "attn_proj", "fc", "mlp_proj"}
+    assert all(shapes[kind] == 2 for kind in muon)
+
+
+def test_a_parameter_without_a_row_raises():
     model = GPT(SMALL)
-    model.blocks[1].gate = nn.Parameter(torch.zeros(3))
-    with pytest.raises(KeyError):
-        init_parameters(model, 0)
-    with pytest.raises(KeyError):
-        train_gpt.Optimizer(model, SMALL)
+    model.blocks[1].other = nn.Parameter(torch.zeros(3))
+    for use in (lambda: init_parameters(model, 0), lambda: train_gpt.Optimizer(model, SMALL),
+                lambda: train_gpt.pack_artifact(model)):
+        with pytest.raises(KeyError, match="other"):
+            use()
 
 
-def test_per_layer_repeats_and_cuts():
-    assert train_gpt.per_layer("SSSL", 6) == list("SSSLSS")
-    assert train_gpt.per_layer((1, 0), 1) == [1]
-    assert train_gpt.per_layer((5,), 3) == [5, 5, 5]
-    with_values = GPT(replace(SMALL, num_layers=3, value_embed_layers=(0, 1, 0, 1, 1)))
-    assert with_values.tables == [0, 1, 0] and len(with_values.value_embeds) == 1
+@pytest.mark.parametrize("cell", [
+    "gain.lr_mult=2", "query=2", "query.kind=key", "query.lr_mult=fast", "query.scale=nan",
+    "query.optimizer=sgd", "query.lr=seed", "query.init=ones", "query.group=", "qk_gain.optimizer=muon",
+    "backout.init=uniform", "residual_mix.init=normal"])
+def test_an_impossible_cell_is_refused(cell):
+    with pytest.raises(train_gpt.Refused):
+        train_gpt.load_config({"PARAMETERS": cell})
 
 
-def test_first_values():
-    cfg = replace(SMALL, model_dim=384, num_layers=3, value_embed_layers=(1, 0), qk_gain_init=1.25)
-    for tied in (False, True):
-        model = GPT(replace(cfg, tie_embeddings=tied, vocab_size=2000, tied_embed_init_std=0.02))
-        init_parameters(model, 3)
-        assert abs(model.embed.std() - (0.02 if tied else 1.0)) < (0.02 if tied else 1.0) / 50
-        assert tied or model.head.abs().max() == 0
-        for block in model.blocks:
-            assert block.attn_proj.abs().max() == 0 and block.mlp_proj.abs().max() == 0
-            assert 0.95 < block.query.abs().max() * 384**0.5 < 1.0001
-            assert (block.qk_gain == 1.25).all() and (block.layer_scale == 1).all()
-            assert (block.residual_mix[0] == 1).all() and (block.residual_mix[1] == 0).all()
-        assert (model.skip_weights == 1).all()
+# ------------------------------------------------------------ first values
+CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, attn_gate=0, smear=0,
+                 smear_gate=0, layer_scale=1, skip_weights=1, qk_gain=1.25, backout=0.5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_first_values(tied):
+    cfg = replace(MAXIMAL, model_dim=192, vocab_size=2000, qk_gain_init=1.25, tie_embeddings=tied,
+                  tied_embed_init_std=0.02)
+    model, std = GPT(cfg), 0.02 if tied else 1.0
+    init_parameters(model, 3)
+    for name, p in values(model).items():
+        kind, bound = kind_of(name), p.size(-1) ** -0.5
+        if kind in ("query", "key", "value", "fc"):
+            assert 0.95 * bound < p.abs().max() < 1.0001 * bound, name
+            assert p.std() == pytest.approx(bound / 3**0.5, rel=0.05) and abs(p.mean()) < 0.05 * bound, name
+        elif kind == "embed":
+            assert p.std() == pytest.approx(std, rel=0.02) and p.abs().max() > 3.5 * std
+        elif kind == "residual_mix":
+            assert (p[0] == 1).all() and (p[1] == 0).all()
+        else:
+            assert (p == CONSTANTS[kind]).all(), name
 
 
 def test_first_values_depend_on_the_seed_alone():
-    def values(seed):
+    def first_values(seed):
         torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before
-        model, state = GPT(replace(SMALL, value_embed_layers=(1,))), torch.get_rng_state()
+        model, state = GPT(SMALL), torch.get_rng_state()
         init_parameters(model, seed)
         assert torch.equal(torch.get_rng_state(), state)
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return values(model)
 
-    first, again, other = values(7), values(7), values(8)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first, again, other = first_values(7), first_values(7), first_values(8)
+    drawn = {"query", "key", "value", "fc", "embed"}
     for name in first:
-        assert torch.equal(first[name], other[name]) == (
-            parameter_rule(name)[1] not in ("uniform", "normal")
-        ), name
+        assert torch.equal(first[name], again[name]), name
+        assert torch.equal(first[name], other[name]) == (kind_of(name) not in drawn), name
     assert not torch.equal(first["blocks.0.query"], first["blocks.1.query"])
 
 
+def test_changed_cells_change_first_values_and_the_artifact(tmp_path):
+    """Another distribution, another scale, a number in place of one per row, fp32 in place of fp16."""
+    cells = ("fc.init=normal", "fc.scale=0.5", "query.scale=3", "residual_mix.scale=0.25", "head.scale=0.5",
+             "head.init=uniform", "head.artifact_step=0", "fc.scale=0.02")  # of two the last one counts
+    cfg = replace(train_gpt.load_config({"PARAMETERS": ",".join(cells)}), vocab_size=300)
+    model, plain, path = GPT(cfg), GPT(replace(cfg, parameters=())), tmp_path / "artifact"
+    for one in (model, plain):
+        init_parameters(one, 0)
+    block, bound = model.blocks[0], cfg.model_dim**-0.5
+    assert block.fc.detach().std() == pytest.approx(0.02, rel=0.05) and block.fc.abs().max() > 0.06
+    assert 2.9 * bound < block.query.abs().max() < 3.001 * bound
+    assert 0.49 * bound < model.head.abs().max() < 0.501 * bound
+    assert (block.residual_mix == 0.25).all()
+    for kind in ("attn_proj", "mlp_proj", "layer_scale", "qk_gain"):
+        assert torch.equal(getattr(block, kind), getattr(plain.blocks[0], kind))
+    assert torch.equal(model.embed, plain.embed)
+    path.write_bytes(train_gpt.pack_artifact(model))
+    found = train_gpt.load_model(path)[0]
+    assert torch.equal(found.head, model.head) and not torch.equal(found.embed, model.embed)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
-def test_any_depth_initialises_to_the_embedding_alone(layers):
-    """Zero projections: at the start the loss is that of a uniform guess (untied, zero head)."""
+@torch.no_grad()
+def test_any_depth_begins_with_a_uniform_guess(layers):
+    """Projections and the untied head are zero."""
     cfg = replace(SMALL, num_layers=layers)
-    model = GPT(cfg)
+    model, tokens = GPT(cfg), some_tokens(cfg, 2, 25)
     init_parameters(model, 0)
-    model.set_context(24, 0)
-    tokens = some_tokens(cfg, 2, 25)
-    assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(cfg.vocab_size)) < 1e-5
+    loss = model(tokens[:, :-1], tokens[:, 1:], make_context(cfg, 24, 0))
+    assert loss.item() == pytest.approx(math.log(cfg.vocab_size), abs=1e-5)
     assert len(model.skip_weights if layers > 1 else []) == layers // 2

@@ -1,25 +1,30 @@
-"""records/: a record folder made, checked, altered; the leak probe; the board."""
+"""records/: a record folder made, checked, altered; the rules of each version; the leak probe; the board."""
 
-import hashlib
+import dataclasses
 import json
 import os
 import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-import train_gpt
-from helpers import ROOT, SCRIPT, TOY
-
+import checks
 import folders
 import leak_probe
 import record
-import runs
+import train_gpt
+from helpers import ROOT, SCRIPT, TOY
+from test_record_stats import FAKE, edit, failed_rules
 
-BASELINE = sorted((ROOT / "records" / "track_tiny").glob("*_Baseline"))[0]
+RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
+BASELINE = next(path for path in RECORDS if path.name.endswith("_Baseline"))
+WITH_COMPANION = next(path for path in RECORDS if (path / "kernels.py").exists())
+LONG = 86_400       # seconds that no worker takes, however slow the machine
 
 
 @pytest.fixture
@@ -28,157 +33,81 @@ def folder(tmp_path):
     return shutil.copytree(BASELINE, tmp_path / BASELINE.name)
 
 
-# ------------------------------------------------------------ the Baseline, unaltered and altered
-def test_the_baseline_passes(tool, folder):
-    code, out, _ = tool("check", folder)
-    assert code == 0 and "nothing fails" in out and "n/a" not in out and "FAIL" not in out
-    assert "a stranger's code" in out and re.search(
-        r"pass +leak probe .* the artifact: .* is 0, every row", out
-    )
-    assert folders.Folder(folder).track.min_runs <= len(folders.Folder(folder).runs)
+# ------------------------------------------------------------ records of version 1, unaltered and altered
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_records_of_version_1_stay_valid(tool, path, monkeypatch):
+    """Their scripts, with files beside them or without, can still be probed."""
+    monkeypatch.setattr(leak_probe, "SHORT_ROW", 64)
+    probed = path in (BASELINE, WITH_COMPANION)
+    code, out, _ = tool("check", path, *(["--seconds", LONG] if probed else ["--no-exec"]))
+    assert code == 0 and "nothing fails" in out and "n/a" not in out, out
+    assert json.loads((path / "submission.json").read_text())["rules_version"] == 1
+    weights = "the artifact" if list(path.glob("*.ptz")) else "random weights"
+    assert bool(re.search(rf"pass +leak probe .* {weights}: .* is 0, every row", out)) == probed
 
 
-def test_no_exec_leaves_code_out_and_says_so(tool, folder):
+def test_no_exec_runs_no_code_of_the_folder(tool, folder):
     mark = folder.parent / "it ran"
     (folder / "train_gpt.py").write_text(f"open({str(mark)!r}, 'w')\n")
     code, out, _ = tool("check", "--no-exec", "--rerun-eval", folder)
     assert code == 1 and out.count("LEFT OUT by --no-exec") == 2 and not mark.exists()
-    tool("check", folder)
+    tool("check", "--seconds", LONG, folder)
     assert mark.exists()
 
 
-def digit_after(text, pattern):
-    """text with another digit where the pattern's group ends."""
-    found = re.search(pattern, text, re.M | re.S)
-    at = found.end(1) - 1
-    assert text[at].isdigit(), (pattern, text[at])
-    return text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+def digit(name, pattern):
+    """Alters the digit on which the pattern's group ends."""
+    def alter(folder):
+        text = (folder / name).read_bytes().decode()
+        at = re.search(pattern, text, re.M | re.S).end(1) - 1
+        other = str((int(text[at]) + 1) % 10)
+        (folder / name).write_bytes((text[:at] + other + text[at + 1:]).encode())
+    return alter
 
 
-ALTERATIONS = {  # file: patterns whose group ends in the digit to alter
-    "README.md": [
-        r"\| 1338 \| train_seed1338.log \| ([\d.]+)",
-        r"mean (\d\.\d+)",
-        r"std (\d\.\d+)",
-        r"Exact metric of train.log: `val_bpb (\d\.\d+)",
-        r"^\| torch \| (\d)",
-        r"\| 1337 \| .* ([\d,]+) \|$",
-        r"loss.png \| (\w*?\d)",
-        r"^Seeds: (\d+)",
-        r"rules \| version (\d)",
-        r"Training time: n=(\d)",
-    ],
-    "submission.json": [
-        r'"val_bpb": ([\d.]+)',
-        r'"val_loss": ([\d.]+)',
-        r'"bytes_total": (\d+)',
-        r'"bytes_code": (\d+)',
-        r'"val_bpb_std": ([\d.]+)',
-        r'"time_mean": ([\d.]+)',
-        r'"date": "([\d-]+)',
-        r'"n": (\d)',
-        r'"seeds": \[\s+(\d+)',
-        r'"train_gpt.py": "(\w*?\d)',
-        r'"artifact_sha256": "(\w*?\d)',
-        r'"git_commit": "(\w*?\d)',
-    ],
-    "result.json": [
-        r'"val_loss": ([\d.]+)',
-        r'"val_bpb": ([\d.]+)',
-        r'"train_time_ms": (\d+)',
-        r'"steps": (\d+)',
-        r'"tokens": (\d+)',
-        r'"bytes_model": (\d+)',
-        r'"matrix_lr": "([\d.]+)',
-        r'"val_bytes": (\d+)',
-        r'"code_sha256": "(\w*?\d)',
-        r'"started": "([\d-]+)',
-        r'"p95": ([\d.]+)',
-        r'"seed": (\d+)',
-    ],
-    "result_seed1340.json": [r'"val_bpb": ([\d.]+)', r'"process_ms": (\d+)', r'"world_size": (\d)'],
-    "train.log": [
-        r"^final_int8_zlib_roundtrip_exact val_loss:([\d.]+)",
-        r"roundtrip_exact .* val_bpb:([\d.]+)",
-        r"^step:50/100000 train_loss:([\d.]+)",
-        r"^config matrix_lr=([\d.]+)",
-        r"^ +steps  (\d+)",
-        r"^stopping_early: wallclock_cap train_time:(\d+)",
-        r"return (\d+)",
-    ],
-    "train_seed1341.log": [
-        r"^final_model_exact val_loss:([\d.]+)",
-        r"^Total submission size int8\+zlib: (\d+)",
-        r"^data: val_bytes:(\d+)",
-    ],
-    "train_gpt.py": [r"weight_decay: float = const\(([\d.]+)"],
-}
-
-
-@pytest.mark.parametrize("name, pattern", [(name, p) for name, ps in ALTERATIONS.items() for p in ps])
-def test_one_altered_digit_is_found_and_named(tool, folder, name, pattern):
-    text = (folder / name).read_bytes().decode()
-    (folder / name).write_bytes(digit_after(text, pattern).encode())
-    code, out, err = tool("check", "--no-exec", folder)
-    if code == 2:  # a version or date that no rule knows
-        assert name in err
-        return
-    failed = [line for line in out.splitlines() if "FAIL" in line]
-    assert code == 1 and failed and any(name in line for line in failed), out
-
-
-def test_both_values_are_named(tool, folder):
-    text = (folder / "result.json").read_text()
-    value = json.loads(text)["val_bpb"]
-    (folder / "result.json").write_text(text.replace(f"{value!r}", f"{value + 0.001!r}", 1))
-    code, out, _ = tool("check", "--no-exec", folder)
-    line = next(line for line in out.splitlines() if "numbers of the results" in line)
-    assert code == 1 and f"{value + 0.001!r}" in line and f"{value!r}" in line
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "a log removed",
-        "a log twice",
-        "a result removed",
-        "a byte of source",
-        "loss.png",
-        "a file more",
-        "the artifact removed",
-        "a byte of the artifact",
-        "a folder more",
-    ],
-)
-def test_other_alterations_are_found(tool, folder, what):
-    log, name = folder / "train_seed1339.log", "train_seed1339.log"
-    if what == "a log removed":
-        log.unlink()
-    elif what == "a log twice":
-        name = "train_seed1350.log"
-        shutil.copy(log, folder / name)
-        shutil.copy(folder / "result_seed1339.json", folder / "result_seed1350.json")
-    elif what == "a result removed":
-        name = "result_seed1339.json"
-        (folder / name).unlink()
-    elif what in ("a byte of source", "loss.png", "a byte of the artifact"):
-        name = {"a byte of source": "train_gpt.py", "loss.png": "loss.png"}.get(what, "final_model.int8.ptz")
+def bit(name):
+    def alter(folder):
         raw = bytearray((folder / name).read_bytes())
         raw[len(raw) // 2] ^= 1
         (folder / name).write_bytes(raw)
-    elif what == "a file more":
-        name = "more.txt"
-        (folder / name).write_text("1")
-    elif what == "a folder more":
-        name = "more"
-        (folder / name).mkdir()
-    else:
-        name = "final_model.int8.ptz"
-        (folder / name).unlink()
+    return alter
+
+
+def gone(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def run_copied(folder):
+    shutil.copy(folder / "train_seed1339.log", folder / "train_seed1350.log")
+    shutil.copy(folder / "result_seed1339.json", folder / "result_seed1350.json")
+
+
+LISTED = {      # file: patterns whose group ends in a digit that nothing else tells, or the file's sha256
+    "README.md": [
+        r"\| 1338 \| train_seed1338.log \| ([\d.]+)", r"mean (\d\.\d+)", r"std (\d\.\d+)",
+        r"Exact metric of train.log: `val_bpb (\d\.\d+)", r"^\| torch \| (\d)", r"\| 1337 \| .* ([\d,]+) \|$",
+        r"loss.png \| (\w*?\d)", r"^Seeds: (\d+)", r"rules \| version (\d)", r"Training time: n=(\d)"],
+    "submission.json": [
+        r'"val_bpb": ([\d.]+)', r'"val_loss": ([\d.]+)', r'"bytes_total": (\d+)', r'"bytes_code": (\d+)',
+        r'"val_bpb_std": ([\d.]+)', r'"time_mean": ([\d.]+)', r'"date": "([\d-]+)', r'"n": (\d)',
+        r'"seeds": \[\s+(\d+)', r'"train_gpt.py": "(\w*?\d)', r'"artifact_sha256": "(\w*?\d)',
+        r'"git_commit": "(\w*?\d)'],
+    "result.json": [r'"started": "([\d-]+)'], "train.log": [r"^step:50/100000 train_loss:([\d.]+)"]}
+
+
+@pytest.mark.parametrize("words, alter", [
+    *[(name, digit(name, pattern)) for name, patterns in LISTED.items() for pattern in patterns],
+    *[(name, bit(name)) for name in ("train_gpt.py", "loss.png", "final_model.int8.ptz")],
+    *[(name, gone(name)) for name in ("train_seed1339.log", "result_seed1339.json")],
+    ("final_model.int8.ptz is missing", gone("final_model.int8.ptz")),
+    ("submission.json is missing", gone("submission.json")),
+    ("train_seed1350.log is the same run as train_seed1339.log", run_copied),
+    ("more.txt", lambda folder: (folder / "more.txt").touch()),
+    ("more", lambda folder: (folder / "more").mkdir())])
+def test_what_is_altered_is_found_and_named(tool, folder, words, alter):
+    alter(folder)
     code, out, _ = tool("check", "--no-exec", folder)
-    assert code == 1 and any(name in line for line in out.splitlines() if "FAIL" in line), out
-    if what == "a log twice":
-        assert "is the same run as train_seed1339.log" in out
+    assert code == 1 and any("FAIL" in line and words in line for line in out.splitlines()), out
 
 
 def renew(folder):
@@ -186,106 +115,240 @@ def renew(folder):
     submission = json.loads((folder / "submission.json").read_text())
     names = sorted(p.name for p in folder.iterdir() if p.name not in ("README.md", "submission.json"))
     submission["files"] = {name: folders.sha256((folder / name).read_bytes()) for name in names}
-    (folder / "submission.json").write_text(record.json_text(submission))
-    submission |= folders.computed(folders.Folder(folder))
-    (folder / "submission.json").write_text(record.json_text(submission))
+    for _ in range(2):
+        (folder / "submission.json").write_text(checks.json_text(submission))
+        submission |= folders.computed(folders.Folder(folder))
     (folder / "README.md").write_text(folders.readme_of(folders.Folder(folder)))
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"^step:\d+/\d+ val_loss:([\d.]+)",
-        r"^final_int8_zlib_roundtrip val_loss:([\d.]+)",
-        r"^final_model val_loss:\S+ val_bpb:([\d.]+)",
-        r"^ +score  val_loss:([\d.]+)",
-        r"^stopping_early: wallclock_cap train_time:(\d+)",
-        r"^Serialized model int8\+zlib: (\d+)",
-    ],
-)
-def test_a_log_must_agree_with_itself(tool, folder, pattern):
-    text = (folder / "train.log").read_text()
-    (folder / "train.log").write_text(digit_after(text, pattern))
-    renew(folder)
-    code, out, _ = tool("check", "--no-exec", folder)
-    assert code == 1 and re.search(r"FAIL +numbers of the results .*train.log", out), out
-
-
-def test_a_run_copied_with_one_digit_changed_is_the_same_run(tool, folder):
-    text = (folder / "train_seed1340.log").read_text().replace("config seed=1340", "config seed=1342")
-    text = text.replace("config run_id=baseline_seed1340", "config run_id=x")
-    (folder / "train_seed1342.log").write_text(digit_after(text, r"^step:50/\d+ train_loss:([\d.]+)"))
-    result = json.loads((folder / "result_seed1340.json").read_text()) | {"seed": 1342, "run_id": "x"}
-    result["config"] |= {"seed": "1342", "run_id": "x"}
-    (folder / "result_seed1342.json").write_text(json.dumps(result))
-    renew(folder)
-    code, out, _ = tool("check", "--no-exec", folder)
-    assert code == 1 and "train_seed1342.log is the same run as train_seed1340.log" in out
-
-
-def test_a_folder_holds_nothing_else(tool, folder):
-    (folder / "weights.bin").write_bytes(b"1")
-    renew(folder)
-    assert "weights.bin: no part of a record" in tool("check", "--no-exec", folder)[1]
-
-
-def test_a_folder_without_its_submission_is_still_ours(tool, folder):
-    (folder / "submission.json").unlink()
-    code, out, _ = tool("check", "--no-exec", folder)
-    assert code == 1 and "FAIL" in out and "submission.json is missing" in out
-
-
-def test_notes_are_free(tool, folder):
-    page = folder / "README.md"
-    page.write_text(
-        page.read_text().replace("Notes of the author go here.", "We tried 3.14 other things.\n\n1 2 3")
-    )
-    assert tool("check", "--no-exec", folder)[0] == 0
-
-
-def test_consistent_lies_are_found_too(tool, folder):
-    """Score, summary, result, submission, README altered alike, hashes renewed: the bytes do not add up."""
-    for name in folder.iterdir():
-        if name.suffix in (".log", ".json", ".md") and "135" not in name.name:
-            text = name.read_text()
+def better_scores(folder):
+    """Score, summary, result, submission and README altered alike."""
+    for path in folder.iterdir():
+        if path.suffix in (".log", ".json", ".md"):
+            text = path.read_text()
             for value in set(re.findall(r"1\.47\d{6,}", text)):
                 text = text.replace(value, value.replace("1.47", "1.46", 1))
-            name.write_text(text)
+            path.write_text(text)
+
+
+def run_copied_as_another(folder):
+    text = (folder / "train_seed1340.log").read_text().replace("config seed=1340", "config seed=1342")
+    (folder / "train_seed1342.log").write_text(text.replace("run_id=baseline_seed1340", "run_id=x"))
+    shutil.copy(folder / "result_seed1340.json", folder / "result_seed1342.json")
+    digit("train_seed1342.log", r"^step:50/\d+ train_loss:([\d.]+)")(folder)
+    edit(folder / "result_seed1342.json", seed=1342, run_id="x")
+    edit(folder / "result_seed1342.json", "config", seed="1342", run_id="x")
+
+
+def seed_of_another(folder):
+    log = folder / "train_seed1340.log"
+    log.write_text(log.read_text().replace("config seed=1340", "config seed=1339"))
+    edit(folder / "result_seed1340.json", seed=1339)
+    edit(folder / "result_seed1340.json", "config", seed="1339")
+
+
+TOLD_TWICE = {      # (rule, file): patterns whose group ends in a digit that another file tells too
+    ("numbers of the results", "result.json"): [
+        r'"val_loss": (\d\.\d{8})', r'"val_bpb": (\d\.\d{8})', r'"train_time_ms": (\d+)', r'"steps": (\d+)',
+        r'"tokens": (\d+)', r'"bytes_model": (\d+)', r'"bytes_total": (\d+)', r'"p95": ([\d.]+)',
+        r'"setup_ms": (\d+)', r'"process_ms": (\d+)', r'"world_size": (\d)', r'"hardware": "(\d)',
+        r'"torch": "(\d)', r'"tok_per_s": (\d+)', r'"peak_memory": "\D*(\d+)'],
+    ("numbers of the results", "train.log"): [
+        r"^step:\d+/\d+ val_loss:([\d.]+)", r"^final_int8_zlib_roundtrip val_loss:([\d.]+)",
+        r"^final_int8_zlib_roundtrip_exact val_loss:([\d.]+)", r"roundtrip_exact .* val_bpb:([\d.]+)",
+        r"^final_model val_loss:\S+ val_bpb:([\d.]+)", r"^final_model_exact val_loss:([\d.]+)",
+        r"^ +score  val_loss:([\d.]+)", r"^ +steps  (\d+)", r"^stopping_early: .* train_time:(\d+)",
+        r"^Serialized model int8\+zlib: (\d+)", r"^Total submission size int8\+zlib: (\d+)"],
+    ("one configuration", "result.json"): [r'"matrix_lr": "([\d.]+)', r'"seed": (\d+)'],
+    ("one configuration", "train.log"): [r"^config matrix_lr=([\d.]+)"],
+    ("distinct runs", "result_seed1340.json"): [r'"seed": (\d+)'],
+    ("data", "result.json"): [r'"val_bytes": (\d+)', r'"train_tokens": (\d+)', r'"fingerprint": "(\w*?\d)'],
+    ("data", "train_seed1341.log"): [r"^data: val_bytes:(\d+)"],
+    ("evaluation", "result.json"): [r'"eval_stride": (\d+)'],
+    ("one script", "train.log"): [r"return (\d+)"],
+    ("one script", "train_gpt.py"): [r"weight_decay: float = const\(([\d.]+)"],
+    ("one script", "result.json"): [r'"code_sha256": "(\w*?\d)', r'"bytes_code": (\d+)'],
+}
+
+
+@pytest.mark.parametrize("words, alter", [
+    *[(f"{rule} .*{name}", digit(name, pattern))
+      for (rule, name), patterns in TOLD_TWICE.items() for pattern in patterns],
+    ("evaluation .*loss, tokens and bytes make", better_scores),
+    ("distinct runs .*train_seed1342.log is the same run as train_seed1340.log", run_copied_as_another),
+    ("distinct runs .*train_seed1340.log has seed 1339, as train_seed1339.log", seed_of_another),
+    ("files .*weights.bin: no part of a record", lambda folder: (folder / "weights.bin").touch())])
+def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter):
+    alter(folder)
     renew(folder)
-    code, out, _ = tool("check", "--no-exec", folder)
-    assert code == 1 and re.search(r"FAIL +evaluation .*loss, tokens and bytes make", out)
+    out = tool("check", "--no-exec", folder)[1]
+    assert re.search(f"FAIL +{words}", out), out
 
 
-def test_rerun_of_the_evaluation_on_other_data_fails(tool, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    code, out, _ = tool("check", "--rerun-eval", folder)
-    assert code == 1 and "data/datasets/embedded is not here" in out
+def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder):
+    page = folder / "README.md"
+    page.write_text(page.read_text().replace("Notes of the author go here.", "We tried 3.14 others.\n\n1 2"))
+    opened, lines = folders.Folder(folder), []
+    assert record.check(opened, checks.LOOK_ONLY, lines.append) == []
+    for run in opened.runs:     # no evidence of what a foreign log may lack
+        run.source = None
+    assert record.check(opened, checks.LOOK_ONLY, lines.append) == ["one script"]
+    assert not any("n/a" in line for line in lines)
+
+
+# ------------------------------------------------------------ the rules of a version
+def verdict(rule, folder):
+    """What a rule says, "FAIL ..." where it fails."""
+    try:
+        return rule(folder, checks.LOOK_ONLY)
+    except checks.Broken as error:
+        return f"FAIL {error}"
+
+
+def fails_above(folder, code):
+    """Does the rule on bytes count so much code, to the byte?"""
+    largest, track = max(result["bytes_model"] for result in folder.results.values()), folder.track
+    said = []
+    for cap in (largest + code, largest + code - 1):
+        folder.track = track._replace(byte_cap=cap)
+        said.append(verdict(checks.check_bytes, folder).startswith("FAIL"))
+    return said == [False, True]
+
+
+def test_companions_count_and_are_checked_by_version_1(tool, tmp_path):
+    folder = shutil.copytree(WITH_COMPANION, tmp_path / WITH_COMPANION.name)
+    beside, script = folder / "kernels.py", folder / "train_gpt.py"
+    assert fails_above(folders.Folder(folder), beside.stat().st_size + script.stat().st_size)
+    for damage in (lambda: beside.write_text("fast = 1\n"), beside.unlink):
+        damage()
+        out = tool("check", "--no-exec", folder)[1]
+        assert "one script" in failed_rules(out) and "kernels.py" in out
+
+
+def script_folder(text, version=2, ours=True):
+    """As far as the rules on scripts look."""
+    return SimpleNamespace(ours=ours, rules=folders.RULES[version], track=folders.TRACKS["speedrun"],
+                           source=lambda: text)
+
+
+@pytest.mark.parametrize("version, lines, columns, fails", [
+    (1, 1500, 110, False), (1, 1501, 110, True), (1, 1500, 111, True),
+    (2, 4000, 200, False), (2, 4001, 200, True), (2, 4000, 201, True)])
+def test_lines_and_columns_of_a_script(version, lines, columns, fails):
+    said = verdict(checks.check_readable, script_folder("x = 1\n" * (lines - 1) + "#" * columns, version))
+    assert said.startswith("FAIL") == fails and f"{lines} lines, the longest of {columns} columns" in said
+
+
+PACKED = [
+    "exec(zlib.decompress(base64.b85decode('x')))", "code = lzma.decompress(x)\nexec(code)",
+    "exec(compile(zlib.decompress(x), 'f', 'exec'))", "import builtins\nbuiltins.exec(x.decode())",
+    "code = compile(base64.b64decode(x), 'f', 'exec')\nrun = exec\nrun(code)",
+    "getattr(__builtins__, 'eval')(codecs.decode(x, 'rot13'))",
+    "from builtins import exec as go\ngo(source=zlib.decompress(x))",
+    "def unpack():\n    return bytes.fromhex(x)\nexec(unpack())",
+    "def go(text):\n    exec(text)\ngo(zlib.decompress(x))",
+    "go = lambda text: eval(text)\ngo(zlib.decompress(x))",
+    "def main():\n    if code := bz2.decompress(x):\n        exec(code)", "exec(''.join(map(chr, x)))",
+    "eval('1 + 1'[::-1])", "types.FunctionType(marshal.loads(x), globals())()"]
+NOT_PACKED = [
+    "eval('1 + 1')", "exec(open('configurator.py').read())", "model = torch.compile(zlib.decompress(x))",
+    "re.compile(zlib.decompress(x))\nmodel.eval()\ncfg['compile'](x.decode())",
+    "def load(raw):\n    rule = zlib.decompress(raw)\ndef check():\n    for rule in RULES: eval(rule)"]
+
+
+@pytest.mark.parametrize("version, ours", [(1, True), (2, True), (2, False)])
+def test_packed_source_is_found(version, ours):
+    for text in PACKED + NOT_PACKED:
+        said = verdict(checks.check_readable, script_folder(text, version, ours))
+        assert bool(re.match(r"FAIL train_gpt.py is packed: line \d", said)) == (text in PACKED), text
+
+
+def test_our_script_is_readable():
+    assert "lines" in checks.check_readable(script_folder(SCRIPT.read_text()), checks.LOOK_ONLY)
+
+
+@pytest.mark.parametrize("line, fails", [
+    ("model = torch.compile(model, dynamic=False)", False), ("import torch._inductor.config", True),
+    ("model = torch.compile(model, mode='max-autotune')", True), ("torch._inductor_config.x = 1", True),
+    ("from torch import compile as fast\nfast(f, options={})", True),
+    ("torch.compile(f(a, b), dynamic=False, fullgraph=True)", False)])
+def test_compile_flags_of_the_speedrun(line, fails):
+    assert verdict(checks.check_flags, script_folder(line)).startswith("FAIL") == fails
+
+
+def fake_folder(track, values, times=None, before=None, result=None, **submission):
+    """What Folder.test and the rules ask for, without files."""
+    made = folders.Folder.__new__(folders.Folder)
+    made.track, made.ours, made.baseline = folders.TRACKS[track], True, []
+    made.submission = {"before": before, "systems_change": False} | submission
+    made.values = lambda metric: times if metric == "time" else list(values)
+    made.runs = [SimpleNamespace(file=f"{i}", eval={}) for i in range(len(values))]
+    made.result_name, made.result = lambda run: "result.json", lambda run: result or {}
+    return made
+
+
+SPEEDRUN = np.array([3.2772, 3.2781, 3.2780, 3.2784, 3.2773, 3.2806, 3.2799, 3.2765])
+# golf: 0.005 nats less than 1.20143417 in bits per byte of its split
+GOLF = 1.20143417 - 0.005 / np.log(2) * 62_021_632 / 151_080_363 + np.array([0, 1e-6, -1e-6])
+BEFORE = {"name": "x", "mean": 1.35, "values": [1.35, 1.351, 1.349], "val_bpb": [0.7501, 0.7502, 0.7500]}
+PART = {"eval": {}, "val_loss": 3.0, "val_bpb": None, "config": {"core_metric_max_per_task": "100"}}
+WHOLE = PART | {"config": {"core_metric_max_per_task": "0"}}
+
+
+@pytest.mark.parametrize("rule, folder, begins, words", [
+    (checks.check_score, fake_folder("speedrun", SPEEDRUN), "val_loss", "p=0.0045"),
+    (checks.check_score, fake_folder("speedrun", SPEEDRUN + 0.001), "FAIL", "p < 0.01"),
+    (checks.check_score, fake_folder("speedrun", SPEEDRUN + 1e-3, systems_change=True), "val_loss", "waived"),
+    (checks.check_score, fake_folder("speedrun", [3.29, 3.281], systems_change=True), "FAIL", "the mean"),
+    (checks.check_score, fake_folder("golf", GOLF - 0.0001), "val_bpb", "less 0.005 nats"),
+    (checks.check_score, fake_folder("golf", GOLF + 0.0001), "FAIL", "less 0.005 nats"),
+    (checks.check_score, fake_folder("golf", [1.3, 1.31], systems_change=True), "FAIL", "p < 0.01"),
+    (checks.check_score, fake_folder("gpt2", [0.2671, 0.2672, 0.2641, 0.2606, 0.2729]), "core", "p=0.0"),
+    (checks.check_score, fake_folder("gpt2", [0.2571, 0.2572, 0.2641, 0.2606, 0.2729]), "FAIL", "p=0.0581"),
+    (checks.check_score, fake_folder("gpt2", [0.27]), "FAIL", "a single run"),
+    (checks.check_score, fake_folder("tiny", [1.34, 1.341, 1.339], before=BEFORE), "val_bpb", "x, Welch"),
+    (checks.check_score, fake_folder("tiny", [1.34, 1.36, 1.339], before=BEFORE), "FAIL", "x, Welch"),
+    (checks.check_score, fake_folder("tiny", [1.34]), "the first record of its track", ""),
+    (checks.check_time, fake_folder("speedrun", [], [131.0, 131.1]), "131.05", "ratio"),
+    (checks.check_time, fake_folder("speedrun", [], [133.0, 133.1]), "FAIL", "132.2144"),
+    (checks.check_time, fake_folder("tiny", [], [133.0, 133.1]), "None", ""),
+    (checks.check_evaluation, fake_folder("gpt2", [0.26], result=WHOLE), "; bits per byte add up", ""),
+    (checks.check_evaluation, fake_folder("gpt2", [0.26], result=PART), "FAIL", "CORE took only 100"),
+    (checks.check_comparison, fake_folder("gpt2", [0.7490, 0.7491, 0.7489], before=BEFORE),
+     "0.749000, x 0.750100, Welch t=13.47", "p=0.0001"),
+    (checks.check_comparison, fake_folder("tiny", [1.0]), "None", "")])
+def test_the_rules_of_each_game(rule, folder, begins, words):
+    said = str(verdict(rule, folder))
+    assert said.startswith(begins) and words in said
+
+
+def test_rules_agree_with_the_trainer():
+    assert set(folders.TRACKS) <= set(train_gpt.PRESETS)
+    track, cfg = folders.TRACKS["tiny"], train_gpt.load_config({})
+    assert (track.fingerprint, track.time_cap) == (cfg.data_fingerprint, cfg.max_wallclock_seconds)
+    track, cfg = folders.TRACKS["golf"], train_gpt.load_config({"PRESET": "golf"})
+    assert (track.byte_cap, track.time_cap) == (cfg.artifact_bytes_limit, cfg.max_wallclock_seconds)
+    assert track.data == os.path.basename(cfg.data_path)
 
 
 # ------------------------------------------------------------ new, from toy runs
 SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0",
                       EVAL_SLIDING="32", EVAL_TTT="4096")
+THREE = ("logs/a0", "logs/a1", "logs/a2")
 
 
 @pytest.fixture(scope="module")
 def toy(tiny_data, tmp_path_factory):
     """A folder with data/ and logs/ of toy runs: a0 a1 a2 (seeds 0 to 2), b0 b1 (another learning rate)."""
-    root, here = tmp_path_factory.mktemp("toy_runs"), os.getcwd()
+    root, here, threads = tmp_path_factory.mktemp("toy_runs"), os.getcwd(), torch.get_num_threads()
     (root / "data").symlink_to(tiny_data / "data")
     os.chdir(root)
-    threads = torch.get_num_threads()
     try:
-        for run_id, seed, more in (
-            ("a0", 0, {}),
-            ("a1", 1, {}),
-            ("a2", 2, {}),
-            ("b0", 0, {"MATRIX_LR": "0.01"}),
-            ("b1", 1, {"MATRIX_LR": "0.01"}),
-        ):
-            env = SETTINGS | more | {"RUN_ID": run_id, "SEED": str(seed)}
+        for i, run_id in enumerate(("a0", "a1", "a2", "b0", "b1")):
+            rate = "0.03" if run_id.startswith("a") else "0.01"
+            env = SETTINGS | {"RUN_ID": run_id, "SEED": run_id[1], "MATRIX_LR": rate}
             assert train_gpt.main([], env) == 0
-            later = "2026-01-01T00:00:0" + str(len(list((root / "logs").iterdir()))) + "Z"
-            edit(root / "logs" / run_id / "result.json", lambda result: result.update(finished=later))
+            edit(root / "logs" / run_id / "result.json", finished=f"2026-01-01T00:00:0{i}Z")
     finally:
         os.chdir(here)
         torch.set_num_threads(threads)
@@ -303,230 +366,170 @@ def home(toy, tmp_path, monkeypatch):
 
 
 def make(tool, name, *words):
-    code, out, err = tool("new", "--name", name, "--author", "somebody", *words)
+    code, _, err = tool("new", "--name", name, "--author", "somebody", *words)
     assert code == 0, err
     return next((folders.HOME / "track_tiny").glob(f"*_{name}"))
 
 
-def test_new_makes_a_folder_that_agrees_with_itself(tool, home):
+def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkeypatch):
     """The toy is too small for the track's own rules: data and number of runs; all else passes."""
-    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    code, out, _ = tool("check", made)
-    assert code == 1 and "2 rules fail: data, runs" in out, out
+    monkeypatch.setattr(leak_probe, "SUM_VOCAB", 0)
+    made = make(tool, "First", *THREE)
+    out = tool("check", "--seconds", LONG, made)[1]
+    assert failed_rules(out) == {"data", "runs"}, out
+    assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens .*; ttt: 10 changes", out)
     submission = json.loads((made / "submission.json").read_text())
-    assert list(submission["files"]) == sorted(submission["files"])
-    result = json.loads((home / "logs" / "a0" / "result.json").read_text())
-    assert submission["val_bpb"] == result["val_bpb"] and submission["bytes_total"] == result["bytes_total"]
-    assert set(folders.KEYS) <= set(submission) and submission["seeds"] == [0, 1, 2]
+    result = json.loads((made / "result.json").read_text())
+    assert submission["rules_version"] == 2 and submission["seeds"] == [0, 1, 2]
+    assert list(submission["files"]) == sorted(submission["files"]) and set(folders.KEYS) <= set(submission)
+    assert [path.name for path in made.glob("*.py")] == ["train_gpt.py"] and "companions" not in result
+    script = (made / "train_gpt.py").read_bytes()
+    assert (result["code_sha256"], result["bytes_code"]) == (folders.sha256(script), len(script))
+    assert submission["bytes_total"] == result["bytes_model"] + len(script)
+    assert fails_above(folders.Folder(made), len(script))
+
+
+def test_files_beside_the_script_are_no_part_of_a_new_record(tool, home):
+    made, beside = make(tool, "First", *THREE), {"golf.py": folders.sha256(b"1")}
+    (made / "golf.py").write_bytes(b"1")
+    edit(made / "result.json", companions=beside)
+    renew(made)
+    assert {"one script", "files"} <= failed_rules(tool("check", "--no-exec", made)[1])
+    edit(home / "logs" / "a1" / "result.json", companions=beside)
+    code, _, err = tool("new", *THREE, "--name", "Other")
+    assert code == 2 and "run a1 loaded files from beside its script" in err
 
 
 def test_scores_by_other_protocols_are_checked(tool, home):
-    """They are probed for leaks, too, and are those of the log to the last digit."""
-    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    assert (made / "golf.py").exists()
-    out = tool("check", made)[1]
-    (probed,) = re.findall(r"pass +leak probe .*", out)
-    assert "; sliding: 10 changes of later tokens" in probed and "; ttt: 10 changes of later tokens" in probed
-    for name, shift in (("val_loss_ttt", 1e-7), ("val_bpb_sliding", -1e-7)):
-        text = (made / "result.json").read_text()
-        edit(made / "result.json", lambda result: result.update({name: result[name] + shift}))
-        out = tool("check", "--no-exec", made)[1]
-        assert "numbers of the results" in out.split("rules fail:")[1], out
-        (made / "result.json").write_text(text)
-    log = made / "train.log"
-    log.write_text(log.read_text().replace("final_ttt val_loss_ttt", "final_ttt val_loss_tt"))
-    out = tool("check", "--no-exec", made)[1]
-    assert re.search(r"FAIL +numbers of the results .*final_ttt says nothing", out)
+    made = make(tool, "First", *THREE)
+    result, log = (made / "result.json").read_text(), (made / "train.log").read_text()
+    exact = json.loads(result)
+    for name in ("val_loss_ttt", "val_bpb_sliding"):
+        edit(made / "result.json", **{name: exact[name] + 1e-7})
+        assert "numbers of the results" in failed_rules(tool("check", "--no-exec", made)[1])
+        (made / "result.json").write_text(result)
+    (made / "train.log").write_text(log.replace("final_ttt val_loss_ttt", "final_ttt val_loss_tt"))
+    assert "numbers of the results" in failed_rules(tool("check", "--no-exec", made)[1])
 
 
-def test_all_code_counts_for_the_bytes(tool, home, monkeypatch):
-    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    result = json.loads((made / "result.json").read_text())
-    code = sum((made / name).stat().st_size for name in ("train_gpt.py", *result["companions"]))
-    assert {"golf.py", "kernels.py"} <= {*result["companions"]} and code > result["bytes_code"]
-    largest = max(json.loads(path.read_text())["bytes_model"] for path in made.glob("result*.json"))
-    for cap, fails in ((largest + code, False), (largest + code - 1, True)):
-        folder = folders.Folder(made)
-        folder.track = folder.track._replace(byte_cap=cap)
-        assert verdict(record.check_bytes, folder).startswith("FAIL") == fails
-
-
-def test_files_beside_the_script_belong_to_the_record(tool, home):
-    """What a run loaded from beside train_gpt.py is copied, and checked by its sha256."""
-    for run in ("a0", "a1", "a2"):
-        (home / "logs" / run / "dial.py").write_text("turns = 1\n")
-        beside = {"dial.py": hashlib.sha256(b"turns = 1\n").hexdigest()}
-        edit(home / "logs" / run / "result.json", lambda result: result.update(companions=beside))
-    made = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    assert (made / "dial.py").read_text() == "turns = 1\n"
-    assert "2 rules fail: data, runs" in tool("check", "--no-exec", made)[1]
-    for damage in (lambda: (made / "dial.py").write_text("turns = 2\n"), (made / "dial.py").unlink):
-        damage()
-        code, out, _ = tool("check", "--no-exec", made)
-        assert code == 1 and "dial.py" in out and "one script" in out.split("rules fail:")[1], out
-    edit(home / "logs" / "a1" / "result.json", lambda result: result.update(companions={"dial.py": "0" * 64}))
-    code, _, err = tool("new", "logs/a0", "logs/a1", "logs/a2", "--name", "Other")
-    assert code == 2 and "other code" in err
+def test_the_evaluation_can_be_run_again(tool, home, toy, monkeypatch):
+    """By the folder's script in an empty folder, and added up from log_probs alone."""
+    folder = folders.Folder(make(tool, "First", *THREE))
+    options = SimpleNamespace(rerun_eval=True, no_exec=False, artifact="", seconds=LONG)
+    monkeypatch.setattr(checks, "ROOT", home)
+    with pytest.raises(checks.Broken, match="data/datasets/toy is not here"):
+        checks.check_rerun(folder, options)
+    monkeypatch.setattr(checks, "ROOT", toy)
+    said = checks.check_rerun(folder, options)
+    again, added, stated = (float(number) for number in re.findall(r"\d\.\d{8}", said))
+    assert again == pytest.approx(stated, abs=2e-5) and added == pytest.approx(stated, abs=2e-5)
+    other = folder.results["result.json"] | {"val_bpb_ttt": 9.0}
+    monkeypatch.setattr(checks, "rerun", lambda *args: other)
+    with pytest.raises(checks.Broken, match="val_bpb_ttt is 9.0 evaluated again"):
+        checks.check_rerun(folder, options)
 
 
 def test_a_second_record_is_shown_against_the_first(tool, home):
-    first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    words = [word for run in ("a0", "a1", "a2") for word in ("--baseline", f"logs/{run}")]
+    first = make(tool, "First", *THREE)
+    words = [word for run in THREE for word in ("--baseline", run)]
     second = make(tool, "Second", "logs/b0", "logs/b1", *words)
     page = (second / "README.md").read_text()
     assert f"`{first.name}`" in page and re.search(r"^\| matrix_lr \| 0.03 \| 0.01 \|$", page, re.M)
     assert "train_gpt.py: unchanged" in page and "Its script on the same machine: n=3" in page
-    code, out, _ = tool("check", "--no-exec", second)
-    failed = {name.strip() for name in re.findall(r"FAIL  (.{26})", out)}
-    assert failed <= {"data", "runs", "score", "record before"} and "against the baseline logs: t=" in out
-    baseline = second / "baseline_seed1.log"
-    baseline.write_text(baseline.read_text().replace("config matrix_lr=0.03", "config matrix_lr=0.0001"))
     out = tool("check", "--no-exec", second)[1]
-    assert f"baseline_seed1.log: config matrix_lr is '0.0001', in {first.name} '0.03'" in out
+    assert failed_rules(out) <= {"data", "runs", "score", "record before"}
+    assert "against the baseline logs: t=" in out
+    digit("baseline_seed1.log", "config matrix_lr=([0-9.]+)")(second)
+    out = tool("check", "--no-exec", second)[1]
+    assert f"baseline_seed1.log: config matrix_lr is '0.04', in {first.name} '0.03'" in out
+    third = make(tool, "Third", "logs/b0", "logs/b1", "--before", "none")
+    out = tool("check", "--no-exec", third)[1]
+    assert f"the record before is None, but the best in this repository by then is '{first.name}'" in out
+    assert "the first of its track" in tool("check", "--no-exec", first)[1]
     shutil.rmtree(first)
     assert "but the best in this repository by then is 'none'" in tool("check", "--no-exec", second)[1]
 
 
-def test_a_record_cannot_pass_over_the_one_before(tool, home):
-    first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    second = make(tool, "Second", "logs/b0", "logs/b1", "--before", "none")
-    out = tool("check", "--no-exec", second)[1]
-    assert f"the record before is None, but the best in this repository by then is '{first.name}'" in out
-    assert "the first of its track" in tool("check", "--no-exec", first)[1]
-
-
-@pytest.mark.parametrize("what", ["a baseline that is not there", "no artifact"])
-def test_a_failed_new_leaves_nothing(tool, home, what):
-    words = ["logs/a0", "logs/a1", "logs/a2"]
-    if what == "no artifact":
-        (home / "logs/a0/final_model.int8.ptz").unlink()
-    else:
-        words += ["--baseline", "logs/nowhere"]
-    assert tool("new", "--name", "X", *words)[0] == 2
-    assert not list((home / "records").glob("*/*"))
-
-
 def test_a_changed_script_is_shown_as_a_diff(tool, home):
-    first = make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
+    first = make(tool, "First", *THREE)
     script = (home / "logs/b0/train_gpt.py").read_bytes()
-    changed = script.replace(b'    weight_decay=(0.0, "', b'    weight_decay=(0.0, "changed: ', 1)
-    assert changed != script
-    for name in ("b0", "b1"):
-        run = home / "logs" / name
-        (run / "train_gpt.py").write_bytes(changed)
-        log, size = (run / "train.log").read_bytes(), str(len(changed)).encode()
-        log = log.replace(script, changed).replace(
-            b"Code size: " + str(len(script)).encode(), b"Code size: " + size
-        )
-        result = json.loads((run / "result.json").read_text())
+    changed = script.replace(b"weight_decay: float = ", b"weight_decay: float =  ", 1)
+    for run in (home / "logs/b0", home / "logs/b1"):
+        result, log = json.loads((run / "result.json").read_text()), (run / "train.log").read_bytes()
         total = result["bytes_model"] + len(changed)
-        log = log.replace(str(result["bytes_total"]).encode(), str(total).encode())
-        result |= dict(code_sha256=folders.sha256(changed), bytes_code=len(changed), bytes_total=total)
-        (run / "train.log").write_bytes(log)
-        (run / "result.json").write_text(json.dumps(result))
+        for old, new in ((f"Code size: {len(script)}", f"Code size: {len(changed)}"),
+                         (f"{result['bytes_total']}", f"{total}")):
+            log = log.replace(old.encode(), new.encode())
+        (run / "train_gpt.py").write_bytes(changed)
+        (run / "train.log").write_bytes(log.replace(script, changed))
+        edit(run / "result.json", code_sha256=folders.sha256(changed), bytes_code=len(changed),
+             bytes_total=total)
     second = make(tool, "Second", "logs/b0", "logs/b1")
     assert "+1 -1 lines, see changes.diff" in (second / "README.md").read_text()
     assert "+    weight_decay" in (second / "changes.diff").read_text()
-    code, out, _ = tool("check", "--no-exec", second)
-    assert {name.strip() for name in re.findall(r"FAIL  (.{26})", out)} <= {"data", "runs", "score"}, out
-    (first / "train_gpt.py").write_bytes(changed)  # the record before is not what it was
+    out = tool("check", "--no-exec", second)[1]
+    assert failed_rules(out) <= {"data", "runs", "score"}, out
+    (first / "train_gpt.py").write_bytes(changed)       # the record before is not what it was
     assert "before: code_sha256" in tool("check", "--no-exec", second)[1]
 
 
-def edit(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+def step_twice(logs):
+    text = (logs / "a1/train.log").read_text()
+    line = re.search(r"(?m)^step:2/.*\n", text)[0]
+    (logs / "a1/train.log").write_text(text.replace(line, line + line))
 
 
-@pytest.mark.parametrize(
-    "what, sentence",
-    [
-        ("config", "run b0 has matrix_lr=0.01, a0 has 0.03"),
-        ("code", "has other code than"),
-        ("seed", "is used by more than one run"),
-        ("unfinished", "run a1 did not finish"),
-        ("resumed", "was resumed, but its result.json does not say so"),
-        ("left out", "run a2 has the same code"),
-        ("no reason", "run a2 has the same code"),
-        ("nobody", "no finished run of the same code"),
-        ("no result", "has no result.json"),
-        ("no log", "has no train.log"),
-        ("truncated", "result.json is no JSON"),
-        ("no folder", "is no run folder"),
-        ("before", "is no record of track tiny"),
-    ],
-)
-def test_new_refuses(tool, home, what, sentence):
-    words, logs = ["logs/a0", "logs/a1", "logs/a2"], home / "logs"
-    if what == "config":
-        words = ["logs/a0", "logs/a1", "logs/a2", "logs/b0"]
-    elif what == "code":
-        edit(logs / "a1" / "result.json", lambda r: r.update(code_sha256="0" * 64))
-    elif what == "seed":
-        edit(logs / "a1" / "result.json", lambda r: r.update(seed=0))
-    elif what == "unfinished":
-        edit(logs / "a1" / "result.json", lambda r: r.update(stop_reason=None))
-    elif what == "resumed":
-        log = (logs / "a1" / "train.log").read_text()
-        line = re.search(r"(?m)^step:2/.*\n", log)[0]
-        (logs / "a1" / "train.log").write_text(log.replace(line, line + line))
-    elif what in ("left out", "no reason"):
-        words = ["logs/a0", "logs/a1"] + ["--exclude", "a2="] * (what == "no reason")
-    elif what == "nobody":
-        words += ["--exclude", "b0=slow"]
-    elif what in ("no result", "no log"):
-        (logs / "a1" / {"no result": "result.json", "no log": "train.log"}[what]).unlink()
-    elif what == "truncated":
-        (logs / "a1" / "result.json").write_text('{"seed": 1, "va')
-    elif what == "no folder":
-        words += ["logs/a9"]
-    elif what == "before":
-        words += ["--before", "Nobody"]
+def changed_result(**values):
+    return lambda logs: edit(logs / "a1/result.json", **values)
+
+
+@pytest.mark.parametrize("sentence, words, damage", [
+    ("run b0 has matrix_lr=0.01, a0 has 0.03", [*THREE, "logs/b0"], None),
+    ("has other code than", THREE, changed_result(code_sha256="0" * 64)),
+    ("is used by more than one run", THREE, changed_result(seed=0)),
+    ("run a1 did not finish", THREE, changed_result(stop_reason=None)),
+    ("was resumed, but its result.json does not say so", THREE, step_twice),
+    ("run a2 has the same code", THREE[:2], None),
+    ("run a2 has the same code", [*THREE[:2], "--exclude", "a2="], None),
+    ("no finished run of the same code", [*THREE, "--exclude", "b0=slow"], None),
+    ("has no result.json", THREE, gone("a1/result.json")), ("has no train.log", THREE, gone("a1/train.log")),
+    ("result.json is no JSON", THREE, lambda logs: (logs / "a1/result.json").write_text('{"seed": 1, "va')),
+    ("is no run folder", [*THREE, "logs/a9"], None),
+    ("is no run folder", [*THREE, "--baseline", "logs/nowhere"], None),
+    ("run a0 has no artifact", THREE, gone("a0/final_model.int8.ptz")),
+    ("is no record of track tiny", [*THREE, "--before", "Nobody"], None)])
+def test_new_refuses_and_leaves_nothing(tool, home, sentence, words, damage):
+    if damage:
+        damage(home / "logs")
     code, _, err = tool("new", "--name", "X", *words)
     assert code == 2 and sentence in err and err.count("\n") == 1
     assert not list((home / "records").glob("*/*"))
 
 
-def test_an_excluded_run_is_shown_with_its_reason(tool, home):
+def test_the_page_shows_what_is_left_out_resumed_or_alone(tool, home):
+    changed_result(resumed=True)(home / "logs")
     made = make(tool, "Two", "a0", "logs/a1", "--exclude", "logs/a2=the machine was busy")
-    assert re.search(r"\| a2 \| 2 \| \d\.\d{8} \| the machine was busy \|", (made / "README.md").read_text())
-    edit(made / "submission.json", lambda s: s["excluded"][0].update(reason="it was the worst"))
+    page = (made / "README.md").read_text()
+    assert re.search(r"\| a2 \| 2 \| \d\.\d{8} \| the machine was busy \|", page) and "Resumed: a1." in page
+    text = (made / "submission.json").read_text()
+    (made / "submission.json").write_text(text.replace("the machine was busy", "it was the worst"))
     assert re.search(r"FAIL +README .*the machine was busy", tool("check", "--no-exec", made)[1])
-
-
-def test_a_marked_resumption_is_taken_and_shown(tool, home):
-    edit(home / "logs" / "a1" / "result.json", lambda r: r.update(resumed=True))
-    made = make(tool, "Resumed", "logs/a0", "logs/a1", "logs/a2")
-    assert "Resumed: a1." in (made / "README.md").read_text()
-
-
-def test_ablate_reverts_each_changed_constant(tool, home, toy, monkeypatch):
-    """Real runs of two settings, two seeds each, against a record before."""
-    (home / "data").symlink_to(toy / "data")
-    make(tool, "First", "logs/a0", "logs/a1", "logs/a2")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    code, out, err = tool("ablate", "logs/b0", "-n", 2)
-    assert code == 0, err
-    assert len(re.findall(r"(?m)^\d/4 ", out)) == 4 and "matrix_lr=0.03 (not 0.01): n=2" in out
-    assert "(the others are compared with this)" in out
+    one = make(tool, "One", "logs/a0", "--exclude", "a1=a test", "--exclude", "a2=a test")
+    assert "**A single run: its spread is unknown.**" in (one / "README.md").read_text()
 
 
 def test_the_board_lists_records_best_first(tool, home):
-    (home / "records").mkdir()
-    shutil.copy(ROOT / "records" / "README.md", home / "records")
-    names = [
-        make(tool, "A", "logs/a0", "logs/a1", "logs/a2").name,
-        make(tool, "B", "logs/b0", "logs/b1").name,
-    ]
-    values = {name: folders.rank_key(folders.Folder(home / "records/track_tiny" / name)) for name in names}
+    page = home / "records" / "README.md"
+    page.parent.mkdir()
+    shutil.copy(ROOT / "records" / "README.md", page)
+    made = [make(tool, "A", *THREE), make(tool, "B", "logs/b0", "logs/b1")]
+    made.sort(key=lambda path: folders.rank_key(folders.Folder(path)))
     assert tool("board")[0] == 0
-    page = (home / "records" / "README.md").read_text()
-    tiny = page.split("<!-- board tiny -->")[1].split("<!-- /board tiny -->")[0]
-    order = re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny)
-    assert order == sorted(names, key=values.get) and "version 1: fails data, runs" in tiny and "±" in tiny
-    assert "parameter-golf 2026-03-19_TrainingOptSeq4096" in page
-    assert tool("board")[0] == 0 and (home / "records" / "README.md").read_text() == page
+    text = page.read_text()
+    tiny = text.split("<!-- board tiny -->")[1].split("<!-- /board tiny -->")[0]
+    assert re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny) == [path.name for path in made]
+    assert "version 2: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
+    assert tool("board")[0] == 0 and page.read_text() == text
 
 
 def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
@@ -538,243 +541,174 @@ def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
     assert (tmp_path / "records" / "README.md").read_text() == before
 
 
-# ------------------------------------------------------------ judging by the rules of each game
-def fake_folder(track, values, times=None, before=None, **submission):
-    """What Folder.test and the rules ask for, without files."""
-    made = folders.Folder.__new__(folders.Folder)
-    made.track, made.ours, made.baseline = folders.RULES[1][track], True, []
-    made.submission = {"before": before, "track": track, "rules_version": 1, "excluded": []}
-    made.submission |= {"systems_change": False} | submission
-    made.values = lambda metric: times if metric == "time" else values
-    made.runs = [SimpleNamespace(file=f"{i}") for i in range(len(values))]
-    made.result = made.result_name = lambda run: {}
-    return made
+def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):
+    make(tool, "First", *THREE)
+    (home / "logs/b0/train_gpt.py").write_text(FAKE)
+    code, out, err = tool("ablate", "logs/b0", "-n", 2)
+    assert code == 0, err
+    assert len(re.findall(r"(?m)^\d/4 ", out)) == 4 and "matrix_lr=0.03 (not 0.01): n=2" in out
 
 
-def verdict(function, folder):
-    try:
-        return function(folder, record.LOOK_ONLY)
-    except record.Broken as error:
-        return f"FAIL {error}"
-
-
-def test_score_rules():
-    losses = [3.2772, 3.2781, 3.2780, 3.2784, 3.2773, 3.2806, 3.2799, 3.2765]
-    assert "p=0.0045" in verdict(record.check_score, fake_folder("speedrun", losses))
-    worse = [loss + 0.001 for loss in losses]
-    assert verdict(record.check_score, fake_folder("speedrun", worse)).startswith("FAIL")
-    assert verdict(record.check_score, fake_folder("speedrun", worse, systems_change=True))[:4] == "val_"
-    far = fake_folder("speedrun", [3.29, 3.281], systems_change=True)
-    assert verdict(record.check_score, far).startswith("FAIL")
-    assert verdict(record.check_score, fake_folder("golf", [1.3, 1.31], systems_change=True)).startswith(
-        "FAIL"
-    )
-    # golf: 0.005 nats less than 1.20143417 is 1.19847..., in bits per byte of its split
-    goal = 1.20143417 - 0.005 / np.log(2) * 62_021_632 / 151_080_363
-    assert (
-        verdict(record.check_score, fake_folder("golf", [goal - 0.0001 + d for d in (0, 1e-6, -1e-6)]))[:4]
-        == "val_"
-    )
-    assert verdict(
-        record.check_score, fake_folder("golf", [goal + 0.0001 + d for d in (0, 1e-6, -1e-6)])
-    ).startswith("FAIL")
-    core = [0.2571, 0.2572, 0.2641, 0.2606, 0.2729]
-    assert "p=0.0" in verdict(record.check_score, fake_folder("gpt2", core))
-    assert verdict(record.check_score, fake_folder("gpt2", [0.2571, 0.2472, 0.2406])).startswith("FAIL")
-    assert "a single run" in verdict(record.check_score, fake_folder("gpt2", [0.27]))
-    before = {"name": "x", "mean": 1.35, "values": [1.35, 1.351, 1.349]}
-    assert verdict(record.check_score, fake_folder("tiny", [1.34, 1.341, 1.339], before=before))[:4] == "val_"
-    assert verdict(record.check_score, fake_folder("tiny", [1.34, 1.36, 1.339], before=before)).startswith(
-        "FAIL"
-    )
-
-
-@pytest.mark.parametrize("most, word", [("0", "bits per byte add up"), ("100", "CORE took only 100")])
-def test_core_of_a_part_is_no_record(most, word):
-    folder = fake_folder("gpt2", [0.26])
-    folder.runs[0].eval = {}
-    folder.result_name = lambda run: "result.json"
-    folder.result = lambda run: {"eval": {}, "val_loss": 3.0, "val_bpb": None,
-                                 "config": {"core_metric_max_per_task": most}}
-    assert word in verdict(record.check_evaluation, folder)
-
-
-def test_gpt2_is_compared_by_val_bpb_and_a_single_run_is_marked(tool, home):
-    before = {"name": "x", "val_bpb": [0.7501, 0.7502, 0.7500]}
-    told = verdict(record.check_comparison, fake_folder("gpt2", [0.7490, 0.7491, 0.7489], before=before))
-    assert told.startswith("0.749000, x 0.750100, Welch t=13.47") and "p=0.0001" in told
-    assert verdict(record.check_comparison, fake_folder("tiny", [1.0])) is None
-    one = make(tool, "One", "logs/a0", "--exclude", "a1=a test", "--exclude", "a2=a test")
-    assert "**A single run: its spread is unknown.**" in (one / "README.md").read_text()
-
-
-def test_our_folders_have_no_excuse(tool, folder):
-    """What would be n/a of a foreign folder fails one of ours."""
-    made = folders.Folder(folder)
-    made.runs[0].source = made.runs[1].source = None
-    lines = []
-    record.check(made, record.LOOK_ONLY, lines.append)
-    assert any("FAIL  one script" in line for line in lines) and not any("n/a" in line for line in lines)
-
-
-def test_time_rules():
-    assert "ratio" in verdict(record.check_time, fake_folder("speedrun", [], [131.0, 131.1]))
-    assert verdict(record.check_time, fake_folder("speedrun", [], [133.0, 133.1])).startswith("FAIL")
-    assert verdict(record.check_time, fake_folder("tiny", [], [133.0, 133.1])) is None
-
-
-@pytest.mark.parametrize(
-    "source, fails",
-    [
-        ("model = torch.compile(model, dynamic=False)\n", False),
-        ("import torch._inductor.config\n", True),
-        ("model = torch.compile(model, mode='max-autotune')\n", True),
-        ("torch._inductor_config.x = 1\n", True),
-        ("torch.compile(f(a, b), dynamic=False, fullgraph=True)\n", False),
-    ],
-)
-def test_compile_flags_of_the_speedrun(source, fails):
-    folder = fake_folder("speedrun", [])
-    folder.source = lambda: source
-    assert verdict(record.check_flags, folder).startswith("FAIL") == fails
+def test_noise_trains_for_real(tool, home, toy, monkeypatch):
+    (home / "data").symlink_to(toy / "data")
+    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="2048", EVAL_SLIDING="0", EVAL_TTT="0")
+    for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    code, out, err = tool("noise", "tiny", "-n", 2)
+    assert code == 0, err
+    assert "val_loss: n=2 mean" in out and len(list((home / "logs").glob("trial_*"))) == 2
 
 
 # ------------------------------------------------------------ the leak probe
-LEAKS = {
-    "a block mean": """
-        B, T, C = x.shape
-        x = x + x.view(B, T // 16, 16, C).mean(2).repeat_interleave(16, 1)""",
-    "a chunk state": """
-        ends = torch.arange(x.size(1)) // 8 * 8 + 7
-        x = x + 1e-3 * x[:, ends]""",
-    "an FFT mix": """
-        turns = torch.exp(1j * torch.arange(x.size(1)) ** 2)[:, None]
-        x = x + 1e-3 * torch.fft.ifft(torch.fft.fft(x, dim=1) * turns, dim=1).real""",
-    "one bidirectional layer": """
-        x = x + 0.1 * torch.softmax(x @ x.mT, -1) @ x""",
-    "a target-dependent gate": """
-        x = x * (1 + 0.01 * torch.sigmoid(self.embed[tokens.roll(-1, 1)].mean(-1, keepdim=True)))""",
-    "another row of the batch": """
-        x = x + 0.01 * x.mean(0, keepdim=True)""",
-    "position 37 alone": """
-        x = torch.cat([x[:, :37], x[:, 37:38] + 0.01 * x[:, 38:39], x[:, 38:]], 1)""",
-    "batches of other sizes than two": """
-        x = x + 0.01 * x.roll(-1, 1) * (x.size(0) != 2)""",
-    "what was seen first": """
-        kept = self.__dict__.setdefault("kept", {})
-        x = x + 0.01 * torch.stack([kept.setdefault(int(t[0]), r.detach()) for t, r in zip(tokens, x)])""",
-    "an earlier call": """
-        x = x + 0.01 * getattr(self, "kept", torch.zeros(1))
-        self.kept = x.mean().detach()""",
-}
-HIDDEN = """
-_hidden = GPT.hidden
-def leaky(self, tokens):
-    x = _hidden(self, tokens)
-    if True:{leak}
+def mixed_by_fft(model, x, tokens):
+    turns = torch.exp(1j * torch.arange(x.size(1)) ** 2)[:, None]
+    return x + 1e-3 * torch.fft.ifft(torch.fft.fft(x, dim=1) * turns, dim=1).real
+
+
+def target_gate(model, x, tokens):
+    return x * (1 + 0.01 * torch.sigmoid(model.embed[tokens.roll(-1, 1)].mean(-1, keepdim=True)))
+
+
+def seen_first(model, x, tokens):
+    kept = model.__dict__.setdefault("kept", {})
+    return x + 0.01 * torch.stack([kept.setdefault(int(t[0]), row) for t, row in zip(tokens, x)])
+
+
+def earlier_call(model, x, tokens):
+    x = x + 0.01 * model.__dict__.get("kept", torch.zeros(1))
+    model.__dict__["kept"] = x.mean()
     return x
-GPT.hidden = leaky
-"""
-SCORES = {
-    "sums to 1.01": "_lp = log_probs\ndef log_probs(model, tokens):\n    return _lp(model, tokens) + 0.01\n",
-    "logits for log-probabilities": "def log_probs(model, tokens):\n    return model.logits(tokens)\n",
-    "not finite": "_lp = log_probs\ndef log_probs(model, tokens):\n    return _lp(model, tokens) / 0 * 0\n",
-    "one column short": "_lp = log_probs\ndef log_probs(model, tokens): return _lp(model, tokens)[..., 1:]\n",
-    "an exit": "def log_probs(model, tokens):\n    raise SystemExit('no')\n",
+
+
+LEAKS = {       # (model, last activations (B, T, C), tokens) -> what a leaky model makes of them
+    "a block mean": lambda model, x, tokens: x + x.unflatten(1, (-1, 16)).mean(2).repeat_interleave(16, 1),
+    "a chunk state": lambda model, x, tokens: x + 1e-3 * x[:, torch.arange(x.size(1)) // 8 * 8 + 7],
+    "an FFT mix": mixed_by_fft,
+    "one bidirectional layer": lambda model, x, tokens: x + 0.1 * torch.softmax(x @ x.mT, -1) @ x,
+    "a target-dependent gate": target_gate,
+    "another row of the batch": lambda model, x, tokens: x + 0.01 * x.mean(0, keepdim=True),
+    "position 37 alone": lambda model, x, tokens: (
+        x + 0.01 * x.roll(-1, 1) * (torch.arange(64) == 37)[:, None]),
+    "batches of other sizes than two": lambda model, x, tokens: (
+        x + 0.01 * x.roll(-1, 1) if len(x) != 2 else x),
+    "what was seen first": seen_first,
+    "an earlier call": earlier_call,
 }
+SCORES = {      # log-probabilities -> what is no distribution
+    "sums to 1.01": lambda scores: scores + 0.01,
+    "logits": lambda scores: 2 * scores + 3,
+    "not finite": lambda scores: scores / 0 * 0,
+}
+
+
+def probe_here(env, artifact=None, seed=0):
+    """The probe in this process, by two models of the same weights."""
+    seen, fresh = (leak_probe.Script(train_gpt, artifact, env) for _ in range(2))
+    about, rng = seen.about(), np.random.default_rng(seed)
+    return leak_probe.probe(fresh, seen, about["T"], about["V"], about["windows"], [], rng)
+
+
+@pytest.mark.parametrize("peek", [*LEAKS, *SCORES])
+@pytest.mark.parametrize("weights", ["artifact", "random"])
+def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
+    hidden, log_probs = train_gpt.GPT.hidden, train_gpt.log_probs
+    if peek in LEAKS:
+        monkeypatch.setattr(train_gpt.GPT, "hidden", lambda model, tokens, context: LEAKS[peek](
+            model, hidden(model, tokens, context), tokens))
+    else:
+        monkeypatch.setattr(train_gpt, "log_probs", lambda *asked: SCORES[peek](log_probs(*asked)))
+    artifact = toy / "logs/a0/final_model.int8.ptz" if weights == "artifact" else None
+    words = "^a leak: other rows" if peek == "another row of the batch" else "^a leak: "
+    with pytest.raises(leak_probe.ProbeFailed, match=words if peek in LEAKS else "^log_probs are"):
+        probe_here(SETTINGS | {"VOCAB_SIZE": "512"}, artifact)
+
+
+@pytest.mark.parametrize("preset, shape", [
+    ("tiny", dict(MODEL_DIM="32")), ("golf", dict(MODEL_DIM="64", NUM_LAYERS="3")),
+    ("speedrun", dict(MODEL_DIM="36", MAX_DOC_LEN="24", BOS_ID="1", WINDOW_SCHEDULE="16,48", WINDOW_BLOCK="4",
+                      BATCH_SCHEDULE="1", EVAL_WINDOW="52")),
+    ("gpt2", dict(DEPTH="2", MAX_DOC_LEN="24", BOS_ID="1"))])
+def test_our_presets_pass_the_probe(preset, shape):
+    env = dict(PRESET=preset, DEVICE="cpu", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="64", VOCAB_SIZE="300",
+               BIGRAM_ROWS="512")
+    tried, worst, _ = probe_here(env | shape, seed=1)
+    assert tried == 63 and worst < 2e-6
+
+
+def test_the_probe_tries_every_alignment_and_window_edge():
+    for T in (64, 256, 2048):
+        tried = set(leak_probe.some_places(T, [100, 0], np.random.default_rng(0)))
+        assert {t % 2 for t in tried} == {0, 1} and max(tried) < T - 1
+        for step in (step for step in leak_probe.ALIGNMENTS if step < T - 1):
+            assert {0, step - 1} <= {t % step for t in tried if t}
+        assert {t for t in (99, 100, 101, 49, 50, 51) if t < T - 1} <= tried
 
 
 def planted(tmp_path, code):
     """train_gpt.py with code added before it starts."""
-    source = SCRIPT.read_text()
-    start = 'if __name__ == "__main__":'
-    assert source.count(start) == 1
-    (tmp_path / "train_gpt.py").write_text(source.replace(start, code + "\n" + start))
+    text, start = SCRIPT.read_text(), 'if __name__ == "__main__":'
+    assert text.count(start) == 1
+    (tmp_path / "train_gpt.py").write_text(text.replace(start, f"_log_probs = log_probs\n{code}\n{start}"))
     return tmp_path / "train_gpt.py"
 
 
-@pytest.mark.parametrize("leak", [*LEAKS, *SCORES])
-@pytest.mark.parametrize("weights", ["artifact", "random"])
-def test_planted_leaks_are_caught(toy, tmp_path, leak, weights):
-    code = HIDDEN.format(leak=LEAKS[leak]) if leak in LEAKS else SCORES[leak]
-    script = planted(tmp_path, code)
-    artifact = toy / "logs/a0/final_model.int8.ptz" if weights == "artifact" else None
-    env = SETTINGS | {"VOCAB_SIZE": "512"}
-    with pytest.raises(leak_probe.ProbeFailed) as caught:
-        leak_probe.judge(script, artifact, env, seconds=240, seed=0)
-    if leak in LEAKS:
-        assert "a leak: " in str(caught.value)
-    elif leak != "an exit":
-        assert "log_probs" in str(caught.value)
-
-
-PRESET_SHAPES = {
-    "tiny": dict(
-        PRESET="tiny", MODEL_DIM="32", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="128", VOCAB_SIZE="300"
-    ),
-    "golf": dict(PRESET="golf", MODEL_DIM="64", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="256"),
-    "windows": dict(
-        MODEL_DIM="32",
-        NUM_LAYERS="5",
-        TRAIN_SEQ_LEN="192",
-        TRAIN_BATCH_TOKENS="192",
-        VOCAB_SIZE="300",
-        WINDOW_PATTERN="SSL",
-        WINDOW_SCHEDULE="32,96",
-        VALUE_EMBED_LAYERS="0,1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PRESET_SHAPES)
-def test_our_presets_pass_the_probe(name):
-    told = leak_probe.judge(SCRIPT, None, PRESET_SHAPES[name] | {"DEVICE": "cpu"}, seconds=240, seed=1)
-    assert "random weights" in told and "is 0, every row sums to 1" in told
-
-
-def test_the_probe_tries_every_alignment_and_window_edge():
-    rng = np.random.default_rng(0)
-    for T in (64, 256, 2048):
-        tried = set(leak_probe.places(T, [100, 0], rng, 1))
-        assert {t % 2 for t in tried} == {0, 1} and max(tried) < T - 1
-        for a in (a for a in leak_probe.ALIGNMENTS if a < T - 1):
-            assert any(t % a == 0 and t for t in tried) and any(t % a == a - 1 for t in tried)
-        assert {t for t in (99, 100, 101, 49, 50, 51) if t < T - 1} <= tried
-
-
-def test_a_worker_that_hangs_is_stopped(toy, tmp_path):
-    script = planted(tmp_path, "import time\ndef log_probs(model, tokens):\n    time.sleep(600)\n")
-    with pytest.raises(leak_probe.ProbeFailed, match="no answer within 8 s"):
-        leak_probe.judge(script, toy / "logs/a0/final_model.int8.ptz", {}, seconds=8)
-
-
-def test_the_score_added_up_here_is_the_trainers(toy, tmp_path):
-    """Over the whole split of the toy, from log_probs alone."""
-    (val,) = (toy / "data/datasets/toy").glob("*_val_*.bin")
-    nats = leak_probe.score(
-        SCRIPT, toy / "logs/a0/final_model.int8.ptz", {}, np.memmap(val, "<u2", "r", 1024), 240
-    )
-    result = json.loads((toy / "logs/a0/result.json").read_text())
-    assert nats == pytest.approx(result["artifact"]["val_loss"], abs=2e-6)
+@pytest.mark.parametrize("code, sentence", [
+    ("def log_probs(model, tokens):\n    return _log_probs(model, tokens.roll(-1, 1))", "^a leak: "),
+    ("def log_probs(model, tokens):\n    return _log_probs(model, tokens)[..., 1:]", "has shape"),
+    ("def log_probs(model, tokens):\n    raise SystemExit('no')", "could not be asked for log_probs"),
+    ("time.sleep(3600)", "no answer within 1 s")])
+def test_what_a_script_does_in_the_worker_is_caught(tmp_path, code, sentence):
+    script, env = planted(tmp_path, code), SETTINGS | {"VOCAB_SIZE": "512"}
+    with pytest.raises(leak_probe.ProbeFailed, match=sentence):
+        leak_probe.judge(script, None, env, seconds=1 if "sleep" in code else LONG, seed=0)
 
 
 def test_what_a_script_prints_does_not_reach_the_judge(toy, tmp_path):
-    script = planted(
-        tmp_path,
-        "print('{\"T\": 1}')\n_lp = log_probs\ndef log_probs(model, tokens):\n"
-        "    print('noise')\n    return _lp(model, tokens)\n",
-    )
-    assert "every row sums to 1" in leak_probe.judge(
-        script, toy / "logs/a0/final_model.int8.ptz", {}, seconds=240
-    )
+    """Rows longer than SHORT_ROW are probed, too."""
+    script = planted(tmp_path, "print('{\"T\": 1}')\ndef log_probs(model, tokens):\n    print('noise')\n"
+                     "    return _log_probs(model, tokens)")
+    said = leak_probe.judge(script, toy / "logs/a0/final_model.int8.ptz", {}, seconds=LONG, context=1100)
+    assert "of 1024 and 1100, the artifact" in said and "every row sums to 1" in said
 
 
-def test_sweep_trains_for_real(tool, home, toy, monkeypatch):
-    (home / "data").symlink_to(toy / "data")
-    for name, value in SETTINGS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    code, out, err = tool("sweep", "MATRIX_LR=0.03,0.0", "-n", 2)
-    assert code == 0, err
-    assert "MATRIX_LR=0.03: n=2" in out and "MATRIX_LR=0.0: n=2" in out
-    assert runs.load_runs([home / "logs"])
+class OldGPT(torch.nn.Module):
+    """A table of bigrams, which must be told the length of its rows."""
+    def __init__(self, cfg):
+        super().__init__()
+        self.table, self.T = torch.nn.Parameter(torch.zeros(cfg.vocab_size, cfg.vocab_size)), None
+
+    def set_context(self, T, window):
+        assert window == 7
+        self.T = T
+
+
+def old_log_probs(model, tokens):
+    assert tokens.shape[1] == model.T
+    return F.log_softmax(model.table[tokens], -1)
+
+
+@torch.no_grad()
+def old_target_nats(module, model, cfg, tokens, bos, protocol, team):
+    tokens = torch.from_numpy(tokens.astype(np.int64))[None]
+    model.set_context(tokens.size(1) - 1, 7)
+    scores = module.log_probs(model, tokens[:, :-1])
+    return np.append(0.0, -scores.gather(2, tokens[:, 1:, None])[0, :, 0].numpy())
+
+
+def test_scripts_of_rules_version_1_are_probed_with_golf_beside_them(monkeypatch):
+    """They have set_context, SHAPE and golf.py, whose functions take the module."""
+    values = dict(vocab_size=31, train_seq_len=16, window_schedule=(3, 7), eval_sliding=4, eval_documents=0,
+                  eval_ttt=0, train_batch_tokens=16, eval_context=0, eval_stride=0)
+    config = dataclasses.make_dataclass("Config", [(name, object, value) for name, value in values.items()])
+    module = SimpleNamespace(SHAPE=["vocab_size"], GPT=OldGPT, log_probs=old_log_probs,
+                             load_config=lambda env: config(), Team=lambda cfg, env: None)
+    monkeypatch.setitem(sys.modules, "golf", SimpleNamespace(target_nats=old_target_nats))
+    seen, fresh = (leak_probe.OldScript(module, None, {}) for _ in range(2))
+    assert seen.about() == {"T": 16, "V": 31, "windows": [3, 7, 7]}
+    rng = np.random.default_rng(0)
+    assert leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)[0] == 15
+    assert "sliding: 10 changes" in leak_probe.probe_stream(
+        fresh.target_nats, seen.target_nats, seen.log_probs, "sliding", 1, 16, 31, [], rng)
+    module.log_probs = lambda model, tokens: old_log_probs(model, tokens.roll(-1, 1))
+    with pytest.raises(leak_probe.ProbeFailed, match="a leak: "):
+        leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)

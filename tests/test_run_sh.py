@@ -83,21 +83,34 @@ def test_an_installation_is_made_once(folder):
     assert "-m pip" in run(folder, "setup")[2][-1]
 
 
-def test_missing_data_is_made_then_planned_then_trained(folder):
-    steps = ["data/prepare.py", "train_gpt.py --dry-run", "train_gpt.py"]
-    assert run(folder, PYTHON="stub") == (0, "", steps)
+def test_missing_data_is_made_then_trained_on(folder):
+    """The trainer runs once: it prints the plan itself."""
+    assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
     assert run(folder, "golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
     assert run(folder, "--preset=golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
     assert run(folder, PYTHON="stub", PRESET="golf")[2][0] == "data/download.py sp1024 -n 40"
     assert run(folder, "gpt2", PYTHON="stub")[2][:2] == ["data/download.py climbmix", "data/download.py core"]
     have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
     for args in ((), ("golf",), ("gpt2",)):
-        assert not [call for call in run(folder, *args, PYTHON="stub")[2] if call.startswith("data/")]
+        calls = run(folder, *args, PYTHON="stub")[2]
+        assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
 
 
 def test_own_data_is_not_prepared(folder):
-    assert len(run(folder, "DATA_PATH=data/datasets/mine", PYTHON="stub")[2]) == 2
-    assert len(run(folder, PYTHON="stub", DATA_PATH="data/datasets/mine")[2]) == 2
+    mine = "train_gpt.py --data-path=data/datasets/mine"
+    assert run(folder, "DATA_PATH=data/datasets/mine", PYTHON="stub")[2] == [mine]
+    assert run(folder, PYTHON="stub", DATA_PATH="data/datasets/mine")[2] == ["train_gpt.py"]
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "DRY_RUN=1", "--help"])
+def test_a_plan_needs_no_data(folder, flag):
+    code, _, calls = run(folder, "gpt2", flag, PYTHON="stub")
+    assert code == 0 and len(calls) == 1 and calls[0].startswith("train_gpt.py --preset=gpt2 --")
+
+
+def test_data_that_cannot_be_made_end_it(folder):
+    program(folder, "stub", 'echo "$*" >> calls; exit 4')
+    assert run(folder, PYTHON="stub") == (4, "", ["data/prepare.py"])
 
 
 def test_settings_become_flags(folder):
@@ -113,7 +126,7 @@ def test_every_gpu_is_used(folder):
     assert run(folder, PYTHON="stub")[2][-1] == launched
     assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="0,2")[2][-1] == launched.replace("=3", "=2")
     assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="")[2][-1] == "train_gpt.py"
-    assert run(folder, "--device=cpu", PYTHON="stub")[2][-1] == "train_gpt.py --device=cpu"
+    assert run(folder, "--device=cpu", PYTHON="stub")[2] == ["train_gpt.py --device=cpu"]
 
 
 def test_what_cannot_be_fetched(folder):
@@ -131,10 +144,23 @@ def test_help_names_the_data(folder):
     assert len(lines) == 5 and all(word in done.stdout for word in ("sp1024", "climbmix", "core", "PYTHON="))
 
 
-def test_a_refused_plan_ends_it(folder):
+@pytest.mark.parametrize("code", [1, 2])
+def test_the_exit_code_is_the_trainers(folder, code):
     have(folder, EMBEDDED)
-    program(folder, "stub", 'echo "$*" >> calls; exit 2')
+    program(folder, "stub", f'echo "$*" >> calls; exit {code}')
+    assert run(folder, PYTHON="stub") == (code, "", ["train_gpt.py"])
+
+
+def test_a_refusal_comes_before_torchrun(folder):
+    """Torchrun would make another exit code of it. On the way the plan is not printed."""
+    have(folder, EMBEDDED)
+    program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
+    program(folder, "stub", 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
     assert run(folder, PYTHON="stub") == (2, "", ["train_gpt.py --dry-run"])
+    program(folder, "stub", 'case "$*" in *--dry-run) echo a second plan;; *) echo a plan;; esac')
+    done = subprocess.run(["bash", "run.sh"], cwd=folder, capture_output=True, text=True, timeout=60,
+                          env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
+    assert (done.returncode, done.stdout) == (0, "a plan\n")
 
 
 def test_the_other_commands(folder):

@@ -1,0 +1,751 @@
+"""What `record check` asks of a record folder: one function a rule.
+
+Each takes (folder, options) and returns what holds, in a few words, or None where its track has no such rule.
+It raises Broken where the rule fails, NoEvidence where a foreign folder cannot show it.
+"""
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import leak_probe
+import source
+from folders import (
+    KEYS, NEWEST, NOTES, ROOT, RULES, best_before, change_text, code_diff, computed, read_json, records_of,
+    render, sha256, shared_config, summary_of)
+from runs import Refused, describe, test_line, test_target, test_welch
+
+ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
+PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an artifact
+# What reading damaged files may raise
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
+# Constants of a run that are not repeated when its model is probed or scored again
+OF_ONE_RUN = ("run_id", "resume", "eval_from", "sample", "dry_run", "device", "dtype")
+LOOK_ONLY = argparse.Namespace(no_exec=True, rerun_eval=False, artifact="", seconds=60)
+
+
+class Broken(Exception):
+    """A rule fails; the sentence names the file and both values."""
+
+
+class NoEvidence(Exception):
+    """A foreign format cannot hold what the rule asks for. A folder of ours must."""
+
+
+class LeftOut(Exception):
+    """--no-exec: the rule would run the folder's code."""
+
+
+class Rule(NamedTuple):
+    heading: str        # public: the games' own; strict: ours
+    name: str
+    function: object
+
+
+CHECKS = []
+
+
+def rule(heading, name):
+    """Adds the function below it to CHECKS."""
+    def add(function):
+        CHECKS.append(Rule(heading, name, function))
+        return function
+    return add
+
+
+def require(good, sentence):
+    """Raises Broken with the sentence unless good."""
+    if not good:
+        raise Broken(sentence)
+
+
+def same(where, name, value, other, expected):
+    """`value`, found in `where`, must equal `expected`, found in `other`."""
+    require(value == expected, f"{where}: {name} is {value!r}, in {other} {expected!r}")
+
+
+def first_difference(a, b):
+    """(line number, line of a, line of b) where two texts first differ, or None."""
+    lines = itertools.zip_longest(a.split("\n"), b.split("\n"), fillvalue="")
+    for number, (line_a, line_b) in enumerate(lines, 1):
+        if line_a != line_b:
+            return number, line_a, line_b
+    return None
+
+
+class OurRun(NamedTuple):
+    """A run of a folder of ours."""
+    run: object         # its log, read
+    log: str            # file name of the log
+    result: dict
+    json: str           # file name of the result
+
+
+def our_runs(folder):
+    """[OurRun], the first seed first. Raises NoEvidence for a foreign folder."""
+    if not folder.ours:
+        raise NoEvidence
+    return [OurRun(run, run.file, folder.result(run), folder.result_name(run)) for run in folder.runs]
+
+
+# ------------------------------------------------------------ public
+@rule("public", "finished")
+def check_finished(folder, options):
+    for run in folder.runs:
+        require(run.finished, f"{run.file} was cut off at step {run.steps}")
+        require(not folder.ours or run.finals, f"{run.file} has no final score")
+    return f"{len(folder.runs)} logs end with a score"
+
+
+@rule("public", "score")
+def check_score(folder, options):
+    """The mean reaches the target, or beats the record before by the margin, at the track's p."""
+    track = folder.track
+    if folder.ours:
+        claim, test = folder.test()
+        if folder.first_of_track():
+            return claim
+    elif track.target is None:
+        raise NoEvidence
+    else:
+        values = [run.value(track.metric) for run in folder.runs]
+        claim, test = f"against {track.target}", test_target(values, track.target, track.metric)
+    require(test, f"{claim}: a single run, the test needs more")
+    if folder.ours and folder.submission["systems_change"] and track.rank == "time":
+        mean = describe(folder.values(track.metric)).mean
+        good = mean <= track.target if track.better == "lower" else mean >= track.target
+        require(good, f"{claim}: the mean is {mean}")
+        return f"{claim}: mean {mean:.6f}; the test is waived for a pure systems change"
+    require(test.p < track.p, f"{claim}: {test_line(test)}, the rule asks for p < {track.p}")
+    return f"{claim}: {test_line(test)}"
+
+
+@rule("public", "time")
+def check_time(folder, options):
+    """Faster than the record before, where time is what is ranked."""
+    if folder.track.rank != "time":
+        return None
+    our_runs(folder)
+    mean, before = describe(folder.values("time")).mean, folder.submission["before"]
+    if folder.baseline:
+        other, name = describe([run.time for run in folder.baseline]).mean, "the baseline logs"
+    elif before:
+        other, name = describe(before["times"]).mean, before["name"]
+    else:
+        other, name = folder.track.start, folder.track.start_name
+    require(mean < other, f"the logs take {mean:.4f} s, {name} {other:.4f} s")
+    return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
+
+
+@rule("public", "val_bpb")
+def check_comparison(folder, options):
+    """CORE is noisy, val_bpb hardly: where CORE decides, this is what two records are compared by."""
+    if folder.track.metric != "core":
+        return None
+    our_runs(folder)
+    before, own = folder.submission["before"], folder.values("val_bpb")
+    text = f"{describe(own).mean:.6f}"
+    if before:
+        test, _ = test_welch(before["val_bpb"], own, "val_bpb")
+        text += f", {before['name']} {describe(before['val_bpb']).mean:.6f}, Welch {test_line(test)}"
+    return text
+
+
+@rule("public", "time cap")
+def check_time_cap(folder, options):
+    cap = folder.track.time_cap
+    if not cap:
+        return None
+    for run in folder.runs:
+        in_time = run.time is None or run.time <= cap
+        require(in_time, f"{run.file}: {run.time} s of training, the cap is {cap} s")
+    return f"longest {max(run.time or 0 for run in folder.runs):.4f} s, the cap is {cap} s"
+
+
+@rule("public", "bytes")
+def check_bytes(folder, options):
+    """All code that a run loads counts: the script and, by rules version 1, the files beside it."""
+    cap = folder.track.byte_cap
+    if not cap:
+        return None
+    companions = folder.companions()
+    code = len(folder.script) + sum(len(folder.read(name)) for name in companions)
+    for run in folder.runs:
+        if "bytes_model" not in run.facts or not folder.script:
+            raise NoEvidence
+        total = int(run.facts["bytes_model"]) + code
+        require(total <= cap, f"{run.file}: model and code have {total} bytes, the cap is {cap}")
+    return f"model and code ({', '.join(['train_gpt.py', *companions])}) within {cap} in each run"
+
+
+@rule("public", "evaluation time")
+def check_eval_time(folder, options):
+    cap = folder.track.eval_cap
+    if not cap:
+        return None
+    for _, _, result, name in our_runs(folder):
+        rest = result["process_ms"] - result["setup_ms"] - result["compile_ms"] - result["train_time_ms"]
+        require(rest <= 1e3 * cap,
+                f"{name}: {rest / 1e3:.0f} s besides setup and training, the cap is {cap} s")
+    return f"everything besides setup and training takes less than {cap} s"
+
+
+@rule("public", "data")
+def check_data(folder, options):
+    """The track's dataset and split, by the log as by the result."""
+    track = folder.track
+    wanted = {"data": track.data, "fingerprint": track.fingerprint,
+              "val_tokens": track.val[0], "val_bytes": track.val[1]}
+    for run, log, result, name in our_runs(folder):
+        for key, want in wanted.items():
+            value = run.facts.get(key)
+            same(name, key, str(result["data"]["name" if key == "data" else key]), log, value)
+            if want:
+                same(log, key, value, "the rules", str(want))
+        same(name, "train_tokens", str(result["data"]["train_tokens"]), log, run.facts.get("train_tokens"))
+    return f"{track.data}: the same text and split in every run"
+
+
+@rule("public", "evaluation")
+def check_evaluation(folder, options):
+    """The track's settings, the whole split, and bits per byte that follow from the loss."""
+    for run, log, result, name in our_runs(folder):
+        for key in sorted({*result["eval"], *run.eval}):
+            same(name, key, str(result["eval"].get(key)), log, run.eval.get(key))
+        for key, want in folder.track.eval.items():
+            if want.startswith("="):
+                want = run.eval.get(want[1:])
+            same(log, key, run.eval.get(key), "the rules", want)
+        require("val_loss_partial" not in result, f"{name}: only a part of the split was scored")
+        if folder.track.metric == "core":
+            most = result["config"]["core_metric_max_per_task"]
+            require(most == "0", f"{name}: CORE took only {most} examples of each task")
+        if result["val_bpb"] is not None:
+            data = result["data"]
+            bits = result["val_loss"] / math.log(2) * (data["val_tokens"] - 1) / data["val_bytes"]
+            require(abs(bits - result["val_bpb"]) < 1e-6, f"{name}: val_bpb is {result['val_bpb']!r}, "
+                    f"but loss, tokens and bytes make {bits!r}")
+    settings = " ".join(f"{key}:{value}" for key, value in folder.runs[0].eval.items())
+    return f"{settings}; bits per byte add up"
+
+
+@rule("public", "compile flags")
+def check_flags(folder, options):
+    """No extra torch._inductor.config or torch.compile flags in the speedrun."""
+    if folder.track.data != "fineweb10B_gpt2":
+        return None
+    text = folder.source()
+    if not text:
+        raise NoEvidence
+    try:
+        found = source.compiler_flags(text)
+    except (SyntaxError, ValueError, RecursionError):
+        raise NoEvidence from None
+    require(not found, f"train_gpt.py, {found and found[0]}")
+    return "none"
+
+
+@rule("public", "hardware")
+def check_hardware(folder, options):
+    want = folder.track.hardware
+    if not want:
+        return None
+    for run in folder.runs:
+        if "hardware" not in run.facts:
+            raise NoEvidence
+        value = run.facts["hardware"]
+        require(value.startswith(want), f"{run.file}: {value}, the rules: {want}")
+    return want
+
+
+@rule("public", "leak probe")
+def check_leaks(folder, options):
+    """Runs the folder's code, in a process of its own."""
+    result = our_runs(folder)[0].result
+    if options.no_exec:
+        raise LeftOut
+    artifact, env = artifact_of(folder, options), environment_of(result) | {"DEVICE": "cpu"}
+    try:
+        return leak_probe.judge(
+            folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
+            result["eval"]["eval_context"], None, protocols_of(result),
+            int(result["config"].get("bos_id", 1)))
+    except leak_probe.ProbeFailed as error:
+        raise Broken(f"train_gpt.py: {error}") from None
+
+
+def environment_of(result):
+    """The constants of a run as environment variables, but for those of that one run and its machine."""
+    return {name.upper(): value for name, value in result["config"].items() if name not in OF_ONE_RUN}
+
+
+def protocols_of(result):
+    """Those of PROTOCOLS that the run was scored by."""
+    return [name for name in PROTOCOLS if f"val_loss_{name}" in result]
+
+
+def artifact_of(folder, options):
+    """The artifact of train.log's run: in the folder, or where --artifact says; None if it is not at hand."""
+    here = sorted(folder.path.glob("final_model.*.ptz"))
+    path = Path(options.artifact) if options.artifact else here[0] if here else None
+    if path:
+        want = folder.submission["artifact_sha256"]
+        same(path.name, "sha256", sha256(path.read_bytes()), "submission.json", want)
+    return path
+
+
+def val_files(result):
+    """The shards of the val split, as far as they are here."""
+    return sorted((ROOT / "data" / "datasets" / result["data"]["name"]).glob("*_val_*.bin"))
+
+
+# ------------------------------------------------------------ strict
+@rule("strict", "runs")
+def check_runs(folder, options):
+    n, least, excluded = len(folder.runs), folder.track.min_runs, folder.submission.get("excluded", [])
+    require(n >= least, f"{n} runs, the rules ask for {least}")
+    for entry in excluded:
+        require(entry["reason"].strip(), f"submission.json: {entry['run_id']} is excluded without a reason")
+    return f"{n} runs, {len(excluded)} more excluded with reasons" if folder.ours else f"{n} runs"
+
+
+@rule("strict", "distinct runs")
+def check_distinct(folder, options):
+    """No run is there twice, no seed is used twice."""
+    seeds, scores = {}, {}
+    for run in folder.runs:
+        exact = [final for final in run.finals if final[0].endswith("exact")]       # to the eighth decimal
+        score = tuple(exact or [*run.finals, *run.curves["val"], run.time])
+        require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
+        require(run.seed < 0 or run.seed not in seeds,
+                f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
+        seeds[run.seed], scores[score] = run.file, run.file
+    if folder.ours:
+        for run, log, result, name in our_runs(folder):
+            same(name, "seed", result["seed"], log, run.seed)
+            require(not run.steps_repeat or result["resumed"],
+                    f"{log}: steps repeat, but {name} says resumed false")
+    if -1 in seeds:
+        raise NoEvidence
+    return "seeds " + ", ".join(str(seed) for seed in seeds)
+
+
+@rule("strict", "one script")
+def check_source(folder, options):
+    """Each log begins with train_gpt.py; where the folder has none, the logs begin alike."""
+    script = folder.source()
+    if not script or all(run.source is None for run in folder.runs):
+        raise NoEvidence
+    for run in folder.runs:
+        text = run.source or ""
+        if found := first_difference(text.strip(), script.strip()):
+            number, line, wanted = found
+            at = max(0, len(os.path.commonprefix([line, wanted])) - 30)
+            raise Broken(f"{run.file}: its source ({len(text.encode())} bytes) differs from train_gpt.py "
+                         f"({len(script.encode())} bytes), line {number}: {line[at:at + 60]!r}, "
+                         f"not {wanted[at:at + 60]!r}")
+    if folder.ours:
+        for _, _, result, name in our_runs(folder):
+            same(name, "code_sha256", result["code_sha256"], "train_gpt.py", sha256(folder.script))
+            same(name, "bytes_code", result["bytes_code"], "train_gpt.py", len(folder.script))
+            check_companions(folder, result, name)
+    return f"{len(folder.runs)} logs begin with train_gpt.py"
+
+
+def check_companions(folder, result, name):
+    """Files that the run loaded from beside its script are in the folder, as they were."""
+    for file, digest in result.get("companions", {}).items():
+        require(file in folder.rules.companions, f"{name}: the run loaded {file} from beside its script, "
+                f"which rules version {folder.submission['rules_version']} does not allow")
+        require(file in folder.files, f"{file} is missing, {name} says that the run loaded it")
+        same(file, "sha256", sha256(folder.read(file)), name, digest)
+
+
+@rule("strict", "one configuration")
+def check_config(folder, options):
+    """The runs differ in nothing but the seed, and logs and results agree on every constant."""
+    runs = our_runs(folder)
+    first = shared_config(runs[0].result["config"])
+    for run, log, result, name in runs:
+        config = result["config"]
+        same(name, "preset", result["preset"], "submission.json (track)", folder.submission["track"])
+        for key in ("preset", "seed", "run_id"):
+            same(name, key, str(result[key]), "its config", config.get(key))
+        for key in sorted({*config, *run.config}):
+            same(name, f"config {key}", config.get(key), log, run.config.get(key))
+        for key in sorted({*first, *shared_config(config)}):
+            same(name, f"config {key}", shared_config(config).get(key), "that of train.log", first.get(key))
+        for key, (_, value) in result["overrides"].items():
+            same(name, f"override {key}", value, "its config", config.get(key))
+    return f"{len(first)} constants, the same but for the seed"
+
+
+@rule("strict", "numbers of the results")
+def check_results(folder, options):
+    for ours in our_runs(folder):
+        check_final_scores(ours)
+        check_protocol_scores(ours)
+        check_last_validation(ours)
+        check_summary(ours)
+        size = ours.result["bytes_model"] + len(folder.script)
+        same(ours.json, "bytes_total", ours.result["bytes_total"], "bytes_model and train_gpt.py", size)
+    return "agree with the logs to the last digit, sizes add up"
+
+
+def check_final_scores(ours):
+    """The two scores, each rounded on one line of the log and exact on another."""
+    run, log, result, name = ours
+    lines = {tag: {"val_loss": loss, "val_bpb": bpb} for tag, loss, bpb in run.finals}
+    codec = "int8_zlib" if float(result["config"].get("artifact_step", 0)) == 0 else "lzma"
+    for part, tag in (("trained", "final_model"), ("artifact", f"final_{codec}_roundtrip")):
+        for line, digits in ((tag, 4), (tag + "_exact", 8)):
+            require(line in lines, f"{log} has no line {line}")
+            for key, value in lines[line].items():
+                if value is not None:
+                    same(name, f"{part} {key}", round(result[part][key], digits), f"{log}, {line}", value)
+    counts = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
+    for key in ("val_loss", "val_bpb"):
+        same(name, key, result[key], f"its {counts}", result[counts][key])
+
+
+def check_protocol_scores(ours):
+    """Golf's further scores, a line each."""
+    run, log, result, name = ours
+    for protocol in protocols_of(result):
+        line, said = f"final_{protocol}", {*run.protocols.get(protocol, ["nothing"])}
+        loss, bpb = result[f"val_loss_{protocol}"], result[f"val_bpb_{protocol}"]
+        require(protocol in run.protocols and len(said) == 1, f"{log}: {line} says {'; '.join(sorted(said))}")
+        expected = f"val_loss_{protocol}:{loss:.8f}"
+        if bpb is not None:
+            expected += f" val_bpb_{protocol}:{bpb:.8f}"
+            ratio = (bpb / loss) / (result["val_bpb"] / result["val_loss"])
+            require(abs(ratio - 1) < 1e-6, f"{name}: val_bpb_{protocol} and val_loss_{protocol} disagree")
+        same(name, protocol, expected, f"{log}, {line}", said.pop())
+
+
+def check_last_validation(ours):
+    """The last validation line tells the steps, the time and the score of the trained weights."""
+    run, log, result, name = ours
+    point, where = run.curves["val"][-1], f"the last validation of {log}"
+    same(name, "trained val_loss", round(result["trained"]["val_loss"], 4), where, point.loss)
+    same(name, "steps", result["steps"], where, run.steps)
+    same(name, "train_time_ms", result["train_time_ms"], where, round(point.seconds * 1e3))
+    if result["stop_reason"] == "wallclock_cap":
+        where = f"stopping_early of {log}"
+        same(name, "train_time_ms", result["train_time_ms"], where, run.facts.get("stopped_ms"))
+
+
+def check_summary(ours):
+    """The table that ends a log, and single lines before it."""
+    run, log, result, name = ours
+    where = f"the summary of {log}"
+    for key in ("steps", "tokens", "tok_per_s", "train_time_ms", "step_ms", "bytes_model", "bytes_total",
+                "process_ms"):
+        value = result[key]
+        if isinstance(value, dict) and "{" not in run.summary.get(key, ""):     # older logs print Python's
+            value = " ".join(f"{part}:{number}" for part, number in value.items())
+        same(name, key, str(value), where, run.summary.get(key))
+    score = f"val_loss:{result['val_loss']:.4f}"
+    if result["val_bpb"]:
+        score += f" val_bpb:{result['val_bpb']:.4f}"
+    same(log, "score", run.summary.get("score"), name, score)
+    for key in ("setup_ms", "compile_ms", "bytes_code", "bytes_model", "bytes_total"):
+        same(name, key, result[key], log, run.facts.get(key))
+    for key in ("world_size", "hardware", "torch", "peak_memory"):
+        same(name, key, str(result[key]), log, run.facts.get(key))
+
+
+def json_text(content):
+    """A JSON object as our files hold it."""
+    return json.dumps(content, indent=1) + "\n"
+
+
+@rule("strict", "numbers of the submission")
+def check_submission(folder, options):
+    """submission.json says what logs and results make, number by number."""
+    if not folder.submission:
+        raise NoEvidence
+    if not folder.ours:
+        return check_foreign_submission(folder)
+    numbers = computed(folder)
+    for key, value in numbers.items():
+        same("submission.json", key, folder.submission.get(key), "what the logs make", value)
+    missing = [key for key in KEYS if key not in folder.submission]
+    require(not missing, f"submission.json lacks {', '.join(missing)}")
+    text = (folder.path / "submission.json").read_text(encoding="utf-8")
+    found = first_difference(text, json_text(folder.submission))
+    require(not found, f"submission.json (line, as it is, as its numbers are written): {found}")
+    return f"{len(numbers)} recomputed"
+
+
+def check_foreign_submission(folder):
+    """A foreign submission.json against the logs: its scores, its sizes."""
+    problems = [*score_problems(folder), *size_problems(folder)]
+    require(not problems, "; ".join(problems))
+    return "agree with the logs"
+
+
+def score_problems(folder):
+    """Scores of a foreign submission.json that are in no log, or the best one where the mean is meant."""
+    s = folder.submission
+    for i, key in ((1, "val_loss"), (2, "val_bpb")):
+        values = [final[i] for run in folder.runs for final in run.finals if final[i] is not None]
+        if isinstance(s.get(key), (int, float)) and values:
+            decimals = len(repr(s[key]).partition(".")[2])
+            slack = 0.51 * 10.0 ** -max(4, decimals)
+            of_runs = [run.value(key) for run in folder.runs if run.value(key)]
+            mean = describe(of_runs or values).mean
+            nearest = min([*values, mean], key=lambda value: abs(value - s[key]))
+            if abs(nearest - s[key]) > slack:
+                yield f"submission.json: {key} {s[key]} is in no log, the nearest is {nearest:.8f}"
+    values = [run.value("val_bpb") for run in folder.runs if run.value("val_bpb")]
+    if len(values) > 1 and s.get("val_bpb") == min(values) < describe(values).mean:
+        yield (f"submission.json: val_bpb {s['val_bpb']} is the best of {len(values)} runs, "
+               f"their mean is {describe(values).mean:.8f}")
+
+
+def size_problems(folder):
+    """Sizes of a foreign submission.json that its script and logs do not have."""
+    s, code = folder.submission, len(folder.script)
+    models = [int(run.facts.get("bytes_model", 0)) for run in folder.runs]
+    total = s.get("bytes_total")
+    if isinstance(total, int) and any(models) and code and total - code not in models:
+        model = min(filter(None, models), key=lambda size: abs(total - code - size))
+        yield (f"submission.json: bytes_total {total} is model {model} and {total - model} of code, "
+               f"but train_gpt.py has {code} bytes")
+    if isinstance(s.get("bytes_code"), int) and code and s["bytes_code"] != code:
+        yield f"submission.json: bytes_code {s['bytes_code']}, train_gpt.py has {code} bytes"
+
+
+def is_member(name, companions):
+    """May a record folder list this file?"""
+    stem, _, end = name.partition(".")
+    kind, _, seed = stem.partition("_seed")
+    if name in ("train.log", "result.json", "train_gpt.py", "loss.png", "changes.diff", *companions):
+        return True
+    if stem == "final_model":
+        return end.endswith(".ptz")
+    return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()
+
+
+@rule("strict", "files")
+def check_files(folder, options):
+    """Each file that submission.json lists is there, unaltered, and no other is."""
+    first, listed = our_runs(folder)[0].result, folder.submission["files"]
+    for name, digest in listed.items():
+        require(name in folder.files, f"{name} is missing, submission.json lists it")
+        same(name, "sha256", sha256(folder.read(name)), "submission.json", digest)
+    extra = [name for name in folder.names if name not in {*listed, "README.md", "submission.json"}]
+    require(not extra, f"{', '.join(extra[:3])}: not listed in submission.json")
+    strange = [name for name in listed if not is_member(name, folder.rules.companions)]
+    require(not strange, f"{', '.join(strange[:3])}: no part of a record, a script must run alone")
+    for name in ("train.log", "result.json", "train_gpt.py", "loss.png"):
+        require(name in listed, f"{name} is not part of the record")
+    artifact = [name for name in listed if name.endswith(".ptz")]
+    require(artifact or first["bytes_model"] >= ARTIFACT_LIMIT, "the artifact of train.log is not there")
+    for name in artifact:
+        same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], name, listed[name])
+        same(name, "bytes", len(folder.read(name)), "result.json", first["bytes_model"])
+    return f"{len(listed)}, with the sha256 that submission.json lists"
+
+
+@rule("strict", "README")
+def check_readme(folder, options):
+    our_runs(folder)
+    top, start, rest = folder.readme.partition(NOTES[0])
+    _, stop, end = rest.partition(NOTES[1])
+    require(start and stop, f"README.md has no block between {NOTES[0]} and {NOTES[1]}")
+    want_top, want_end = render(folder)
+    if found := first_difference(f"{top}{end}", f"{want_top}\n\n{want_end}"):
+        number, line, wanted = found
+        raise Broken(f"README.md, line {number} (notes apart): {line!r}, "
+                     f"submission.json and the logs make {wanted!r}")
+    return "is what submission.json and the logs make, notes apart"
+
+
+@rule("strict", "readable")
+def check_readable(folder, options):
+    """A script that a person can read: not packed, and within the lines and columns of its rules version."""
+    text = folder.source()
+    if not text:
+        raise NoEvidence
+    lines = text.splitlines()
+    longest = max((len(line) for line in lines), default=0)
+    size = f"{len(lines)} lines, the longest of {longest} columns"
+    require(longest < 2000, f"train_gpt.py is packed: {size}")
+    try:
+        packed = source.packed_line(text)
+    except (SyntaxError, ValueError, RecursionError):
+        raise NoEvidence from None
+    require(not packed, f"train_gpt.py is packed: line {packed} runs decoded text as code")
+    if folder.ours:
+        rules = folder.rules
+        require(len(lines) <= rules.max_lines and longest <= rules.max_columns,
+                f"train_gpt.py: {size}; the limits are {rules.max_lines} and {rules.max_columns}")
+    return size
+
+
+@rule("strict", "record before")
+def check_before(folder, options):
+    """The record before is known and told as it is; the difference too; the same machine and torch build."""
+    our_runs(folder)
+    before, others = folder.submission["before"], records_of(folder.submission["track"])
+    require(folder.track.rank != "time" or folder.baseline, "time is claimed without logs of a baseline")
+    older = {name: other for name, other in others.items() if other.finished() < folder.finished()}
+    best = best_before(older, folder.hardware())
+    name = before["name"] if before else None
+    require((name or "none") == best, f"submission.json: the record before is {name!r}, "
+            f"but the best in this repository by then is {best!r}")
+    if not before:
+        return "none, it is the first of its track"
+    for key, value in summary_of(name, others[name]).items():
+        same("submission.json", f"before: {key}", before[key], name, value)
+    text = (folder.path / "changes.diff").read_text(encoding="utf-8")
+    same("changes.diff", "text", text, "the two scripts", code_diff(others[name].script, folder.script))
+    told = folder.submission["code_change"]
+    same("submission.json", "code_change", told, "changes.diff", change_text(text))
+    check_same_machine(folder, before)
+    if folder.baseline:
+        check_baseline(folder, before)
+    return f"{name}, on the same machine and torch build"
+
+
+def check_same_machine(folder, before):
+    """Hardware and torch build are those of the baseline logs or, without any, of the record before."""
+    for run, log, _, _ in our_runs(folder):
+        for key in ("torch", "hardware"):
+            value = run.facts.get(key)
+            for base in folder.baseline:
+                same(base.file, key, base.facts.get(key), log, value)
+            if not folder.baseline:
+                same(log, key, value, f"{before['name']}, with no baseline logs,", before[key])
+
+
+def check_baseline(folder, before):
+    """The baseline logs are three finished runs of the record before, and the new ones are better."""
+    logs, track = folder.baseline, folder.track
+    require(len(logs) > 2, f"{len(logs)} baseline logs, the rules ask for 3")
+    scores = {tuple(base.finals) for base in logs}
+    require(len(scores) == len(logs), "two baseline logs hold the same run")
+    for base in logs:
+        require(base.finished, f"{base.file} was cut off")
+        config, wanted = shared_config(base.config), before["config"]
+        for key in sorted({*config, *wanted}):
+            same(base.file, f"config {key}", config.get(key), before["name"], wanted.get(key))
+        digest = sha256((base.source or "").encode())
+        same(base.file, "sha256 of its source", digest, before["name"], before["code_sha256"])
+    if track.rank != "time":
+        values = [base.value(track.metric) for base in logs]
+        test, _ = test_welch(values, folder.values(track.metric), track.metric)
+        require(test and test.p < track.p,
+                f"against the baseline logs: {test_line(test)}, the rule asks for p < {track.p}")
+
+
+@rule("strict", "rerun of the evaluation")
+def check_rerun(folder, options):
+    """--rerun-eval: the artifact's score by the folder's script and, where small, added up here."""
+    if not options.rerun_eval:
+        return None
+    _, _, result, name = our_runs(folder)[0]
+    if options.no_exec:
+        raise LeftOut
+    artifact, files, want = artifact_of(folder, options), val_files(result), result["artifact"]
+    require(artifact, "the artifact is not in the folder: give it with --artifact PATH")
+    require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
+    on_cpu = "threads" in result["hardware"]
+    tolerance = 2e-5 if on_cpu else 2e-3        # CPUs score in fp32, GPUs in bf16
+    again = rerun(folder, artifact, result, options)
+    wanted = {"val_loss": want["val_loss"], "val_bpb": want["val_bpb"]}
+    for protocol in protocols_of(result):
+        for key in (f"val_loss_{protocol}", f"val_bpb_{protocol}"):
+            wanted[key] = result[key]
+    for key, value in wanted.items():
+        limit = tolerance
+        if key.endswith("_ttt") and on_cpu:     # steps enlarge rounding
+            limit = 5 * tolerance
+        close = again[key] == value or abs(again[key] - value) < limit
+        require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
+    added = score_added_up(folder, artifact, result, files, options, tolerance)
+    if added is None:
+        how = " (too large or another protocol than one row after the other: not added up here)"
+    else:
+        how = f", added up here from log_probs {added:.8f}"
+    return f"val_loss {again['val_loss']:.8f}{how}, in {name} {want['val_loss']:.8f}"
+
+
+def score_added_up(folder, artifact, result, files, options, tolerance):
+    """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
+    too long or the rows overlap."""
+    config, want = result["config"], result["artifact"]["val_loss"]
+    row = int(config["train_seq_len"])
+    plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
+    tokens = np.memmap(files[0], "<u2", "r", 1024)
+    if not plain or len(files) > 1 or len(tokens) * int(config["vocab_size"]) >= 1 << 30:
+        return None
+    try:
+        nats = leak_probe.score(folder.path / "train_gpt.py", artifact, {}, tokens, options.seconds)
+    except leak_probe.ProbeFailed as error:
+        raise Broken(f"train_gpt.py: {error}") from None
+    require(abs(nats - want) < tolerance, f"{artifact.name}: val_loss added up here from log_probs "
+            f"is {nats:.8f}, in result.json {want:.8f}")
+    return nats
+
+
+def rerun(folder, artifact, result, options):
+    """result.json of the folder's train_gpt.py when it evaluates the artifact in an empty folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        os.symlink(ROOT / "data", Path(scratch, "data"))
+        env = leak_probe.clean_environment() | environment_of(result)
+        env |= {"EVAL_FROM": str(artifact.resolve()), "RUN_ID": "rerun", "SAMPLE_TOKENS": "0"}
+        command = [sys.executable, folder.path.resolve() / "train_gpt.py"]
+        try:
+            done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True,
+                                  errors="replace", timeout=options.seconds)
+        except subprocess.TimeoutExpired:
+            raise Broken(f"train_gpt.py: no evaluation within {options.seconds:.0f} s") from None
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        require(done.returncode == 0, f"train_gpt.py could not evaluate the artifact: {last[:200]}")
+        return read_json(Path(scratch, "logs", "rerun", "result.json"))
+
+
+# ------------------------------------------------------------ all of them
+def check(folder, options, say):
+    """Says one line a rule. Returns the names of the rules that fail."""
+    if not folder.ours:
+        likely = "golf" if "val_bpb" in folder.submission else "speedrun"
+        folder.track = RULES[NEWEST].tracks[likely]
+    elif not options.no_exec:
+        say("this runs the folder's own train_gpt.py, a stranger's code, in a process of its own "
+            f"(limit {options.seconds:.0f} s); --no-exec leaves that out")
+    failed = []
+    for heading, rules in itertools.groupby(CHECKS, key=lambda rule: rule.heading):
+        say(heading)
+        for rule in rules:
+            word, text = outcome(rule, folder, options)
+            if text is not None:
+                say(f"  {word:4}  {rule.name:26}  {text}")
+            if word == "FAIL":
+                failed.append(rule.name)
+    return failed
+
+
+def outcome(rule, folder, options):
+    """("pass", "FAIL", "n/a" or "----", what holds or why not; None: the track has no such rule)"""
+    try:
+        return "pass", rule.function(folder, options)
+    except NoEvidence:
+        return "FAIL" if folder.ours else "n/a", "there is no evidence of it"
+    except LeftOut:
+        return "----", "LEFT OUT by --no-exec"
+    except (Broken, Refused) as error:
+        return "FAIL", str(error)
+    except (OSError, *DAMAGE) as error:
+        return "FAIL", f"what is there is damaged: {type(error).__name__} {str(error)[:120]}"
