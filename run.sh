@@ -52,13 +52,15 @@ gpus() {
 preset_data() {
     case $1 in
         tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
-        golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 40 || exit $? ;;
-        speedrun) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
-        gpt2)
-            [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $?
-            [ -f data/core_bundle/core.yaml ] || data core
-            ;;
+        golf | golf_plus) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 80 || exit $? ;;
+        speedrun | speedrun_plus) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
+        gpt2) [ -f data/datasets/fineweb_edu/manifest.json ] || data fineweb-edu || exit $? ;;
+        gpt2_plus) [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $? ;;
     esac
+    case $1 in
+        gpt2*) [ -f data/core_bundle/core.yaml ] || data core ;;
+    esac
+    return 0
 }
 
 train() {

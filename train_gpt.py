@@ -78,7 +78,7 @@ class ModelConfig:
     preset: str = option("tiny", "row of PRESETS that the constants start from")
     vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536)
     train_seq_len: int = option(512, "tokens per sequence", 2, 1 << 20)
-    max_doc_len: int = optional(0, "tokens; documents are cut here and attend to themselves only; 0: neither")
+    max_doc_len: int = optional(0, "documents see only themselves, packed ones are cut here; 0: neither")
     bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535)
     num_layers: int = option(2, "blocks", 1, 1000)
     model_dim: int = option(128, "width of the residual stream", 2, 1 << 16)
@@ -91,19 +91,25 @@ class ModelConfig:
     attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
     key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
     attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
+    value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
+    value_lambdas: bool = option(False, "learnt factors on values and on value embeddings, per layer")
     rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9)
     rope_fraction: float = option(1.0, "part of each head that rotates", 0, 1)
+    rope_end: bool = option(False, "the slowest frequency is 1 / rope_base, not one step above it")
     rope_yarn: bool = option(False, "RoPE and attn_scale follow the window as it grows (YaRN)")
     smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
+    smear_documents: bool = option(False, "the token before may belong to the document before")
     bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
     residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
+    scalar_mix: bool = option(False, "mixes and skips are one number per layer, not one per channel")
     layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
+    skip_sigmoid: bool = option(False, "skip weights pass through a sigmoid")
     skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
     backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
     value_embed_layers: tuple = option((1, 2), "value embedding table per layer; 0: none", 0, 99)
-    window_pattern: str = option("SL", "per layer: L long, S short, - no attention, 0 no MLP either")
-    window_schedule: tuple = option((256,), "long window, tokens, per stage; 0: all. Short: half of it")
+    window_pattern: str = option("SL", "per layer: L long, S short, - no attention, 0 nothing")
+    window_schedule: tuple = option((256,), "long window, tokens before its own, per stage; 0: all")
     window_block: int = option(1, "tokens that window sizes are multiples of", 1)
     eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
 
@@ -134,6 +140,7 @@ class Config(ModelConfig):
     artifact_bytes_limit: int = optional(0, "bytes of artifact and script; 0: no limit")
     artifact_step: float = optional(0.0, "rounding step / rms of a row, then lzma; 0: int8, zlib", 0, 10)
     artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
+    artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
     score_artifact: bool = option(True, "result.json scores the artifact; 0: the trained weights")
     # data and batch
     data_path: str = option("data/datasets/embedded", "folder of token shards")
@@ -142,6 +149,8 @@ class Config(ModelConfig):
                                    "sha256 of the game's text; empty: any text")
     train_batch_tokens: int = optional(4_096, "tokens per step over all ranks; 0: by depth", 0, 1 << 30)
     shuffle: bool = option(True, "training sequences in one random order; 0: in order")
+    packing: str = option("rows", "how training rows are made of the stream: see Loader",
+                          choices=("rows", "spans", "documents", "best_fit"))
     max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
     device_batch_size: int = optional(0, "sequences per rank and micro-step; 0: as many as fit")
     val_tokens: int = optional(0, "the first tokens of val that are scored; 0: all")
@@ -175,11 +184,16 @@ class Config(ModelConfig):
     orthogonalization: str = option("newton_schulz", "Muon's polynomial",
                                     choices=("newton_schulz", "polar_express"))
     muon_backend_steps: int = option(5, "its iterations", 1, 20)
+    muon_sum: bool = option(False, "momentum is a sum of gradients, not a mean")
     normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
-    weight_decay: float = optional(0.0, "cautious, on Muon's matrices, times LR squared; 0: none", 0, 1e6)
+    weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
+    decay_schedule: str = option("lr", "weight_decay follows the LR factor, or falls linearly to 0",
+                                 choices=("lr", "linear"))
     beta1: float = option(0.8, "Adam", 0, 0.9999)
     beta2: float = option(0.95, "Adam", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam, for the gradient of a mean loss", 1e-20, 1)
+    adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
+    adam_eps_corrected: bool = option(True, "v is corrected for its start before eps is added")
+    loss_sum_ranks: int = optional(0, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
     adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
     grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
     # schedule
@@ -191,6 +205,7 @@ class Config(ModelConfig):
     warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     batch_schedule: tuple = option((1,), "train_batch_tokens times this, per stage", 1, 1024)
+    seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
     batch_lr_power: float = optional(0.0, "LR factor = batch multiple ** this; 0: off", 0, 2)
     lr_schedule: tuple = option((0.0,), "LR factors that replace it, in order; 0: off", 0, 1000)
     lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
@@ -200,54 +215,70 @@ def stages(columns, *rows):
     table = {name: [row[i] for row in rows] for i, name in enumerate(columns.split())}
     return {name: tuple(value for value in values if value is not None) for name, values in table.items()}
 
-PRESETS = {  # what differs from the defaults
-    # One CPU or GPU, 120 s: lowest val_bpb on the embedded corpus.
-    "tiny": {},
-    # 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. The public record that it starts from: 1.20136.
-    "golf": dict(
-        data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
-        data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
-        num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2, rope_base=10_000.0,
-        window_pattern="L", window_schedule=(0,),
-        bigram_rows=16_384, value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2),
-        matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, beta1=0.9,
-        muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
-        iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
-        train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
-        artifact_bytes_limit=16_000_000, artifact_step=0.2,
+# What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
+# 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. parameter-golf 2026-03-19_TrainingOptSeq4096: 1.20136.
+GOLF = dict(
+    data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
+    data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
+    packing="spans", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
+    tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, key_offset=False, bigram_rows=0,
+    value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
+    matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, beta1=0.9, muon_sum=True,
+    muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
+    iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
+    train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
+    artifact_bytes_limit=16_000_000, artifact_scale_floor=1 / 127)
+# 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
+SPEEDRUN = dict(
+    data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
+    train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, packing="documents", max_epochs=1,
+    num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, window_pattern="0SSSLSS-SSSL",
+    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), value_lambdas=True, bigram_rows=0,
+    skip_layers=(4, 7), skip_sigmoid=True, scalar_mix=True, backout_layer=8, attn_gate_dim=12,
+    smear_dim=12, smear_documents=True, key_offset=False, qk_gain_init=0.0, layer_scale=False,
+    unet_skips=False, attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True,
+    **stages(  # three equal parts of iterations, then the extension
+        "batch_schedule seq_schedule window_schedule lr_schedule lr_switches",
+        (1,             1,           384,            1.0,        0.0),
+        (2,             2,           896,            1.51,       0.33),
+        (3,             3,           1408,           1.93,       0.66),
+        (3,             3,           1664,           None,       None)),
+    window_block=128, eval_window=2560, eval_context=262_144, val_batch_size=262_144,
+    matrix_lr=0.023, weight_decay=1.2, normuon_beta2=0.95, orthogonalization="polar_express",
+    muon_momentum_cooldown_steps=50, embed_lr=0.6, beta1=0.65, adam_every=2, adam_eps_corrected=False,
+    loss_sum_ranks=8,
+    parameters=(
+        "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
+        "query.second=columns", "key.second=columns", "value.second=columns", "attn_proj.second=columns",
+        "value_embeds.init=normal", "value_embeds.scale=1", "resid_lambda.scale=1.1",
+        "skip_weights.scale=-1.5"),
+    iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
+    val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head")
+# 8xH100: least time to CORE > 0.256525. nanochat 00932d1, depth 26, ratio 7.25, fp8: 8,967 s.
+# Rates and decay are those of depth 12; depth_dial() scales them.
+GPT2 = dict(
+    depth=26, target_param_data_ratio=7.25, train_seq_len=2048, train_batch_tokens=524_288,
+    data_path="data/datasets/fineweb_edu", data_fingerprint="", vocab_size=32_768, shuffle=False,
+    packing="best_fit", mlp_mult=4, bigram_rows=0, key_offset=False, rope_base=10_000.0, qk_gain_init=0.0,
+    value_gate_dim=32, scalar_mix=True, layer_scale=False, unet_skips=False,
+    matrix_lr=0.02, head_lr=0.004, scalar_lr=0.5, weight_decay=10.0, decay_schedule="linear",
+    normuon_beta2=0.95, orthogonalization="polar_express", adam_eps=1e-10, fp8="auto-all",
+    parameters=(
+        "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
+        "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "head.init=normal",
+        "head.scale=0.001", "resid_lambda.lr_mult=0.01", "x0_lambda.scale=0.1", "x0_lambda.beta1=0.96"),
+    max_wallclock_seconds=0.0, val_tokens=20_971_520, val_loss_every=250, score_artifact=False, core=True,
+    sample_temperature=0.0, sample_tokens=16,
+    sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is")
+PRESETS = {
+    "tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
+    # the same games with what we add on top of the record (records/BENCH.md)
+    "golf_plus": GOLF | dict(
+        tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
+        value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
         eval_sliding=1024, eval_documents=1024, eval_ttt=131_072),
-    # 8xH100: least time to val_loss 3.28 on FineWeb. The public record that it starts from: 132.2 s.
-    "speedrun": dict(
-        data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
-        train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, max_epochs=1,
-        num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, window_pattern="0SSSLSS-SSSL",
-        value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), bigram_rows=131_072,
-        skip_layers=(4, 7), backout_layer=8, smear_dim=12, attn_gate_dim=12,
-        qk_gain_init=0.0, layer_scale=False, unet_skips=False,
-        attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_yarn=True,
-        **stages(  # three equal parts of iterations, then the extension
-            "batch_schedule window_schedule lr_schedule lr_switches",
-            (1,             384,            1.0,        0.0),
-            (2,             896,            1.51,       0.33),
-            (3,             1408,           1.93,       0.66),
-            (3,             1664,           None,       None)),
-        window_block=128, eval_window=2560,
-        matrix_lr=0.023, weight_decay=1.2, normuon_beta2=0.95, orthogonalization="polar_express",
-        muon_momentum_cooldown_steps=50, embed_lr=0.6, beta1=0.65, adam_every=2,
-        iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
-        val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head"),
-    # 8xH100: least time to CORE > 0.256525. The public record: depth 26, ratio 7.25, fp8, 8,967 s.
-    # Rates and decay are those of depth 12; depth_dial() scales them.
-    "gpt2": dict(
-        depth=24, target_param_data_ratio=10.5, train_seq_len=2048, train_batch_tokens=524_288,
-        data_path="data/datasets/climbmix", data_fingerprint="", vocab_size=32_768, shuffle=False,
-        max_doc_len=2048, mlp_mult=4, bigram_rows=16_384, rope_base=10_000.0,
-        qk_gain_init=0.0, layer_scale=False, unet_skips=False,
-        matrix_lr=0.02, head_lr=0.004, weight_decay=10.0, normuon_beta2=0.95,
-        orthogonalization="polar_express", fp8="auto-all",
-        max_wallclock_seconds=0.0, val_loss_every=250, score_artifact=False, core=True,
-        sample_temperature=0.0, sample_tokens=16,
-        sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"),
+    "speedrun_plus": SPEEDRUN | dict(key_offset=True, bigram_rows=131_072),
+    "gpt2_plus": GPT2 | dict(key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix"),
 }
 
 FIELDS = {f.name: f for f in fields(Config)}
@@ -276,7 +307,8 @@ def preset_config(preset, given=()):
     require(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
     given, own = dict(given), PRESETS[preset]
     if "parameters" in given:  # cells: those given come after the preset's
-        given["parameters"] = tuple(dict.fromkeys(own.get("parameters", ()) + given["parameters"]))
+        cells = own.get("parameters", ()) + given["parameters"]  # of equal ones the last stays
+        given["parameters"] = tuple(dict.fromkeys(cells[::-1]))[::-1]
     cfg = Config(**{"preset": preset} | own | given)
     check_ranges(cfg)
     if cfg.depth:
@@ -297,7 +329,7 @@ def parse_value(name, text):
         if text == "-1" and FIELDS[name].metadata["off"]:
             return type(default)(0)
         return type(default)(text)
-    except (KeyError, ValueError):
+    except (AttributeError, KeyError, ValueError):
         raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
 
 def parse_flags(argv):
@@ -360,8 +392,9 @@ def check_config(cfg):
          f"model_dim={c.model_dim} / num_heads={c.num_heads} must be an even number of channels per head"),
         (c.num_heads % (c.num_kv_heads or 1) == 0,
          f"num_heads={c.num_heads} must be a multiple of num_kv_heads={c.num_kv_heads}"),
-        (max(c.smear_dim, c.attn_gate_dim) <= c.model_dim,
-         f"smear_dim={c.smear_dim} or attn_gate_dim={c.attn_gate_dim} exceeds model_dim={c.model_dim}"),
+        (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim) <= c.model_dim,
+         f"smear_dim={c.smear_dim}, attn_gate_dim={c.attn_gate_dim} or value_gate_dim={c.value_gate_dim} "
+         f"exceeds model_dim={c.model_dim}"),
         (0 < c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
          f"train_batch_tokens={c.train_batch_tokens} must be a multiple of train_seq_len={c.train_seq_len}"),
         (c.vocab_size or not c.depth, f"depth={c.depth} needs vocab_size"),
@@ -372,9 +405,15 @@ def check_config(cfg):
         (c.val_tokens != 1, "val_tokens=1 leaves no target"),
         (c.window_pattern and not set(c.window_pattern) - set("LS-0"),
          f"window_pattern={c.window_pattern!r} must consist of L, S, - and 0"),
-        (len({1, len(c.batch_schedule), len(c.window_schedule)}) < 3,
-         f"batch_schedule={show(c.batch_schedule)} and window_schedule={show(c.window_schedule)}: "
-         "give as many entries to both, or one to one of them"),
+        (len({1, len(c.batch_schedule), len(c.seq_schedule), len(c.window_schedule)}) < 3,
+         f"batch_schedule={show(c.batch_schedule)}, seq_schedule={show(c.seq_schedule)} and "
+         f"window_schedule={show(c.window_schedule)} must have as many entries as each other, or one"),
+        (not any(c.train_batch_tokens * stage.batch_multiple % (c.train_seq_len * stage.seq_multiple)
+                 for stage in stage_table(c)),
+         f"seq_schedule={show(c.seq_schedule)} must divide the sequences of a step in every stage"),
+        (max(c.seq_schedule) == 1 or c.packing in ("documents", "spans"),
+         f"seq_schedule={show(c.seq_schedule)} needs packing=documents or spans"),
+        (not c.shuffle or c.packing in ("rows", "documents"), f"shuffle=1 is not for packing={c.packing}"),
         (len(c.lr_switches) == len(c.lr_schedule) and [0, *c.lr_switches[1:]] == sorted(c.lr_switches),
          f"lr_switches={show(c.lr_switches)} must grow from 0, one per lr_schedule={show(c.lr_schedule)}"),
         (not any(window % c.window_block for window in windows),
@@ -433,8 +472,9 @@ def depth_dial(cfg, given):
     #    the width, between standard parametrization and muP (arXiv:2203.03466), which has the inverse.
     rate = (batch / REFERENCE_BATCH) ** 0.5
     adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
-    # 6. Weight decay: less in longer runs, more with larger batches (arXiv:2405.13698).
-    factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=adam, weight_decay=rate / growth)
+    # 6. Weight decay: less in longer runs, and, as it is times matrix_lr, more with larger batches
+    #    (arXiv:2405.13698).
+    factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
     for name, factor in factors.items():
         derived[name] = getattr(cfg, name) * factor
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
@@ -448,8 +488,9 @@ def parameter_counts(cfg):
     return counts
 
 def horizon_weights(cfg):
-    """Weights of matrices and head, which the horizon counts."""
-    return parameter_counts(cfg)["matrix"] + cfg.vocab_size * cfg.model_dim
+    """Weights of the blocks' matrices, gates among them, and of the head, which the horizon counts."""
+    counts = parameter_counts(cfg)
+    return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
 
 def flops_per_token(cfg):
     """Matmul FLOPs of training as PaLM counts them: 6 per weight, 12 * width * window per layer."""
@@ -462,23 +503,22 @@ class Context(NamedTuple):
     """What the forward pass needs besides tokens and weights; make_context() makes one."""
     rope: tuple  # cos and sin of every position, each (T, head_dim / 2), in the dtype of activations
     attn_scale: float  # factor on q @ k
-    windows: dict  # {kind of layer: tokens that it sees, its own included}
+    windows: dict  # {kind of layer: tokens before its own that it sees}
     dtype: torch.dtype  # of activations
-    wanted: torch.Tensor | None = None  # bool (B, T): where logits are made; None: everywhere
 
-def make_context(cfg, T, window, device, dtype=None, wanted=None):
-    """Context for rows of T tokens. window: of long layers, tokens; 0: everything. dtype: by default that of
-    scores, fp32 on a CPU and bf16 on a GPU."""
+def make_context(cfg, T, window, device, dtype=None):
+    """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
+    default that of scores, fp32 on a CPU and bf16 on a GPU."""
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     frequencies, attn_scale = rope_frequencies(cfg, window)
     angles = torch.arange(T)[:, None] * frequencies
     rope = tuple(table.to(device, dtype) for table in (angles.cos(), angles.sin()))
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
     windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
-    return Context(rope, attn_scale, windows, dtype, wanted)
+    return Context(rope, attn_scale, windows, dtype)
 
 def rms_norm(x):
-    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)
 
 def linear(x, weight):
     """x @ weight.T in the dtype of x; master weights stay fp32."""
@@ -502,17 +542,17 @@ def attention(q, k, v, mask, scale=None, kernel=F.scaled_dot_product_attention):
     return y.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 def window_mask(window, T, documents, device):
-    """Where each token sees the last `window` tokens of its document, its own included. documents (B, T): the
-    number of each token's document, or None. Returns None if every token sees everything before it, else bool
-    (B or 1, n, W, K): n blocks of W queries by the K keys up to their end."""
-    if window >= T and documents is None:
+    """Where each token sees itself and the `window` tokens before it, as far as they are of its document.
+    documents (B, T): the number of each token's document, or None. Returns None if every token sees
+    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to their end."""
+    if window >= T - 1 and documents is None:
         return None
     width = T if 2 * window >= T else window
     blocks, keys = math.ceil(T / width), min(T, 2 * width)
     start = torch.arange(0, blocks * width, width, device=device).view(1, blocks, 1, 1)
     query = start + torch.arange(width, device=device)[:, None]
     key = start + torch.arange(width - keys, width, device=device)
-    mask = (key >= 0) & (key <= query) & (key > query - window)
+    mask = (key >= 0) & (key <= query) & (key >= query - window)
     if documents is not None:
         documents = F.pad(documents, (keys - width, blocks * width - T), value=-1)
         own = documents[:, keys - width:].view(-1, blocks, width, 1)
@@ -524,8 +564,8 @@ def mlp(x, fc, proj, linear=linear):
     return linear(F.relu(linear(x, fc)).square(), proj)
 
 def softcap(logits, cap):
-    """cap * tanh(logits / cap), by a sigmoid, which is faster; cap 0: unchanged."""
-    return 2 * cap * torch.sigmoid(logits * (2 / cap)) - cap if cap else logits
+    """cap * tanh(logits / cap); cap 0: unchanged."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 def lm_loss(x, head, targets, cap, linear=linear):
     """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
@@ -545,7 +585,8 @@ def rope_frequencies(cfg, window):
     one."""
     D = cfg.model_dim // cfg.num_heads
     pairs = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
-    frequencies = F.pad(cfg.rope_base ** (-torch.arange(pairs) / pairs), (0, D // 2 - pairs))
+    steps = torch.linspace(0, 1, pairs) if cfg.rope_end else torch.arange(pairs) / pairs
+    frequencies = F.pad(cfg.rope_base**-steps, (0, D // 2 - pairs))
     scale = cfg.attn_scale or D**-0.5
     windows = [w for w in cfg.window_schedule if w] if cfg.rope_yarn else []
     for old, new in zip(windows, windows[1:]):
@@ -566,7 +607,8 @@ def per_layer(values, num_layers):
     return [values[i % len(values)] for i in range(num_layers)]
 
 def window_sizes(cfg, window, T):
-    """{"L": tokens of T that long layers see, "S": short ones}. window: of long layers; 0: everything."""
+    """{"L": tokens before its own that a long layer sees, of T; "S": a short one}. window: of long layers; 0:
+    all."""
     half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
     half = max(1, half // cfg.window_block) * cfg.window_block
     return {"L": min(window or T, T), "S": min(T, half)}
@@ -580,10 +622,10 @@ def gate(x, weight):
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
-    def __init__(self, cfg, kind, kernels):
+    def __init__(self, cfg, kind, has_table, kernels):
         super().__init__()
         C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
-        attends, has_mlp = kind in "LS", kind != "0"
+        attends, has_mlp, mix = kind in "LS", kind != "0", 1 if cfg.scalar_mix else C
         self.kernels, self.head_dim = kernels, C // H
         self.key_offset = cfg.key_offset and kind == "L"
         self.query = parameter(C, C, on=attends)
@@ -591,18 +633,20 @@ class Block(nn.Module):
         self.key = parameter(KV * C // H, C, on=attends)
         self.value = parameter(KV * C // H, C, on=attends)
         self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
+        self.value_gate = parameter(KV, cfg.value_gate_dim, on=attends and has_table and cfg.value_gate_dim)
+        self.value_lambdas = parameter(2, on=attends and cfg.value_lambdas)
         self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
         self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
-        self.residual_mix = parameter(2, C, on=cfg.residual_mix)
-        self.layer_scale = parameter(2, C, on=cfg.layer_scale)
+        self.resid_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
+        self.x0_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
+        self.layer_scale = parameter(2, C, on=has_mlp and cfg.layer_scale)
 
     def forward(self, x, x0, value_embed, mask, follows, context):
         """x, the stream, and x0, the embedding (B, T, C) -> the stream. value_embed (B, T, KV * D) or 0.
         follows: bool (B, T) or (T,), whether a token of the same document comes before."""
-        if self.residual_mix is not None:
-            mix = self.residual_mix.to(x.dtype)
-            x = mix[0] * x + mix[1] * x0
+        if self.resid_lambda is not None:
+            x = self.resid_lambda.to(x.dtype) * x + self.x0_lambda.to(x.dtype) * x0
         scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
         if self.query is not None:
             x = x + scales[0] * self.attend(rms_norm(x), value_embed, mask, follows, context)
@@ -613,6 +657,12 @@ class Block(nn.Module):
     def attend(self, h, value_embed, mask, follows, context):
         """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
         q, k, v = (self.kernels.linear(h, weight) for weight in (self.query, self.key, self.value))
+        if self.value_gate is not None:
+            gates = 2 * gate(h, self.value_gate)[..., None]
+            value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        if self.value_lambdas is not None:
+            factors = self.value_lambdas.to(v.dtype)
+            v, value_embed = factors[0] * v, factors[1] * value_embed
         v = v + value_embed
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if self.key_offset:
@@ -644,15 +694,15 @@ class GPT(nn.Module):
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
         self.smear = parameter(1, 1, on=cfg.smear_dim)
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
-        self.blocks = nn.ModuleList(Block(cfg, kind, kernels) for kind in self.kinds)
         # value embeddings: the table of each layer, counted from 1; 0: none
         self.tables = per_layer(cfg.value_embed_layers, N)
+        self.blocks = nn.ModuleList(Block(cfg, *row, kernels) for row in zip(self.kinds, self.tables))
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
         self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
         # skips: (from, to), innermost first
         self.skips = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] if cfg.unet_skips else []
         self.skips += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
-        self.skip_weights = parameter(len(self.skips), C, on=self.skips)
+        self.skip_weights = parameter(len(self.skips), 1 if cfg.scalar_mix else C, on=self.skips)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
     def hidden(self, tokens, context):
@@ -669,11 +719,14 @@ class GPT(nn.Module):
         for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
             for row, (source, to) in enumerate(self.skips):
                 if to == i:
-                    x = x + self.skip_weights[row].to(x.dtype) * outputs[source]
+                    weight = self.skip_weights[row].to(x.dtype)
+                    weight = torch.sigmoid(weight) if cfg.skip_sigmoid else weight
+                    x = x + weight * outputs[source]
             value_embed = 0
             if self.tables[i]:
                 value_embed = F.embedding(tokens, self.value_embeds[self.tables[i] - 1]).to(x.dtype)
-            x = block(x, x0, value_embed, masks.get(kind), follows, context)
+            if kind != "0":
+                x = block(x, x0, value_embed, masks.get(kind), follows, context)
             outputs.append(x)
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
@@ -686,15 +739,14 @@ class GPT(nn.Module):
             pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
             x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
         if self.smear is not None:
-            before = F.pad(x, (0, 0, 1, -1)) * follows[..., None]
+            before = F.pad(x, (0, 0, 1, -1))
+            if not self.cfg.smear_documents:
+                before = before * follows[..., None]
             x = x + self.smear.to(dtype) * gate(x, self.smear_gate) * before
         return x
 
-    def logits(self, tokens, context):
-        """tokens (B, T) -> fp32 (B, T, V), or (n, V) at the n places that context.wanted names."""
-        x = self.hidden(tokens, context)
-        if context.wanted is not None:
-            x = x[context.wanted]
+    def logits(self, x):
+        """Last activations (..., C) -> fp32 (..., V)."""
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
     def forward(self, tokens, targets, context):
@@ -711,8 +763,10 @@ class Parameter(NamedTuple):
     lr_mult: float  # factor on it
     decay_mult: float  # factor on weight_decay; Adam has none
     init: str  # uniform: +-scale / sqrt(columns); normal: std scale; constant: scale
-    scale: object  # a number, or a tuple with one number per row
+    scale: float
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
+    second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
+    beta1: float = 0.0  # Adam; 0: that of Config
 
 def parameter_table(cfg):
     """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
@@ -731,17 +785,21 @@ def parameter_table(cfg):
         ("head",         "head",        "adam", "head_lr",   1.0, 1.0, "constant", 0.0,        0.5),
         ("value_embeds", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
-        ("residual_mix", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", (1.0, 0.0), 0.0),
+        ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("smear_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("resid_lambda", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("x0_lambda",    "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("value_lambdas", "scalar",     "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
         ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
         ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", gain,       0.0),
-        ("attn_gate",    "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("smear_gate",   "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("skip_weights", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
         ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
     ]
     table = {row[0]: Parameter(*row) for row in rows}
     texts = dict(group=None, optimizer=("muon", "adam"), init=("uniform", "normal", "constant"),
+                 second=("long", "rows", "columns"),
                  lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
     for cell in cfg.parameters:
         place, _, value = cell.partition("=")
@@ -754,8 +812,16 @@ def parameter_table(cfg):
             require(value and value in legal, f"parameters={cell!r} must be one of {', '.join(legal)}")
         else:
             require(re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", value), f"parameters={cell!r} must be a number")
-            value = float(value)
+            value, least = float(value), -1e12 if column == "scale" else 0
+            most = 0.9999 if column == "beta1" else 1e12
+            require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
         table[kind] = table[kind]._replace(**{column: value})
+    vectors = {row[0] for row in rows if row[1] == "scalar"}
+    for row in table.values():
+        plain = row.optimizer == "adam" and row.init == "constant" and not row.artifact_step
+        require(row.kind not in vectors or plain, f"parameters: {row.kind} is no matrix, so it needs "
+                                                  "optimizer=adam, init=constant and artifact_step=0")
+        require(row.scale >= 0 or row.init == "constant", f"parameters: {row.kind}.scale is negative")
     return table
 
 def kind_of(name):
@@ -773,8 +839,6 @@ def init_parameters(model, seed):
             value.uniform_(-bound, bound, generator=generator)
         elif row.init == "normal":
             value.normal_(0, row.scale, generator=generator)
-        elif isinstance(row.scale, tuple):
-            value += torch.tensor(row.scale)[:, None]
         else:
             value += row.scale
         p.copy_(value)
@@ -784,9 +848,11 @@ ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b 
     # Muon: kellerjordan.github.io/posts/muon
     "newton_schulz": [(3.4445, -4.7750, 2.0315)],
     # Polar Express: arXiv:2505.16932
-    "polar_express": [(8.156555, -22.483293, 15.878770), (4.042930, -2.808917, 0.500018),
-                      (3.891668, -2.772484, 0.506065), (3.285754, -2.368129, 0.464490),
-                      (2.346541, -1.709783, 0.423236)]}
+    "polar_express": [(8.156554524902461, -22.48329292557795, 15.878769915207462),
+                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
 
 def orthogonalize(g, steps, method="newton_schulz"):
     """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. CPUs in fp32, others in bf16."""
@@ -794,9 +860,8 @@ def orthogonalize(g, steps, method="newton_schulz"):
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    if method == "polar_express":
-        x = x / 1.02  # bf16 may round a singular value to above 1, where it diverges
+    factor, eps = (1.02, 1e-6) if method == "polar_express" else (1, 1e-7)  # bf16 rounds up
+    x = x / (factor * x.norm(dim=(-2, -1), keepdim=True) + eps)
     table = ORTHOGONALIZERS[method]
     for i in range(steps):
         a, b, c = table[min(i, len(table) - 1)]
@@ -804,12 +869,14 @@ def orthogonalize(g, steps, method="newton_schulz"):
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(g.dtype)
 
-def muon_update(grad, buffer, momentum, steps, method="newton_schulz"):
-    """Nesterov momentum, orthogonalised. grad and buffer (N, R, C); buffer changes. Returns what to subtract,
-    before LR: tall matrices move by sqrt(R / C) more, as far per row as square ones."""
+def muon_update(grad, buffer, momentum, steps, method="newton_schulz", as_sum=False):
+    """Nesterov momentum, orthogonalised -> what to subtract, before LR. grad and buffer (N, R, C); buffer, a
+    running mean of gradients or their sum, changes."""
+    if as_sum:
+        buffer.mul_(momentum).add_(grad)
+        return orthogonalize(grad.add(buffer, alpha=momentum), steps, method)
     buffer.lerp_(grad, 1 - momentum)
-    update = orthogonalize(grad.lerp(buffer, momentum), steps, method)
-    return update * max(1, grad.size(-2) / grad.size(-1)) ** 0.5
+    return orthogonalize(grad.lerp(buffer, momentum), steps, method)
 
 def normuon_scale(update, v, beta2):
     """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows (its columns if wide) divided by their
@@ -819,15 +886,18 @@ def normuon_scale(update, v, beta2):
     before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
     return scaled * (before / after.clamp_min(1e-10))
 
-def adam_update(grad, m, v, step, beta1, beta2, eps):
-    """Adam (arXiv:1412.6980), step from 1; m and v change. Returns what to subtract, before LR."""
+def adam_update(grad, m, v, step, beta1, beta2, eps, corrected=True):
+    """Adam (arXiv:1412.6980), step from 1; m and v change. Returns what to subtract, before LR. corrected: v
+    is corrected for its start before eps is added, as in torch; else after."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
-    return m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+    start = (1 - beta2**step) ** 0.5
+    root = v.sqrt() / start + (eps if corrected else eps / start)
+    return m / (1 - beta1**step) / root
 
-def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps):
+def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
     """p changes. grad_scale, step and lr are 0-dim tensors, so that compiling it once serves every step."""
-    p.sub_(lr * adam_update(grad * grad_scale, m, v, step, beta1, beta2, eps))
+    p.sub_(lr * adam_update(grad * grad_scale, m, v, step, beta1, beta2, eps, corrected))
 
 class Bank:
     """Parameters with the same rule, and their gradients, as views of one buffer: one collective serves all.
@@ -847,7 +917,8 @@ class Bank:
         self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.grad.view(-1, *unit)
         second = self.my_data  # Adam's second moment; NorMuon's has one number per row, or per column if wide
         if row.optimizer == "muon":
-            second = second[:, :, :1] if unit[0] >= unit[1] else second[:, :1]
+            by_row = row.second == "rows" or row.second == "long" and unit[0] >= unit[1]
+            second = second[:, :, :1] if by_row else second[:, :1]
         self.state = [torch.zeros_like(t) for t in (self.my_data, second)]
 
 class Optimizer:
@@ -867,7 +938,7 @@ class Optimizer:
         return [t for bank in self.banks for t in (bank.data, bank.grad, *bank.state)]
 
     @torch.no_grad()
-    def step(self, lr_factor, momentum):
+    def step(self, lr_factor, momentum, decay_factor=1.0):
         """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
         banks step every adam_every steps, on the sum of the gradients since."""
         self.step_count += 1
@@ -890,7 +961,7 @@ class Optimizer:
                 job.wait()
             lr = getattr(cfg, bank.row.lr) * bank.row.lr_mult * lr_factor
             if bank.row.optimizer == "muon":
-                self.update_matrices(bank, lr, momentum, grad_scale)
+                self.update_matrices(bank, lr, momentum, grad_scale, decay_factor)
             else:
                 self.update_rest(bank, lr, grad_scale)
             bank.grad.zero_()
@@ -899,24 +970,26 @@ class Optimizer:
         for job in gathers:
             job.wait()
 
-    def update_matrices(self, bank, lr, momentum, grad_scale):
-        """Muon or NorMuon, then cautious decay: where the update shrinks the weight too
-        (arXiv:2411.16085)."""
+    def update_matrices(self, bank, lr, momentum, grad_scale, decay_factor):
+        """Muon or NorMuon, then cautious decay: where the update shrinks the weight too (arXiv:2411.16085).
+        Tall matrices have sqrt(rows / columns) of the LR, so that they move as far per row as square ones."""
         cfg, p, (buffer, second) = self.cfg, bank.my_data, bank.state
+        lr = lr * max(1, p.size(-2) / p.size(-1)) ** 0.5
         update = muon_update(bank.my_grad * grad_scale, buffer, momentum, cfg.muon_backend_steps,
-                             cfg.orthogonalization)
+                             cfg.orthogonalization, cfg.muon_sum)
         if cfg.normuon_beta2:
             update = normuon_scale(update, second, cfg.normuon_beta2)
-        decay = cfg.weight_decay * bank.row.decay_mult
+        decay = cfg.weight_decay * cfg.matrix_lr * bank.row.decay_mult * decay_factor
         if decay:
-            p.addcmul_(p, (p * update > 0).to(p.dtype), value=-lr * lr * decay)
+            p.addcmul_(p, (p * update >= 0).to(p.dtype), value=-lr * decay)
         p.sub_(update, alpha=lr)
 
     def update_rest(self, bank, lr, grad_scale):
         """Adam; its step count is that of its own steps."""
         cfg, count = self.cfg, self.step_count // self.cfg.adam_every
         numbers = [torch.as_tensor(number) for number in (grad_scale, float(count), lr)]
-        self.adam_step(bank.my_data, bank.my_grad, *bank.state, *numbers, cfg.beta1, cfg.beta2, cfg.adam_eps)
+        self.adam_step(bank.my_data, bank.my_grad, *bank.state, *numbers, bank.row.beta1 or cfg.beta1,
+                       cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected)
 
 # torch's names of these collectives since 2.13, and before
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -934,18 +1007,20 @@ class Stage(NamedTuple):
     start: float  # part of the run at which it begins
     first_step: int  # the same in steps, as if there were no cap on time
     batch_multiple: int  # of train_batch_tokens
-    window: int  # of long layers, tokens; 0: everything
+    seq_multiple: int  # of train_seq_len
+    window: int  # of long layers, tokens before its own; 0: everything
 
 def total_steps(cfg):
     return cfg.iterations + cfg.extension_iterations
 
 def stage_table(cfg):
     """[Stage]: equal parts of cfg.iterations, then the extension; one entry serves every stage."""
-    n = max(len(cfg.batch_schedule), len(cfg.window_schedule))
+    columns = cfg.batch_schedule, cfg.seq_schedule, cfg.window_schedule
+    n = max(len(column) for column in columns)
     equal = max(1, n - (cfg.extension_iterations > 0))
     steps = [min(i / equal, 1) * cfg.iterations for i in range(n)]
-    columns = zip(steps, per_layer(cfg.batch_schedule, n), per_layer(cfg.window_schedule, n))
-    return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *row) for step, *row in columns]
+    rows = zip(steps, *(per_layer(column, n) for column in columns))
+    return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *row) for step, *row in rows]
 
 def stage_at(cfg, progress):
     return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
@@ -958,8 +1033,11 @@ def planned_tokens(cfg):
         (end - stage.first_step) * stage.batch_multiple for stage, end in zip(table, ends))
 
 def run_progress(cfg, step, seconds):
-    """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further."""
-    return min(1.0, max(step / total_steps(cfg), seconds / (cfg.max_wallclock_seconds or math.inf)))
+    """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further; with
+    a warmdown in steps, which goes by the pace so far, by seconds alone."""
+    by_steps, by_seconds = step / total_steps(cfg), seconds / (cfg.max_wallclock_seconds or math.inf)
+    by_clock = cfg.warmdown_iters and cfg.max_wallclock_seconds
+    return min(1.0, by_seconds if by_clock else max(by_steps, by_seconds))
 
 def top_lr(cfg, progress):
     """LR factor before the warmdown: larger batches allow larger steps."""
@@ -974,14 +1052,18 @@ def scheduled_progress(cfg, progress):
 
 def lr_factor(cfg, step, progress):
     """Factor on every LR at this step and progress."""
-    # 1. a warmdown in steps becomes a part of the run, at the pace so far, half of it at most
+    # 1. a warmdown in steps becomes a part of the run, at the pace so far
     decay = cfg.warmdown_frac
     if cfg.warmdown_iters:
-        decay = min(0.5, cfg.warmdown_iters * progress / max(step, 1))
+        decay = cfg.warmdown_iters * progress / max(step, 1)
     # 2. the top until the warmdown begins, then linear down to the floor
     left = 1 - scheduled_progress(cfg, progress)
     down = max(0.0, 1 - left / decay) if decay else 0.0
     return top_lr(cfg, progress) * (1 - down) + cfg.lr_floor * down
+
+def decay_factor(cfg, step, progress):
+    """Factor on weight_decay at this step and progress."""
+    return 1 - progress if cfg.decay_schedule == "linear" else lr_factor(cfg, step, progress)
 
 def muon_momentum(cfg, step, progress):
     """Warms up by steps done, cools down by steps left at the pace so far."""
@@ -996,8 +1078,8 @@ def muon_momentum(cfg, step, progress):
 
 # ---------- 7 data
 # ./run.sh data ...: what gets a known dataset
-DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 40", "fineweb10B_gpt2": " gpt2",
-                  "climbmix": " climbmix"}
+DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_gpt2": " gpt2",
+                  "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
 
 def open_shard(path, tokens=None):
     """A .bin shard, which the manifest says to hold so many tokens -> memory map (n,) uint16. Raises Refused.
@@ -1021,6 +1103,7 @@ class Data(NamedTuple):
     bos: int  # token that begins a document
     val_bytes: int | None  # UTF-8 bytes of the val text; None: unknown, so no val_bpb
     about: dict  # for result.json
+    groups: dict = {}  # {shard's name: documents of each group}, of parquet row groups
 
 def table_bytes(sp, tokens):
     """UTF-8 bytes by a per-token table, as other trainers count; wrong where a tokenizer normalises."""
@@ -1067,7 +1150,7 @@ def read_dataset(cfg, folder, get_it, log):
     sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
               for file in manifest["files"] if file["path"] in val}
     val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
-    least = max((cfg.eval_context or cfg.train_seq_len) + 1, cfg.val_tokens)
+    least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
     require(len(val) >= least,
             f"the val split of {name} has {len(val)} tokens; VAL_TOKENS and the rows need {least}")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
@@ -1085,7 +1168,8 @@ def read_dataset(cfg, folder, get_it, log):
         log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
     about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
                  val_bytes=val_bytes, sha256=sha256)
-    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about)
+    groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
+    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
 
 def open_tokenizer(cfg, manifest, folder, sha256):
     """(SentencePieceProcessor or None, vocab_size, BOS); adds its digest to sha256. Raises Refused."""
@@ -1122,42 +1206,133 @@ def count_val_bytes(manifest, tokenizer, val, bos, name, log):
     return val_bytes
 
 class Loader:
-    """Batches from endless rows of T train tokens and the target after. The stream is cut every T tokens or,
-    with max_doc_len, rows are filled with the heads of documents; with shuffle in one random order. The ranks
-    share the rows of a step. A thread reads a step ahead; `position`, in rows, is the whole state."""
+    """Batches of training rows: T tokens and the target after. The ranks share the rows of a step; a thread
+    reads a step ahead; `position` is the whole state. How rows are made (cfg.packing), and what position
+    counts: rows the stream cut every T tokens, with shuffle in one random order. Rows. spans an eighth of a
+    step reads one token more than it trains on and is cut into rows that share their edges; the next eighth
+    begins after it, endlessly, through shard edges. Tokens. documents heads of documents, in order or
+    shuffled, until a row is full, the last one cut; the next row begins at the next document. Rows of all
+    ranks that a shard cannot fill are dropped with its rest. Documents. best_fit the longest document of a
+    buffer that fits, again and again; if none fits the shortest, cropped, its rest lost. Rank r of R has the
+    groups of documents r, r + R, ... of each shard. Rows."""
+    SPANS, GROUP, BUFFER, READ = 8, 1024, 1000, 128  # spans of a step; documents of a group, buffer, refill
+
     def __init__(self, cfg, data, team, log=print):
         self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
-        self.vocab_size, self.checked = data.vocab_size, set()
+        self.vocab_size, self.checked, self.groups = data.vocab_size, set(), data.groups
         self.names, self.shards = zip(*data.train.items())
         self.files = [open(shard.filename, "rb") for shard in self.shards]
         self.edges = np.cumsum([0, *map(len, self.shards)])
-        self.thread = ThreadPoolExecutor(1)
-        self.pieces = self.cut_rows(cfg, data, log)
-        self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
-        planned = planned_tokens(cfg)
-        short = planned - self.rows * self.T * (cfg.max_epochs or math.inf)
-        require(cfg.max_wallclock_seconds or cfg.eval_from or short <= 0,
-                f"{short} of {planned} train tokens are missing; max_epochs is {cfg.max_epochs}", Missing)
-
-    def cut_rows(self, cfg, data, log):
-        """(start and length of each piece of the stream that is read, first piece of each row)"""
-        total, full, bos = int(self.edges[-1]), self.T + 1, cfg.bos_id or data.bos
-        starts = np.arange(0, total - self.T, self.T)
-        lengths = np.full(len(starts), full)
-        longest = cfg.max_doc_len
-        if longest:
-            starts = np.concatenate([a + np.flatnonzero(b == bos) for a, b in zip(self.edges, self.shards)])
-            lengths = np.diff(starts, append=total).clip(max=longest)
-        filled, first = np.cumsum([0, *lengths]), [0]
-        while (end := filled.searchsorted(filled[first[-1]] + full)) < len(filled):
-            first.append(end)
-        self.rows = len(first) - 1
+        self.total, self.thread, self.epoch = int(self.edges[-1]), ThreadPoolExecutor(1), 1
+        self.plan = getattr(self, f"plan_{cfg.packing}")
+        self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
-        if longest:
-            kept, rest = self.rows * full, filled[-1] + starts[0]
-            log(f"documents: {len(starts)} in {self.rows} rows; of {total} train tokens {kept} are read, "
-                f"{total - rest} lie beyond max_doc_len:{longest}, {rest - kept} beyond the end of a row")
-        return starts, lengths, first
+        if cfg.packing == "rows":
+            self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
+        elif cfg.packing != "spans":
+            self.find_documents(cfg, data)
+        self.check_enough(cfg)
+
+    def find_documents(self, cfg, data):
+        """Start, length and shard of every document, in the order in which they are read."""
+        bos, longest = cfg.bos_id or data.bos, cfg.max_doc_len or self.total
+        starts = [low + np.flatnonzero(shard == bos) for low, shard in zip(self.edges, self.shards)]
+        lengths = [np.diff(here, append=end) for here, end in zip(starts, self.edges[1:])]
+        self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
+        self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=longest)
+        require(len(self.starts), f"no token {bos} begins a document in the train split")
+        if cfg.shuffle:
+            order = np.random.default_rng(0).permutation(len(self.starts))
+            self.starts, self.lengths = self.starts[order], self.lengths[order]
+            self.shard_of = 0 * self.shard_of  # rows may cross shards
+        self.filled = np.cumsum([0, *self.lengths])
+        self.packer, self.packed = None, []
+
+    def check_enough(self, cfg):
+        """Raises Missing if the steps of the schedule need more than max_epochs passes."""
+        if cfg.max_wallclock_seconds or cfg.eval_from or not cfg.max_epochs:
+            return
+        table, position = stage_table(cfg), 0
+        for step in range(total_steps(cfg)):
+            stage = [stage for stage in table if stage.first_step <= step][-1]
+            T, batch = self.T * stage.seq_multiple, cfg.train_batch_tokens * stage.batch_multiple
+            _, position, epoch = self.plan(position, batch // T, T)
+            require(epoch <= cfg.max_epochs, f"the train tokens last for {step} of {total_steps(cfg)} steps; "
+                                             f"max_epochs is {cfg.max_epochs}", Missing)
+
+    # Each plan: (position, rows of a step, T) -> pieces [(start, length)] of each row of all ranks (of
+    # best_fit: of this rank), the position after it, the epoch of its last token
+    def plan_rows(self, position, n, T):
+        rows = [[(int(self.order[place % self.rows]) * T, T + 1)] for place in range(position, position + n)]
+        return rows, position + n, (position + n - 1) // self.rows + 1
+
+    def plan_spans(self, position, n, T):
+        spans = math.gcd(self.SPANS, n)
+        size = n // spans * T + 1
+        rows = [[(position + span * size + row * T, T + 1)]
+                for span in range(spans) for row in range(n // spans)]
+        after = position + spans * size
+        return rows, after, (after - 1) // self.total + 1
+
+    def plan_documents(self, position, n, T):
+        """Rows of all ranks at a time, from the documents of one shard."""
+        rows, unit, count, skipped = [], self.team.world_size, len(self.starts), 0
+        while len(rows) < n:
+            epoch, place = divmod(position, count)
+            end, here = int(np.searchsorted(self.shard_of, self.shard_of[place], "right")), []
+            while len(here) < unit:
+                last = int(self.filled.searchsorted(self.filled[place] + T + 1))  # before it they fill a row
+                if last > end:
+                    break
+                here.append([*zip(self.starts[place:last].tolist(), self.lengths[place:last].tolist())])
+                place = last
+            if len(here) == unit:
+                rows, skipped = rows + here, 0
+            else:
+                place, skipped = end, skipped + 1
+                require(skipped <= len(self.shards), f"no shard's documents fill {unit} rows of {T}")
+            position = epoch * count + place
+        return rows, position, (position - 1) // count + 1
+
+    def plan_best_fit(self, position, n, T):
+        if self.packer is None or position // self.team.world_size < self.first_packed:
+            self.packer, self.packed, self.first_packed = self.best_fit_rows(T), [], 0
+        share = n // self.team.world_size
+        first = position // self.team.world_size
+        while self.first_packed + len(self.packed) < first + share:
+            self.packed.append(next(self.packer))
+        self.packed = self.packed[first - self.first_packed:]
+        self.first_packed = first
+        return self.packed[:share], position + n, self.packed_epoch
+
+    def best_fit_rows(self, T):
+        """Yields the pieces of this rank's rows, endlessly."""
+        buffer, refills = [], self.refills()
+        while True:
+            room, row = T + 1, []
+            while room:
+                while len(buffer) < self.BUFFER:
+                    buffer += next(refills)
+                lengths = self.lengths[buffer]
+                fits = np.where(lengths <= room, lengths, 0)
+                best = int(fits.argmax()) if fits.any() else int(lengths.argmin())
+                document = buffer.pop(best)
+                row.append((int(self.starts[document]), min(room, int(self.lengths[document]))))
+                room -= row[-1][1]
+            yield row
+
+    def refills(self):
+        """Yields lists of documents of this rank's groups, endlessly."""
+        self.packed_epoch, ranks = 0, self.team.world_size
+        while True:
+            self.packed_epoch += 1
+            for shard, name in enumerate(self.names):
+                first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
+                sizes = self.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+                edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
+                for low, high in list(zip(edges, edges[1:]))[self.team.rank::ranks]:
+                    for start in range(low, high, self.READ):
+                        yield list(range(start, min(high, start + self.READ)))
 
     def part(self, i, start, count=1 << 24):
         """Tokens of shard i by pread: with a memory map a shard that shrank would end the process."""
@@ -1174,47 +1349,47 @@ class Loader:
             self.checked.add(i)
 
     def read(self, start, count):
-        """count tokens of the stream from start on, int64 (count,)."""
+        """count tokens of the endless stream from start on, int64 (count,)."""
+        start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         self.check(i)
         part = self.part(i, start - self.edges[i], count).astype(np.int64)
         rest = count - len(part)
         return np.concatenate([part, self.read(start + len(part), rest)]) if rest else part
 
-    def row(self, place):
-        """The row at this place of the endless sequence (T + 1,)."""
-        i, (starts, lengths, first) = int(self.order[place % self.rows]), self.pieces
-        here = slice(first[i], first[i + 1])
-        return np.concatenate([self.read(*piece) for piece in zip(starts[here], lengths[here])])[:self.T + 1]
+    def fetch(self, position, n, T):
+        """(rows of this rank (n, T + 1), the position after the step, its epoch)"""
+        rows, after, epoch = self.plan(position, n, T)
+        share, rank = n // self.team.world_size, self.team.rank
+        mine = rows if len(rows) == share else rows[rank * share:(rank + 1) * share]
+        tokens = [np.concatenate([self.read(*piece) for piece in row])[:T + 1] for row in mine]
+        return torch.from_numpy(np.stack(tokens)), after, epoch
 
-    def fetch(self, places):
-        return torch.from_numpy(np.stack([self.row(place) for place in places]))
-
-    def next(self, batch_tokens):
+    def next(self, batch_tokens, seq_multiple=1):
         """(tokens, targets) of this rank's share of a step, each (rows, T), on the device."""
-        n, team = batch_tokens // self.T, self.team
-        share = n // team.world_size
-        first = self.position + team.rank * share
-        here, after = range(first, first + share), range(first + n, first + n + share)
-        job = self.ahead.pop(here, None) or self.thread.submit(self.fetch, here)
-        rows = job.result()
-        if team.on_gpu:  # pinned, or the copy would wait for the device
-            rows = rows.pin_memory().to(team.device, non_blocking=True)
-        self.position += n
-        self.ahead = {after: self.thread.submit(self.fetch, after)}
+        T = self.T * seq_multiple
+        key = self.position, batch_tokens // T, T
+        job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
+        rows, self.position, self.epoch = job.result()
+        if self.team.on_gpu:  # pinned, or the copy would wait for the device
+            rows = rows.pin_memory().to(self.team.device, non_blocking=True)
+        after = self.position, batch_tokens // T, T
+        self.ahead = {after: self.thread.submit(self.fetch, *after)}
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    @property
-    def epoch(self):
-        return self.position // self.rows + 1
 
 # ---------- 8 evaluation
 def log_probs(model, tokens, context=None):
-    """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V), or (n, V)
-    where context.wanted says so. Every score comes from here. context: by default that of evaluation."""
+    """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
+    default that of evaluation. Every score comes from these two functions."""
     if context is None:
         context = make_context(model.cfg, tokens.size(1), eval_window(model.cfg), model.embed.device)
-    return F.log_softmax(model.logits(tokens, context), -1)
+    return head_log_probs(model, model.hidden(tokens, context))
+
+def head_log_probs(model, x):
+    """Last activations (..., C) -> log-probabilities of the next token (..., V)."""
+    return F.log_softmax(model.logits(x), -1)
+
+MAX_SCORES = 1 << 28  # log-probabilities at a time: 1 GiB
 
 class Score(NamedTuple):
     val_loss: float  # nats per target
@@ -1231,24 +1406,27 @@ def eval_settings(cfg):
                 eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
 
 @torch.no_grad()
-def score_rows(model, cfg, rows, team):
+def score_rows(model, cfg, rows, team, window=None):
     """rows [(ids, first)], of which ids[first:] are targets -> yields batches of rows of like length: the row
-    of each target (n,), the targets (n,), their nats in fp64 (n,), whether each was the likeliest (n,)."""
+    of each target (n,), the targets (n,), their nats in fp64 (n,), whether each was the likeliest (n,).
+    window: of long layers; None: that of evaluation."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    most = max([len(ids) - first for ids, first in rows], default=1)
-    fit = (1 << 28) // (most * cfg.vocab_size)  # rows of 1 GiB of logits
+    window = eval_window(cfg) if window is None else window
     tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, 2048)  # what a CPU's cache holds
     dtype = team.dtype if team.on_gpu else torch.float32
     while order:
         team.at("evaluation")
         T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
-        step = max(1, min(tokens // T, fit))
+        step = max(1, tokens // T)
         order, here = order[:-step], order[-step:]
         ids, wanted = pad_rows([rows[j] for j in here], team.device)
-        context = make_context(cfg, T, eval_window(cfg), team.device, dtype, wanted[:, 1:])
+        x = model.hidden(ids[:, :-1], make_context(cfg, T, window, team.device, dtype))[wanted[:, 1:]]
         targets = ids[wanted]
-        nats, hits = score_targets(log_probs(model, ids[:, :-1], context), targets)
-        yield np.array(here)[wanted.nonzero()[:, 0].cpu()], targets.cpu().numpy(), nats, hits
+        most = max(1, MAX_SCORES // cfg.vocab_size)
+        parts = [score_targets(head_log_probs(model, part), part_targets)
+                 for part, part_targets in zip(x.split(most), targets.split(most))]
+        nats, hits = (np.concatenate(column) for column in zip(*parts))
+        yield np.array(here)[wanted.nonzero()[:, 0].cpu().numpy()], targets.cpu().numpy(), nats, hits
 
 def pad_rows(rows, device):
     """rows [(ids, first)] -> ids padded with zeros, int64 (rows, longest), and where targets are, bool."""
@@ -1264,20 +1442,24 @@ def score_targets(scores, targets):
     nats = -scores.gather(-1, targets[:, None])[:, 0].double()
     return nats.cpu().numpy(), (scores.argmax(-1) == targets).cpu().numpy()
 
-def evaluate(model, cfg, data, team):
-    """Score of the first val_tokens tokens, each target once: rows of eval_context tokens score their last
-    eval_stride targets, the first row all of them. Sums are fp64."""
-    tokens, settings = data.val[:cfg.val_tokens or None], eval_settings(cfg)
+def scored_tokens(cfg, data):
+    """Tokens of val whose targets are scored: val_tokens targets, or the whole split."""
+    return data.val[:cfg.val_tokens + 1] if cfg.val_tokens else data.val
+
+def evaluate(model, cfg, data, team, window=None):
+    """Score of the first val_tokens targets: rows of eval_context tokens score their last eval_stride
+    targets, the first row all of them. Sums are fp64. window: of long layers; None: that of evaluation."""
+    tokens, settings = scored_tokens(cfg, data), eval_settings(cfg)
     context, stride = settings["eval_context"], settings["eval_stride"]
     n, nats = len(tokens) - 1, torch.zeros(2, dtype=torch.float64)
     lows = range(0, max(1, n - context + stride), stride)[team.rank::team.world_size]
     rows = [(tokens[low:low + context + 1], context - stride + 1 if low else 1) for low in lows]
-    for _, targets, found, _ in score_rows(model, cfg, rows, team):
+    for _, targets, found, _ in score_rows(model, cfg, rows, team, window):
         nats += torch.tensor([found.sum(), found[targets != data.bos].sum()])
     nats, without_bos = all_reduce(nats).tolist()
     if not data.val_bytes or len(tokens) < len(data.val):
         return Score(nats / n, None, None)
-    return Score(nats / n, nats / math.log(2) / data.val_bytes, without_bos / math.log(2) / data.val_bytes)
+    return Score(nats / n, *(x / math.log(2) / data.val_bytes for x in (nats, without_bos)))
 
 def loss_name(cfg):
     """val_loss, or val_loss_partial for anything short of the preset's own split."""
@@ -1302,10 +1484,9 @@ PROTOCOLS = ("sliding", "documents", "ttt")
 TTT_TOKENS = 16_384  # tokens per micro-step of test-time training: what fits beside a model of golf's size
 
 class Row(NamedTuple):
-    """Reads the tokens from low on, scores those from first to last."""
-    low: int
-    first: int
-    last: int
+    low: int  # it reads the tokens from here on
+    first: int  # and scores those from here
+    last: int  # to here
 
 def protocol_layout(cfg, protocol):
     """(whether rows stay within documents, tokens of a row, targets that it scores at most)"""
@@ -1384,7 +1565,7 @@ def protocol_text(cfg, protocol):
 
 def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
-    found, tokens = {}, data.val[:cfg.val_tokens or None]
+    found, tokens = {}, scored_tokens(cfg, data)
     whole = data.val_bytes and len(tokens) == len(data.val)
     kind = loss_name(cfg)
     if data.bos < 0 and cfg.eval_documents:
@@ -1414,7 +1595,6 @@ CORE_TASKS = 22
 CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_ORDER_SEED, CORE_SHOTS_SEED = 1337, 1234  # of the examples' order; of the shots of example i, plus i
 CORE_BASELINES = "eval_meta_data.csv"
-CORE_PROGRESS_SECONDS = 10
 
 class Task(NamedTuple):
     label: str
@@ -1498,7 +1678,7 @@ def prompt_rows(task, i, encode, bos, longest):
     cuts = [max(0, len(row) - longest) for row in rows]
     return [(tuple(row[cut:]), max(1, first - cut)) for row, first, cut in zip(rows, firsts, cuts)], differs
 
-def pick_options(model, cfg, task, encode, bos, team, log):
+def pick_options(model, cfg, task, encode, bos, team):
     """({example of this rank: pick}, how many questions have other tokens alone). A pick is the option of the
     lowest mean loss, of equal ones the first, or -1 where no option has a token to score; in language
     modelling 0 if every token is the likeliest at its place, else -1."""
@@ -1512,15 +1692,9 @@ def pick_options(model, cfg, task, encode, bos, team, log):
         options.append(numbers)
         differing += differs
     nats, right = np.full(len(table) + 1, math.inf), np.zeros(len(table) + 1, bool)  # the last one: number -1
-    start, told, done = time.perf_counter(), 0.0, 0
     for owners, _, losses, hits in score_rows(model, cfg, [*table], team):
         for n in np.unique(owners):
             nats[n], right[n] = losses[owners == n].mean(), hits[owners == n].all()
-            done += 1
-        seconds = time.perf_counter() - start
-        if seconds > told + CORE_PROGRESS_SECONDS:
-            told = seconds
-            log(f"core: {task.label} {done}/{len(table)} eta:{seconds * (len(table) / done - 1):.0f}s")
     wins = right if task.kind == "language_modeling" else np.isfinite(nats)
     best = [int(nats[numbers].argmin()) for numbers in options]
     picks = [pick if wins[numbers[pick]] else -1 for pick, numbers in zip(best, options)]
@@ -1534,7 +1708,7 @@ def core_metric(model, cfg, data, team, log, tasks=None):
     examples, done = sum(len(task.items) for task in tasks), 0
     for number, task in enumerate(tasks, 1):
         start, n, chance = time.perf_counter(), len(task.items), task.base / 100
-        picks, differing = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team, log)
+        picks, differing = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
         right = sum(task.items[i].gold == pick for i, pick in picks.items())
         right, differing = all_reduce(torch.tensor([right, differing])).tolist()
         now = time.perf_counter()
@@ -1554,9 +1728,9 @@ def generate(model, prompt, count, temperature, top_k=0, dtype=None):
     """prompt (ids) and count ids more, each of the top_k likeliest, 0: all; temperature 0: the likeliest."""
     ids, cfg, device = list(prompt), model.cfg, model.embed.device
     for _ in range(count):
-        last = torch.arange(len(ids), device=device)[None] == len(ids) - 1
-        context = make_context(cfg, len(ids), eval_window(cfg) or cfg.train_seq_len, device, dtype, last)
-        scores = model.logits(torch.tensor([ids], device=device), context)[0].cpu()
+        context = make_context(cfg, len(ids), eval_window(cfg) or cfg.train_seq_len, device, dtype)
+        x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
+        scores = model.logits(x).cpu()
         best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
         ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
     return ids
@@ -1589,14 +1763,15 @@ def codec(cfg):
 def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
-def quantize_rows(w, step=0.0):
-    """w (R, C) -> int8 (R, C), fp16 scales (R,). step: scale / rms of a row; 0: its clipped maximum / 127."""
+def quantize_rows(w, step=0.0, floor=0.0):
+    """w (R, C) -> int8 (R, C), fp16 scales (R,). step: scale / rms of a row; 0: its clipped maximum / 127, at
+    least floor."""
     if step:
-        scale = step * w.square().mean(1).sqrt()
+        scale = (step * w.square().mean(1).sqrt()).clamp_min(2**-24).half().float()
     else:
-        scale = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)) / 127
-    scale = scale.clamp_min(2**-24).half()  # the least fp16 number, so that a row of zeros stays one
-    return (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+        clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)).float()
+        scale = (clip / 127).clamp_min(max(floor, 2**-24))  # 2**-24: the least fp16 number
+    return (w / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale.half()
 
 def pack_artifact(model):
     """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig."""
@@ -1607,7 +1782,8 @@ def pack_artifact(model):
             tensors[name] = w
         elif w.numel() > cfg.artifact_keep:
             step = cfg.artifact_step * row.artifact_step
-            tensors[name + ".int8"], tensors[name + ".scale"] = quantize_rows(w, step)
+            rows, scales = quantize_rows(w, step, cfg.artifact_scale_floor)
+            tensors[name + ".int8"], tensors[name + ".scale"] = rows, scales
         else:
             tensors[name] = w.half()
     require(all(t.isfinite().all() for t in tensors.values()),
@@ -1616,15 +1792,11 @@ def pack_artifact(model):
     raw = to_bytes(cfg, tensors)
     return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
 
-def model_values(cfg):
-    """{field of ModelConfig: value}"""
-    return {name: getattr(cfg, name) for name in MODEL_FIELDS}
-
 def to_bytes(cfg, tensors):
     """torch.save to bytes: to a file it would write the file's name, and whole buffers instead of views."""
     tensors = {name: t.detach().cpu().clone() for name, t in tensors.items()}
     buffer = io.BytesIO()
-    torch.save(dict(shape=model_values(cfg), tensors=tensors), buffer)
+    torch.save(dict(shape={name: getattr(cfg, name) for name in MODEL_FIELDS}, tensors=tensors), buffer)
     return buffer.getvalue()
 
 def read_zip(raw):
@@ -1643,7 +1815,7 @@ def load_model(path, device="cpu", base=None):
         shape, tensors = {name: payload["shape"][name] for name in MODEL_FIELDS}, payload["tensors"]
         for name, value in shape.items():
             require(type(value) is type(FIELDS[name].default), f"{name} has another type")
-        cfg = replace(base or Config(), **shape, batch_schedule=(1,),
+        cfg = replace(base or Config(), **shape, batch_schedule=(1,), seq_schedule=(1,),
                       train_batch_tokens=shape["train_seq_len"])
         check_config(cfg)
         model = GPT(cfg)
@@ -1816,7 +1988,8 @@ def restore(team, model, optimizer, loader, checkpoint):
                 dist.broadcast(whole, 0)
             mine.copy_(whole.view(ranks, *mine.shape)[team.rank])
     progress = checkpoint["progress"]
-    optimizer.step_count, loader.position = progress["updates"], progress["position"]
+    optimizer.step_count = progress["updates"]
+    loader.position, loader.epoch = progress["position"], progress["epoch"]
     torch.set_rng_state(progress["random"])
 
 def whole_state(mine, bank, team):
@@ -1878,13 +2051,14 @@ class Saver:
                      for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
         if team.rank == 0:
             curves = {split: [list(point) for point in points] for split, points in state.curves.items()}
-            laps = [list(lap) for lap in state.laps[-100:]]
-            progress = dict(step=state.step, now=state.seconds, curves=curves, laps=laps,
-                            position=run.loader.position, updates=run.optimizer.step_count,
-                            started=run.started, random=torch.get_rng_state())
+            laps, random_state = [list(lap) for lap in state.laps[-100:]], torch.get_rng_state()
+            progress = dict(step=state.step, tokens=state.tokens, now=state.seconds, curves=curves, laps=laps,
+                            position=run.loader.position, epoch=run.loader.epoch,
+                            updates=run.optimizer.step_count, started=run.started, random=random_state)
             self.job = self.thread.submit(self.write, dict(
                 config=asdict(run.asked), code_sha256=hashlib.sha256(script_source()).hexdigest(),
-                shape=model_values(run.cfg), tensors=tensors, state=optimizer, progress=progress))
+                shape={name: getattr(run.cfg, name) for name in MODEL_FIELDS}, tensors=tensors,
+                state=optimizer, progress=progress))
         self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
         if self.stopping:
             self.wait()
@@ -1996,7 +2170,7 @@ def choose_fp8(cfg, on_gpu, log):
         require(able, f"fp8={part} needs compute capability 8.9, here {capability}, and multiples of 16, but "
                       f"{', '.join(f'{name}={n}' for name, n in sides.items())}")
     if cfg.fp8 != "off":
-        log(f"fp8: {cfg.fp8} is {part}")
+        log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
 
 def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
@@ -2029,18 +2203,20 @@ def cpu_loss(x, head, targets, cap, linear):
         return lm_loss(x, head, targets, cap, linear)
     logits = linear(x, head).float()
     picked = torch.where(torch.arange(len(head), device=x.device) == targets[..., None], logits, 0).sum(-1)
-    return (softcap(logits, cap).exp().sum(-1).log() - softcap(picked, cap)).mean()
+    # cap * tanh(x / cap) + cap, by a sigmoid, which is faster
+    logits, picked = (2 * cap * torch.sigmoid(x * (2 / cap)) for x in (logits, picked))
+    return ((logits - cap).exp().sum(-1).log() - picked + cap).mean()
 
 def gpu_window_mask(window, T, documents, device):
     """window_mask in compiled steps on a GPU: a BlockMask for flex attention, None for the whole past. Which
     blocks are seen follows from the documents at their ends. Not measured."""
-    if window >= T and documents is None or T % FLEX_BLOCK or not torch.compiler.is_compiling():
+    if window >= T - 1 and documents is None or T % FLEX_BLOCK or not torch.compiler.is_compiling():
         return window_mask(window, T, documents, device)
     n = T // FLEX_BLOCK
     block = torch.arange(n, device=device)
     far = (block[:, None] - block) * FLEX_BLOCK  # from the first key of a block to the first query of another
-    seen = (far >= 0) & (far - FLEX_BLOCK + 1 < window)
-    full = (far > 0) & (far + FLEX_BLOCK - 1 < window)
+    seen = (far >= 0) & (far - FLEX_BLOCK + 1 <= window)
+    full = (far > 0) & (far + FLEX_BLOCK - 1 <= window)
     if documents is not None:
         begin, end = documents[:, ::FLEX_BLOCK], documents[:, FLEX_BLOCK - 1::FLEX_BLOCK]
         seen = seen & (end[:, None] >= begin[:, :, None])
@@ -2048,7 +2224,7 @@ def gpu_window_mask(window, T, documents, device):
     full, seen = (x.view(-1, 1, n, n) for x in (full, seen & ~full))
 
     def mask_mod(b, h, query, key):
-        near = (key <= query) & (query - key < window)
+        near = (key <= query) & (query - key <= window)
         return near if documents is None else near & (documents[b, query] == documents[b, key])
 
     lists = []
@@ -2141,6 +2317,9 @@ class Team:
         self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
         self.phase, self.step, self.group = "setup", 0, None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
+                "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
         require(not self.on_gpu or self.ranks_here <= gpus,
                 f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
@@ -2287,8 +2466,8 @@ def plan_lines(cfg, team, micro, argv, env):
     yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
            f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
            f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
-    cap = f"{cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap on time"
-    yield f"limits: {last} steps, {planned_tokens(cfg)} tokens in all; {cap}"
+    cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
+    yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
     yield from stage_lines(cfg)
     if cfg.depth and cfg.dry_run:
         yield from depth_lines(argv, env)
@@ -2302,15 +2481,20 @@ def stage_lines(cfg):
     for step in sorted(mark for mark in marks if mark < last):
         progress = step / last
         stage = stage_at(cfg, progress)
-        tokens, sizes = cfg.train_batch_tokens * stage.batch_multiple, window_sizes(cfg, stage.window, T)
+        tokens = cfg.train_batch_tokens * stage.batch_multiple
+        sizes = window_sizes(cfg, stage.window, T * stage.seq_multiple)
         yield f"{step:22} {tokens:15} {sizes['L']:11} {sizes['S']:12} {top_lr(cfg, progress):9.4f}"
-    decay = min(cfg.warmdown_iters, last // 2) or cfg.warmdown_frac * cfg.iterations
-    first = math.ceil(cfg.iterations - decay)
+    decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
+    first = max(0, math.ceil(cfg.iterations - decay))
     if decay:
-        yield f"warmdown: from step {first} ({first / last:.1%}) lr_factor falls to {cfg.lr_floor:g}"
-    yield (f"muon_momentum: {cfg.muon_momentum_warmup_start:g} to {cfg.muon_momentum:g} in the first "
-           f"{cfg.muon_momentum_warmup_steps} steps, back in the last {cfg.muon_momentum_cooldown_steps}")
-    sizes = window_sizes(cfg, eval_window(cfg), T)
+        yield f"warmdown: by steps from {first} ({first / last:.1%}) on lr_factor falls to {cfg.lr_floor:g}"
+    momentum, first = f"muon_momentum: {cfg.muon_momentum:g}", f"{cfg.muon_momentum_warmup_start:g}"
+    if cfg.muon_momentum_warmup_steps:
+        momentum += f", from {first} in the first {cfg.muon_momentum_warmup_steps} steps"
+    if cfg.muon_momentum_cooldown_steps:
+        momentum += f", back to {first} in the last {cfg.muon_momentum_cooldown_steps}"
+    yield momentum
+    sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
     yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, long_window:{sizes['L']} "
            f"short_window:{sizes['S']}")
 
@@ -2348,6 +2532,7 @@ def plot_curves(curves, title, path, log):
 class TrainState:
     """Where training stands; a checkpoint keeps it."""
     step: int = 0
+    tokens: int = 0
     seconds: float = 0.0  # on the clock
     curves: dict = field(default_factory=lambda: {"train": [], "val": []})  # [(step, seconds, loss)]
     laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
@@ -2433,53 +2618,57 @@ class Clock:
         if self.team.on_gpu and self.cap:
             self.under_way.append(torch.cuda.current_stream().record_event())
 
-def train_step(loss_fn, optimizer, batch, micro, context, lr, momentum):
-    """A step, `micro` sequences at a time. Returns this rank's mean loss."""
-    parts, total = list(zip(*(t.split(micro) for t in batch))), 0.0
+def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule):
+    """A step, at most `micro` sequences at a time. grad_factor: 1 for gradients of the mean loss. schedule:
+    LR factor, momentum, decay factor. Returns this rank's mean loss."""
+    parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
     for tokens, targets in parts:
         loss = loss_fn(tokens, targets, context) / len(parts)
-        loss.backward()
+        (loss * grad_factor).backward()
         total = total + loss.detach()
-    optimizer.step(lr, momentum)
+    optimizer.step(*schedule)
     return total
 
+def rows_at_once(rows, most):
+    """The largest divisor of rows that is at most `most`, or 1."""
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
+
 def rehearse(run):
-    """Before the clock: compiles, runs every window on made-up tokens, undoes it. Sets run.loss_fn; returns
-    the seconds of the slowest step after the first round."""
-    cfg, model, optimizer = run.cfg, run.model, run.optimizer
+    """Before the clock: compiles, runs every stage on made-up tokens, undoes it. Sets run.loss_fn; returns
+    the seconds of the slowest micro-step after the first round, times those of a step."""
+    cfg, model, optimizer, team = run.cfg, run.model, run.optimizer, run.team
     kept, table = [t.clone() for t in optimizer.tensors()], stage_table(cfg)
-    batch = torch.arange(2 * run.micro * cfg.train_seq_len, device=run.team.device)
-    tokens, targets = batch.view(2, run.micro, cfg.train_seq_len) % cfg.vocab_size
-    choices = [torch.compile(model, dynamic=False), model] if cfg.compile else [model]
-    for loss_fn in choices:
+    for loss_fn in [torch.compile(model, dynamic=False), model] if cfg.compile else [model]:
         optimizer.adam_step = adam_step if loss_fn is model else torch.compile(adam_step, dynamic=True)
         slowest = 0.0
         try:
             for step in range(max(cfg.warmup_steps, len(table))):
-                began = time.perf_counter()
-                window = table[step % len(table)].window
-                context = make_context(cfg, cfg.train_seq_len, window, run.team.device, run.team.dtype)
-                loss_fn(tokens, targets, context).backward()
+                began, stage = time.perf_counter(), table[step % len(table)]
+                T = cfg.train_seq_len * stage.seq_multiple
+                share = cfg.train_batch_tokens * stage.batch_multiple // T // team.world_size
+                rows = rows_at_once(share, run.micro // stage.seq_multiple)
+                tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
+                context = make_context(cfg, T, stage.window, team.device, team.dtype)
+                loss_fn(tokens, tokens, context).backward()
                 if step < cfg.warmup_steps:
                     optimizer.step(1.0, cfg.muon_momentum)
-                run.team.wait()
+                team.wait()
                 if step >= len(table):
-                    slowest = max(slowest, time.perf_counter() - began)
+                    slowest = max(slowest, (time.perf_counter() - began) * share / rows)
             break
         except Exception as error:  # a compiler's back end may raise anything
-            if loss_fn is model or run.team.world_size > 1 or out_of_memory(error):
+            if loss_fn is model or team.world_size > 1 or out_of_memory(error):
                 raise
             run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
     torch._foreach_copy_(optimizer.tensors(), kept)
     optimizer.step_count = 0
     run.loss_fn = loss_fn
-    micro_steps = cfg.train_batch_tokens * max(cfg.batch_schedule) // (tokens.numel() * run.team.world_size)
-    return slowest * micro_steps
+    return slowest
 
 def train(run, state, counter=time.perf_counter):
     """Everything that is on the clock. Returns the last Score and why training stopped."""
     cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
-    clock, last, reported = Clock(cfg, team, state, counter), total_steps(cfg), False
+    clock, last, reported, key = Clock(cfg, team, state, counter), total_steps(cfg), False, None
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
     team.wait()
     clock.start(state.seconds)
@@ -2500,34 +2689,41 @@ def train(run, state, counter=time.perf_counter):
         measure, sample = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
         if done or due(cfg.val_loss_every, step) or measure or sample:
             state.seconds = clock.stop()
-            score = validate(run, state, done, measure, sample)
+            score = validate(run, state, None if done else stage.window, done, measure, sample)
             if done:
                 return score, done
             clock.start(state.seconds)
         # 4. a step
-        lr, momentum = lr_factor(cfg, step, progress), muon_momentum(cfg, step, progress)
-        epoch, batch = loader.epoch, loader.next(cfg.train_batch_tokens * stage.batch_multiple)
-        context = make_context(cfg, cfg.train_seq_len, stage.window, team.device, team.dtype)
-        loss = train_step(run.loss_fn, run.optimizer, batch, run.micro, context, lr, momentum)
+        schedule = [factor(cfg, step, progress) for factor in (lr_factor, muon_momentum, decay_factor)]
+        tokens, epoch = cfg.train_batch_tokens * stage.batch_multiple, loader.epoch
+        batch = loader.next(tokens, stage.seq_multiple)
+        if key != (batch[0].size(1), stage.window):  # its tables go to the device, for which the host waits
+            key = batch[0].size(1), stage.window
+            context = make_context(cfg, *key, team.device, team.dtype)
+        factor = tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        micro = run.micro // stage.seq_multiple
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
+        state.tokens += tokens
         broken += 0 * loss
         clock.stepped()
         state.step += 1
         if loader.epoch > epoch:
-            run.log(f"epoch {loader.epoch} begins in step {step + 1}: all {loader.rows} rows were read")
+            run.log(f"epoch {loader.epoch} begins in step {step + 1}")
         # 5. a report
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
             mean = all_reduce((loss + broken) / team.world_size, group=team.group).item()
-            report_step(run, state, clock.seconds(), mean, lr)
+            report_step(run, state, clock.seconds(), mean, schedule[0])
 
-def validate(run, state, done, measure, sample):
-    """Off the clock: val_loss, and CORE and samples if asked for. done: why no step follows, or None."""
+def validate(run, state, window, done, measure, sample):
+    """Off the clock: val_loss with the window of the step, at the end with that of evaluation; CORE and
+    samples if asked for. done: why no step follows, or None."""
     cfg, log, step = run.cfg, run.log, state.step
     if done:
         run.saver.save_last(state)
     if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
-    score = evaluate(run.model, cfg, run.data, run.team)
+    score = evaluate(run.model, cfg, run.data, run.team, window)
     state.curves["val"].append((step, state.seconds, score.val_loss))
     log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
     check_finite(score.val_loss, "val_loss", step, state.curves["train"])
@@ -2543,9 +2739,8 @@ def report_step(run, state, now, loss, lr):
     state.curves["train"].append((step, now, loss))
     check_finite(loss, "train_loss", step, state.curves["train"])
     left = now / run_progress(cfg, step, now) - now
-    tokens = run.loader.position * run.loader.T
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{loss:.4f} {time_text(now, step)} "
-            f"tok/s:{tokens / now:.0f} lr_factor:{lr:.3f} eta:{left:.0f}s")
+            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr:.3f} eta:{left:.0f}s")
 
 def due(every, step):
     return every and step % every == 0
@@ -2561,7 +2756,7 @@ def check_finite(loss, name, step, curve):
 def training_report(run, state, score, stop_reason):
     """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
     cfg, team, now = run.cfg, run.team, state.seconds
-    tokens = run.loader.position * run.loader.T
+    tokens = state.tokens
     laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
     step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
     flops = flops_per_token(cfg) * tokens
@@ -2593,6 +2788,7 @@ def open_folder(run, again):
     require(not problem, problem)
     log.path, run.folder = folder / "train.log", folder
     run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)
+    log(f"run folder: {folder}")
 
 def first_result(run, changed, resumed):
     """result.json as far as it is known before training."""
@@ -2647,7 +2843,7 @@ def train_model(run, checkpoint, began):
             raise Refused(f"the checkpoint of {cfg.run_id} does not fit it ({brief(error)})") from None
         progress = checkpoint["progress"]
         run.started = progress["started"]
-        state = TrainState(progress["step"], progress["now"], progress["curves"], progress["laps"])
+        state = TrainState(*(progress[name] for name in ("step", "tokens", "now", "curves", "laps")))
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.saver.begin(run, state)
@@ -2682,7 +2878,9 @@ def finish(run, result, report, scores, curves, began):
     result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb,
                         "finished": f"{datetime.now(UTC):%FT%TZ}"}
     rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
-    log(*(f"{key:>21}  {rounded(key, value)}" for key, value in rows.items() if value is not None))
+    hidden = {} if cfg.artifact_bytes_limit else {"artifact_within_limit"}
+    shown = {key: value for key, value in rows.items() if value is not None and key not in hidden}
+    log(*(f"{key:>21}  {rounded(key, value)}" for key, value in shown.items()))
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
 
@@ -2690,9 +2888,8 @@ def rounded(key, value):
     """A value of the summary: bits per byte with 8 decimals, other fractions with 4."""
     if isinstance(value, dict):
         return listed(value)
-    if not isinstance(value, float):
-        return value
-    return f"{value:.4g}" if abs(value) >= 1e6 else f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
+    digits = ".4g" if "flops" in key else ".8f" if "bpb" in key else ".4f"
+    return f"{value:{digits}}" if isinstance(value, float) or "flops" in key else value
 
 def run_once(argv, env, log, saver):
     """One run: the plan only, the score of a file, or training."""
@@ -2739,6 +2936,7 @@ def run_once(argv, env, log, saver):
         if cfg.core and not cfg.score_artifact:
             result |= core_metric(run.model, cfg, run.data, team, log)
         report |= read_back(run)
+        log("scoring the artifact as read back")
         scores["artifact"] = evaluate(run.model, cfg, run.data, team)
     if cfg.core and (model or cfg.score_artifact):
         result |= core_metric(run.model, cfg, run.data, team, log)

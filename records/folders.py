@@ -75,9 +75,15 @@ TRACKS = {
 RULES = {       # a record is judged by the version that its submission.json names
     1: Rules(TRACKS, max_lines=1500, max_columns=110,
              companions=("core.py", "dial.py", "golf.py", "kernels.py")),
-    2: Rules(TRACKS, max_lines=4000, max_columns=200),
+    2: Rules(TRACKS | {"gpt2": TRACKS["gpt2"]._replace(data="fineweb_edu or climbmix")},
+             max_lines=4000, max_columns=200),
 }
 NEWEST = max(RULES)
+
+
+def track_of(preset):
+    """The track that runs of a preset play: golf_plus plays golf."""
+    return preset.removesuffix("_plus")
 
 
 class Altered(Refused):

@@ -33,7 +33,7 @@ import trials  # noqa: E402
 from checks import ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, json_text  # noqa: E402
 from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, open_run,
-    rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table)
+    rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
 from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, show  # noqa: E402
 
 
@@ -166,7 +166,7 @@ def excluded_runs(args, opened):
     """The runs of the same code and constants that are left out, as submission.json lists them. Raises
     Refused where one has no reason."""
     first = opened[0][1]
-    metric = RULES[NEWEST].tracks[first["preset"]].metric
+    metric = RULES[NEWEST].tracks[track_of(first["preset"])].metric
     others = siblings(args.runs, {result["run_id"] for _, result in opened}, first)
     reasons = {}
     for pair in args.exclude:
@@ -200,22 +200,23 @@ def new(args, say):
     # 1. which runs
     opened = sorted((open_run(path) for path in args.runs), key=lambda pair: pair[1]["seed"])
     check_alike(opened)
-    first, home, preset = opened[0][1], opened[0][0].path.parent, opened[0][1]["preset"]
-    demand(preset in RULES[NEWEST].tracks, f"preset {preset} has no track")
+    first, home = opened[0][1], opened[0][0].path.parent
+    track = track_of(first["preset"])
+    demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
     excluded = excluded_runs(args, opened)
     baseline = [open_run(path) for path in args.baseline]
     seeds = {result["seed"] for _, result in baseline}
     demand(len(seeds) == len(baseline), "two baseline runs have the same seed")
     # 2. which record before
-    earlier = records_of(preset)
+    earlier = records_of(track)
     before = args.before or best_before(earlier, first["hardware"])
-    demand(before in ("none", *earlier), f"--before {before} is no record of track {preset}")
+    demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
     # 3. the files
     artifacts = sorted(home.glob("final_model.*.ptz"))
     demand(artifacts, f"run {first['run_id']} has no artifact")
     date = max(result["finished"] for _, result in opened)[:10]
     short_name = re.sub(r"[^A-Za-z0-9]+", "", args.name)
-    final = Path(args.into or HOME) / f"track_{preset}" / f"{date}_{short_name}"
+    final = Path(args.into or HOME) / f"track_{track}" / f"{date}_{short_name}"
     demand(not final.exists(), f"{final.name} is there already")
     folder = final.with_name(f".{final.name}.tmp")      # whole or not at all
     shutil.rmtree(folder, ignore_errors=True)
@@ -224,7 +225,7 @@ def new(args, say):
     script = (folder / "train_gpt.py").read_bytes()
     submission = dict(
         author=args.author, github_id=args.github_id, name=args.name, blurb=args.blurb, date=date,
-        track=preset, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=git_commit(script),
+        track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=git_commit(script),
         systems_change=args.systems_change, artifact_sha256=sha256(artifacts[0].read_bytes()), before=None,
         code_change="", excluded=excluded)
     curves = {args.name: [run for run, _ in opened]}
@@ -232,7 +233,7 @@ def new(args, say):
         diff, curves = code_diff(earlier[before].script, script), {before: earlier[before].runs} | curves
         (folder / "changes.diff").write_text(diff, encoding="utf-8")
         submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
-    trials.draw(curves, folder / "loss.png", f"{preset}: {args.name}")
+    trials.draw(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
     submission["files"] = {path.name: sha256(path.read_bytes()) for path in sorted(folder.iterdir())}
     # 4. the numbers, from what was copied
     for _ in range(2):

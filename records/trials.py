@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from folders import ROOT, best_before, open_run, records_of, sha256, shared_config
+from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 from runs import (
     cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
     load_runs, mean_curve, pick_metric, points_with, read_log, show, stats_line, test_line, test_target,
@@ -140,9 +140,10 @@ def without_derived(overrides):
 def ablate(args, say):
     """The run's settings against the same with one changed constant reverted to the record before."""
     run, result = open_run(args.run)
-    earlier = records_of(result["preset"])
+    track = track_of(result["preset"])
+    earlier = records_of(track)
     before = args.before or best_before(earlier, result["hardware"])
-    demand(before in earlier, f"track {result['preset']} has no record before, or none named {before}")
+    demand(before in earlier, f"track {track} has no record before, or none named {before}")
     demand(args.n > 1, "an ablation needs -n 2 at least")
     # 1. what changed
     then = shared_config(earlier[before].result(earlier[before].runs[0])["config"])

@@ -133,13 +133,16 @@ def gemm_rate(team, dtype, shapes):
 
 
 def distinct_stages(cfg):
-    """[(batch multiple, long window)], each once."""
-    return [*dict.fromkeys((stage.batch_multiple, stage.window) for stage in train_gpt.stage_table(cfg))]
+    """[Stage], each once, that differ in more than when they begin."""
+    return [*{tuple(stage[2:]): stage for stage in reversed(train_gpt.stage_table(cfg))}.values()][::-1]
 
 
-def stage_flops(cfg, window):
-    """Matmul FLOPs per token with that long window."""
-    return train_gpt.flops_per_token(train_gpt.replace(cfg, window_schedule=(window,)))
+def stage_config(cfg, stage):
+    """Config of a run that has that stage alone."""
+    return train_gpt.replace(
+        cfg, train_batch_tokens=cfg.train_batch_tokens * stage.batch_multiple, batch_schedule=(1,),
+        train_seq_len=cfg.train_seq_len * stage.seq_multiple, seq_schedule=(1,),
+        window_schedule=(stage.window,))
 
 
 # ---------- the training loop, and checkpoints
@@ -156,11 +159,11 @@ def saver_of(run):
 
 
 def train_again(run):
-    """Makes all steps of the run, on the first batches; returns the training seconds."""
+    """Makes all steps of the run, on the first batches; returns its TrainState."""
     run.loader.position, state = 0, train_gpt.TrainState()
     run.saver.begin(run, state)
     train_gpt.train(run, state)
-    return state.seconds
+    return state
 
 
 def step_table(settings, steps, repeats):
@@ -173,12 +176,12 @@ def step_table(settings, steps, repeats):
             inside, updates = [], []
             run.optimizer.step = timed(plain_update, team.wait, updates)
             with mock.patch.object(train_gpt, "train_step", timed(plain_step, team.wait, inside)):
-                total = train_again(run)
-            inside, update = sum(inside), sum(updates)
+                state = train_again(run)
+            total, inside, update = state.seconds, sum(inside), sum(updates)
             rows.append((total / steps, (inside - update) / total, update / total, 1 - inside / total))
     step, passes, update, rest = (statistics.median(column) for column in zip(*rows))
     low, high = min(rows)[0], max(rows)[0]
-    tokens = run.loader.position * run.loader.T / steps  # the mean of all stages
+    tokens = state.tokens / steps  # the mean of all stages
     flops = train_gpt.flops_per_token(cfg) * tokens / step
     mlp_shape = run.micro * cfg.train_seq_len, cfg.model_dim, cfg.mlp_mult * cfg.model_dim
     rate = gemm_rate(team, team.dtype, [(2048, 2048, 2048), mlp_shape])
@@ -269,16 +272,21 @@ def older_kernels(trainer, cfg, team, log):
     return (kernels,) if hasattr(trainer, "Fast") else kernels
 
 
-def step_function(trainer, run, window):
+def step_function(trainer, run, window, seq_multiple=1):
     """A function that makes a step on a batch, as the training loop does. window: of long layers."""
-    T, momentum = run.cfg.train_seq_len, run.cfg.muon_momentum
+    cfg, momentum = run.cfg, run.cfg.muon_momentum
+    T, micro = cfg.train_seq_len * seq_multiple, run.micro // seq_multiple
     if not hasattr(trainer, "Run"):
         run.model.set_context(T, window)
-        return lambda batch: trainer.train_step(run.loss_fn, run.optimizer, batch, run.micro, 1.0, momentum)
+        return lambda batch: trainer.train_step(run.loss_fn, run.optimizer, batch, micro, 1.0, momentum)
 
     def step(batch):
-        context = trainer.make_context(run.cfg, T, window, run.team.device, run.team.dtype)
-        trainer.train_step(run.loss_fn, run.optimizer, batch, run.micro, context, 1.0, momentum)
+        context = trainer.make_context(cfg, T, window, run.team.device, run.team.dtype)
+        factors = [1.0, momentum]
+        if hasattr(trainer, "decay_factor"):
+            tokens = batch[0].numel() * run.team.world_size
+            factors = [tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1, *factors, 1.0]
+        trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, *factors)
     return step
 
 
@@ -335,20 +343,19 @@ def forward_and_backward(function, inputs, weights, compiled):
     return lambda: torch.autograd.grad(fast(*inputs), [*inputs, *weights], grad)
 
 
-def parts_of(run, window):
-    """{part: [(layers, a function that makes one of them, both ways, on a random micro-batch)]}"""
+def parts_of(run, window, rows, T):
+    """{part: [(layers, a function that makes one of them, both ways, on a random micro-batch (rows, T))]}"""
     cfg, team, model, kernels = run.cfg, run.team, run.model, run.model.kernels
-    T = cfg.train_seq_len
     context = train_gpt.make_context(cfg, T, window, team.device, team.dtype)
-    h = torch.randn((run.micro, T, cfg.model_dim), device=team.device, dtype=team.dtype)
-    tokens = torch.randint(2, cfg.vocab_size, (run.micro, T), device=team.device)
+    h = torch.randn((rows, T, cfg.model_dim), device=team.device, dtype=team.dtype)
+    tokens = torch.randint(2, cfg.vocab_size, (rows, T), device=team.device)
     tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
 
-    def attend(block, kind, h):
+    def attend(block, kind, value_embed, h):
         documents = (tokens == cfg.bos_id).cumsum(1) if cfg.max_doc_len else None
         mask = kernels.window_mask(context.windows[kind], T, documents, team.device)
         follows = torch.ones(T, dtype=torch.bool, device=team.device)
-        return block.attend(train_gpt.rms_norm(h), 0, mask, follows, context)
+        return block.attend(train_gpt.rms_norm(h), value_embed, mask, follows, context)
 
     def mlp(h, fc, proj):
         return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
@@ -358,11 +365,14 @@ def parts_of(run, window):
 
     both = partial(forward_and_backward, compiled=cfg.compile)
     found = {"attention": [], "MLP": [], "head and loss": [(1, both(head, [h, model.head], []))]}
-    for kind, count in Counter(model.kinds).items():
-        block = model.blocks[model.kinds.index(kind)]
+    layers = [(kind, table > 0) for kind, table in zip(model.kinds, model.tables)]
+    for (kind, has_table), count in Counter(layers).items():
+        block = model.blocks[layers.index((kind, has_table))]
         if block.query is not None:
             weights = [block.query, block.key, block.value, block.attn_proj]
-            found["attention"].append((count, both(partial(attend, block, kind), [h], weights)))
+            value_embed = torch.randn_like(h[..., :len(block.value)]) if has_table else 0
+            function = partial(attend, block, kind, value_embed)
+            found["attention"].append((count, both(function, [h], weights)))
     with_mlp = [block for block in model.blocks if block.fc is not None]
     if with_mlp:
         weights = [with_mlp[0].fc, with_mlp[0].mlp_proj]
@@ -382,23 +392,25 @@ def collective_seconds(run, repeats):
     return muon + adam / run.cfg.adam_every
 
 
-def stage_parts(run, multiple, window, repeats, loads, say):
+def stage_parts(run, stage, repeats, loads, say):
     """Prints a stage's step and its parts. loads: tok/s of the loader."""
-    cfg, team, optimizer = run.cfg, run.team, run.optimizer
-    T, ranks, tokens = cfg.train_seq_len, team.world_size, cfg.train_batch_tokens * multiple
-    step, hosts = partial(step_function(train_gpt, run, window), run.loader.next(tokens)), []
+    cfg, team, optimizer = stage_config(run.cfg, stage), run.team, run.optimizer
+    T, ranks, tokens, window = cfg.train_seq_len, team.world_size, cfg.train_batch_tokens, stage.window
+    batch = run.loader.next(tokens, stage.seq_multiple)
+    step, hosts = partial(step_function(train_gpt, run, window, stage.seq_multiple), batch), []
     whole = median_seconds(team, step, repeats)
     for _ in range(repeats):
         team.wait()  # or a full queue of launches would make it wait in between
         timed(step, lambda: None, hosts)()
-    micro_steps = tokens // T // ranks // run.micro
+    rows_at_once = train_gpt.rows_at_once(len(batch[0]), run.micro // stage.seq_multiple)
+    micro_steps = len(batch[0]) // rows_at_once
     rows = {part: micro_steps * sum(layers * median_seconds(team, call, repeats) for layers, call in calls)
-            for part, calls in parts_of(run, window).items()}
+            for part, calls in parts_of(run, window, rows_at_once, T).items()}
     rows["optimizer"] = median_seconds(team, lambda: optimizer.step(0.0, cfg.muon_momentum), repeats)
     rows["the rest"] = whole - sum(rows.values())
     inside = {"communication": collective_seconds(run, repeats) if ranks > 1 else 0.0,
               "host": statistics.median(hosts)}
-    rate, flops = tokens / whole, stage_flops(cfg, window) * tokens / whole / ranks
+    rate, flops = tokens / whole, train_gpt.flops_per_token(cfg) * tokens / whole / ranks
     say(f"\n{tokens:,} tokens, window {window or T}: {1e3 * whole:.2f} ms a step, {rate:,.0f} tok/s, "
         f"{rate / ranks:,.0f} per rank, {flops / 1e9:,.0f} GFLOP/s, mfu {flops / train_gpt.H100_FLOPS:.2%}")
     for name, seconds in (rows | inside).items():
@@ -418,11 +430,14 @@ def parts_table(settings, steps):
         say = train_gpt.Log(lead=team.rank == 0)
         say(f"{machine(team)}; {run.cfg.preset}, {str(team.dtype)[6:]}, random data, medians of {repeats}, "
             f"rehearsal {compile_seconds:.1f} s")
-        rows = (range(first, first + run.micro) for first in range(0, 10**9, run.micro))
-        seconds = median_seconds(team, lambda: run.loader.fetch(next(rows)), 20)
-        loads = run.micro * run.cfg.train_seq_len / seconds
-        for multiple, window in distinct_stages(run.cfg):
-            stage_parts(run, multiple, window, repeats, loads, say)
+        T, positions = run.cfg.train_seq_len, [0]
+
+        def load():
+            positions.append(run.loader.fetch(positions[-1], run.micro * team.world_size, T)[1])
+
+        loads = run.micro * T / median_seconds(team, load, 20)
+        for stage in distinct_stages(run.cfg):
+            stage_parts(run, stage, repeats, loads, say)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -430,7 +445,7 @@ def parts_table(settings, steps):
 # ---------- codecs
 def by_largest(bits):
     """quantize_rows of so many bits: the largest of a row is the largest number."""
-    def quantize(w, step):
+    def quantize(w, step, floor):
         scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2**-24).half()
         return (w / scale.float()[:, None]).round().to(torch.int8), scale
     return quantize
@@ -522,7 +537,8 @@ def roofline(cfg, gpus, tokens, window):
     counts, C, T = train_gpt.parameter_counts(cfg), cfg.model_dim, cfg.train_seq_len
     here, fp8 = tokens / gpus, cfg.fp8.removeprefix("auto-")
     sizes = train_gpt.window_sizes(cfg, window, T)
-    seen = [sizes.get(kind, 0) for kind in train_gpt.per_layer(cfg.window_pattern, cfg.num_layers)]
+    seen = [min(sizes[kind] + 1, T) if kind in sizes else 0  # its own included
+            for kind in train_gpt.per_layer(cfg.window_pattern, cfg.num_layers)]
     keys = sum(w * (1 - (w - 1) / (2 * T)) for w in seen)  # the mean over a row: its first tokens see fewer
     muon = sum(math.prod(shape) for shape in muon_shapes(cfg))
     adam = (counts.total() - muon) / cfg.adam_every
@@ -544,14 +560,15 @@ def rooflines(settings, preset):
     cfg = train_gpt.load_config(dict(os.environ) | settings | dict(PRESET=preset))
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
     for gpus in (1, train_gpt.PLANNED_GPUS):
-        for multiple, window in distinct_stages(cfg):
-            tokens = multiple * cfg.train_batch_tokens
-            if tokens // cfg.train_seq_len % gpus:
+        for stage in distinct_stages(cfg):
+            alone = stage_config(cfg, stage)
+            tokens, T = alone.train_batch_tokens, alone.train_seq_len
+            if tokens // T % gpus:
                 continue
-            parts = roofline(cfg, gpus, tokens, window)
+            parts = roofline(alone, gpus, tokens, stage.window)
             step = sum(parts.values())
-            flops = stage_flops(cfg, window) * tokens / gpus / step
-            yield (f"{cfg.preset}, {gpus} H200, tokens:{tokens} long_window:{window or cfg.train_seq_len} "
+            flops = train_gpt.flops_per_token(alone) * tokens / gpus / step
+            yield (f"{cfg.preset}, {gpus} H200, tokens:{tokens} long_window:{stage.window or T} "
                    f"ms {train_gpt.listed({name: f'{1e3 * part:.2f}' for name, part in parts.items()})} "
                    f"step:{1e3 * step:.2f} tok/s per GPU:{tokens / gpus / step:.0f} "
                    f"mfu:{flops / train_gpt.H100_FLOPS:.2f}")

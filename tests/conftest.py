@@ -96,7 +96,7 @@ def train(root, monkeypatch, capsys):
 
 
 class SimulatedClock:
-    """For train(): a counter that stands still but where a test lets time pass; and the Run that is trained."""
+    """For train(): a counter that stands still but where a test lets time pass; and the Run of it."""
 
     def __init__(self):
         self.now, self.run = 0.0, None
@@ -131,8 +131,8 @@ def clock(monkeypatch):
 def forks():
     """Makes processes by a fork of one that has imported the trainer, so that none pays for the imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["inject", "sentencepiece", "matplotlib.figure", "torch._inductor.compile_fx",
-                                    "torch._meta_registrations"])
+    context.set_forkserver_preload(["inject", "sentencepiece", "matplotlib.figure",
+                                    "torch._inductor.compile_fx", "torch._meta_registrations"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))
@@ -146,7 +146,8 @@ def rank_environments(ranks):
         return [{}], None
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                          timeout=timedelta(seconds=60))
     common = dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                   MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)], store
@@ -170,11 +171,11 @@ def exit_codes(processes, timeout, grace):
 
 @pytest.fixture(scope="module")
 def go(forks, root):
-    """A run of forked ranks -> codes, code (rank 0's), out, err, seconds, met and since: was a fault met, and the
-    seconds from it to the end, and what helpers.look finds.
+    """A run of forked ranks -> codes, code (rank 0's), out, err, seconds, met and since: was a fault met, and
+    the seconds from it to the end, and what helpers.look finds.
 
-    fault: as inject.py has it. resume: of a run, with nothing else given unless it is in settings. act(process of
-    rank 0): called when the ranks have begun."""
+    fault: as inject.py has it. resume: of a run, with nothing else given unless it is in settings. act:
+    called with the process of rank 0 when the ranks have begun."""
     import inject
 
     def go(settings, fault="", ranks=1, resume="", act=None, cwd=root, timeout=400, grace=30, **more):
@@ -197,7 +198,8 @@ def go(forks, root):
             for process in processes:
                 process.kill()      # those that are left where a test failed
         ended = time.monotonic()
-        out, err = ("".join(Path(name + end).read_text(errors="replace") for name in outs) for end in (".out", ".err"))
+        out, err = ("".join(Path(name + end).read_text(errors="replace") for name in outs)
+                    for end in (".out", ".err"))
         met = [float(at) for at in re.findall(r"^inject: .* at (\S+)$", err, re.M)]
         return SimpleNamespace(
             **vars(helpers.look(Path(cwd, "logs", run_id))), code=codes[0], codes=codes, out=out,
@@ -236,8 +238,8 @@ def report():
 def pytest_sessionfinish(session, exitstatus):
     """records/FAULTS.md, if all of the faults were injected and nothing failed."""
     option = session.config.option
-    narrowed = (option.keyword, option.deselect, getattr(option, "lf", False), option.ignore, option.ignore_glob, SKIPPED,
-                session.config.args_source is pytest.Config.ArgsSource.ARGS)
+    narrowed = (option.keyword, option.deselect, getattr(option, "lf", False), option.ignore,
+                option.ignore_glob, SKIPPED, session.config.args_source is pytest.Config.ArgsSource.ARGS)
     if option.markexpr.strip() != "faults" or exitstatus or any(narrowed) or not FAULTS:
         return
     import torch

@@ -28,12 +28,6 @@ TOY = dict(
     TRAIN_LOG_EVERY="10", BIGRAM_ROWS="1024", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0")
 
 
-# What makes PRESET=golf the record's own recipe: architecture, optimizer, int8 and zlib, plain evaluation
-GOLF_RECORD = dict(
-    TIE_EMBEDDINGS="1", TIED_EMBED_LR="0.03", LOGIT_SOFTCAP="30", KEY_OFFSET="0", BIGRAM_ROWS="0",
-    VALUE_EMBED_LAYERS="0", ARTIFACT_STEP="0", EVAL_SLIDING="0", EVAL_DOCUMENTS="0", EVAL_TTT="0")
-
-
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """A .bin shard; magic, version and count can be made to lie. Returns its manifest entry, less split."""
     path, tokens = Path(path), np.asarray(tokens, "<u2")
@@ -149,10 +143,11 @@ def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT):
 
 
 def look(folder):
-    """What a run left in its folder: log (less the source), its last line, losses {step: train_loss}, val_losses,
-    result, and the bytes of weights and artifact; None: there is no such file."""
+    """What a run left in its folder: log (less the source), its last line, losses {step: train_loss},
+    val_losses, result, and the bytes of weights and artifact; None: there is no such file."""
     folder = Path(folder)
-    read = {path.name: path.read_bytes() for path in folder.glob("*") if not path.name.startswith("checkpoint")}
+    read = {path.name: path.read_bytes() for path in folder.glob("*")
+            if not path.name.startswith("checkpoint")}
     log = read.get("train.log", b"").decode(errors="replace").rpartition("=" * 100 + "\n")[2]
     losses, val_losses = ({int(step): float(loss) for step, loss in re.findall(
         rf"^step:(\d+)/\d+ {name}:(\S+)", log, re.M)} for name in ("train_loss", "val_loss\\w*"))

@@ -3,8 +3,8 @@
     FAULT=kill@step:17 python tests/inject.py
 
 FAULT: WHAT@PLACE[/FILE]:N[@RANK], several with ';' between: at the N-th time that this process comes to the
-place, there of a file whose name ends so, on that rank or on all. NAP: seconds that a nap takes; TIMEOUT, LONG:
-those of TRAINING_TIMEOUT and LONG_TIMEOUT.
+place, there of a file whose name ends so, on that rank or on all. NAP: seconds that a nap takes; TIMEOUT and
+LONG: those of TRAINING_TIMEOUT and LONG_TIMEOUT.
 """
 import ctypes
 import errno
@@ -31,7 +31,7 @@ PLACES = {
     "read": (train_gpt.Loader, "part"),
     "save": (train_gpt.Saver, "save"),
     "write": (train_gpt, "write_atomically"),       # of a part of the file
-    "evaluate": (train_gpt, "log_probs"),           # a batch
+    "evaluate": (train_gpt, "head_log_probs"),      # a batch
     "artifact": (train_gpt, "pack_artifact"),
     "log": (train_gpt.Log, "__call__"),
     "sync": (os, "fsync"),
@@ -150,7 +150,7 @@ def main(arguments):
 
 
 def forked(folder, environment, output):
-    """What a forked process does: one rank in that folder. Its output goes to the files OUTPUT.out and .err."""
+    """What a forked process does: one rank in that folder. Its output goes to OUTPUT.out and OUTPUT.err."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

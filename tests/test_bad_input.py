@@ -123,14 +123,15 @@ BAD_DATA = {
     "no val split": (lambda s: keep_files(slice(1, None)), ["toy", "val"]),
     "no train split": (lambda s: keep_files(slice(1)), ["toy", "train"]),
     "val shorter than a sequence": (lambda s: rewrite_tokens(VAL, np.arange(64)), ["val", "toy", "64"]),
-    "val shorter than a row": (None, ["val", "toy", "30001"], dict(EVAL_CONTEXT="30000")),
-    "val_tokens beyond the split": (None, ["val", "toy", "99999"], dict(VAL_TOKENS="99999")),
+    "val shorter than a row": (None, ["val", "toy", "30001"], dict(EVAL_CONTEXT="30000", VAL_TOKENS="0")),
+    "val_tokens beyond the split": (None, ["val", "toy", "100000"], dict(VAL_TOKENS="99999")),
     "train shorter than a sequence": (lambda s: (rewrite_tokens(TRAIN, np.arange(64)), keep_files(slice(2))),
                                       ["train", "64"]),
-    "no documents": (None, ["do not fill a row"], dict(MAX_DOC_LEN="64", BOS_ID="65535")),
-    "one shard of three": (lambda s: keep_files(slice(2)), ["197248 of 307200 train tokens"],
+    "no documents": (None, ["no token 65535 begins a document"],
+                     dict(PACKING="documents", BOS_ID="65535")),
+    "one shard of three": (lambda s: keep_files(slice(2)), ["train tokens", "107 of 300 steps"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
-    "more tokens than the epochs have": (None, ["219264 of 819200 train tokens"],
+    "more tokens than the epochs have": (None, ["train tokens", "328 of 400 steps"],
                                          dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
     "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json"]),
     "a file without split": (lambda s: edit_manifest(files=[{"path": "x"}]), ["manifest.json"]),
@@ -275,7 +276,7 @@ def test_a_refusal_of_the_command(ranks, tiny_data, tmp_path):
     (tmp_path / "data").symlink_to(tiny_data / "data")
     done = run_cli(tmp_path, "--val-tokens=99999999", ranks=ranks, env=TOY)
     ours = [line for line in done.err.splitlines() if "train_gpt: " in line]
-    assert done.code != 0 and len(ours) == 1 and "99999999" in ours[0] and not (tmp_path / "logs").exists()
+    assert done.code != 0 and len(ours) == 1 and "100000000" in ours[0] and not (tmp_path / "logs").exists()
     assert "train_gpt.py\", line" not in done.err
     assert ranks or done.code == 2 and len(done.err.splitlines()) == 1
 

@@ -1,5 +1,5 @@
-"""Honest clocks and scores, on a simulated clock: what counts as train_time, the cap, the host ahead of a GPU,
-which text trains. No test here depends on how fast the machine is."""
+"""Honest clocks and scores, on a simulated clock: what counts as train_time, the cap, the host ahead of a
+GPU, which text trains. No test here depends on how fast the machine is."""
 import json
 import re
 import threading
@@ -66,8 +66,9 @@ COUNTED = {
     "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
     "the schedules": (train_gpt, "lr_factor", lambda _, step, __: step == 2, {}),
     "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: lines[0].startswith("step:2/"), {}),
+    # of the first stage: once in the rehearsal, never in evaluation
     "the context": (train_gpt, "make_context", nth(2, lambda _, T, window, *__: window == 32),
-                    dict(WINDOW_SCHEDULE="32,16")),     # of the first stage: once in the rehearsal, never in evaluation
+                    dict(WINDOW_SCHEDULE="32,16")),
     "the copy for a checkpoint": (train_gpt.Saver, "save", ever, dict(SAVE_EVERY="3")),
     "whether a checkpoint is due": (train_gpt.Saver, "due", lambda _, step, *__: step == 2, {}),
 }
@@ -189,10 +190,10 @@ def test_a_capped_run_goes_on_from_its_clock(train, paced):
     assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
 
 
-# -------------------------------------------------------------------------------- train() on a device of our own
+# -------------------------------------------------------------------------------- train() on our own device
 class Device:
-    """Makes steps of seconds(step, batch multiple). The host of a GPU runs ahead, it needs 1 ms for each; a CPU
-    is its own host. skew: what its counter starts at."""
+    """Makes steps of seconds(step, batch multiple). The host of a GPU runs ahead, it needs 1 ms for each; a
+    CPU is its own host. skew: what its counter starts at."""
     rank, world_size, dtype, group, device = 0, 1, torch.float32, None, torch.device("cpu")
 
     def __init__(self, seconds, on_gpu=True, skew=0.0):
@@ -204,7 +205,7 @@ class Device:
         return self.clock + self.skew
 
     def train_step(self, loss_fn, optimizer, batch, *_):
-        self.free = max(self.free, self.clock) + self.seconds(self.steps, batch // 1024)
+        self.free = max(self.free, self.clock) + self.seconds(self.steps, batch[0].numel() // 1024)
         self.clock += 0.001
         self.steps += 1
         if not self.on_gpu:
@@ -227,14 +228,14 @@ class Device:
 
 
 def run_on(device, monkeypatch, others=None, **settings):
-    """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks agree
-    on, of which they hear only when they wait."""
+    """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks
+    agree on, of which they hear only when they wait."""
     cfg = train_gpt.replace(train_gpt.load_config(TOY), vocab_size=512, train_log_every=100, **settings)
-    seen, schedule = [], train_gpt.lr_factor
+    seen, momentum = [], train_gpt.muon_momentum
 
-    def lr_factor(cfg, step, progress):
-        seen.append((step, progress, schedule(cfg, step, progress)))
-        return seen[-1][-1]
+    def muon_momentum(cfg, step, progress):
+        seen.append((step, progress, train_gpt.lr_factor(cfg, step, progress)))
+        return momentum(cfg, step, progress)
 
     def agree(mine, op, group, async_op):
         assert op == dist.ReduceOp.MAX and async_op
@@ -249,12 +250,13 @@ def run_on(device, monkeypatch, others=None, **settings):
         return tensor
 
     saver = SimpleNamespace(signals=0, due=lambda *_: False, save_last=lambda *_: None)
-    loader = SimpleNamespace(position=0, T=8, epoch=1, rows=1, next=lambda batch: batch)
+    loader = SimpleNamespace(epoch=1, next=lambda tokens, multiple: [torch.empty(tokens // 64, 64)])
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1)
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
-        for name, fake in dict(lr_factor=lr_factor, train_step=device.train_step, all_reduce=all_reduce,
-                               evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), hardware=lambda _: "").items():
+        for name, fake in dict(
+                muon_momentum=muon_momentum, train_step=device.train_step, all_reduce=all_reduce,
+                evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), hardware=lambda _: "").items():
             patch.setattr(train_gpt, name, fake)
         patch.setattr(torch.cuda, "current_stream", lambda: device)
         patch.setattr(dist, "is_initialized", lambda: others is not None)
@@ -277,7 +279,8 @@ def test_the_cap_holds(pattern, on_gpu, monkeypatch):
         "long": lambda step, _: 3.0,
         "stages": lambda step, multiple: 0.05 * multiple}[pattern]
     stages = dict(batch_schedule=(1, 3)) if pattern == "stages" else {}
-    report, seen = run_on(Device(seconds, on_gpu), monkeypatch, max_wallclock_seconds=60.0, iterations=10**6, **stages)
+    report, seen = run_on(Device(seconds, on_gpu), monkeypatch, max_wallclock_seconds=60.0, iterations=10**6,
+                          **stages)
     assert report["stop_reason"] == "wallclock_cap"
     left, slow = 60 - report["train_time_ms"] / 1e3, report["step_ms"]["max"] / 1e3
     assert 0 <= left < (4 * slow + 0.3 if on_gpu else 2 * slow), left
@@ -286,11 +289,11 @@ def test_the_cap_holds(pattern, on_gpu, monkeypatch):
 
 @pytest.mark.parametrize("slowdown", [1, 3, 10])
 def test_learning_rates_follow_the_time(slowdown, monkeypatch):
-    """Slower hardware gets fewer steps, not another schedule: whole for half of the budget, then down to 0, with
-    a warmdown in more steps than it has; larger batches at once have larger ones."""
+    """Slower hardware gets fewer steps, not another schedule: whole for half of the budget, then down to 0;
+    larger batches at once have larger ones."""
     cap, lap = 2.7, 0.05 * slowdown
     settings = dict(max_wallclock_seconds=cap, iterations=10**5)
-    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, warmdown_iters=3000, **settings)
+    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, **settings)
     factors = [factor for *_, factor in seen]
     whole = [factor for step, _, factor in seen if step * lap < 0.48 * cap]
     assert len(whole) >= 2 and set(whole) == {1.0}
@@ -299,6 +302,21 @@ def test_learning_rates_follow_the_time(slowdown, monkeypatch):
                      batch_schedule=(1, 3), batch_lr_power=1.0, **settings)
     assert all(factor == (1.0 if progress < 0.5 else 3.0) for _, progress, factor in seen)
     assert {factor for *_, factor in seen} == {1.0, 3.0}
+
+
+@pytest.mark.parametrize("iterations", [60, 10**5])
+@pytest.mark.parametrize("warmdown", [4, 20, 3000])
+def test_a_warmdown_in_steps_follows_the_clock(warmdown, iterations, monkeypatch):
+    """... and not the number of steps: LR is the part of the warmdown for which there is time at the pace so
+    far; all of them fall if that is more than the run has."""
+    cap, lap = 3.0, 0.0625
+    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, warmdown_iters=warmdown,
+                     max_wallclock_seconds=cap, iterations=iterations)
+    assert len(seen) > 40 and seen[0][2] == 1.0, "nothing is known of the pace"
+    for step, progress, factor in seen[1:]:
+        assert progress == pytest.approx(step * lap / cap)
+        assert factor == pytest.approx(min(1, (cap / lap - step) / warmdown))
+    assert (seen[1][2] < 1) == (warmdown == 3000) and seen[-1][2] < 1
 
 
 def test_a_gpu_run_with_a_cap_is_few_steps_ahead(monkeypatch):
@@ -352,12 +370,12 @@ def test_ranks_follow_what_they_agreed_on(on_gpu, monkeypatch):
 
 # -------------------------------------------------------------------------------- honest text
 def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatch):
-    """Train and val share no token: what gradients are taken of, after the rehearsal's made-up tokens that are
-    undone, has none of val's; and each update follows its own micro-steps."""
+    """Train and val share no token: what gradients are taken of, after the rehearsal's made-up tokens that
+    are undone, has none of val's; and each update follows its own micro-steps."""
     rng = np.random.default_rng(0)
     write_shard(tmp_path / "x_train_000000.bin", rng.integers(0, 100, 20_000))
     write_shard(tmp_path / "x_val_000000.bin", rng.integers(100, 200, 3_000))
-    forward, score, step = train_gpt.GPT.forward, train_gpt.log_probs, train_gpt.Optimizer.step
+    forward, hidden, step = train_gpt.GPT.forward, train_gpt.GPT.hidden, train_gpt.Optimizer.step
     seen, scored, optimized = [], [], []
 
     def spy_forward(self, tokens, targets, context):
@@ -365,23 +383,24 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
         seen.append(torch.stack([tokens, targets]))
         return forward(self, tokens, targets, context)
 
-    def spy_log_probs(model, tokens, *more):
-        assert not torch.is_grad_enabled()
-        scored.append(tokens)
-        return score(model, tokens, *more)
+    def spy_hidden(self, tokens, context):
+        if not torch.is_grad_enabled():
+            scored.append(tokens)
+        return hidden(self, tokens, context)
 
     def spy_step(self, *more):
         optimized.append(len(seen))
         return step(self, *more)
 
     monkeypatch.setattr(train_gpt.GPT, "forward", spy_forward)
-    monkeypatch.setattr(train_gpt, "log_probs", spy_log_probs)
+    monkeypatch.setattr(train_gpt.GPT, "hidden", spy_hidden)
     monkeypatch.setattr(train_gpt.Optimizer, "step", spy_step)
-    done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="200", VAL_TOKENS="0", ITERATIONS="8", VAL_LOSS_EVERY="2",
-                 WARMUP_STEPS="2", SAVE_EVERY="3", DEVICE_BATCH_SIZE="8")
+    done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="200", VAL_TOKENS="0", ITERATIONS="8",
+                 VAL_LOSS_EVERY="2", WARMUP_STEPS="2", SAVE_EVERY="3", DEVICE_BATCH_SIZE="8")
     assert done.code == 0, done.err
     rehearsed, steps, micro_steps = 2, 8, 2
-    assert len(seen) == rehearsed + steps * micro_steps and all(batch.max() < 100 for batch in seen[rehearsed:])
+    assert len(seen) == rehearsed + steps * micro_steps
+    assert all(batch.max() < 100 for batch in seen[rehearsed:])
     assert optimized == [1, 2, *range(4, 19, 2)]
     assert scored and all(((tokens >= 100) | (tokens == 0)).all() for tokens in scored), "0 fills rows up"
 
@@ -424,8 +443,9 @@ def test_memory_does_not_grow_with_the_steps(train, monkeypatch, report):
         return loss
 
     monkeypatch.setattr(train_gpt, "train_step", step)
-    done = train(TOY, ITERATIONS="2200", NUM_LAYERS="1", MODEL_DIM="16", TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="256",
-                 BIGRAM_ROWS="64", SAVE_EVERY="250", VAL_LOSS_EVERY="500", TRAIN_LOG_EVERY="5")
+    done = train(TOY, ITERATIONS="2200", NUM_LAYERS="1", MODEL_DIM="16", TRAIN_SEQ_LEN="32",
+                 TRAIN_BATCH_TOKENS="256", BIGRAM_ROWS="64", SAVE_EVERY="250", VAL_LOSS_EVERY="500",
+                 TRAIN_LOG_EVERY="5")
     assert done.code == 0 and "epoch 2 begins" in done.log, done.err
     more = grown[2200] - grown[200]
     report("2,000 steps with checkpoints", f"{more:.1f} MB more memory at the end", time.monotonic() - began)

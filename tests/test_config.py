@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import GOLF_RECORD, ROOT, SCRIPT
+from helpers import ROOT, SCRIPT
 from train_gpt import (ALIASES, FIELDS, MODEL_FIELDS, PRESETS, Config, Refused, load_config, near_misses,
                        overrides, parameter_table, show)
 
@@ -23,69 +23,96 @@ PINNED = {
         # of the model: what an artifact carries
         preset="tiny", vocab_size=0, train_seq_len=512, max_doc_len=0, bos_id=0, num_layers=2, model_dim=128,
         num_heads=2, num_kv_heads=0, mlp_mult=3, tie_embeddings=False, logit_softcap=15.0, qk_gain_init=1.5,
-        attn_scale=0.0, key_offset=True, attn_gate_dim=0, rope_base=1000.0, rope_fraction=1.0,
-        rope_yarn=False, smear_dim=0, bigram_rows=65_536, residual_mix=True, layer_scale=True,
-        unet_skips=True, skip_layers=(0,), backout_layer=0, value_embed_layers=(1, 2), window_pattern="SL",
-        window_schedule=(256,), window_block=1, eval_window=0,
+        attn_scale=0.0, key_offset=True, attn_gate_dim=0, value_gate_dim=0, value_lambdas=False,
+        rope_base=1000.0, rope_fraction=1.0, rope_end=False, rope_yarn=False, smear_dim=0,
+        smear_documents=False, bigram_rows=65_536, residual_mix=True, scalar_mix=False, layer_scale=True,
+        unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(1, 2),
+        window_pattern="SL", window_schedule=(256,), window_block=1, eval_window=0,
         # of the run
         run_id="", seed=1337, device="auto", dtype="auto", fp8="off", compile=True, dry_run=False,
         eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
         sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
-        artifact_bytes_limit=0, artifact_step=0.0, artifact_keep=65_536, score_artifact=True,
-        data_path="data/datasets/embedded", tokenizer_path="",
+        artifact_bytes_limit=0, artifact_step=0.0, artifact_keep=65_536, artifact_scale_floor=0.0,
+        score_artifact=True, data_path="data/datasets/embedded", tokenizer_path="",
         data_fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-        train_batch_tokens=4096, shuffle=True, max_epochs=0, device_batch_size=0, val_tokens=0,
-        val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0, eval_documents=0, eval_ttt=0,
-        eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
+        train_batch_tokens=4096, shuffle=True, packing="rows", max_epochs=0, device_batch_size=0,
+        val_tokens=0, val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0, eval_documents=0,
+        eval_ttt=0, eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
         core_metric_max_per_task=0, depth=0, target_param_data_ratio=0.0, target_flops=0.0, plan_mfu=0.5,
-        matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05, tied_embed_init_std=0.005,
+        parameters=(), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
+        tied_embed_init_std=0.005,
         scalar_lr=0.04, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
         muon_momentum_cooldown_steps=0, orthogonalization="newton_schulz", muon_backend_steps=5,
-        normuon_beta2=0.0, weight_decay=0.0, beta1=0.8, beta2=0.95, adam_eps=1e-8, adam_every=1,
-        grad_clip_norm=0.0, iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0,
-        warmup_steps=2, warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1,),
+        muon_sum=False, normuon_beta2=0.0, weight_decay=0.0, decay_schedule="lr", beta1=0.8, beta2=0.95,
+        adam_eps=1e-8, adam_eps_corrected=True, loss_sum_ranks=0, adam_every=1, grad_clip_norm=0.0,
+        iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0, warmup_steps=2,
+        warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1,), seq_schedule=(1,),
         batch_lr_power=0.0, lr_schedule=(0.0,), lr_switches=(0.0,)),
     "golf": dict(
         vocab_size=1024, train_seq_len=4096, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4,
-        mlp_mult=2, rope_base=10000.0, bigram_rows=16_384, value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2),
-        window_pattern="L", window_schedule=(0,), train_log_every=200, val_loss_every=1000,
-        artifact_bytes_limit=16_000_000, artifact_step=0.2, data_path="data/datasets/fineweb10B_sp1024",
+        mlp_mult=2, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
+        bigram_rows=0, value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
+        train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000,
+        artifact_scale_floor=1 / 127, data_path="data/datasets/fineweb10B_sp1024",
         tokenizer_path="data/tokenizers/fineweb_1024_bpe.model", data_fingerprint="",
-        train_batch_tokens=393_216, shuffle=False, val_batch_size=524_288, eval_sliding=1024,
-        eval_documents=1024, eval_ttt=131_072, matrix_lr=0.02, embed_lr=0.6, scalar_lr=0.02,
-        muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500, beta1=0.9,
+        train_batch_tokens=393_216, shuffle=False, packing="spans", val_batch_size=524_288, matrix_lr=0.02,
+        embed_lr=0.6, tied_embed_lr=0.03, scalar_lr=0.02, muon_momentum=0.99,
+        muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500, muon_sum=True, beta1=0.9,
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000),
     "speedrun": dict(
         vocab_size=50_304, train_seq_len=16_384, max_doc_len=2048, num_layers=12, model_dim=768, num_heads=6,
-        mlp_mult=4, qk_gain_init=0.0, attn_scale=0.1, attn_gate_dim=12, rope_base=1024.0, rope_fraction=0.5,
-        rope_yarn=True, smear_dim=12, bigram_rows=131_072, layer_scale=False, unet_skips=False,
-        skip_layers=(4, 7), backout_layer=8, value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
-        window_pattern="0SSSLSS-SSSL", window_schedule=(384, 896, 1408, 1664), window_block=128,
-        eval_window=2560, fp8="auto-head", val_loss_every=250, score_artifact=False,
-        data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", train_batch_tokens=131_072,
-        shuffle=False, max_epochs=1, val_tokens=10_485_760, matrix_lr=0.023, embed_lr=0.6,
-        muon_momentum_cooldown_steps=50, orthogonalization="polar_express", normuon_beta2=0.95,
-        weight_decay=1.2, beta1=0.65, adam_every=2, iterations=2120, extension_iterations=40,
-        max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1, batch_schedule=(1, 2, 3, 3),
+        mlp_mult=4, qk_gain_init=0.0, attn_scale=0.1, key_offset=False, attn_gate_dim=12, value_lambdas=True,
+        rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True, smear_dim=12,
+        smear_documents=True, bigram_rows=0, scalar_mix=True, layer_scale=False, unet_skips=False,
+        skip_sigmoid=True, skip_layers=(4, 7), backout_layer=8,
+        value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), window_pattern="0SSSLSS-SSSL",
+        window_schedule=(384, 896, 1408, 1664), window_block=128, eval_window=2560, fp8="auto-head",
+        val_loss_every=250, score_artifact=False, data_path="data/datasets/fineweb10B_gpt2",
+        data_fingerprint="", train_batch_tokens=131_072, shuffle=False, packing="documents", max_epochs=1,
+        val_tokens=10_485_760, val_batch_size=262_144, eval_context=262_144,
+        parameters=(
+            "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
+            "query.second=columns", "key.second=columns", "value.second=columns", "attn_proj.second=columns",
+            "value_embeds.init=normal", "value_embeds.scale=1", "resid_lambda.scale=1.1",
+            "skip_weights.scale=-1.5"),
+        matrix_lr=0.023, embed_lr=0.6, muon_momentum_cooldown_steps=50, orthogonalization="polar_express",
+        normuon_beta2=0.95, weight_decay=1.2, beta1=0.65, adam_eps_corrected=False, loss_sum_ranks=8,
+        adam_every=2, iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0,
+        warmdown_frac=0.55, lr_floor=0.1, batch_schedule=(1, 2, 3, 3), seq_schedule=(1, 2, 3, 3),
         lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66)),
     "gpt2": dict(
-        vocab_size=32_768, train_seq_len=2048, max_doc_len=2048, num_layers=24, model_dim=1536, num_heads=12,
-        mlp_mult=4, qk_gain_init=0.0, rope_base=10000.0, bigram_rows=16_384, layer_scale=False,
-        unet_skips=False,
-        value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12),
-        window_pattern="SSSL" * 6, window_schedule=(2048,), fp8="auto-all",
+        vocab_size=32_768, train_seq_len=2048, num_layers=26, model_dim=1664, num_heads=13, mlp_mult=4,
+        qk_gain_init=0.0, key_offset=False, value_gate_dim=32, rope_base=10000.0, bigram_rows=0,
+        scalar_mix=True, layer_scale=False, unet_skips=False,
+        value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13),
+        window_pattern="SSSL" * 6 + "SL", window_schedule=(2048,), fp8="auto-all",
         sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
         sample_tokens=16, sample_temperature=0.0, val_loss_every=250, score_artifact=False,
-        data_path="data/datasets/climbmix", data_fingerprint="", train_batch_tokens=524_288, shuffle=False,
-        core=True, depth=24, target_param_data_ratio=10.5, matrix_lr=0.02, embed_lr=0.3 * 0.5**0.5,
-        head_lr=0.004 * 0.5**0.5, scalar_lr=0.04 * 0.5**0.5, orthogonalization="polar_express",
-        normuon_beta2=0.95, weight_decay=1.5086206896551724, iterations=14_616, max_wallclock_seconds=0.0)}
+        data_path="data/datasets/fineweb_edu", data_fingerprint="", train_batch_tokens=524_288,
+        shuffle=False, packing="best_fit", val_tokens=20_971_520, core=True, depth=26,
+        target_param_data_ratio=7.25,
+        parameters=(
+            "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
+            "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "head.init=normal",
+            "head.scale=0.001", "resid_lambda.lr_mult=0.01", "x0_lambda.scale=0.1", "x0_lambda.beta1=0.96"),
+        matrix_lr=0.02, embed_lr=0.3 * (768 / 1664)**0.5, head_lr=0.004 * (768 / 1664)**0.5, scalar_lr=0.5,
+        orthogonalization="polar_express", normuon_beta2=0.95, weight_decay=1.1988066830515525,
+        decay_schedule="linear", adam_eps=1e-10, iterations=12_700, max_wallclock_seconds=0.0)}
+# what we add to the records
+PINNED["golf_plus"] = PINNED["golf"] | dict(
+    tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
+    value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
+    eval_sliding=1024, eval_documents=1024, eval_ttt=131_072)
+PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(key_offset=True, bigram_rows=131_072)
+PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(
+    key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix")
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
 TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple and f.default]
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
-COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)}}
+COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
+              "seq_schedule": {"packing": "documents"}}
 
 
 def flag(name):
@@ -96,7 +123,8 @@ def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
     f, special = FIELDS[name], dict(
         preset="golf", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
-        batch_schedule=(1, 2), train_seq_len=256, train_batch_tokens=8192, model_dim=512, num_heads=8,
+        batch_schedule=(1, 2), seq_schedule=(1, 2), packing="documents", train_seq_len=256,
+        train_batch_tokens=8192, model_dim=512, num_heads=8,
         num_kv_heads=2, val_tokens=2, skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
         lr_switches=(0.0, 0.25), parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
@@ -122,6 +150,7 @@ def refusal(env, argv=()):
 @pytest.mark.parametrize("preset", PINNED)
 def test_every_constant_of_every_preset(preset):
     cfg = vars(load_config({"PRESET": preset}))
+    assert set(cfg) == set(PINNED["tiny"])
     wanted = PINNED["tiny"] | PINNED[preset] | {"preset": preset}
     wrong = {name: f"{cfg.get(name)!r} instead of {value!r}" for name, value in wanted.items()
              if type(cfg.get(name)) is not type(value) or cfg[name] != pytest.approx(value)}
@@ -130,33 +159,22 @@ def test_every_constant_of_every_preset(preset):
 
 def test_names():
     """Of presets, aliases, and of what an artifact carries; rows hold constants of the right type."""
-    assert next(iter(PRESETS)) == "tiny" and PRESETS["tiny"] == {} and set(PRESETS) >= set(PINNED)
+    assert next(iter(PRESETS)) == "tiny" and PRESETS["tiny"] == {} and set(PRESETS) == set(PINNED)
     assert ALIASES == ALIASES | dict(total_batch_size="train_batch_tokens", num_iterations="iterations",
                                      model_tag="run_id", run="run_id")
     names = [*PINNED["tiny"]]
-    assert set(MODEL_FIELDS) >= set(names[:names.index("eval_window") + 1])
-    assert not set(MODEL_FIELDS) & set(names[names.index("run_id"):])
+    assert set(MODEL_FIELDS) == set(names[:names.index("run_id")])
     for preset, row in PRESETS.items():
         assert set(row) <= set(FIELDS) - {"preset", "run_id"}
         assert all(type(value) is type(FIELDS[name].default) for name, value in row.items())
         assert overrides(load_config({"PRESET": preset})) == {}
 
 
-def test_the_record_that_golf_starts_from():
-    """It is the preset with the overrides that records/README.md prints, all of which matter."""
-    record = load_config({"PRESET": "golf"} | GOLF_RECORD)
-    assert {*overrides(record)} == {name.lower() for name in GOLF_RECORD}
-    readme = " ".join((ROOT / "records/README.md").read_text().replace("\\\n", " ").split())
-    assert " ".join(map("=".join, GOLF_RECORD.items())) in readme
-    assert train_gpt.parameter_counts(record) == {
-        "embed": 524_288, "matrix": 9 * 1_835_008, "scalar": 9 * (8 + 512 + 512 + 1024) + 4 * 512}
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", ["model_dim", "num_layers", "train_seq_len", "train_batch_tokens"])
 def test_the_four_sizes_can_each_be_set_alone(preset, name):
     cfg = train_gpt.preset_config(preset)
-    values = dict(model_dim=[cfg.num_heads * head for head in (2, 10, 64)], num_layers=[1, 2, 5, 13],
+    values = dict(model_dim=[cfg.num_heads * head for head in (4, 10, 64)], num_layers=[1, 2, 5, 13],
                   train_seq_len=[64, 256, 2048], train_batch_tokens=[n * cfg.train_seq_len for n in (1, 96)])
     derived = "iterations weight_decay window_schedule embed_lr head_lr scalar_lr matrix_lr".split()
     for value in values[name]:
@@ -320,7 +338,12 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("LR_SCHEDULE=1,2,3 LR_SWITCHES=0,0.5,0.4", "lr_switches=0.0,0.5,0.4"),
     ("WINDOW_SCHEDULE=64,100 WINDOW_BLOCK=64", "window_schedule=64,100 window_block=64"),
     ("EVAL_WINDOW=100 WINDOW_SCHEDULE=64 WINDOW_BLOCK=64", "eval_window=100 window_block=64"),
-    ("SKIP_LAYERS=2", "skip_layers=2"), ("SKIP_LAYERS=2,1", "skip_layers=2,1"),
+    ("VALUE_GATE_DIM=129", "value_gate_dim=129"),
+    ("BATCH_SCHEDULE=1,2 SEQ_SCHEDULE=1,2,3 PACKING=documents", "batch_schedule=1,2 seq_schedule=1,2,3"),
+    ("SEQ_SCHEDULE=3 PACKING=documents", "seq_schedule=3"), ("SEQ_SCHEDULE=2", "seq_schedule=2 packing"),
+    ("PACKING=spans", "shuffle=1 packing=spans"), ("PACKING=best_fit", "shuffle=1 packing=best_fit"),
+    ("PACKING=heads", "heads documents"), ("SKIP_LAYERS=2", "skip_layers=2"),
+    ("SKIP_LAYERS=2,1", "skip_layers=2,1"),
     ("SKIP_LAYERS=1,1", "skip_layers=1,1"), ("SKIP_LAYERS=1,2,3", "skip_layers=1,2,3")])
 def test_impossible_combinations_are_named(settings, words):
     sentence = refusal(dict(pair.split("=") for pair in settings.split()))
@@ -364,7 +387,8 @@ def test_given_cells_come_after_those_of_the_preset(monkeypatch):
     "head.scale=nan", "head.scale=1e999", "head.lr_mult=-1", "fc.decay_mult=-1", "fc.artifact_step=-1",
     # what does not go together: a vector has no rows, and one number per row is no range
     "embed.scale=-1", "qk_gain.optimizer=muon", "qk_gain.init=uniform", "qk_gain.artifact_step=1",
-    "backout.optimizer=muon", "residual_mix.init=normal", "residual_mix.init=uniform"])
+    "backout.optimizer=muon", "resid_lambda.init=normal", "x0_lambda.init=uniform", "fc.second=both",
+    "qk_gain.group=matrix,qk_gain.optimizer=muon", "head.beta1=1"])
 def test_cells_that_cannot_be(cell):
     assert "parameters" in refusal({"PARAMETERS": f"fc.lr_mult=1,{cell}"})
 
@@ -419,19 +443,21 @@ def dry_run(tmp_path, monkeypatch, capsys):
 
 
 def test_overrides_are_printed(dry_run):
-    env = dict(BATCH_SCHEDULE="1,2", TIE_EMBEDDINGS="1", NUM_LAYERS="9", MATRIX_RL="0.1")
+    env = dict(BATCH_SCHEDULE="1,2", TIE_EMBEDDINGS="0", NUM_LAYERS="9", MATRIX_RL="0.1")
     lines = dry_run("--preset=golf", "--dry-run", "--matrix-lr=0.03", "--parameters=fc.scale=2", **env)
     assert {line for line in lines if line.startswith("override ")} == {
         "override matrix_lr 0.02 -> 0.03", "override batch_schedule 1 -> 1,2", "override device auto -> cpu",
-        "override tie_embeddings 0 -> 1", "override parameters  -> fc.scale=2"}
+        "override tie_embeddings 1 -> 0", "override parameters  -> fc.scale=2"}
     warning, = [line for line in lines if "MATRIX_RL" in line]
     assert "MATRIX_LR?" in warning
     assert not [line for line in dry_run(DRY_RUN="1") if "dry_run" in line]
 
 
 @pytest.mark.parametrize("preset, command, parameters, steps", [
-    ("tiny", "./run.sh data", None, 100_000), ("golf", "./run.sh data sp1024", 26_497_096, 20_000),
-    ("speedrun", "./run.sh data gpt2", None, 2160), ("gpt2", "./run.sh data climbmix", None, 14_616)])
+    ("tiny", "./run.sh data", None, 100_000), ("golf", "./run.sh data sp1024", 17_059_912, 20_000),
+    ("golf_plus", "./run.sh data sp1024", 26_497_096, 20_000),
+    ("speedrun", "./run.sh data gpt2", None, 2160), ("gpt2", "./run.sh data fineweb-edu", None, 12_700),
+    ("gpt2_plus", "./run.sh data climbmix", None, 12_700)])
 def test_a_dry_run_needs_no_data(preset, command, parameters, steps, dry_run):
     text = "\n".join(dry_run(f"--preset={preset}", "--dry-run"))
     cfg = load_config({"PRESET": preset})

@@ -89,43 +89,53 @@ def loader_of(data=None, rank=0, world_size=1, log=print, **settings):
     return Loader(cfg, data or stream_data(), fake_team(rank, world_size), log)
 
 
-def reference_rows(data, longest):
-    """Slow and plain -> (rows of T + 1 tokens, number of tokens cut off documents). Without longest the
-    stream is cut every T tokens. Else documents cut to the longest follow each other until a row is full;
-    the rest of the last one is dropped, and the next row begins with the document after it."""
+def cut_rows(data):
+    """Slow and plain: the stream cut every T tokens."""
     stream = np.concatenate([*data.train.values()]).tolist()
-    if not longest:
-        return [stream[i:i + T + 1] for i in range(0, len(stream) - T, T)], 0
-    documents, rows, row, cut = [], [], [], 0
-    for token in stream:
-        if token == BOS:
-            documents.append([])
-        if documents:
-            documents[-1].append(token)
-    for document in documents:
-        row, cut = row + document[:longest], cut + len(document[longest:])
-        if len(row) > T:
-            rows.append(row[:T + 1])
-            row = []
-    return rows, cut
+    return [stream[i:i + T + 1] for i in range(0, len(stream) - T, T)]
+
+
+def document_steps(data, longest, world_size, n):
+    """Slow and plain, endlessly: the n rows of each step. Documents, cut to the longest and at their shard's
+    end, follow each other until a row is full; the rest of the last one is dropped, and the next row begins
+    with the document after it. world_size rows that a shard cannot fill are dropped with its rest."""
+    shards = []
+    for shard in data.train.values():
+        documents = []
+        for token in shard.tolist():
+            if token == BOS:
+                documents.append([])
+            if documents:
+                documents[-1].append(token)
+        shards.append([document[:longest or None] for document in documents])
+    step = []
+    while True:
+        for documents in shards:
+            unit, row = [], []
+            for document in documents:
+                row = row + document
+                if len(row) > T:
+                    unit, row = [*unit, row[:T + 1]], []
+                if len(unit) == world_size:
+                    step, unit = step + unit, []
+                if len(step) == n:
+                    yield step
+                    step = []
 
 
 STREAMS = {"shards": stream_data, "one row": lambda: stream_data((T + 1,)),
            "two rows": lambda: stream_data((2 * T + 1,)), "tiny shards": lambda: stream_data((1,) * 30)}
-CASES = [(name, 0) for name in STREAMS] + [(before, longest) for before, longest in zip(
-    (0, 5, 0, 5, 0, 5, 0), (1, 2, 7, T, T + 1, 12, 1000))]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("which, longest", CASES)
-def test_batches_are_the_same_rows_for_any_world_size(which, longest, shuffle):
+@pytest.mark.parametrize("which", STREAMS)
+def test_batches_are_the_same_rows_for_any_world_size(which, shuffle):
     """Every row once an epoch, in one order, across the ends of shards and epochs. position, in rows, is the
     whole state: it may jump, and what was read ahead is then not used."""
-    data = STREAMS[which]() if longest == 0 else documents_data(which)
-    settings = dict(shuffle=shuffle, max_doc_len=longest, log=[].append)
-    rows, _ = reference_rows(data, longest)
+    data = STREAMS[which]()
+    rows, settings = cut_rows(data), dict(shuffle=shuffle)
     single, rng = loader_of(data, **settings), random.Random(0)
-    ordered = [single.row(i).tolist() for i in range(len(rows))]
+    ordered = [rows[int(i)] for i in single.order]
     assert single.rows == len(rows) > 0 and sorted(ordered) == sorted(rows)
     assert ordered == rows or shuffle and sum(a != b for a, b in zip(ordered, rows)) > len(rows) / 2 - 1
     for world_size in (1, 2, 6):
@@ -143,13 +153,93 @@ def test_batches_are_the_same_rows_for_any_world_size(which, longest, shuffle):
             tokens, targets = map(torch.cat, zip(*batches))
             assert torch.equal(tokens, wanted[:, :-1]) and torch.equal(targets, wanted[:, 1:])
             assert {loader.position for loader in loaders} == {position + n}
-            assert {loader.epoch for loader in loaders} == {(position + n) // len(rows) + 1}
+            assert {loader.epoch for loader in loaders} == {(position + n - 1) // len(rows) + 1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("before, longest", [(0, 1), (5, 2), (0, 7), (5, T), (0, T + 1), (5, 12), (0, 1000)])
+def test_documents_fill_rows(before, longest, world_size):
+    """In order, through shards and epochs; from any position that a step ended at, a new loader goes on."""
+    data, n = documents_data(before, sizes=(90, 70)), 2 * world_size
+    settings = dict(packing="documents", max_doc_len=longest, bos_id=BOS)
+    steps = document_steps(data, longest, world_size, n)
+    try:
+        loaders = [loader_of(data, rank, world_size, **settings) for rank in range(world_size)]
+        for turn in range(6):
+            if turn == 3:
+                position = loaders[0].position
+                loaders = [loader_of(data, rank, world_size, **settings) for rank in range(world_size)]
+                for loader in loaders:
+                    loader.position = position
+            got = [torch.cat([x, y[:, -1:]], 1) for x, y in (loader.next(n * T) for loader in loaders)]
+            assert torch.cat(got).tolist() == next(steps)
+    except Refused:     # no shard has documents for so many rows
+        assert longest < 3 and all(
+            len([row for row in fill_alone(shard, longest)]) < world_size for shard in data.train.values())
+
+
+def fill_alone(shard, longest):
+    """The rows that a shard's documents fill."""
+    row = []
+    for start in np.flatnonzero(shard == BOS):
+        after = np.flatnonzero(shard[start + 1:] == BOS)
+        row += [1] * min(longest, int(after[0]) + 1 if len(after) else len(shard) - start)
+        if len(row) > T:
+            yield row
+            row = []
+
+
+def test_shuffled_documents():
+    """Another order, the same for everybody; each row begins with a document."""
+    data = documents_data(sizes=(90, 70))
+    settings = dict(packing="documents", max_doc_len=7, bos_id=BOS)
+    plain = loader_of(data, **settings).next(4 * T)[0]
+    first, again = (loader_of(data, shuffle=True, **settings).next(4 * T)[0] for _ in range(2))
+    assert torch.equal(first, again) and not torch.equal(first, plain)
+    assert (first[:, 0] == BOS).all() and (plain[:, 0] == BOS).all()
+
+
+def test_spans_of_a_step_are_the_same_for_any_world_size():
+    """An eighth of a step reads one token more than it trains on; the next one begins after it, endlessly."""
+    wanted = None
+    for world_size in (1, 2, 4, 8):
+        loaders = [loader_of(None, rank, world_size, packing="spans") for rank in range(world_size)]
+        found = []
+        for _ in range(3):
+            got = [torch.cat([x, y[:, -1:]], 1) for x, y in (loader.next(16 * T) for loader in loaders)]
+            found.append(torch.cat(got).tolist())
+            assert {loader.position for loader in loaders} == {len(found) * 8 * (2 * T + 1)}
+        wanted = wanted or found
+        assert found == wanted
+    total = sum(SIZES)
+    starts = [row[0] for step in found for row in step]
+    assert starts == [(i // 2 * (2 * T + 1) + i % 2 * T) % total for i in range(48)]
+
+
+def test_best_fit_goes_on_from_a_position():
+    """A new loader at the position of another one packs the same rows; each row is full."""
+    data, settings = documents_data(sizes=(90, 70)), dict(packing="best_fit", bos_id=BOS)
+    loader = loader_of(data, **settings)
+    steps = [loader.next(4 * T) for _ in range(5)]
+    other = loader_of(data, **settings)
+    other.position = 8
+    for step in steps[2:]:
+        got = other.next(4 * T)
+        assert all(torch.equal(a, b) for a, b in zip(got, step)) and got[0].shape == (4, T)
+    assert loader.position == 20 and loader.epoch > 1
+
+
+def test_rows_grow_with_the_stage():
+    """seq_multiple makes a row longer; the tokens of a step stay what was asked for."""
+    data = documents_data(sizes=(90, 70))
+    loader = loader_of(data, packing="documents", max_doc_len=40, bos_id=BOS)
+    shapes = [loader.next(4 * T, multiple)[0].shape for multiple in (1, 2, 4)]
+    assert shapes == [(4, T), (2, 2 * T), (1, 4 * T)]
 
 
 def test_shuffled_rows_do_not_follow_each_other():
     loader = loader_of(shuffle=True)
-    starts = [int(loader.row(i)[0]) for i in range(loader.rows)]
-    gaps = [abs(a - b) for a, b in zip(starts, starts[1:])]
+    gaps = [abs(int(a) - int(b)) * T for a, b in zip(loader.order, loader.order[1:])]
     assert sum(gaps) / len(gaps) > loader.rows * T / 5
 
 
@@ -216,36 +306,23 @@ def test_each_shard_is_checked_once(monkeypatch):
     assert sorted(names) == [f"shard s{i}" for i in range(len(SIZES))]
 
 
-@pytest.mark.parametrize("epochs, cap, short", [(0, 0, 0), (3, 0, 0), (2, 0, 8 * T), (1, 0, 35 * T),
-                                                (1, 60, 0)])
-def test_a_schedule_that_runs_out_of_tokens(epochs, cap, short):
-    """Said before training, with how many are missing; a run that ends by the clock may read fewer."""
+@pytest.mark.parametrize("epochs, cap, last", [(0, 0, 0), (3, 0, 0), (2, 0, 27), (1, 0, 13), (1, 60, 0)])
+def test_a_schedule_that_runs_out_of_tokens(epochs, cap, last):
+    """Said before training, with the step at which they end; a run that ends by the clock may read fewer."""
     settings = dict(iterations=24, extension_iterations=7, batch_schedule=(2, 2), max_epochs=epochs,
                     max_wallclock_seconds=cap)
-    if short:
-        with pytest.raises(Missing, match=f"{short} of {62 * T} train tokens"):
+    if last:
+        with pytest.raises(Missing, match=f"last for {last} of 31 steps"):
             loader_of(**settings)
     else:
         assert loader_of(**settings).rows == 27
 
 
-@pytest.mark.parametrize("before, longest", [(0, 1), (5, 7), (0, T), (5, 1000)])
-def test_the_log_says_what_is_not_read(before, longest):
-    data, lines = documents_data(before), []
-    loader_of(data, max_doc_len=longest, log=lines.append)
-    rows, cut = reference_rows(data, longest)
-    line, = lines
-    total, kept = before + sum(DOCUMENTS), (T + 1) * len(rows)
-    assert {int(number) for number in re.findall(r"\d+", line)} == {
-        len(DOCUMENTS), len(rows), total, kept, cut, longest, total - kept - cut}
-    loader_of(log=pytest.fail)                   # without max_doc_len there is nothing to say
-
-
 def test_too_few_documents_for_a_row():
     other_bos = documents_data()._replace(bos=59_999)           # which no document begins with
     for data in documents_data(900, (3, 2, 2), (1, 1)), documents_data(0, (5, 1, 1), (3, 3)), other_bos:
-        with pytest.raises(Refused, match="do not fill a row"):
-            loader_of(data, max_doc_len=5)
+        with pytest.raises(Refused, match="do not fill a row|documents fill|begins a document"):
+            loader_of(data, packing="documents", max_doc_len=5).next(T)
 
 
 # -------------------------------------------------------------------------------- foreign shards
@@ -264,14 +341,16 @@ def gpt2_like(tmp_path):
 def test_what_begins_a_document(gpt2_like, tmp_path):
     """Without a manifest GPT-2's token, else the manifest's; a constant before either."""
     cfg, files = gpt2_like
-    cfg, about = replace(cfg, max_doc_len=30), {"vocab_size": 50_257, "bos_id": 7}
+    cfg = replace(cfg, max_doc_len=30, packing="documents", shuffle=False)
+    about = {"vocab_size": 50_257, "bos_id": 7}
     data = open_data(cfg, print)
     assert (data.vocab_size, data.bos) == (50_304, 50_256) and data.tokenizer is data.val_bytes is None
-    assert Loader(cfg, data, fake_team()).rows == 20
+    assert Loader(cfg, data, fake_team()).lengths.tolist() == [30] * 20
     (tmp_path / "manifest.json").write_text(json.dumps({"files": files, "tokenizer": about}))
     data = open_data(cfg, print)
-    rows = {bos: Loader(replace(cfg, bos_id=bos), data, fake_team()).row(0)[0] for bos in (0, 50_256)}
-    assert data.bos == 7 and rows == {0: 7, 50_256: 50_256}
+    first = {bos: int(Loader(replace(cfg, bos_id=bos), data, fake_team()).next(16)[0][0, 0])
+             for bos in (0, 50_256)}
+    assert data.bos == 7 and first == {0: 7, 50_256: 50_256}
 
 
 @pytest.mark.parametrize("wanted, good", [(0, True), (50_257, True), (50_304, True), (50_320, True),

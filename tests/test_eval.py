@@ -74,10 +74,10 @@ def toy(tiny_data):
     (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 120),
     (dict(window_pattern="SL", window_schedule=(4, 8), eval_window=13), 100),
     (dict(window_schedule=(4, 8), eval_window=12, rope_yarn=True, max_doc_len=9, bos_id=1), 100)])
-def test_evaluate_equals_reference(toy, settings, tokens):
+def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     """The tail is no multiple of the row, strides do not divide contexts, every target counts once; so it
-    does where ranks share the rows, and in batches of any size. Targets that begin a document can be left out
-    of the nats, not of the bytes."""
+    does where ranks share the rows, in batches of any size, and where the logits of a batch are made in
+    parts. Targets that begin a document can be left out of the nats, not of the bytes."""
     cfg = replace(toy.cfg, **settings)
     model, data = randomised(cfg), toy.data._replace(val=toy.data.val[:tokens])
     nats, bits = reference_nats(model, data.val), math.log(2) * data.val_bytes
@@ -87,6 +87,8 @@ def test_evaluate_equals_reference(toy, settings, tokens):
         score = evaluate(model, replace(cfg, val_batch_size=size), data, fake_team())
         want = nats.mean(), nats.sum() / bits, without_bos / bits
         assert score == pytest.approx(want, rel=1e-6)
+    monkeypatch.setattr(train_gpt, "MAX_SCORES", 7 * 512)
+    assert evaluate(model, cfg, data, fake_team()) == pytest.approx(want, rel=1e-6)
     parts = [evaluate(model, cfg, data, fake_team(rank, 3)).val_loss for rank in range(3)]
     assert sum(parts) == pytest.approx(nats.mean(), rel=1e-6)
 
@@ -104,12 +106,13 @@ def test_score_of_a_uniform_guess(toy):
 
 
 def test_part_of_the_split_has_no_bpb(toy):
-    """... and its loss is called val_loss_partial, unless the preset itself is scored on that part."""
+    """... and its loss, of so many targets, is called val_loss_partial, unless the preset itself is scored on
+    that part."""
     part = replace(toy.cfg, val_tokens=100)
     model = randomised(part)
     score = evaluate(model, part, toy.data, fake_team())
     assert score.val_bpb is None and loss_name(part) == "val_loss_partial"
-    assert score.val_loss == pytest.approx(reference_nats(model, toy.data.val[:100]).mean(), rel=1e-6)
+    assert score.val_loss == pytest.approx(reference_nats(model, toy.data.val[:101]).mean(), rel=1e-6)
     assert loss_name(toy.cfg) == "val_loss" == loss_name(preset_config("speedrun"))
     assert evaluate(model, toy.cfg, toy.data._replace(val_bytes=None), fake_team()).val_bpb is None
 
@@ -122,7 +125,8 @@ def test_samples(toy):
     ids = list(prompt)
     for _ in range(20):
         context = make_context(toy.cfg, len(ids), 16, CPU)
-        ids.append(int(model.logits(torch.tensor([ids]), context)[0, -1].argmax()))
+        x = model.hidden(torch.tensor([ids]), context)
+        ids.append(int(model.logits(x)[0, -1].argmax()))
     assert generate(model, prompt, 20, 0) == ids == generate(model, prompt, 20, 1, 1)
     drawn = []
     for seed in (1, 1, 2):
@@ -136,22 +140,23 @@ def test_samples(toy):
 
 
 # -------------------------------------------------------------------------------- the artifact
-@pytest.mark.parametrize("step", [0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("step, floor", [(0, 0.0), (0, 1 / 127), (0.05, 0.0), (0.3, 0.0), (1.0, 0.0)])
 @pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 700_000)])
-def test_quantize_rows_equals_numpy(rows, columns, step):
-    """By the clipped maximum of each row, or by a step of so much of its rms; what lies beyond 127 is
-    clipped. Rows of many sizes, one of zeros, one below fp16's range, an outlier."""
+def test_quantize_rows_equals_numpy(rows, columns, step, floor):
+    """By the clipped maximum of each row, but no scale is below the floor, and rounding goes by it before it
+    is stored as fp16; or by a step of so much of the rms, as stored; what lies beyond 127 is clipped. Rows of
+    many sizes, one of zeros, one below fp16's range, an outlier."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((rows, columns)) * np.exp(rng.uniform(-8, 3, (rows, 1)))
     w[0], w[1], w[2, columns // 2] = 0, 1e-9, -9.0
     w = w.astype(np.float32)
-    q, scale = (t.numpy() for t in train_gpt.quantize_rows(torch.from_numpy(w), step))
+    q, scale = (t.numpy() for t in train_gpt.quantize_rows(torch.from_numpy(w), step, floor))
     assert q.dtype == np.int8 and scale.dtype == np.float16 and scale.shape == (rows,)
     exact = w.astype(np.float64)
     clip = np.percentile(np.abs(exact), 99.99984, axis=1)
-    want = np.maximum(step * np.sqrt((exact**2).mean(1)) if step else clip / 127, 2.0**-24)
+    want = np.maximum(step * np.sqrt((exact**2).mean(1)) if step else clip / 127, max(floor, 2.0**-24))
     assert (np.abs(scale - want) <= np.maximum(want * 2.0**-10, 2.0**-25 + 1e-12)).all()
-    s = scale.astype(np.float64)[:, None]
+    s = (scale.astype(np.float64) if step else want)[:, None]
     near = np.abs(w / s % 1 - 0.5) < 1e-4  # a tie may fall either way
     assert (np.abs(q - np.clip(np.rint(w / s), -127, 127)) <= near).all() and not q[0].any()
 
@@ -165,7 +170,8 @@ def wide_config(**settings):
 
 
 @pytest.mark.parametrize("settings", [
-    {}, dict(artifact_keep=1), dict(tie_embeddings=True, num_layers=2, artifact_step=0.2),
+    {}, dict(artifact_keep=1, artifact_scale_floor=0.004),
+    dict(tie_embeddings=True, num_layers=2, artifact_step=0.2),
     dict(parameters=("fc.artifact_step=0", "embed.artifact_step=3"), artifact_step=0.1, artifact_keep=4096)])
 @torch.no_grad()
 def test_what_an_artifact_holds(settings, tmp_path):
@@ -192,7 +198,8 @@ def test_what_an_artifact_holds(settings, tmp_path):
         elif p.numel() <= cfg.artifact_keep:
             assert torch.equal(tensors.pop(name), p.half()) and torch.equal(back, p.half().float())
         else:
-            q, scale = train_gpt.quantize_rows(p, cfg.artifact_step * row.artifact_step)
+            step = cfg.artifact_step * row.artifact_step
+            q, scale = train_gpt.quantize_rows(p, step, cfg.artifact_scale_floor)
             assert torch.equal(tensors.pop(name + ".int8"), q)
             assert torch.equal(tensors.pop(name + ".scale"), scale)
             assert torch.equal(back, q.float() * scale.float()[:, None]) and (back - p).norm() < p.norm() / 3

@@ -24,13 +24,16 @@ from train_gpt import read_checkpoint
 
 pytestmark = pytest.mark.faults
 
-PLAIN = TOY | dict(BIGRAM_ROWS="512", SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1",
-                   VAL_LOSS_EVERY="5", SAVE_EVERY="3")
+PLAIN = TOY | dict(
+    BIGRAM_ROWS="512", SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1",
+    VAL_LOSS_EVERY="5", SAVE_EVERY="3")
 # Stages, data in order, and an Adam step every other step, so that checkpoints wait for it
-STAGES = PLAIN | dict(ADAM_EVERY="2", SHUFFLE="0", BATCH_SCHEDULE="1,2", WINDOW_SCHEDULE="16,64", WINDOW_PATTERN="SL",
-                      ROPE_YARN="1")
-DOCUMENTS = PLAIN | dict(MAX_DOC_LEN="48", SAVE_EVERY="2", NORMUON_BETA2="0.95", GRAD_CLIP_NORM="1", WEIGHT_DECAY="0.1",
-                         NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="8")
+STAGES = PLAIN | dict(
+    ADAM_EVERY="2", SHUFFLE="0", PACKING="best_fit", BATCH_SCHEDULE="1,2", WINDOW_SCHEDULE="16,64",
+    WINDOW_PATTERN="SL", ROPE_YARN="1")
+DOCUMENTS = PLAIN | dict(
+    MAX_DOC_LEN="48", PACKING="documents", SAVE_EVERY="2", NORMUON_BETA2="0.95", GRAD_CLIP_NORM="1",
+    WEIGHT_DECAY="0.1", NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="8")
 # 12 sequences a step, for 1, 2 and 3 ranks
 SHARED = PLAIN | dict(TRAIN_BATCH_TOKENS="768", SAVE_EVERY="1")
 
@@ -54,7 +57,8 @@ def differences(done, want):
     """What differs between the end of a resumed run and that of an uninterrupted one."""
     if done.code or not done.result or not done.result["resumed"]:
         return [f"{done.run_id}: exit {done.code}, {done.last}, {done.err[-300:]}"]
-    same = ("val_loss_partial", "trained", "artifact", "steps", "tokens", "min_val_bpb", "bytes_model", "stop_reason")
+    same = ("val_loss_partial", "trained", "artifact", "steps", "tokens", "min_val_bpb", "bytes_model",
+            "stop_reason")
     pairs = {name: (done.result[name], want.result[name]) for name in same}
     pairs |= {"final_model.pt": (done.weights, want.weights), "the artifact": (done.artifact, want.artifact),
               "a logged loss": ((done.losses, done.val_losses), (want.losses, want.val_losses))}
@@ -90,7 +94,7 @@ def refused(done, *words):
     return line.removeprefix("train_gpt: ")
 
 
-# ---------------------------------------------------------------- killed at any moment after the first checkpoint
+# ---------------------------------------------------------------- killed after the first checkpoint
 PLACED = [  # (where, settings, where again after the first resume or "")
     ("step:8", PLAIN, "step:2"),
     ("update:7", STAGES, ""),
@@ -164,8 +168,9 @@ def test_at_twenty_moments(what, number, go, root, whole, report):
         if struck == 6:
             break
     assert wrong == [] and struck == 6
-    report(f"{dict(kill='kill -9', term='SIGTERM')[what]} at 20 moments (14 places, 6 by the clock; seed {seed}), "
-           "each resumed", "20 of 20 bit-identical", time.monotonic() - began)
+    signal_name = dict(kill="kill -9", term="SIGTERM")[what]
+    report(f"{signal_name} at 20 moments (14 places, 6 by the clock; seed {seed}), each resumed",
+           "20 of 20 bit-identical", time.monotonic() - began)
 
 
 @pytest.mark.slow
@@ -192,7 +197,8 @@ def test_compiled(go, report):
 
 # ---------------------------------------------------------------- signals
 @pytest.mark.parametrize("fault, step", [
-    ("term@step:8", 8), ("int@step:8", 8), ("term@evaluate:4", 12), ("int@evaluate:5", 12), ("term@artifact:1", 12)])
+    ("term@step:8", 8), ("int@step:8", 8), ("term@evaluate:4", 12), ("int@evaluate:5", 12),
+    ("term@artifact:1", 12)])
 def test_a_signal(fault, step, go, whole, report):
     """The step is finished, a checkpoint of it is made, and the last line says how to go on; in the final
     evaluation the checkpoint that was made before it serves."""
@@ -240,7 +246,8 @@ def test_a_signal_from_outside(go, whole, root):
 
 
 # ---------------------------------------------------------------- ranks that die or hang
-GONE = r"rank {} at step {} \({}\): another rank is gone or hangs \(.*\)(; the last checkpoint is of step \d)?"
+GONE = (r"rank {} at step {} \({}\): another rank is gone or hangs \(.*\)"
+        r"(; the last checkpoint is of step \d)?")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -269,8 +276,8 @@ def test_a_rank_hangs(fault, place, timeouts, go, whole, report):
 
 
 def test_waits_outside_of_training_are_no_hang(go, whole):
-    """A rank that is slow in the rehearsal, in an evaluation or in writing a checkpoint keeps the others waiting
-    for longer than the timeout of training."""
+    """A rank that is slow in the rehearsal, in an evaluation or in writing a checkpoint keeps the others
+    waiting for longer than the timeout of training."""
     slow = "nap@rehearse:1@1;nap@sync/checkpoint_new.pt.tmp:1@0;nap@evaluate:2@1"
     done = go(PLAIN, slow, ranks=2, TIMEOUT="5", NAP="7")
     assert done.codes == [0, 0] and done.since < done.seconds - 7, done.err
@@ -280,7 +287,11 @@ def test_waits_outside_of_training_are_no_hang(go, whole):
 def test_the_timeout_of_training_is_longer_where_steps_are(monkeypatch):
     """TRAINING_TIMEOUT, or some of the slowest rank's slowest steps."""
     made = []
-    monkeypatch.setattr(train_gpt.dist, "new_group", lambda backend, timeout: made.append(timeout.total_seconds()))
+
+    def new_group(backend, timeout):
+        made.append(timeout.total_seconds())
+
+    monkeypatch.setattr(train_gpt.dist, "new_group", new_group)
     monkeypatch.setattr(train_gpt, "all_reduce", lambda tensor, op: tensor.clamp(min=3.0))
     team = train_gpt.Team(train_gpt.load_config(TOY), {})
     team.begin_training(1.0)
@@ -297,8 +308,8 @@ def test_the_timeout_of_training_is_longer_where_steps_are(monkeypatch):
     ("nan@step:8", "rank 0 at step 7 (training): train_loss is not finite at step 8 (before: "),
     pytest.param("oom@step:8@1", "rank 1 at step 7 (training): out of memory: lower DEVICE_BATCH_SIZE",
                  marks=pytest.mark.slow),
-    pytest.param("full@write/checkpoint_new.pt:300@0", "rank 0 at step 9 (saving): OSError: [Errno 28] No space",
-                 marks=pytest.mark.slow)])
+    pytest.param("full@write/checkpoint_new.pt:300@0",
+                 "rank 0 at step 9 (saving): OSError: [Errno 28] No space", marks=pytest.mark.slow)])
 def test_two_ranks_of_which_one_fails(fault, sentence, go, whole, report):
     """Each says what it saw, the cause among it, and both go on to the same bits."""
     done = go(PLAIN, fault, ranks=2)
@@ -319,14 +330,14 @@ def test_two_ranks_with_one_killed_at_each_place(go, whole, report):
     wrong = through(go, whole, "kill", PLACED, 2, 0) + through(go, whole, "kill", other, 2, 1)
     moments = len(PLACED) + len(other)
     assert wrong == [] and moments >= 20
-    report(f"kill -9 of one of 2 ranks at {moments} moments, each resumed", f"{moments} of {moments} bit-identical",
-           time.monotonic() - began)
+    report(f"kill -9 of one of 2 ranks at {moments} moments, each resumed",
+           f"{moments} of {moments} bit-identical", time.monotonic() - began)
 
 
 @pytest.mark.parametrize("before, later", [
     (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_another_number_of_ranks(before, later, go, whole, report):
-    """The first loss after the resume to 1e-5, the others to 1e-4; unrounded, as the last checkpoint has them."""
+    """The first loss after the resume to 1e-5, the others to 1e-4; unrounded, from the last checkpoint."""
     done = go(SHARED, "kill@sync/checkpoint_new.pt.tmp:8@0", ranks=before)
     again = go({}, ranks=later, resume=done.run_id)
     assert done.met and again.codes == [0] * later, again.err
@@ -433,8 +444,8 @@ def tensors_of(payload):
 
 def test_every_flipped_byte_is_found(copy):
     """At 60 places, the ends among them; or it is one that means nothing."""
-    raw, draw, want = (copy / "checkpoint.pt").read_bytes(), random.Random(0), tensors_of(read_checkpoint(copy)[0])
-    found = 0
+    raw, draw, found = (copy / "checkpoint.pt").read_bytes(), random.Random(0), 0
+    want = tensors_of(read_checkpoint(copy)[0])
     for place in [0, 1, 2, 3, 4, 5, len(raw) - 1, len(raw) - 4, *draw.sample(range(len(raw)), 52)]:
         (copy / "checkpoint.pt").write_bytes(flipped(raw, place, 1 << draw.randrange(8)))
         payload, damaged = read_checkpoint(copy)
@@ -467,7 +478,8 @@ def test_a_killed_run_without_a_checkpoint(go, report):
     done = go(PLAIN, "kill@write/checkpoint_new.pt:2")
     assert done.met
     again = go({}, resume=done.run_id)
-    report("RESUME of a run that has no checkpoint yet", "exit 2, " + refused(again, done.run_id), again.seconds)
+    said = refused(again, done.run_id)
+    report("RESUME of a run that has no checkpoint yet", "exit 2, " + said, again.seconds)
 
 
 # ---------------------------------------------------------------- what a checkpoint carries, what is refused
@@ -541,11 +553,13 @@ def test_resume_of_a_finished_run(go, whole, report):
 # ---------------------------------------------------------------- numbers that are not finite, memory
 @pytest.mark.parametrize("what, every", [("nan", 1), ("spoil", 1), ("nan", 5)])
 def test_not_finite(what, every, go, report):
-    """The last line has the step, the losses before and the last checkpoint, which is still good. A loss that is
-    broken between two lines is told at the next one."""
-    done = go(PLAIN | {"TRAIN_LOG_EVERY": str(every), "ITERATIONS": "40", "SAVE_EVERY": "6"}, f"{what}@step:13")
+    """The last line has the step, the losses before and the last checkpoint, which is still good. A loss that
+    is broken between two lines is told at the next one."""
+    settings = PLAIN | {"TRAIN_LOG_EVERY": str(every), "ITERATIONS": "40", "SAVE_EVERY": "6"}
+    done = go(settings, f"{what}@step:13")
     said = one_sentence(done)
-    step = {("nan", 1): 13, ("spoil", 1): 14, ("nan", 5): 15}[what, every]   # spoilt weights show in the next loss
+    # spoilt weights show in the next loss
+    step = {("nan", 1): 13, ("spoil", 1): 14, ("nan", 5): 15}[what, every]
     told = [logged for logged in done.losses if logged < step][-3:]
     before = ", ".join(f"{done.losses[logged]:.4f} at step {logged}" for logged in told)
     assert f"train_loss is not finite at step {step} (before: {before})" in said
@@ -553,7 +567,8 @@ def test_not_finite(what, every, go, report):
     assert saved_step(done.folder) == 12
     payload, _ = read_checkpoint(done.folder)
     assert all(tensor.isfinite().all() for tensor in tensors_of(payload).values())
-    report(f"a {'loss' if what == 'nan' else 'weight'} that is NaN, a line every {every} steps", said, done.since)
+    broken = "loss" if what == "nan" else "weight"
+    report(f"a {broken} that is NaN, a line every {every} steps", said, done.since)
 
 
 def test_weights_that_are_not_finite_are_not_saved(go, report):
@@ -577,7 +592,7 @@ def test_out_of_memory(go, whole, report):
 
 # ---------------------------------------------------------------- files
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    """Also where torch hides the disk's error behind its own; what was there before stays, and nothing else."""
+    """Also where torch hides the disk's error behind its own; what was there stays, and nothing else."""
     path = tmp_path / "file"
     train_gpt.write_atomically(path, lambda file: file.write(b"old"))
 
@@ -592,7 +607,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         file.write(b"ne")
         raise KeyboardInterrupt
 
-    for write, error in ((lambda file: torch.save(torch.zeros(9), Full()), OSError), (interrupted, KeyboardInterrupt)):
+    def hidden(file):
+        torch.save(torch.zeros(9), Full())
+
+    for write, error in ((hidden, OSError), (interrupted, KeyboardInterrupt)):
         with pytest.raises(error):
             train_gpt.write_atomically(path, write)
         assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path]
@@ -625,8 +643,8 @@ def test_a_folder_that_is_removed(go, report):
 
 @pytest.mark.parametrize("room", [0.5, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data, report):
-    """A small file system: room for the log and for so many checkpoints. What it holds is whole, the reason is
-    the log's last line, and with more room a run that has a checkpoint goes on."""
+    """A small file system: room for the log and for so many checkpoints. What it holds is whole, the reason
+    is the log's last line, and with more room a run that has a checkpoint goes on."""
     logs, checkpoint = tmp_path / "logs", (killed.folder / "checkpoint.pt").stat().st_size
     logs.mkdir()
     (tmp_path / "data").symlink_to(tiny_data / "data")

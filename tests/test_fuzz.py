@@ -111,8 +111,9 @@ def smallest(rng):
     return dict(
         preset=rng.choice([*PRESETS]), data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="",
         device="cpu", compile=False, vocab_size=0, num_layers=rng.randint(1, 4), model_dim=16 * heads,
-        num_heads=heads, num_kv_heads=rng.choice((0, 1, heads)), train_seq_len=T, batch_schedule=(1,),
-        train_batch_tokens=T * rng.randint(1, 4), bigram_rows=rng.choice((0, 1, 7, 512)),
+        num_heads=heads, num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((0, 1, 16)),
+        train_seq_len=T, batch_schedule=(1,), seq_schedule=(1,), train_batch_tokens=T * rng.randint(1, 4),
+        bigram_rows=rng.choice((0, 1, 7, 512)),
         val_tokens=rng.randint(2, 400), iterations=rng.randint(1, 3), extension_iterations=rng.randint(0, 1),
         warmup_steps=rng.randint(0, 2), sample_tokens=rng.randint(0, 3), core=False, core_metric_every=0,
         depth=0, target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="",
@@ -133,14 +134,19 @@ def drawn_together(rng, T):
     evaluation = {"eval_context": context} | {
         name: rng.choice((0, max(1, context // 4), context))
         for name in ("eval_stride", "eval_sliding", "eval_documents")}
+    packing = rng.choice(("rows", "spans", "documents", "best_fit"))
+    longer = rng.choice((1, 2)) if packing in ("documents", "spans") else 1
+    rows = dict(
+        packing=packing, shuffle=packing in ("rows", "documents") and rng.random() < 0.5,
+        seq_schedule=(longer,), train_batch_tokens=T * longer * rng.randint(1, 4))
     skips = dict(skip_layers=tuple(sum((sorted(rng.sample(range(7), 2)) for _ in range(n)), [])))
     horizon = rng.choice((dict(iterations=2), dict(target_param_data_ratio=1e-6), dict(target_flops=1.0)))
     texts = dict(lr_mult=("0", "1e-3"), decay_mult=("2.0",), init=("constant", "normal"), scale=("0.01", "1"),
-                 lr=("head_lr", "matrix_lr"))
+                 lr=("head_lr", "matrix_lr"), second=("rows", "columns"), beta1=("0", "0.5"))
     cells = [f"{rng.choice([*train_gpt.parameter_table(Config())])}.{column}={rng.choice(texts[column])}"
              for column in rng.sample([*texts], n)]
-    return [windows, rates, evaluation, skips, dict(depth=rng.randint(1, 2), vocab_size=512) | horizon,
-            dict(parameters=tuple(cells))]
+    return [windows, rates, evaluation, rows, skips,
+            dict(depth=rng.randint(1, 2), vocab_size=512) | horizon, dict(parameters=tuple(cells))]
 
 
 RATES = ("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr")
@@ -189,8 +195,9 @@ def check_result(cfg):
     steps = int(config["iterations"]) + int(config["extension_iterations"])
     assert math.isfinite(result["val_loss"] or result["val_loss_partial"])
     assert result["steps"] == steps or result["stop_reason"] == "wallclock_cap"
-    for name in {*cfg} - {"run_id", "bos_id", "vocab_size"}:
+    for name in {*cfg} - {"run_id", "bos_id", "vocab_size", "parameters"}:
         assert config[name] == show(cfg[name]), name
+    assert {*cfg.get("parameters", ())} <= {*config["parameters"].split(",")}, "after those of the preset"
 
 
 @pytest.fixture
@@ -228,9 +235,10 @@ MANIFEST, VAL = DATA / "manifest.json", DATA / "small_val_000000.bin"
 TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
 SMALL = TOY | dict(
     DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
-    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64")
+    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64", PACKING="documents")
 JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, "", "x", "../x", ".",
-        "../../tokenizers/small.model", "/", "val", "train", "0" * 64, VAL.name, f"./{VAL.name}", TRAIN[1].name, [1], [], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]
+        "../../tokenizers/small.model", "/", "val", "train", "0" * 64, VAL.name, f"./{VAL.name}",
+        TRAIN[1].name, [1], [], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]
 MORE_JUNK = [*JUNK, 2, 3, 4, 6, 16, 99, 1000, 65_536, 1 << 26, (0,), (1, 2), (), ("L",), 1e-3, torch.zeros(3)]
 
 

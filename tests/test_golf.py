@@ -1,5 +1,5 @@
-"""golf's named scores: each protocol scores every token once, by what its row has shown; test-time training
-looks only back; the leak probe finds protocols that peek."""
+"""golf_plus's named scores: each protocol scores every token once, by what its row has shown; test-time
+training looks only back; the leak probe finds protocols that peek."""
 import importlib.util
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ import leak_probe
 import train_gpt
 from helpers import SCRIPT, fake_team, toy_config
 from test_eval import CPU, randomised
-from train_gpt import eval_window, log_probs, make_context, protocol_rows
+from train_gpt import eval_window, log_probs, make_context, preset_config, protocol_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, V, BOS = 16, 64, 1
@@ -112,6 +112,13 @@ def test_nats_are_those_of_single_forwards(cfg, stream, name, settings):
     assert (want[1:] > 0).all() and want[0] == 0
 
 
+def test_presets_that_ask_for_named_scores():
+    """golf_plus for all of them, the records for none."""
+    asked = {preset: {name for name in PROTOCOLS if getattr(preset_config(preset), f"eval_{name}")}
+             for preset in train_gpt.PRESETS}
+    assert asked.pop("golf_plus") == {*PROTOCOLS} and not any(asked.values())
+
+
 def test_named_scores(cfg, stream, tiny_data):
     """The sums over the targets and the bytes of the text; those of sliding as evaluate finds them with a
     stride, on a text that its rows fill. Of a part of the split there are no bits per byte."""
@@ -176,7 +183,8 @@ def test_ttt_is_the_trainers_own_step(cfg, stream):
     assert np.allclose(nats[:65], one_by_one(cfg, model, stream, rows[:4])[:65], rtol=1e-5)
     optimizer, context = train_gpt.Optimizer(model, cfg), make_context(cfg, T, 0, CPU)
     batch = torch.from_numpy(np.stack([stream[i:i + T + 1] for i in range(0, 64, T)]).astype(np.int64))
-    train_gpt.train_step(model, optimizer, (batch[:, :-1], batch[:, 1:]), 4, context, 0.3, cfg.muon_momentum)
+    batch = batch[:, :-1], batch[:, 1:]
+    train_gpt.train_step(model, optimizer, batch, 4, context, 1.0, 0.3, cfg.muon_momentum)
     want = one_by_one(cfg, model, stream, rows[4:8])
     assert np.allclose(nats[65:129], want[65:129], rtol=1e-4)
     untrained = one_by_one(cfg, randomised(cfg), stream, rows[4:8])

@@ -105,7 +105,8 @@ def test_the_cap(train, clock, monkeypatch):
 
 
 # ------------------------------------------------------------ kernels
-@pytest.mark.parametrize("window, with_documents", [(200, True), (384, False), (2000, True), (1024, False)])
+@pytest.mark.parametrize("window, with_documents", [(200, True), (384, False), (2000, True), (1022, False),
+                                                    (1023, False), (1024, False)])
 def test_compiled_attention_equals_the_reference(window, with_documents):
     """flex attention for windows and documents, cuDNN or another for the whole past: values and gradients,
     with half as many key and value heads."""

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import train_gpt
-from helpers import GOLF_RECORD
 from train_gpt import FIELDS, GPT, MODEL_FIELDS, Config, init_parameters, kind_of, log_probs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -17,7 +16,8 @@ SMALL = replace(Config(), vocab_size=61, train_seq_len=24, train_batch_tokens=24
 MAXIMAL = replace(  # has every kind of parameter; a test below says so
     SMALL, num_layers=7, num_kv_heads=2, value_embed_layers=(0, 1), window_pattern="SSSL", mlp_mult=3,
     window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,
-    attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True)
+    attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True, rope_end=True, scalar_mix=True,
+    skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=5)
 
 
 def randomised(cfg, seed=0):
@@ -47,15 +47,17 @@ def close(got, want, tolerance=1e-5):
 
 # ------------------------------------------------------------ the reference
 def normalised(x):
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    return x / (x.pow(2).mean(-1, keepdim=True) + 2**-23).sqrt()
 
 
 def rope_speeds(cfg, D, window):
     """Radians per token of each pair of channels, and the factor on the logits: the first pairs turn with
-    wavelengths up to rope_base, the rest stand still. With YaRN, what turns fewer than 32 times in the window
-    slows down as the window grows, all the way if it turns less than once."""
+    wavelengths up to rope_base, which with rope_end the last of them has; the rest stand still. With YaRN,
+    what turns fewer than 32 times in the window slows down as the window grows, all the way if it turns less
+    than once."""
     n = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
-    speeds = [cfg.rope_base ** (-d / n) for d in range(n)] + [0.0] * (D // 2 - n)
+    steps = max(1, n - 1) if cfg.rope_end else n
+    speeds = [cfg.rope_base ** (-d / steps) for d in range(n)] + [0.0] * (D // 2 - n)
     factor = cfg.attn_scale or 1 / math.sqrt(D)
     past = list(cfg.window_schedule)
     if window in past:
@@ -79,17 +81,18 @@ def turned(x, speed):
 
 
 def attended(q, k, v, reach, factor, begins):
-    """q, k, v (T, D): each position sees itself and the reach - 1 before it, within its document."""
+    """q, k, v (T, D): each position sees itself and the `reach` before it, within its document."""
     out = torch.zeros_like(q)
     for t in range(len(q)):
-        first = max(begins[t], t - reach + 1)
+        first = max(begins[t], t - reach)
         scores = k[first:t + 1] @ q[t] * factor
         out[t] = (scores.exp() / scores.exp().sum()) @ v[first:t + 1]
     return out
 
 
 def reference_embedding(cfg, w, tokens, begins):
-    """tokens (T,) -> (T, C): embedding, bigram with the token before, a gated part of the one before."""
+    """tokens (T,) -> (T, C): embedding, bigram with the token before, a gated part of the one before, which
+    with smear_documents may be of another document."""
     x = w["embed"][tokens].clone()
     follows = [t for t in range(len(tokens)) if begins[t] < t]
     if cfg.bigram_rows:
@@ -98,7 +101,7 @@ def reference_embedding(cfg, w, tokens, begins):
             x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
     if cfg.smear_dim:
         plain = x.clone()
-        for t in follows:
+        for t in range(1, len(tokens)) if cfg.smear_documents else follows:
             opened = torch.sigmoid(plain[t, :cfg.smear_dim] @ w["smear_gate"][0])
             x[t] += w["smear"].squeeze() * opened * plain[t - 1]
     return normalised(x)
@@ -108,10 +111,17 @@ def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
     """b: {name: tensor} of a block; h (T, C), normalised -> what its attention adds to the stream."""
     H, KV, D = cfg.num_heads, cfg.num_kv_heads or cfg.num_heads, cfg.model_dim // cfg.num_heads
     speeds, factor = rope_speeds(cfg, D, window)
-    q, k, v, heads = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T + value_embed, []
+    q, k, v, heads = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T, []
+    own, table = b["value_lambdas"] if cfg.value_lambdas else (1, 1)
     for n in range(H):
         pair = n * KV // H  # the kv head that this query head shares
         one_q, one_k, one_v = (y[:, m * D:(m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
+        one_v = own * one_v
+        if value_embed is not None:
+            added = value_embed[:, pair * D:(pair + 1) * D]
+            if cfg.value_gate_dim:  # from 0 to 2
+                added = 2 * torch.sigmoid(h[:, :cfg.value_gate_dim] @ b["value_gate"][pair])[:, None] * added
+            one_v = one_v + table * added
         if cfg.key_offset and kind == "L":  # second and fourth quarter, from the token before
             late = [d for d in range(D) if d % (D // 2) >= (D // 2 + 1) // 2]
             moved = one_k.clone()
@@ -135,6 +145,9 @@ def reference_log_probs(cfg, model, tokens, window):
     short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len) // 2
     short = max(cfg.window_block, short - short % cfg.window_block)
     reach = {"L": window or T, "S": short}
+    skip_weights = w.get("skip_weights")
+    if skip_weights is not None and cfg.skip_sigmoid:
+        skip_weights = 1 / (1 + (-skip_weights).exp())
     begins = [0] * T  # of the document of each position
     for t in range(1, T):
         begins[t] = t if cfg.max_doc_len and tokens[t] == cfg.bos_id else begins[t - 1]
@@ -146,16 +159,16 @@ def reference_log_probs(cfg, model, tokens, window):
         kind = cfg.window_pattern[i % len(cfg.window_pattern)]
         if cfg.unet_skips and i >= half and stack:  # inside out: the last one in is the first one out
             popped += 1
-            x = x + w["skip_weights"][half - popped] * stack.pop()
+            x = x + skip_weights[half - popped] * stack.pop()
         for row, (source, target) in enumerate(further, half * cfg.unet_skips):
             if target == i:
-                x = x + w["skip_weights"][row] * outputs[source]
-        if cfg.residual_mix:
-            x = b["residual_mix"][0] * x + b["residual_mix"][1] * x0
-        scale = b["layer_scale"] if cfg.layer_scale else (1, 1)
+                x = x + skip_weights[row] * outputs[source]
+        if cfg.residual_mix and kind != "0":
+            x = b["resid_lambda"] * x + b["x0_lambda"] * x0
+        scale = b["layer_scale"] if cfg.layer_scale and kind != "0" else (1, 1)
         if kind in "LS":
             table = cfg.value_embed_layers[i % len(cfg.value_embed_layers)]
-            value_embed = w[f"value_embeds.{table - 1}"][tokens] if table else 0
+            value_embed = w[f"value_embeds.{table - 1}"][tokens] if table else None
             h = normalised(x)
             x = x + scale[0] * reference_attention(cfg, b, h, value_embed, kind, reach, window, begins)
         if kind != "0":
@@ -191,6 +204,7 @@ SETTINGS = {
     "documents in windows": dict(**DOCUMENTS, window_pattern="SL", window_schedule=(6,)),
     "smear": dict(smear_dim=5, **DOCUMENTS),
     "smear across": dict(smear_dim=5),
+    "smear across documents": dict(smear_dim=5, smear_documents=True, **DOCUMENTS),
     "bigrams": dict(bigram_rows=31, **DOCUMENTS),
     "bigrams across": dict(bigram_rows=4096),
     "attention gate": dict(attn_gate_dim=7, num_kv_heads=2),
@@ -198,6 +212,14 @@ SETTINGS = {
     "key offset of six channels": dict(num_heads=8),
     "key offset of two channels": dict(num_heads=24),
     "half of RoPE": dict(rope_fraction=0.5),
+    "RoPE to its end": dict(rope_end=True),
+    "RoPE of one pair to its end": dict(rope_end=True, rope_fraction=0.25),
+    "value lambdas": dict(value_lambdas=True, value_embed_layers=(1, 0), num_kv_heads=2),
+    "value gate": dict(value_gate_dim=7, value_embed_layers=(1, 0, 2), num_kv_heads=3),
+    "value gate and lambdas": dict(value_gate_dim=48, value_lambdas=True, value_embed_layers=(0, 1)),
+    "scalar mix": dict(scalar_mix=True, skip_layers=(0, 2)),
+    "sigmoid of skips": dict(skip_sigmoid=True, skip_layers=(0, 2)),
+    "scalar mix without a mix": dict(scalar_mix=True, residual_mix=False),
     "yarn": dict(rope_yarn=True, window_schedule=(5, 9, 14), attn_scale=0.3, rope_base=30.0),
     "parts of layers": dict(num_layers=5, window_pattern="0L-S", value_embed_layers=(0,)),
     "skip and backout": dict(unet_skips=False, skip_layers=(0, 2), backout_layer=1),
@@ -207,7 +229,12 @@ SETTINGS = {
         **DOCUMENTS, num_layers=6, qk_gain_init=0.0, attn_scale=0.1, attn_gate_dim=12, rope_base=1024.0,
         rope_fraction=0.5, rope_yarn=True, smear_dim=12, layer_scale=False, unet_skips=False,
         skip_layers=(2, 3), backout_layer=4, value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
-        window_schedule=(4, 8, 12), window_block=2, eval_window=16, bigram_rows=50),
+        window_schedule=(4, 8, 12), window_block=2, eval_window=16, bigram_rows=0, key_offset=False,
+        rope_end=True, scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True),
+    "gpt2-like": dict(
+        num_layers=5, num_heads=4, qk_gain_init=0.0, rope_base=1e4, key_offset=False, bigram_rows=0,
+        scalar_mix=True, layer_scale=False, unet_skips=False, value_gate_dim=32,
+        value_embed_layers=(1, 0, 2, 0, 3), window_pattern="SSSLL", window_schedule=(20,)),
     "maximal": {name: getattr(MAXIMAL, name) for name in MODEL_FIELDS},
 }
 
@@ -263,7 +290,9 @@ def test_log_probs_of_any_shape(name, tmp_path):
                 close(log_probs(used, tokens[:, :t]), want[:, :t])
             # other calls: some places only, bf16, another window, a sample
             wanted = (torch.arange(T) % 2 == 0).expand(B, T)
-            close(log_probs(used, tokens, make_context(cfg, T, window, torch.float32, wanted)), want[wanted])
+            x = used.hidden(tokens, make_context(cfg, T, window))
+            close(train_gpt.head_log_probs(used, x[wanted]), want[wanted])
+            close(used.logits(x).log_softmax(-1), want)
             rounded = log_probs(used, tokens, make_context(cfg, T, window, torch.bfloat16))
             assert rounded.dtype == torch.float32 and (rounded - want).abs().mean() < 0.15
             log_probs(used, tokens, make_context(cfg, T, 3))
@@ -274,7 +303,7 @@ def test_log_probs_of_any_shape(name, tmp_path):
 # ------------------------------------------------------------ parameters
 def test_golf_has_its_parameters():
     """As many as the public record."""
-    cfg = train_gpt.load_config({"PRESET": "golf"} | GOLF_RECORD)
+    cfg = train_gpt.load_config({"PRESET": "golf"})
     counts = train_gpt.parameter_counts(cfg)
     assert counts == dict(embed=524_288, matrix=9 * 1_835_008, scalar=4 * 512 + 9 * (8 + 512 + 512 + 1024))
     assert sum(counts.values()) == 17_059_912
@@ -284,7 +313,7 @@ def test_what_is_off_has_no_parameters():
     """... and leaves the parameters of the rest as they were."""
     everything = values(GPT(MAXIMAL)).keys()
     for name in ("qk_gain_init", "residual_mix", "layer_scale", "unet_skips", "bigram_rows", "smear_dim",
-                 "attn_gate_dim", "backout_layer", "value_embed_layers"):
+                 "attn_gate_dim", "value_gate_dim", "value_lambdas", "backout_layer", "value_embed_layers"):
         off = {name: (0,) if name == "value_embed_layers" else 0, "skip_layers": (0,)}
         assert values(GPT(replace(MAXIMAL, **off))).keys() < everything, name
     assert everything - values(GPT(replace(MAXIMAL, tie_embeddings=True))).keys() == {"head"}
@@ -299,7 +328,8 @@ def test_the_table_has_a_row_for_every_kind():
     shapes = {kind_of(name): p.dim() for name, p in GPT(MAXIMAL).named_parameters()}
     assert shapes.keys() == table.keys() and all(row.kind == kind for kind, row in table.items())
     muon = {kind for kind, row in table.items() if row.optimizer == "muon"}
-    assert muon == {"query", "key", "value", "attn_proj", "fc", "mlp_proj"}
+    assert muon == {"query", "key", "value", "attn_proj", "fc", "mlp_proj", "attn_gate", "smear_gate",
+                    "value_gate"}
     assert all(shapes[kind] == 2 for kind in muon)
 
 
@@ -315,7 +345,8 @@ def test_a_parameter_without_a_row_raises():
 @pytest.mark.parametrize("cell", [
     "gain.lr_mult=2", "query=2", "query.kind=key", "query.lr_mult=fast", "query.scale=nan",
     "query.optimizer=sgd", "query.lr=seed", "query.init=ones", "query.group=", "qk_gain.optimizer=muon",
-    "backout.init=uniform", "residual_mix.init=normal"])
+    "backout.init=uniform", "resid_lambda.init=normal", "x0_lambda.optimizer=muon",
+    "layer_scale.optimizer=muon", "query.second=diagonal", "x0_lambda.beta1=fast", "residual_mix.lr_mult=2"])
 def test_an_impossible_cell_is_refused(cell):
     with pytest.raises(train_gpt.Refused):
         train_gpt.load_config({"PARAMETERS": cell})
@@ -323,7 +354,8 @@ def test_an_impossible_cell_is_refused(cell):
 
 # ------------------------------------------------------------ first values
 CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, attn_gate=0, smear=0,
-                 smear_gate=0, layer_scale=1, skip_weights=1, qk_gain=1.25, backout=0.5)
+                 smear_gate=0, value_gate=0, resid_lambda=1, x0_lambda=0, value_lambdas=0.5, layer_scale=1,
+                 skip_weights=1, qk_gain=1.25, backout=0.5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -339,8 +371,6 @@ def test_first_values(tied):
             assert p.std() == pytest.approx(bound / 3**0.5, rel=0.05) and abs(p.mean()) < 0.05 * bound, name
         elif kind == "embed":
             assert p.std() == pytest.approx(std, rel=0.02) and p.abs().max() > 3.5 * std
-        elif kind == "residual_mix":
-            assert (p[0] == 1).all() and (p[1] == 0).all()
         else:
             assert (p == CONSTANTS[kind]).all(), name
 
@@ -363,7 +393,7 @@ def test_first_values_depend_on_the_seed_alone():
 
 def test_changed_cells_change_first_values_and_the_artifact(tmp_path):
     """Another distribution, another scale, a number in place of one per row, fp32 in place of fp16."""
-    cells = ("fc.init=normal", "fc.scale=0.5", "query.scale=3", "residual_mix.scale=0.25", "head.scale=0.5",
+    cells = ("fc.init=normal", "fc.scale=0.5", "query.scale=3", "resid_lambda.scale=0.25", "head.scale=0.5",
              "head.init=uniform", "head.artifact_step=0", "fc.scale=0.02")  # of two the last one counts
     cfg = replace(train_gpt.load_config({"PARAMETERS": ",".join(cells)}), vocab_size=300)
     model, plain, path = GPT(cfg), GPT(replace(cfg, parameters=())), tmp_path / "artifact"
@@ -373,7 +403,7 @@ def test_changed_cells_change_first_values_and_the_artifact(tmp_path):
     assert block.fc.detach().std() == pytest.approx(0.02, rel=0.05) and block.fc.abs().max() > 0.06
     assert 2.9 * bound < block.query.abs().max() < 3.001 * bound
     assert 0.49 * bound < model.head.abs().max() < 0.501 * bound
-    assert (block.residual_mix == 0.25).all()
+    assert (block.resid_lambda == 0.25).all() and (block.x0_lambda == 0).all()
     for kind in ("attn_proj", "mlp_proj", "layer_scale", "qk_gain"):
         assert torch.equal(getattr(block, kind), getattr(plain.blocks[0], kind))
     assert torch.equal(model.embed, plain.embed)

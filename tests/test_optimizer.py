@@ -8,13 +8,14 @@ import torch
 
 import train_gpt
 from test_model import close, randomised, values
-from train_gpt import Config, Optimizer, kind_of, lr_factor, muon_momentum, stage_table
+from train_gpt import Config, Optimizer, decay_factor, kind_of, lr_factor, muon_momentum, stage_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(
     Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, num_heads=4,
     num_kv_heads=2, mlp_mult=2, value_embed_layers=(1, 0), tied_embed_lr=0.01)
-MATRICES = {"query", "key", "value", "attn_proj", "fc", "mlp_proj"}
+GATES = {"attn_gate", "smear_gate", "value_gate"}
+MATRICES = {"query", "key", "value", "attn_proj", "fc", "mlp_proj"} | GATES
 
 
 def some_gradients(model, step):
@@ -25,11 +26,11 @@ def some_gradients(model, step):
     return gradients
 
 
-def take_step(model, optimizer, step, factor=1.0, momentum=0.9):
+def take_step(model, optimizer, step, factor=1.0, momentum=0.9, *more):
     """Gradients are added, as a backward does: what a step leaves behind stays in."""
     for name, gradient in some_gradients(model, step).items():
         dict(model.named_parameters())[name].grad.add_(gradient)
-    optimizer.step(factor, momentum)
+    optimizer.step(factor, momentum, *more)
 
 
 def is_matrix(name):
@@ -70,17 +71,19 @@ def test_muon_equals_torch_on_a_model(torch_muon):
 
 @pytest.mark.parametrize("tied, every", [(False, 1), (True, 1), (False, 3)])
 def test_adam_equals_torch_on_a_model(tied, every):
-    """Every other parameter, each kind with its own learning rate; every third step on the sum of three.
-    Matrices move at each step; a step zeroes the gradients that it used, no others."""
-    cfg = replace(SMALL, tie_embeddings=tied, beta1=0.8, beta2=0.95, adam_every=every, scalar_lr=0.07)
+    """Every other parameter, each kind with its own learning rate, one with a beta1 of its own; every third
+    step on the sum of three. Matrices move at each step; a step zeroes the gradients it used, no others."""
+    cfg = replace(SMALL, tie_embeddings=tied, beta1=0.8, beta2=0.95, adam_every=every, scalar_lr=0.07,
+                  parameters=("x0_lambda.beta1=0.6",))
     model, twin = randomised(cfg), randomised(cfg)
-    rates = dict.fromkeys(("qk_gain", "residual_mix", "layer_scale", "skip_weights"), 0.07)
+    rates = dict.fromkeys(("qk_gain", "resid_lambda", "x0_lambda", "layer_scale", "skip_weights"), 0.07)
     rates |= dict(head=cfg.head_lr, value_embeds=cfg.embed_lr, bigram_embed=cfg.embed_lr)
     rates["embed"] = cfg.tied_embed_lr if tied else cfg.embed_lr
     others = {name: p for name, p in twin.named_parameters() if not is_matrix(name)}
     assert {kind_of(name) for name in others} == rates.keys() - ({"head"} if tied else set())
-    groups = [{"params": [p], "lr": rates[kind_of(name)]} for name, p in others.items()]
-    reference = torch.optim.Adam(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    groups = [{"params": [p], "lr": rates[kind_of(name)],
+               "betas": (0.6 if kind_of(name) == "x0_lambda" else 0.8, 0.95)} for name, p in others.items()]
+    reference = torch.optim.Adam(groups, eps=cfg.adam_eps)
     optimizer, sums = Optimizer(model, cfg), {}
     for step in range(1, 11):
         gradients, factor, before = some_gradients(model, step), 1 - 0.05 * step, values(model)
@@ -98,47 +101,90 @@ def test_adam_equals_torch_on_a_model(tied, every):
         close(values(model)[name], p.detach())
 
 
-def plain_update(weight, gradients, beta2, lr, decay):
+@pytest.mark.parametrize("corrected", [True, False])
+def test_adam_corrects_its_start_before_eps_or_after(corrected):
+    """With gradients of the size of eps, where it matters."""
+    draw, eps = torch.Generator().manual_seed(0), 1e-3
+    m, v, mean, square = (torch.zeros(50, dtype=torch.float64) for _ in range(4))
+    for step in range(1, 6):
+        g = eps * torch.randn(50, generator=draw, dtype=torch.float64)
+        mean, square = 0.8 * mean + 0.2 * g, 0.95 * square + 0.05 * g * g
+        first, second = 1 - 0.8**step, math.sqrt(1 - 0.95**step)
+        divisor = square.sqrt() / second + eps if corrected else (square.sqrt() + eps) / second
+        close(train_gpt.adam_update(g, m, v, step, 0.8, 0.95, eps, corrected), mean / first / divisor, 1e-9)
+
+
+def plain_update(weight, gradients, beta2, lr, decay, second):
     """Muon, or NorMuon with a beta2, on one matrix in float64 but for the orthogonalization: momentum 0.9,
-    Nesterov, each row (of a wide matrix each column) divided by its running rms, the norm put back, cautious
-    decay. Returns the weight and where the sign of no update was in doubt."""
+    Nesterov, each row (or column: `second`; long: of a wide matrix) divided by its running rms, the norm put
+    back, lr by the root of rows / columns if tall, cautious decay. Returns the weight and where the sign of
+    no update was in doubt."""
     weight, buffer, mean, sure = weight.double(), 0.0, 0.0, torch.ones(weight.shape, dtype=torch.bool)
     R, C = weight.shape
+    rate, by_row = lr * math.sqrt(max(1, R / C)), second == "rows" or second == "long" and R >= C
     for g in gradients:
         g = g.double()
         buffer = 0.9 * buffer + 0.1 * g
         ahead = (0.1 * g + 0.9 * buffer).float()[None]
-        u = train_gpt.orthogonalize(ahead, 5, "polar_express")[0].double() * math.sqrt(max(1, R / C))
+        u = train_gpt.orthogonalize(ahead, 5, "polar_express")[0].double()
         if beta2:
-            mean = beta2 * mean + (1 - beta2) * u.square().mean(1 if R >= C else 0, keepdim=True)
+            mean = beta2 * mean + (1 - beta2) * u.square().mean(1 if by_row else 0, keepdim=True)
             scaled = u / mean.sqrt()
             u = scaled * u.norm() / scaled.norm()
-        weight = weight - lr * lr * decay * weight * (weight * u > 0) - lr * u
+        weight = weight - rate * decay * weight * (weight * u >= 0) - rate * u
         sure &= u.abs() > 1e-4 * u.abs().max()
     return weight.float(), sure
 
 
 @pytest.mark.parametrize("beta2, decay", [(0.95, 0.0), (0.95, 120.0), (0.0, 120.0)])
 def test_matrices_equal_a_plain_update(beta2, decay):
-    """Square, tall and wide matrices of a model, ten steps."""
-    cfg = replace(SMALL, normuon_beta2=beta2, orthogonalization="polar_express", weight_decay=decay)
+    """Square, tall and wide matrices of a model, ten steps; mean squares of the other side in two kinds."""
+    sides = dict(query="columns", key="rows")
+    cfg = replace(SMALL, normuon_beta2=beta2, orthogonalization="polar_express", weight_decay=decay,
+                  parameters=tuple(f"{kind}.second={side}" for kind, side in sides.items()))
     model = randomised(SMALL)
     optimizer, start = Optimizer(model, cfg), values(model)
     gradients, shapes = [some_gradients(model, step) for step in range(10)], set()
     for step in range(10):
-        take_step(model, optimizer, step, 0.5)
+        take_step(model, optimizer, step, 0.5, 0.9, 0.7)
     for name, p in values(model).items():
         if is_matrix(name):
             shapes.add(p.shape)
             past = [step[name] for step in gradients]
-            want, sure = plain_update(start[name], past, beta2, 0.5 * cfg.matrix_lr, decay)
+            want, sure = plain_update(start[name], past, beta2, 0.5 * cfg.matrix_lr,
+                                      0.7 * cfg.matrix_lr * decay, sides.get(kind_of(name), "long"))
             close(p[sure], want[sure], 1e-4)
             assert sure.float().mean() > 0.98
     assert shapes == {(24, 24), (12, 24), (48, 24), (24, 48)}
     assert train_gpt.normuon_scale(torch.zeros(1, 4, 6), torch.zeros(1, 1, 6), 0.95).abs().max() == 0
     for bank in optimizer.banks:
-        if bank.row.optimizer == "muon":  # a mean square per row, or per column of a wide one
-            assert bank.state[1][0].numel() == max(bank.my_data.shape[1:])
+        if bank.row.optimizer == "muon":  # a mean square per row, or per column
+            R, C = bank.my_data.shape[1:]
+            assert bank.state[1][0].numel() == dict(rows=R, columns=C, long=max(R, C))[bank.row.second]
+
+
+def test_a_weight_without_gradient_decays():
+    """Of a matrix that was never used; its update is zero, which does not disagree."""
+    model, cfg = randomised(SMALL), replace(SMALL, weight_decay=5.0)
+    optimizer, before = Optimizer(model, cfg), values(model)
+    optimizer.step(0.5, 0.9, 0.7)
+    for name, p in values(model).items():
+        R, C = p.shape if is_matrix(name) else (1, 1)
+        decay = 0.5 * 0.7 * 5.0 * cfg.matrix_lr**2 * math.sqrt(max(1, R / C)) if is_matrix(name) else 0
+        close(p, (1 - decay) * before[name], 1e-6)
+
+
+@pytest.mark.parametrize("as_sum", [False, True])
+def test_momentum_is_a_mean_or_a_sum(as_sum):
+    """Of gradients; with a momentum that changes they differ in more than size."""
+    draw, buffer, plain = torch.Generator().manual_seed(0), torch.zeros(2, 6, 8), torch.zeros(2, 6, 8)
+    for momentum in (0.5, 0.8, 0.95):
+        g = torch.randn(2, 6, 8, generator=draw)
+        new = 1 if as_sum else 1 - momentum
+        plain = momentum * plain + new * g
+        want = train_gpt.orthogonalize(new * g + momentum * plain, 5)
+        close(train_gpt.muon_update(g, buffer, momentum, 5, as_sum=as_sum), want, 1e-4)
+        close(buffer, plain)
 
 
 # ------------------------------------------------------------ orthogonalization
@@ -153,6 +199,8 @@ def test_orthogonalized_gaussian(method, least, most, shape):
         singular = torch.linalg.svdvals(x)
         assert least <= singular.min() and singular.max() <= most
         assert torch.cosine_similarity(x.flatten(), (left @ right).flatten(), 0) > 0.98
+    single = torch.linalg.svdvals(train_gpt.orthogonalize(g[:, :, :1] @ g[:, :1], 5, method)[0])
+    assert least <= single[0] <= most  # of rank one: nothing diverges where all is in one direction
     assert train_gpt.orthogonalize(torch.zeros(2, 4, 6), 5, method).abs().max() == 0  # without gradient
 
 
@@ -171,25 +219,34 @@ def test_polar_express_is_nearer_to_orthogonal(shape):
 
 
 # ------------------------------------------------------------ cells of the parameter table
+GATED = replace(SMALL, attn_gate_dim=6, smear_dim=3, value_gate_dim=1)
+
+
 def changes(*cells, decay=0.0):
     """{name: what one step with these cells adds to the parameter}"""
-    cfg = replace(SMALL, attn_gate_dim=6, weight_decay=decay, parameters=cells)
+    cfg = replace(GATED, weight_decay=decay, parameters=cells)
     model = randomised(cfg)
     optimizer, before = Optimizer(model, cfg), values(model)
     take_step(model, optimizer, 0, 0.5)
     return {name: p - before[name] for name, p in values(model).items()}
 
 
-def test_a_gate_by_muon():
-    """It moves as a matrix does, with the learning rate of its row; all others move as before."""
-    before, after = changes(), changes("attn_gate.optimizer=muon", "attn_gate.lr=matrix_lr")
-    model = randomised(replace(SMALL, attn_gate_dim=6))
-    for name, gradient in some_gradients(model, 0).items():
-        if kind_of(name) == "attn_gate":
-            update = train_gpt.muon_update(gradient[None], torch.zeros(1, *gradient.shape), 0.9, 5)[0]
-            close(after[name], -0.5 * SMALL.matrix_lr * update, 1e-6)
+def test_gates_by_muon():
+    """They move as a matrix does, a tall one further. By Adam the first step is its learning rate; all others
+    move as before."""
+    by_adam = [f"{kind}.{cell}" for kind in sorted(GATES) for cell in ("optimizer=adam", "lr=scalar_lr")]
+    before, after = changes(), changes(*by_adam)
+    gradients, found = some_gradients(randomised(GATED), 0), set()
+    for name, gradient in gradients.items():
+        if kind_of(name) in GATES:
+            R, C = gradient.shape
+            found.add((kind_of(name), R, C))
+            update = train_gpt.muon_update(gradient[None], torch.zeros(1, R, C), 0.9, 5)[0]
+            close(before[name], -0.5 * SMALL.matrix_lr * math.sqrt(max(1, R / C)) * update, 1e-6)
+            close(after[name], -0.5 * SMALL.scalar_lr * gradient.sign(), 1e-3)
         else:
             assert torch.equal(after[name], before[name]), name
+    assert found == {("attn_gate", 4, 6), ("smear_gate", 1, 3), ("value_gate", 2, 1)}
 
 
 def test_a_matrix_by_adam():
@@ -208,7 +265,8 @@ def test_multipliers():
         close(faster[name], plain[name] * dict(query=3, bigram_embed=0.25).get(kind, 1), 1e-6)
         factor = dict(fc=3, key=0).get(kind, 1)
         close(otherwise[name] - plain[name], factor * (decayed[name] - plain[name]), 1e-6)
-        assert torch.equal(decayed[name], plain[name]) != is_matrix(name), name
+        if kind not in ("smear_gate", "value_gate"):  # of two or three numbers maybe none decays
+            assert torch.equal(decayed[name], plain[name]) != is_matrix(name), name
 
 
 # ------------------------------------------------------------ banks
@@ -310,7 +368,7 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
 RANK_CONFIGS = [
     replace(SMALL, weight_decay=0.1, grad_clip_norm=20.0),
     replace(SMALL, normuon_beta2=0.9, adam_every=2, orthogonalization="polar_express", attn_gate_dim=6,
-            parameters=("attn_gate.optimizer=muon", "fc.lr_mult=0.5"))]
+            parameters=("x0_lambda.beta1=0.5", "query.second=columns", "fc.lr_mult=0.5"))]
 
 
 def rank_main(folder, rank, world_size):
@@ -364,7 +422,7 @@ def test_ranks_equal_one_process(tmp_path, forks):
 def simulated_run(cfg, seconds_per_step):
     """[(step, progress, lr_factor)] of a run whose steps all take the same time."""
     rows, step, progress = [], 0, 0.0
-    while progress < 1:
+    while progress < 1 and step <= train_gpt.total_steps(cfg):
         progress = train_gpt.run_progress(cfg, step, step * seconds_per_step)
         rows.append((step, progress, lr_factor(cfg, step, progress)))
         step += 1
@@ -374,18 +432,23 @@ def simulated_run(cfg, seconds_per_step):
 @pytest.mark.parametrize("slowdown", [1, 10, 500])
 @pytest.mark.parametrize("iters", [0, 1, 100, 3000, 10**6])
 def test_lr_factor_over_a_run(iters, slowdown):
-    """Half the budget at full LR on any hardware, then down, never up, and at the floor in the end."""
+    """Full LR, then straight down to the floor: over the second half of the run or, on any hardware, over its
+    last steps, as many as are asked for. With a cap they are those before the cap, and where they are more
+    than fit into it, LR falls from the second step on."""
     for cap, iterations, floor in ((600.0, 20_000, 0.0), (600.0, 1500, 0.1), (0.0, 2000, 0.05)):
         cfg = replace(Config(), warmdown_iters=iters, lr_floor=floor, iterations=iterations,
                       max_wallclock_seconds=cap)
-        rows = simulated_run(cfg, 0.07147 * slowdown)
+        pace = 0.07147 * slowdown
+        rows = simulated_run(cfg, pace)
         factors = [factor for _, _, factor in rows]
         again = [lr_factor(cfg, step, progress) for step, progress, _ in rows[::-1]]
         assert again == factors[::-1]  # a pure function
-        assert all(factor == 1 for _, progress, factor in rows if progress <= 0.5)
-        assert len(rows) < 10 or factors[1] == 1
+        fit = cap / pace if cap else iterations  # steps, also in part
+        end = fit if iters else min(fit, iterations)
+        left = [max(0, end - step) / (iters or end / 2) if step else 1 for step in range(len(rows))]
+        assert factors == pytest.approx([floor + (1 - floor) * min(1, part) for part in left], abs=1e-9)
         assert all(a >= b for a, b in zip(factors, factors[1:]))
-        assert factors[-1] == pytest.approx(floor, abs=1e-12) and min(factors) >= floor - 1e-12
+        assert len(rows) > iterations or rows[-1][1] == 1 and factors[-1] == pytest.approx(floor, abs=1e-12)
 
 
 def test_warmdown():
@@ -405,6 +468,17 @@ def test_progress_is_by_steps_or_seconds():
     found = [train_gpt.run_progress(cfg, *point) for point in ((50, 1.0), (5, 2.5), (100, 30.0))]
     assert found == [0.5, 0.25, 1]
     assert train_gpt.run_progress(replace(cfg, max_wallclock_seconds=0.0), 5, 1e9) == 0.05
+    in_steps = replace(cfg, warmdown_iters=10)  # by seconds alone, if there is a cap
+    assert [train_gpt.run_progress(in_steps, *point) for point in ((50, 1.0), (5, 20.0))] == [0.1, 1]
+    assert train_gpt.run_progress(replace(in_steps, max_wallclock_seconds=0.0), 5, 1e9) == 0.05
+
+
+def test_decay_follows_the_lr_or_falls_linearly():
+    cfg = replace(Config(), warmdown_frac=0.5, lr_floor=0.1)
+    for progress in (0.0, 0.3, 0.75, 1.0):
+        assert decay_factor(cfg, 7, progress) == lr_factor(cfg, 7, progress)
+        linear = decay_factor(replace(cfg, decay_schedule="linear"), 7, progress)
+        assert linear == pytest.approx(1 - progress)
 
 
 def test_muon_momentum():
@@ -430,12 +504,15 @@ def test_stage_table():
         return [tuple(stage[2:]) for stage in stage_table(replace(cfg, **columns))]
 
     cfg = replace(Config(), batch_schedule=(1, 2, 3), window_schedule=(384, 896, 1408))
-    assert rows() == [(1, 384), (2, 896), (3, 1408)]
-    assert rows(batch_schedule=(2,)) == [(2, 384), (2, 896), (2, 1408)]
-    assert rows(window_schedule=(0,)) == [(1, 0), (2, 0), (3, 0)]
+    assert rows() == [(1, 1, 384), (2, 1, 896), (3, 1, 1408)]
+    assert rows(batch_schedule=(2,)) == [(2, 1, 384), (2, 1, 896), (2, 1, 1408)]
+    assert rows(window_schedule=(0,)) == [(1, 1, 0), (2, 1, 0), (3, 1, 0)]
+    assert rows(seq_schedule=(1, 2, 3)) == [(1, 1, 384), (2, 2, 896), (3, 3, 1408)]
+    alone = replace(cfg, batch_schedule=(6,), window_schedule=(0,), seq_schedule=(1, 2))
+    assert [tuple(stage[2:]) for stage in stage_table(alone)] == [(6, 1, 0), (6, 2, 0)]
     progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     assert [train_gpt.stage_at(cfg, p).batch_multiple for p in progress] == [1, 1, 2, 2, 2, 3, 3, 3]
-    assert stage_table(replace(Config(), window_schedule=(0,))) == [(0, 0, 1, 0)]
+    assert stage_table(replace(Config(), window_schedule=(0,))) == [(0, 0, 1, 1, 0)]
 
 
 @pytest.mark.parametrize("iterations, extension, stages", [(7, 0, 3), (10, 3, 4), (2, 1, 4), (1, 0, 3)])

@@ -86,12 +86,15 @@ def test_an_installation_is_made_once(folder):
 def test_missing_data_is_made_then_trained_on(folder):
     """The trainer runs once: it prints the plan itself."""
     assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
-    assert run(folder, "golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
-    assert run(folder, "--preset=golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 40"
-    assert run(folder, PYTHON="stub", PRESET="golf")[2][0] == "data/download.py sp1024 -n 40"
-    assert run(folder, "gpt2", PYTHON="stub")[2][:2] == ["data/download.py climbmix", "data/download.py core"]
+    assert run(folder, "golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 80"
+    assert run(folder, "--preset=golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 80"
+    assert run(folder, PYTHON="stub", PRESET="golf")[2][0] == "data/download.py sp1024 -n 80"
+    for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
+        fetched = [f"data/download.py {source}", "data/download.py core"]
+        assert run(folder, preset, PYTHON="stub")[2][:2] == fetched
     have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
-    for args in ((), ("golf",), ("gpt2",)):
+    have(folder, "data/datasets/fineweb_edu/manifest.json")
+    for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
         calls = run(folder, *args, PYTHON="stub")[2]
         assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
 
@@ -131,9 +134,9 @@ def test_every_gpu_is_used(folder):
 
 def test_what_cannot_be_fetched(folder):
     """Without data there is no run; without CORE's tasks there is one."""
-    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *climbmix) exit 3;; *core) exit 1;; esac')
-    assert run(folder, "gpt2", PYTHON="stub") == (3, "", ["data/download.py climbmix"])
-    have(folder, "data/datasets/climbmix/manifest.json")
+    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *fineweb-edu) exit 3;; *core) exit 1;; esac')
+    assert run(folder, "gpt2", PYTHON="stub") == (3, "", ["data/download.py fineweb-edu"])
+    have(folder, "data/datasets/fineweb_edu/manifest.json")
     code, _, calls = run(folder, "gpt2", PYTHON="stub")
     assert code == 0 and calls[0] == "data/download.py core" and calls[-1] == "train_gpt.py --preset=gpt2"
 

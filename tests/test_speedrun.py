@@ -1,5 +1,5 @@
 """The speedrun preset: its schedules step by step, columns of the table of stages that are overridden, a
-scaled run with every part of it, documents that are independent of each other."""
+scaled run with every part of it; documents that are independent of each other."""
 
 import itertools
 import json
@@ -34,9 +34,9 @@ def record_stage(step):
 
 
 def test_every_step_of_the_schedules():
-    """Stage, windows, LR factor (1.0, 1.51 and 1.93 from steps 0, 700 and 1400, linear to 0.1 over the last
-    55 % of 2,120 steps, 0.1 for 40 more), momentum; the table in the log has a row wherever one of its
-    columns changes, and no other."""
+    """Stage, windows, always 8 rows, which get longer, LR factor (1.0, 1.51 and 1.93 from steps 0, 700 and
+    1400, linear to 0.1 over the last 55 % of 2,120 steps, 0.1 for 40 more), which weight decay follows,
+    momentum; the table in the log has a row wherever one of its columns changes, and no other."""
     spent, rows = 0, []
     for step in range(2161):
         progress = train_gpt.run_progress(SPEEDRUN, step, 1e6)
@@ -44,10 +44,12 @@ def test_every_step_of_the_schedules():
         tokens = SPEEDRUN.train_batch_tokens * stage.batch_multiple
         sizes = window_sizes(SPEEDRUN, stage.window, SPEEDRUN.train_seq_len)
         assert (tokens, sizes["L"], sizes["S"]) == record_stage(step), step
+        assert tokens == 8 * SPEEDRUN.train_seq_len * stage.seq_multiple
         top = 1.0 if step < 700 else 1.51 if step < 1400 else 1.93
         left = min(1, max(0, 2120 - step) / (0.55 * 2120))
         lr = train_gpt.lr_factor(SPEEDRUN, step, progress)
         assert lr == pytest.approx(0.1 + (top - 0.1) * left, abs=1e-9), step
+        assert train_gpt.decay_factor(SPEEDRUN, step, progress) == lr
         momentum = 0.85 + 0.1 * min(1, step / 300, (2160 - step) / 50)
         assert train_gpt.muon_momentum(SPEEDRUN, step, progress) == pytest.approx(momentum, abs=1e-9), step
         row = *record_stage(step), top
@@ -64,17 +66,23 @@ def test_every_step_of_the_schedules():
 
 def test_columns_of_the_table_are_overridden():
     """The others stay; a column of one entry serves every stage; what is off."""
-    off = {"PRESET": "speedrun", "LR_SCHEDULE": "0", "LR_SWITCHES": "0", "BATCH_LR_POWER": "0.5"}
-    cfg = load_config(off | {"BATCH_SCHEDULE": "1", "ITERATIONS": "24", "EXTENSION_ITERATIONS": "4"})
+    off = {"PRESET": "speedrun", "LR_SCHEDULE": "0", "LR_SWITCHES": "0", "BATCH_LR_POWER": "0.5",
+           "ITERATIONS": "24"}
+    cfg = load_config(off | {"BATCH_SCHEDULE": "2", "SEQ_SCHEDULE": "1", "EXTENSION_ITERATIONS": "4"})
     rows = stage_table(cfg)
     assert [row.first_step for row in rows] == [0, 8, 16, 24]
     assert [row.window for row in rows] == [384, 896, 1408, 1664]
-    assert {row.batch_multiple for row in rows} == {1} == {train_gpt.top_lr(cfg, p / 9) for p in range(10)}
-    cfg = load_config(off | {"WINDOW_SCHEDULE": "0", "ITERATIONS": "24", "EXTENSION_ITERATIONS": "0",
-                             "EVAL_WINDOW": "0"})
-    assert [row.first_step for row in stage_table(cfg)] == [0, 6, 12, 18]
-    assert [train_gpt.top_lr(cfg, step / 24) for step in (0, 6, 12, 23)] == [1, 2**0.5, 3**0.5, 3**0.5]
-    assert window_sizes(cfg, eval_window(cfg), 16_384) == {"L": 16_384, "S": 8192}
+    assert {row.seq_multiple for row in rows} == {1}
+    assert {row.batch_multiple for row in rows} == {2}
+    assert {train_gpt.top_lr(cfg, part / 9) for part in range(10)} == {2**0.5}
+    off |= {"EXTENSION_ITERATIONS": "0", "EVAL_WINDOW": "0"}
+    for window, sizes in (("512", {"L": 512, "S": 256}), ("0", {"L": 16_384, "S": 8192})):
+        cfg = load_config(off | {"WINDOW_SCHEDULE": window})
+        rows = stage_table(cfg)
+        assert [row.first_step for row in rows] == [0, 6, 12, 18]
+        assert {row.window for row in rows} == {int(window)}
+        assert [train_gpt.top_lr(cfg, step / 24) for step in (0, 6, 12, 23)] == [1, 2**0.5, 3**0.5, 3**0.5]
+        assert window_sizes(cfg, eval_window(cfg), 16_384) == sizes
     cfg = load_config({"PRESET": "speedrun", "LR_SCHEDULE": "2,3", "LR_SWITCHES": "0,0.5"})
     assert [train_gpt.top_lr(cfg, step / 2160) for step in (0, 1059, 1060, 2159)] == [2, 2, 3, 3]
 
@@ -84,13 +92,13 @@ BOS = 256  # after the 256 bytes that are the other tokens of the toy data
 SCALED = dict(
     PRESET="speedrun", COMPILE="0", DEVICE="cpu", DTYPE="float32", DATA_PATH="data/datasets/bytes",
     VOCAB_SIZE="272", NUM_LAYERS="6", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="128",
-    TRAIN_BATCH_TOKENS="512", MAX_DOC_LEN="80", BIGRAM_ROWS="512",
+    TRAIN_BATCH_TOKENS="512", MAX_DOC_LEN="80", EVAL_CONTEXT="256",
     VALUE_EMBED_LAYERS="0,1,2,0,1,2", WINDOW_PATTERN="0SL-SL", SKIP_LAYERS="2,3",
     BACKOUT_LAYER="4", WINDOW_SCHEDULE="12,28,44,52", WINDOW_BLOCK="4", EVAL_WINDOW="80", ITERATIONS="24",
     EXTENSION_ITERATIONS="4", MUON_MOMENTUM_WARMUP_STEPS="6", MUON_MOMENTUM_COOLDOWN_STEPS="4",
     VAL_TOKENS="3000", VAL_LOSS_EVERY="7", TRAIN_LOG_EVERY="1")
-# first step: sequences, long and short window
-STAGES = {0: (4, 12, 4), 8: (8, 28, 12), 16: (12, 44, 20), 24: (12, 52, 24)}
+# first step: tokens of each of the 4 rows, long and short window
+STAGES = {0: (128, 12, 4), 8: (256, 28, 12), 16: (384, 44, 20), 24: (384, 52, 24)}
 TOKENS = 128 * (8 * 4 + 8 * 8 + 12 * 12)
 
 
@@ -114,25 +122,31 @@ def root(tmp_path_factory):
     return folder
 
 
+def stage_of(step):
+    return STAGES[max(start for start in STAGES if start <= step)]
+
+
 def tokens_of(root, name):
     return np.fromfile(root / f"data/datasets/bytes/fineweb_{name}.bin", "<u2", offset=1024)
 
 
 def test_the_scaled_run(root, train, monkeypatch):
-    """Windows, batches, LR factor and momentum of each step; each window is rehearsed before the clock;
-    evaluation has its own; the tokens that were planned were read; the loss falls. The final score is that of
-    the weights in the run folder by the final windows, added up here row by row, and EVAL_FROM finds it
-    again, though the train tokens would not do for the schedule."""
+    """Windows, batches, gradients of the summed loss, LR factor, momentum and decay of each step; each window
+    is rehearsed before the clock; validation has the window of its step, the last one that of evaluation; the
+    tokens that were planned were read; the loss falls. The final score is that of the weights in the run
+    folder by the final windows, added up here row by row, and EVAL_FROM finds it again, though the
+    train tokens would not do for the schedule."""
     steps, contexts = [], []
     real_step, real_context = train_gpt.train_step, train_gpt.make_context
 
-    def train_step(loss_fn, optimizer, batch, micro, context, lr, momentum):
-        steps.append((len(batch[0]), context.windows["L"], context.windows["S"], lr, momentum))
-        return real_step(loss_fn, optimizer, batch, micro, context, lr, momentum)
+    def train_step(loss_fn, optimizer, batch, micro, context, *factors):
+        steps.append((batch[0].shape, context.windows["L"], context.windows["S"], *factors))
+        return real_step(loss_fn, optimizer, batch, micro, context, *factors)
 
     def noted_context(*args):
         context = real_context(*args)
-        contexts.append((len(steps), context.wanted is not None, context.windows["L"], context.windows["S"]))
+        scores = not torch.is_grad_enabled()
+        contexts.append((len(steps), scores, context.windows["L"], context.windows["S"]))
         return context
 
     with monkeypatch.context() as patch:
@@ -141,22 +155,24 @@ def test_the_scaled_run(root, train, monkeypatch):
         done = train(SCALED)
     assert done.code == 0, done.err
     assert len(steps) == 28
-    for step, (sequences, long, short, lr, momentum) in enumerate(steps):
-        assert (sequences, long, short) == STAGES[max(start for start in STAGES if start <= step)]
+    for step, (shape, long, short, grad_factor, lr, momentum, decay) in enumerate(steps):
+        assert len(shape) == 2 and shape[0] == 4 and (shape[1], long, short) == stage_of(step)
+        assert grad_factor == 4 * shape[1] / 8 and decay == lr
         top = (1.0, 1.51, 1.93)[(step >= 0.33 * 24) + (step >= 0.66 * 24)]
         down = min(1, max(0, 1 - (24 - step) / (0.55 * 24)))
         assert lr == pytest.approx(top + (0.1 - top) * down)
         assert momentum == pytest.approx(0.85 + 0.1 * min(1, step / 6, (28 - step) / 4))
-    assert {(long, short) for _, scored, long, short in contexts if scored} == {(80, 24)}
-    assert {long for step, scored, long, _ in contexts if not step and not scored} == {12, 28, 44, 52}
+    windows = {(step, *stage_of(step)[1:]) for step in (0, 7, 14, 21)} | {(28, 80, 24)}
+    assert {(step, long, short) for step, scores, long, short in contexts if scores} == windows
+    assert {long for step, scores, long, _ in contexts if not step and not scores} == {12, 28, 44, 52}
     assert done.result["tokens"] == TOKENS and done.result["steps"] == 28 and done.result["val_bpb"] is None
     losses, val = [done.losses[step] for step in range(1, 29)], [*done.val_losses.values()]
     assert losses[0] == pytest.approx(math.log(272), abs=1e-3) == val[0]
     assert np.mean(losses[-4:]) < np.mean(losses[8:12]) < losses[0] - 1 and val == sorted(val, reverse=True)
 
     model, cfg = train_gpt.load_model(done.folder / "final_model.pt")
-    tokens, nats = torch.from_numpy(tokens_of(root, "val_000000")[:3000].astype(np.int64)), {}
-    rows = [tokens[first:first + 129] for first in range(0, 2999, 128)]
+    tokens, nats = torch.from_numpy(tokens_of(root, "val_000000")[:3001].astype(np.int64)), {}
+    rows = [tokens[first:first + 257] for first in range(0, 3000, 256)]
     for window in (80, 12):
         views = [make_context(cfg, len(row) - 1, window, CPU) for row in rows]
         scores = [log_probs(model, row[None, :-1], context)[0] for row, context in zip(rows, views)]
@@ -166,33 +182,38 @@ def test_the_scaled_run(root, train, monkeypatch):
     assert done.result["val_loss_partial"] == pytest.approx(score, abs=2e-6)
     assert abs(score - nats[12].mean().item()) > 1e-5, "else the test proves nothing"
     again = train(SCALED, EVAL_FROM=f"logs/{done.run_id}/final_model.pt", ITERATIONS="5000")
+    assert again.code == 0, again.err
     assert again.result["val_loss_partial"] == pytest.approx(score, abs=2e-6)
     assert again.result["eval"] == done.result["eval"]
 
 
 def test_shards_that_run_out(root, train):
-    """With the number of missing tokens; a plan says it and goes on. Documents of at most 80 tokens are read
-    in rows of 129, the rest of the last one is not: so the schedule needs more than the shards' tokens."""
-    row, rows = 0, 0
-    stream = np.concatenate([tokens_of(root, "train_000001"), tokens_of(root, "train_000002")])
-    for size in np.diff(np.flatnonzero(stream == BOS), append=len(stream)).clip(max=80):
-        row += size
-        rows, row = (rows + 1, 0) if row > 128 else (rows, row)
-    steps = (rows * 128 - TOKENS) // (12 * 128)  # further ones of the last stage that there are tokens for
-    reads = TOKENS + (steps + 1) * 12 * 128
-    words = f"{reads - rows * 128} of {reads} train tokens are missing"
-    assert 0 < steps < (len(stream) - TOKENS) // (12 * 128)
-    for more, missing in ((steps, False), (steps + 1, True)):
-        plan = train(SCALED, EXTENSION_ITERATIONS=str(4 + more), DRY_RUN="1")
-        assert plan.code == 0 and (words in plan.out) == missing == ("missing" in plan.out)
-    done = train(SCALED, EXTENSION_ITERATIONS=str(5 + steps))
+    """With the number of steps that they last for; a plan says it and goes on. Of a document at most 80
+    tokens are read; the rest of the last one of a row is not, nor what does not fill a row at the end of a
+    shard: so they last for less than their number."""
+    steps, rows, total = 0, 0, 0
+    for shard in (tokens_of(root, "train_000001"), tokens_of(root, "train_000002")):
+        row, total = 0, total + len(shard)
+        for size in np.diff(np.flatnonzero(shard == BOS), append=len(shard)).clip(max=80):
+            row += size
+            if row > stage_of(steps)[0]:  # with the last target
+                row, rows = 0, rows + 1
+            if rows == 4:
+                rows, steps = 0, steps + 1
+    words = f"{steps} of {steps + 1} steps"
+    assert 28 < steps < 28 + (total - TOKENS) // (12 * 128)
+    for last, missing in ((steps, False), (steps + 1, True)):
+        plan = train(SCALED, EXTENSION_ITERATIONS=str(last - 24), DRY_RUN="1")
+        assert plan.code == 0 and (words in plan.out) == missing == ("the train tokens last" in plan.out)
+    done = train(SCALED, EXTENSION_ITERATIONS=str(steps - 23))
     assert done.code == 2 and words in done.err and not done.folder.exists()
 
 
 # -------------------------------------------------------------------------------- independent documents
 PARTS = replace(
-    SPEEDRUN, vocab_size=70, bos_id=3, model_dim=32, num_heads=2, num_layers=6, train_seq_len=64,
-    max_doc_len=40, value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
+    preset_config("speedrun_plus"), smear_documents=False, vocab_size=70, bos_id=3, model_dim=32,
+    num_heads=2, num_layers=6, train_seq_len=64, max_doc_len=40,
+    value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
     window_schedule=(8, 24), window_block=4, skip_layers=(1, 2), backout_layer=4, bigram_rows=97)
 
 
@@ -228,3 +249,14 @@ def test_documents_are_independent(window, length):
             found.sum().backward()
             touched = {*torch.nonzero(model.embed.grad.abs().sum(1)).flatten().tolist()}
             assert (touched == {*document.tolist()}) == independent
+
+
+def test_the_record_smears_over_the_edge_of_a_document():
+    """With smear_documents the last token before a document reaches it, and no other one elsewhere."""
+    cfg = replace(PARTS, smear_documents=SPEEDRUN.smear_documents)
+    model, document = randomised(cfg), torch.tensor([3, 4, 5, 4])
+    row = row_with(document, 20, 1)
+    row[19] = 69
+    log_probs(model, row[None], make_context(cfg, len(row), 8, CPU))[0, 20:24].sum().backward()
+    touched = {*torch.nonzero(model.embed.grad.abs().sum(1)).flatten().tolist()}
+    assert touched == {3, 4, 5, 69}

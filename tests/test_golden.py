@@ -1,0 +1,500 @@
+"""The presets golf, speedrun and gpt2 against numbers that the public records' own code gave, at toy size and
+at full size: tests/golden/README.md is the specification, the .npz beside it hold the numbers.
+
+A table per game says which of our parameters is which of theirs. It is linear with factors 1, so it serves
+weights, gradients and updates alike. Everything else, shapes included, is read from the files.
+"""
+import json
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+from train_gpt import make_context
+
+GOLDEN = Path(os.environ.get("GOLDEN", Path(__file__).parent / "golden"))
+GAMES = ("golf", "speedrun", "gpt2")
+
+# Tolerances of golden/README.md; relative and Euclidean
+LOSS, NATS, GRADIENT, UPDATE, UNIT = 5e-7, 1e-6, 8e-6, 1e-4, 3e-5
+SCALAR_GRADIENT = 2e-5     # gpt2's
+TABLE_UPDATE = 1e-3     # speedrun's, whose tiny gradients change sign
+# After five steps of the speedrun: a weight whose update is nearly 0 is decayed on one side only (measured:
+# 2.6e-4), and layer 9 follows its table (1.9e-4)
+SPEEDRUN_FIVE_STEPS = 4e-4
+
+
+# ---------------------------------------------------------------- which of our parameters is which of theirs
+def golf_weights(w, cfg):
+    ours = {"embed": w["tok_emb.weight"], "skip_weights": w["skip_weights"].flip(0)}    # theirs: as used
+    for i in range(cfg.num_layers):
+        block = f"blocks.{i}."
+        ours |= {
+            block + "query": w[block + "attn.c_q.weight"], block + "key": w[block + "attn.c_k.weight"],
+            block + "value": w[block + "attn.c_v.weight"], block + "attn_proj": w[block + "attn.proj.weight"],
+            block + "qk_gain": w[block + "attn.q_gain"], block + "fc": w[block + "mlp.fc.weight"],
+            block + "mlp_proj": w[block + "mlp.proj.weight"],
+            block + "resid_lambda": w[block + "resid_mix"][0],
+            block + "x0_lambda": w[block + "resid_mix"][1],
+            block + "layer_scale": torch.stack([w[block + "attn_scale"], w[block + "mlp_scale"]])}
+    return ours
+
+
+def speedrun_weights(w, cfg):
+    C, N, scalars = cfg.model_dim, cfg.num_layers, w["scalars"]
+    mixes, factors = scalars[N:3 * N].view(N, 2), scalars[3 * N:5 * N].view(N, 2)
+    ours = {"embed": w["embed.weight"], "head": w["lm_head.weight"], "smear_gate": w["smear_gate.weight"],
+            "skip_weights": scalars[1].view(1, 1), "smear": scalars[5 * N:5 * N + 1].view(1, 1),
+            "backout": scalars[5 * N + 1:5 * N + 2]}
+    for n, table in enumerate((1, 2, 0)):       # ours are counted from the first layer that has one
+        ours[f"value_embeds.{n}"] = w[f"value_embeds.{table}.weight"]
+    for i in range(1, N):
+        block = f"blocks.{i}."
+        ours |= {block + "resid_lambda": mixes[i, :1], block + "x0_lambda": mixes[i, 1:]}
+        if block + "attn.qkvo_w" in w:
+            names = ("query", "key", "value", "attn_proj")
+            ours |= dict(zip([block + name for name in names], w[block + "attn.qkvo_w"].view(4, C, C)))
+            ours |= {block + "attn_gate": w[block + "attn.attn_gate.weight"],
+                     block + "value_lambdas": factors[i]}
+        ours |= {block + "fc": w[block + "mlp.c_fc"].T, block + "mlp_proj": w[block + "mlp.c_proj"]}
+    return ours
+
+
+def gpt2_weights(w, cfg):
+    ours = {"embed": w["transformer.wte.weight"], "head": w["lm_head.weight"]}
+    for i in range(cfg.num_layers):
+        block, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+        ours |= {
+            block + "query": w[theirs + "attn.c_q.weight"], block + "key": w[theirs + "attn.c_k.weight"],
+            block + "value": w[theirs + "attn.c_v.weight"],
+            block + "attn_proj": w[theirs + "attn.c_proj.weight"],
+            block + "fc": w[theirs + "mlp.c_fc.weight"], block + "mlp_proj": w[theirs + "mlp.c_proj.weight"],
+            block + "resid_lambda": w["resid_lambdas"][i:i + 1],
+            block + "x0_lambda": w["x0_lambdas"][i:i + 1]}
+        if theirs + "attn.ve_gate.weight" in w:
+            ours[block + "value_gate"] = w[theirs + "attn.ve_gate.weight"]
+    layers = sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))
+    return ours | {f"value_embeds.{n}": w[f"value_embeds.{i}.weight"] for n, i in enumerate(layers)}
+
+
+MAPS = dict(golf=golf_weights, speedrun=speedrun_weights, gpt2=gpt2_weights)
+
+
+# ---------------------------------------------------------------- reading the files
+class Golden:
+    """One .npz: JSON entries, arrays, weights by prefix, batches; our Config at toy size."""
+
+    def __init__(self, game):
+        self.game, self.npz = game, np.load(GOLDEN / f"{game}.npz")
+        self.cfg = train_gpt.load_config(self.json("overrides"))
+        self.full = train_gpt.load_config(self.json("overrides_full"))
+
+    def json(self, name):
+        return json.loads(str(self.npz[name]))
+
+    def array(self, name):
+        return self.npz[name]
+
+    def their_weights(self, prefix):
+        return {name[len(prefix) + 1:]: torch.from_numpy(np.asarray(self.npz[name]))
+                for name in self.npz.files if name.startswith(prefix + ".")}
+
+    def weights(self, prefix):
+        return MAPS[self.game](self.their_weights(prefix), self.cfg)
+
+    def batch(self, k, series=""):
+        prefix = f"{series}/" if f"{series}/tokens_{k}" in self.npz else ""
+        return (torch.from_numpy(self.npz[f"{prefix}tokens_{k}"]),
+                torch.from_numpy(self.npz[f"{prefix}targets_{k}"]))
+
+    def model(self):
+        """Ours with their weights: every parameter of the one is one of the other."""
+        model, weights = train_gpt.GPT(self.cfg), self.weights("w0")
+        assert {name: tuple(w.shape) for name, w in weights.items()} == \
+            {name: tuple(p.shape) for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name])
+        return model
+
+    def context(self, T, window):
+        return make_context(self.cfg, T, window, torch.device("cpu"))
+
+    def schedule_rows(self, name):
+        columns = self.json("schedule_columns")
+        return [dict(zip(columns, row)) for row in self.array(name)]
+
+
+@pytest.fixture(scope="module", params=GAMES)
+def golden(request, one_thread):
+    return Golden(request.param)
+
+
+@pytest.fixture(scope="module")
+def golf(one_thread):
+    return Golden("golf")
+
+
+def difference(ours, theirs):
+    """|ours - theirs| / |theirs|, Euclidean."""
+    return (ours - theirs).norm().item() / (theirs.norm().item() or 1)
+
+
+# ---------------------------------------------------------------- forward and backward
+def test_losses_and_nats(golden):
+    """In every setting of windows, mean loss of six batches and the nats of each token of the first."""
+    model = golden.model()
+    for setting in golden.json("settings"):
+        for k in range(6):
+            tokens, targets = golden.batch(k)
+            context = golden.context(tokens.size(1), setting["window_long"])
+            with torch.no_grad():
+                scores = model.logits(model.hidden(tokens, context)).flatten(0, 1)
+                nats = F.cross_entropy(scores.double(), targets.flatten(), reduction="none")
+                loss = model(tokens, targets, context).item()
+            expected = golden.array(f"loss.{setting['name']}")[k]
+            assert nats.mean().item() == pytest.approx(expected, rel=LOSS), setting
+            assert loss == pytest.approx(expected, rel=LOSS), setting
+            if k == 0:
+                theirs = torch.from_numpy(golden.array(f"nats.{setting['name']}")).double().flatten()
+                assert difference(nats, theirs) < NATS, setting
+                assert (nats - theirs).abs().max().item() < 10 * NATS, setting      # fp32 at 10 nats
+
+
+def test_gradients(golden):
+    """Of the mean loss of the first batch, every parameter."""
+    model, name = golden.model(), golden.json("g_setting")["name"]
+    setting = next(s for s in golden.json("settings") if s["name"] == name)
+    tokens, targets = golden.batch(0)
+    model(tokens, targets, golden.context(tokens.size(1), setting["window_long"])).backward()
+    ours = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    for name, (a, b) in compared(ours, golden.weights("g")).items():
+        assert difference(a, b) < (SCALAR_GRADIENT if name in SCALARS else GRADIENT), name
+
+
+SCALARS = ("resid_lambda", "x0_lambda", "value_lambdas")
+
+
+def compared(ours, theirs):
+    """{name: (our tensor, theirs)}; the lambdas of all layers are one tensor there, and compared as one."""
+    found = {name: (a, theirs[name]) for name, a in ours.items() if train_gpt.kind_of(name) not in SCALARS}
+    for kind in SCALARS:
+        names = [name for name in ours if train_gpt.kind_of(name) == kind]
+        if names:
+            found[kind] = tuple(torch.cat([tensors[name].flatten() for name in names])
+                                for tensors in (ours, theirs))
+    return found
+
+
+@pytest.mark.parametrize("series", ["early", "mid", "late"])
+def test_updates(golden, series):
+    """Weights after one and after five steps from w0, fresh optimizer state, at three places of the run."""
+    model, cfg = golden.model(), golden.cfg
+    optimizer = train_gpt.Optimizer(model, cfg)
+    schedule = golden.schedule_rows(f"{series}/table")
+    optimizer.step_count = int(schedule[0]["step"]) % cfg.adam_every
+    first, before = golden.weights("w0"), {name: p.detach().clone() for name, p in model.named_parameters()}
+    for k, row in enumerate(schedule):
+        batch = golden.batch(k, series)
+        context = golden.context(batch[0].size(1), int(row["window_long"]))
+        factor = batch[0].numel() / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        base = cfg.weight_decay * cfg.matrix_lr
+        decay = decay_of(golden, row) / base if base else 0
+        rows = 1 if golden.game == "speedrun" else len(batch[0])      # a micro-step there
+        schedule_now = row["lr"], row["momentum"], decay
+        train_gpt.train_step(model, optimizer, batch, rows, context, factor, *schedule_now)
+        if k not in (0, 4):
+            continue
+        moved = {name: w - first[name] for name, w in golden.weights(f"{series}/w{k + 1}").items()}
+        ours = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+        for name, (a, b) in compared(ours, moved).items():
+            limit = UPDATE
+            if golden.game == "speedrun":
+                table = train_gpt.kind_of(name) in ("embed", "value_embeds", "head")
+                limit = TABLE_UPDATE if table else SPEEDRUN_FIVE_STEPS if k else UPDATE
+            found = difference(a, b)
+            assert found < limit, (name, k + 1, found)
+
+
+def decay_of(golden, row):
+    """lambda of the specification at a row of their schedule; speedrun states wd before LR and factor."""
+    if golden.game == "speedrun":
+        return row["wd"] * golden.cfg.matrix_lr * row["lr"]
+    return row["wd"]
+
+
+# ---------------------------------------------------------------- optimizers alone
+def test_optimizers_alone(golden):
+    """Five steps on given gradients of 1 to 1e-12, where eps shows."""
+    unit = golden.json("unit")
+    names = sorted((name for name in unit if name != "momentum_of_steps"), key=len, reverse=True)
+    keys = sorted(key[:-3] for key in golden.npz.files if key.startswith("unit.") and key.endswith(".p0"))
+    assert keys
+    for key in keys:
+        about = unit[next(name for name in names if key[5:].startswith(name))]
+        p0, grads, expected = (torch.from_numpy(golden.array(f"{key}.{x}")) for x in ("p0", "g", "p"))
+        found = adam_alone if "betas" in about else muon_alone
+        ours = found(golden, about, key, p0, grads, unit["momentum_of_steps"])
+        assert difference(ours - p0, expected[-1] - p0) < UNIT, key
+
+
+def adam_alone(golden, about, key, p, grads, momenta):
+    p, m, v = p.clone(), torch.zeros_like(p), torch.zeros_like(p)
+    for step, grad in enumerate(grads, 1):
+        numbers = [torch.tensor(x) for x in (1.0, float(step), about["lr"])]
+        train_gpt.adam_step(p, grad, m, v, *numbers, *about["betas"], about["eps"],
+                            golden.cfg.adam_eps_corrected)
+    return p
+
+
+def muon_alone(golden, about, key, p, grads, momenta):
+    """By our Optimizer, as the parameter that the name says; qkvo's memory is four matrices."""
+    kinds = {"attn": "query", "c_fc": "fc", "c_proj": "mlp_proj", "attn_gate": "attn_gate",
+             "smear_gate": "smear_gate"}
+    kind = kinds.get(key.split(".")[2], "query")
+    turn = (lambda x: x.mT) if kind == "fc" else (lambda x: x)
+    cfg, wd = golden.cfg, about.get("wd", 0)
+    if golden.game != "speedrun":       # theirs is lambda, ours is times matrix_lr
+        wd = wd / about["lr"]
+    cfg = train_gpt.replace(cfg, matrix_lr=about["lr"], weight_decay=wd, adam_every=1)
+    four = "4 matrices" in about.get("note", "")
+    parts = [p.reshape(4, p.size(0), -1)[i] for i in range(4)] if four else [p]
+    out = []
+    for i, part in enumerate(parts):
+        module = torch.nn.Module()
+        module.register_parameter(kind, torch.nn.Parameter(turn(part).clone().contiguous()))
+        optimizer, ours = train_gpt.Optimizer(module, cfg), dict(module.named_parameters())[kind]
+        for grad, momentum in zip(grads, momenta):
+            grad = grad.reshape(4, p.size(0), -1)[i] if four else grad
+            ours.grad.copy_(turn(grad))
+            optimizer.step(1.0, momentum)
+        out.append(turn(ours.detach()))
+    return torch.stack(out).reshape(p.shape) if four else out[0]
+
+
+# ---------------------------------------------------------------- schedules, RoPE, first values at full size
+def test_schedules_of_every_step(golden):
+    cfg = golden.full
+    for row in golden.schedule_rows("schedule"):
+        step = int(row["step"])
+        progress = train_gpt.run_progress(cfg, step, row.get("elapsed_ms", 0) / 1000)
+        stage = train_gpt.stage_at(cfg, progress)
+        sizes = train_gpt.window_sizes(cfg, stage.window, cfg.train_seq_len * stage.seq_multiple)
+        decay = cfg.weight_decay * cfg.matrix_lr * train_gpt.decay_factor(cfg, step, progress)
+        ours = dict(lr=train_gpt.lr_factor(cfg, step, progress),
+                    momentum=train_gpt.muon_momentum(cfg, step, progress),
+                    tokens=cfg.train_batch_tokens * stage.batch_multiple, wd=decay,
+                    attn_scale=train_gpt.rope_frequencies(cfg, stage.window)[1])
+        theirs = row | {"wd": row["wd"] * cfg.matrix_lr * row["lr"]} if golden.game == "speedrun" else row
+        if row["window_long"]:
+            ours |= dict(window_long=sizes["L"], window_short=sizes["S"])
+        for name, value in ours.items():
+            assert value == pytest.approx(theirs[name], abs=1e-9), (step, name)
+
+
+def test_golf_warmdown_follows_the_clock(golf):
+    for step, ms, lr in golf.array("schedule_clock"):
+        progress = train_gpt.run_progress(golf.full, int(step), ms / 1000)
+        assert train_gpt.lr_factor(golf.full, int(step), progress) == pytest.approx(lr, abs=1e-9), (step, ms)
+
+
+def test_rope_at_full_size(golden):
+    for key in (key for key in golden.npz.files if key.startswith("rope.")):
+        ours = train_gpt.rope_frequencies(golden.full, int(key[5:]))[0]
+        theirs = torch.from_numpy(golden.array(key))
+        torch.testing.assert_close(ours[:len(theirs)], theirs, rtol=2e-6, atol=0)
+
+
+# {our kind: the entry of `init` that it is in, with its first value where one entry holds several}
+ENTRIES = {
+    "golf": {
+        "embed": "tok_emb.weight", "skip_weights": "skip_weights", "query": "blocks.1.attn.c_q.weight",
+        "key": "blocks.1.attn.c_k.weight", "value": "blocks.1.attn.c_v.weight",
+        "attn_proj": "blocks.1.attn.proj.weight", "fc": "blocks.1.mlp.fc.weight",
+        "mlp_proj": "blocks.1.mlp.proj.weight", "qk_gain": "blocks.1.attn.q_gain",
+        "layer_scale": "blocks.1.attn_scale", "resid_lambda": ("blocks.1.resid_mix", 1),
+        "x0_lambda": ("blocks.1.resid_mix", 0)},
+    "speedrun": {
+        "embed": "embed.weight", "head": "lm_head.weight", "value_embeds": "value_embeds.0.weight",
+        "query": "blocks.1.attn.qkvo_w", "key": "blocks.1.attn.qkvo_w", "value": "blocks.1.attn.qkvo_w",
+        "attn_proj": ("blocks.1.attn.qkvo_w", 0), "attn_gate": "blocks.1.attn.attn_gate.weight",
+        "fc": "blocks.1.mlp.c_fc", "mlp_proj": "blocks.1.mlp.c_proj", "smear_gate": "smear_gate.weight",
+        "skip_weights": ("scalars", -1.5), "resid_lambda": ("scalars", 1.1), "x0_lambda": ("scalars", 0),
+        "value_lambdas": ("scalars", 0.5), "smear": ("scalars", 0), "backout": ("scalars", 0.5)},
+    "gpt2": {
+        "embed": "transformer.wte.weight", "head": "lm_head.weight", "value_embeds": "value_embeds.1.weight",
+        "query": "transformer.h.1.attn.c_q.weight", "key": "transformer.h.1.attn.c_k.weight",
+        "value": "transformer.h.1.attn.c_v.weight", "attn_proj": "transformer.h.1.attn.c_proj.weight",
+        "value_gate": "transformer.h.1.attn.ve_gate.weight", "fc": "transformer.h.1.mlp.c_fc.weight",
+        "mlp_proj": "transformer.h.1.mlp.c_proj.weight", "resid_lambda": "resid_lambdas",
+        "x0_lambda": "x0_lambdas"}}
+
+
+def test_first_values_optimizers_and_rates_at_full_size(golden):
+    """Distribution of first values, optimizer, LR, betas and eps of every kind of parameter."""
+    cfg, init = golden.full, golden.json("init")
+    table, entries = train_gpt.parameter_table(cfg), ENTRIES[golden.game]
+    with torch.device("meta"):
+        shapes = {train_gpt.kind_of(name): p.shape for name, p in train_gpt.GPT(cfg).named_parameters()}
+    assert set(shapes) == set(entries)
+    for kind, entry in entries.items():
+        name, value = (entry, None) if isinstance(entry, str) else entry
+        row, about = table[kind], init[name]
+        lr = getattr(cfg, row.lr) * row.lr_mult
+        if row.optimizer == "muon" and golden.game != "golf":   # there the factor is on the update
+            lr *= max(1, shapes[kind][0] / shapes[kind][1]) ** 0.5
+        assert row.optimizer == ("muon" if about["optimizer"] in ("muon", "normuon") else "adam"), kind
+        assert lr == pytest.approx(about["lr"] * about["lr_mult"], rel=1e-6), kind
+        if row.optimizer == "adam":
+            assert [row.beta1 or cfg.beta1, cfg.beta2, cfg.adam_eps] == [*about["betas"], about["eps"]], kind
+        law = about["init"]
+        bound = law.get("bound", about["init"].get("bound", about.get("bound")))
+        if value is not None or law["kind"] in ("constant", "zeros"):
+            expected = value if value is not None else law.get("value", 0)
+            assert (row.init, row.scale) == ("constant", pytest.approx(expected)), kind
+        elif law["kind"] == "normal":
+            assert (row.init, row.scale) == ("normal", pytest.approx(law["std"])), kind
+        else:
+            assert row.init == "uniform", kind
+            assert row.scale * shapes[kind][-1] ** -0.5 == pytest.approx(bound, rel=1e-6), kind
+
+
+# ---------------------------------------------------------------- rows of the loader, validation, artifact
+def stream_data(golden, tmp_path, about):
+    """The stream of golf and speedrun as shards on the disk."""
+    from helpers import write_shard
+    stream, edges = golden.array("packing.tokens"), golden.array("packing.shard_edges")
+    train = {}
+    for n, (low, high) in enumerate(zip(edges, edges[1:])):
+        path = tmp_path / f"x_train_{n:06d}.bin"
+        write_shard(path, stream[low:high])
+        train[path.name] = train_gpt.open_shard(path)
+    return stream, train_gpt.Data(train, None, None, golden.cfg.vocab_size, about.get("bos", -1), None, {})
+
+
+def loader_of(golden, data, ranks, rank, about):
+    cfg = train_gpt.replace(
+        golden.cfg, train_seq_len=about["row_tokens"], train_batch_tokens=about["batch_tokens"], max_epochs=0,
+        batch_schedule=(1,), seq_schedule=(1,), max_doc_len=about.get("max_doc_len", 0),
+        bos_id=about.get("bos", golden.cfg.bos_id))
+    team = SimpleNamespace(rank=rank, world_size=ranks, on_gpu=False, device=torch.device("cpu"))
+    return train_gpt.Loader(cfg, data, team, log=lambda *_: None)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("game", ["golf", "speedrun"])
+def test_rows_of_a_token_stream(game, ranks, tmp_path):
+    golden = Golden(game)
+    about = golden.json("packing")
+    stream, data = stream_data(golden, tmp_path, about)
+    wanted = {}
+    rows = golden.array(f"packing.rows{ranks}")
+    keys = [key for key in ("step", "rank", "micro_step", "row") if key in about["columns"]]
+    for row in rows:
+        named = dict(zip(about["columns"], row.tolist()))
+        length = named.get("length", named.get("length_with_target"))
+        piece = stream[np.arange(named["start"], named["start"] + length) % len(stream)]
+        wanted.setdefault(tuple(named[key] for key in keys), []).append(piece)
+    wanted = {key: np.concatenate(pieces).tolist() for key, pieces in wanted.items()}
+    loaders = [loader_of(golden, data, ranks, rank, about) for rank in range(ranks)]
+    for step in range(1 + max(key[0] for key in wanted)):
+        for rank, loader in enumerate(loaders):
+            x, y = loader.next(about["batch_tokens"])
+            ours = torch.cat([x, y[:, -1:]], 1).tolist()
+            assert ours == [row for key, row in wanted.items() if key[:2] == (step, rank)], (step, rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_rows_of_packed_documents(ranks, tmp_path, monkeypatch):
+    """gpt2: best fit from a buffer; documents here are numbers, so that a row says which it holds."""
+    from helpers import write_shard
+    golden = Golden("gpt2")
+    about, lengths = golden.json("packing"), golden.array("packing.lengths")
+    groups = golden.array("packing.groups")
+    files, train, sizes = sorted(set(groups[:, 0].tolist()))[:-1], {}, {}      # the last one is val
+    numbers = []
+    for file in files:
+        mine = np.flatnonzero(groups[:, 0] == file)
+        numbers += mine.tolist()
+        tokens = [np.r_[1, np.full(lengths[d] - 1, 2)] for d in mine]
+        path = tmp_path / f"x_train_{file:06d}.bin"
+        write_shard(path, np.concatenate(tokens))
+        train[path.name] = train_gpt.open_shard(path)
+        sizes[path.name] = np.unique(groups[mine, 1], return_counts=True)[1].tolist()
+    data = train_gpt.Data(train, None, None, 64, 1, None, {}, sizes)
+    monkeypatch.setattr(train_gpt.Loader, "BUFFER", about["buffer_size"])
+    monkeypatch.setattr(train_gpt.Loader, "READ", about["tokenizer_batch_size"])
+    wanted = {}
+    for step, rank, micro, row, document, length in golden.array(f"packing.rows{ranks}").tolist():
+        wanted.setdefault((rank, step, micro, row), []).append((document, length))
+    T = about["row_tokens"]
+    for rank in range(ranks):
+        mine = [pieces for key, pieces in sorted(wanted.items()) if key[0] == rank]
+        loader = loader_of(golden, data, ranks, rank, about | {"batch_tokens": T * ranks})
+        for n, pieces in enumerate(mine):
+            found, *_ = loader.plan(n * ranks, ranks, T)
+            document = {int(start): number for start, number in zip(loader.starts, numbers)}
+            assert [(document[start], length) for start, length in found[0]] == pieces, (rank, n)
+
+
+def test_validation_rows(golden):
+    """Score of their rows with their weights; of golf and speedrun by evaluate, with its windows."""
+    model, cfg = golden.model(), golden.cfg
+    team = SimpleNamespace(rank=0, world_size=1, on_gpu=False, device=torch.device("cpu"), at=lambda *_: None)
+    if golden.game == "gpt2":
+        tokens, targets, scored = (torch.from_numpy(golden.array(f"validation.{name}"))
+                                   for name in ("inputs", "row_targets", "scored"))
+        with torch.no_grad():
+            scores = train_gpt.log_probs(model, tokens).gather(-1, targets[..., None])[..., 0]
+        nats = -scores.double()[scored].sum().item()
+        assert nats == pytest.approx(float(golden.array("validation.nats")), rel=LOSS)
+        nbytes = golden.array("validation.token_bytes")[targets.numpy()][scored.numpy()].sum()
+        assert nats / math.log(2) / nbytes == pytest.approx(float(golden.array("validation.bpb")), rel=1e-6)
+        return
+    rows, targets = golden.array("validation.rows"), golden.array("validation.targets")
+    context = int(rows[0][-1]) - 1
+    assert rows[:, -2].tolist() == list(range(0, len(rows) * context, context))
+    cfg = train_gpt.replace(cfg, eval_context=context, eval_stride=0, val_tokens=int(targets[-1]))
+    data = train_gpt.Data({}, golden.array("validation.tokens"), None, cfg.vocab_size, cfg.bos_id, None, {})
+    score = train_gpt.evaluate(model, cfg, data, team)
+    assert score.val_loss == pytest.approx(float(golden.array("validation.loss")), rel=LOSS)
+
+
+def test_golf_artifact(golf):
+    """int8 rows and scales of given weights, and what comes back of them."""
+    weights = golf.their_weights("artifact.w")
+    large = golf.their_weights("artifact.q")
+    assert large
+    for name, q in large.items():
+        ours, scale = train_gpt.quantize_rows(weights[name], 0.0, golf.full.artifact_scale_floor)
+        assert torch.equal(ours, q), name
+        assert torch.equal(scale, golf.their_weights("artifact.scale")[name]), name
+        back = golf.their_weights("artifact.back")[name]
+        torch.testing.assert_close(ours.float() * scale.float()[:, None], back, rtol=0, atol=0)
+    kept = golf.their_weights("artifact.kept")
+    dtypes = {name: w.dtype for name, w in kept.items()}
+    assert {torch.float16, torch.float32} == set(dtypes.values())
+    for name, w in kept.items():
+        assert torch.equal(weights[name].to(w.dtype), w), name
+
+
+def test_derived_constants_of_gpt2(one_thread):
+    """Width, batch, steps and decay of other depths, as the public code derives them."""
+    derived = Golden("gpt2").json("derived")
+    for about in [*derived["others"], derived | dict(ratio=7.25, asked_batch=524288, batch=524288,
+                                                      iterations=derived["num_iterations"])]:
+        asked = {"PRESET": "gpt2", "DEPTH": str(about["depth"]),
+                 "TRAIN_BATCH_TOKENS": str(about["asked_batch"]),
+                 "TARGET_PARAM_DATA_RATIO": str(about["ratio"])}
+        cfg = train_gpt.load_config(asked)
+        assert (cfg.train_batch_tokens, cfg.iterations) == (about["batch"], about["iterations"]), asked
+        assert train_gpt.horizon_weights(cfg) == about["scaling_weights"], about["depth"]
+        assert cfg.weight_decay * cfg.matrix_lr == pytest.approx(about["weight_decay_scaled"], rel=1e-9)
+        assert cfg.matrix_lr == pytest.approx(0.02 * about["batch_lr_scale"], rel=1e-9)
+        assert cfg.scalar_lr == pytest.approx(0.5 * about["batch_lr_scale"], rel=1e-9)
