@@ -891,9 +891,9 @@ def adam_update(grad, m, v, step, beta1, beta2, eps, corrected=True):
     is corrected for its start before eps is added, as in torch; else after."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
-    start = (1 - beta2**step) ** 0.5
-    root = v.sqrt() / start + (eps if corrected else eps / start)
-    return m / (1 - beta1**step) / root
+    if corrected:
+        return m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+    return m / (1 - beta1**step) * (1 - beta2**step) ** 0.5 / (v.sqrt() + eps)
 
 def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
     """p changes. grad_scale, step and lr are 0-dim tensors, so that compiling it once serves every step."""
