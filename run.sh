@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
-# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | record ARG …
+# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG …
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
 # data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
@@ -22,15 +22,28 @@ setup() {
         fi
     done
     [ -n "$found" ] || refuse "Python 3.11, 3.12 or 3.13 is needed; python3 here is $(python3 -V 2>&1 | head -n 1)"
-    PYTHON=.venv/bin/python
-    cmp -s requirements.txt .venv/installed.txt && "$PYTHON" -c '' 2>/dev/null && return
-    "$found" -c 'import venv, ensurepip' 2>/dev/null ||
+    install "$found" .venv "$(cat requirements.txt)"
+}
+
+# install PYTHON FOLDER REQUIREMENTS: a virtual environment that has them; sets PYTHON to its interpreter
+install() {
+    PYTHON=$2/bin/python
+    [ "$(cat "$2/installed.txt" 2>/dev/null)" = "$3" ] && "$PYTHON" -c '' 2>/dev/null && return
+    "$1" -c 'import venv, ensurepip' 2>/dev/null ||
         refuse "Python's venv module is missing: install the package python3-venv (Debian, Ubuntu) or set PYTHON=path"
-    echo "setting up .venv: installs requirements.txt, once"
-    "$found" -m venv .venv >/dev/null || refuse "could not create .venv"
-    "$PYTHON" -m pip install --disable-pip-version-check -r requirements.txt >.venv/install.log 2>&1 ||
-        refuse "requirements.txt could not be installed: is there a network? .venv/install.log has the details"
-    cp requirements.txt .venv/installed.txt
+    echo "setting up $2: installs $(echo "$3" | grep '^torch') and the rest of requirements.txt, once"
+    "$1" -m venv "$2" >/dev/null || refuse "could not create $2"
+    echo "$3" >"$2/requirements.txt"
+    "$PYTHON" -m pip install --disable-pip-version-check -r "$2/requirements.txt" >"$2/install.log" 2>&1 ||
+        refuse "requirements.txt could not be installed: is there a network? $2/install.log has the details"
+    echo "$3" >"$2/installed.txt"
+}
+
+# A CUDA build of torch beside the one that trains here, 6 GB: for `static`, which needs no GPU
+static_setup() {
+    [ -z "${PYTHON:-}" ] || { setup; return; }
+    setup
+    install "$PYTHON" .venv-static "$(sed 's/^torch==.*/torch==2.14.1/' requirements.txt)"
 }
 
 data() {
@@ -40,12 +53,9 @@ data() {
     esac
 }
 
+# GPUs that torch will see, whatever CUDA_VISIBLE_DEVICES holds: numbers, UUIDs, MIG names
 gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '[0-9]'
-    else
-        nvidia-smi -L 2>/dev/null | grep -c '^GPU'
-    fi
+    nvidia-smi -L >/dev/null 2>&1 && "$PYTHON" -c 'import torch; print(torch.cuda.device_count())' || echo 0
 }
 
 # The data of a preset, where they are missing. Without the tasks of CORE a run with CORE=0 goes on.
@@ -99,6 +109,9 @@ case "${1:-}" in
     test)
         shift
         setup
+        if [ "${1:-} ${2:-}" = "-m static" ]; then
+            static_setup
+        fi
         # All tests: a file at a time in each of two processes. Tests that are named run in one, as pytest does
         if [ $# = 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
             export OMP_NUM_THREADS=1
@@ -107,6 +120,7 @@ case "${1:-}" in
         exec "$PYTHON" -m pytest -q "$@"
         ;;
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
+    static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
     *) train "$@" ;;
 esac

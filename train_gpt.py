@@ -120,10 +120,11 @@ class Config(ModelConfig):
     run_id: str = option("", "folder under logs/; empty: preset, seed and time")
     seed: int = option(1337, "of first values and samples", 0, 2**31 - 1)
     device: str = option("auto", "where to train; auto: every GPU there is", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "of activations; auto: bfloat16 where it is fast",
-                        choices=("auto", "float32", "bfloat16"))
+    dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
     fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
                       choices=("off", "head", "all", "auto-head", "auto-all"))
+    sdpa_backend: str = option("flash", "dense attention on a GPU; one that fails is replaced by the next",
+                               choices=("flash", "cudnn", "efficient", "math"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
     dry_run: bool = option(False, "print the plan only")
     eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
@@ -141,7 +142,7 @@ class Config(ModelConfig):
     artifact_step: float = optional(0.0, "rounding step / rms of a row, then lzma; 0: int8, zlib", 0, 10)
     artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
     artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
-    score_artifact: bool = option(True, "result.json scores the artifact; 0: the trained weights")
+    score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     # data and batch
     data_path: str = option("data/datasets/embedded", "folder of token shards")
     tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
@@ -294,12 +295,10 @@ def load_config(env, argv=()):
     for source in (env, dict(parse_flags(argv))):
         texts = {}
         for typed, name in NAMES.items():
-            if typed not in source:
-                continue
-            text = source[typed]
-            first = texts.setdefault(name, text)
-            require(first == text, f"{name} is given twice, as {first} and as {text}")
-            given[name] = parse_value(name, text)
+            if typed in source:
+                first, text = texts.setdefault(name, source[typed]), source[typed]
+                require(first == text, f"{name} is given twice, as {first} and as {text}")
+                given[name] = parse_value(name, text)
     return preset_config(given.get("preset", Config.preset), given)
 
 def preset_config(preset, given=()):
@@ -368,62 +367,59 @@ def overrides(cfg):
             if value != preset[name]}
 
 def check_ranges(cfg):
-    """Refuses a number that is not finite or out of range, and a text that is none of its choices."""
+    """Refuses a value of another type, a number not finite or out of range, a text that is no choice."""
     for name, value in vars(cfg).items():
-        limits = FIELDS[name].metadata
-        if isinstance(value, str):
-            legal = ", ".join(limits["choices"])
-            require(not legal or value in limits["choices"], f"{name}={value!r} must be one of {legal}")
-            continue
+        limits, kind = FIELDS[name].metadata, type(FIELDS[name].default)
+        least, most, choices = limits["least"], limits["most"], limits["choices"]
+        require(type(value) is kind, f"{name}={value!r} must be of type {kind.__name__}")
+        require(not choices or value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
         for number in value if isinstance(value, tuple) else (value,):
-            if not isinstance(number, str):
-                require(limits["least"] <= number <= limits["most"],
-                        f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
+            require(isinstance(number, str) or least <= number <= most,
+                    f"{name}={show(value)} must be from {least:g} to {most:g}")
 
 def check_config(cfg):
     """Refuses numbers out of range, then combinations of constants that make no run."""
     check_ranges(cfg)
-    c = cfg
-    windows = (*c.window_schedule, c.eval_window)
-    skips = list(zip(c.skip_layers[::2], c.skip_layers[1::2]))
-    rules = [
-        (re.fullmatch(r"(\w[\w.,=+-]*)?", c.run_id), f"run_id={c.run_id!r} must be letters, digits, .,=+-"),
+    c, stage_counts = cfg, {len(cfg.batch_schedule), len(cfg.seq_schedule), len(cfg.window_schedule)}
+    sequences = [c.train_batch_tokens * stage.batch_multiple / (c.train_seq_len * stage.seq_multiple)
+                 for stage in stage_table(c)]
+    rules = [  # what must hold, the constants that it is about, the sentence
+        (re.fullmatch(r"(\w[\w.,=+-]*)?", c.run_id), "run_id", "letters, digits and .,=+- only"),
         (c.model_dim % c.num_heads == 0 and c.model_dim // c.num_heads % 2 == 0,
-         f"model_dim={c.model_dim} / num_heads={c.num_heads} must be an even number of channels per head"),
+         "model_dim num_heads", "model_dim / num_heads must be an even number of channels per head"),
         (c.num_heads % (c.num_kv_heads or 1) == 0,
-         f"num_heads={c.num_heads} must be a multiple of num_kv_heads={c.num_kv_heads}"),
+         "num_heads num_kv_heads", "num_heads must be a multiple of num_kv_heads"),
         (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim) <= c.model_dim,
-         f"smear_dim={c.smear_dim}, attn_gate_dim={c.attn_gate_dim} or value_gate_dim={c.value_gate_dim} "
-         f"exceeds model_dim={c.model_dim}"),
-        (0 < c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
-         f"train_batch_tokens={c.train_batch_tokens} must be a multiple of train_seq_len={c.train_seq_len}"),
-        (c.vocab_size or not c.depth, f"depth={c.depth} needs vocab_size"),
+         "smear_dim attn_gate_dim value_gate_dim model_dim", "none may exceed model_dim"),
+        (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
+         "train_batch_tokens train_seq_len", "the batch must be a multiple of the sequence"),
+        (c.vocab_size or not c.depth, "depth vocab_size", "depth needs vocab_size"),
         (c.depth or not (c.target_param_data_ratio or c.target_flops),
-         "target_param_data_ratio and target_flops need depth"),
+         "target_param_data_ratio target_flops depth", "these horizons need depth"),
         (c.eval_stride <= (c.eval_context or c.train_seq_len),
-         f"eval_stride={c.eval_stride} exceeds eval_context={c.eval_context or c.train_seq_len}"),
-        (c.val_tokens != 1, "val_tokens=1 leaves no target"),
+         "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
+        (c.val_tokens != 1, "val_tokens", "no target is left"),
         (c.window_pattern and not set(c.window_pattern) - set("LS-0"),
-         f"window_pattern={c.window_pattern!r} must consist of L, S, - and 0"),
-        (len({1, len(c.batch_schedule), len(c.seq_schedule), len(c.window_schedule)}) < 3,
-         f"batch_schedule={show(c.batch_schedule)}, seq_schedule={show(c.seq_schedule)} and "
-         f"window_schedule={show(c.window_schedule)} must have as many entries as each other, or one"),
-        (not any(c.train_batch_tokens * stage.batch_multiple % (c.train_seq_len * stage.seq_multiple)
-                 for stage in stage_table(c)),
-         f"seq_schedule={show(c.seq_schedule)} must divide the sequences of a step in every stage"),
+         "window_pattern", "a layer is one of L, S, - and 0"),
+        (len(stage_counts | {1}) < 3, "batch_schedule seq_schedule window_schedule",
+         "they must have as many entries as each other, or one"),
+        (all(number % 1 == 0 for number in sequences), "train_batch_tokens batch_schedule seq_schedule",
+         "every stage needs whole sequences"),
         (max(c.seq_schedule) == 1 or c.packing in ("documents", "spans"),
-         f"seq_schedule={show(c.seq_schedule)} needs packing=documents or spans"),
-        (not c.shuffle or c.packing in ("rows", "documents"), f"shuffle=1 is not for packing={c.packing}"),
+         "seq_schedule packing", "longer sequences need packing=documents or spans"),
+        (not c.shuffle or c.packing in ("rows", "documents"),
+         "shuffle packing", "shuffle=1 needs packing=rows or documents"),
         (len(c.lr_switches) == len(c.lr_schedule) and [0, *c.lr_switches[1:]] == sorted(c.lr_switches),
-         f"lr_switches={show(c.lr_switches)} must grow from 0, one per lr_schedule={show(c.lr_schedule)}"),
-        (not any(window % c.window_block for window in windows),
-         f"window_schedule={show(c.window_schedule)} or eval_window={c.eval_window} is no multiple of "
-         f"window_block={c.window_block}"),
-        (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0 and all(a < b for a, b in skips),
-         f"skip_layers={show(c.skip_layers)} must be pairs of a layer and a later one"),
+         "lr_switches lr_schedule", "switches must grow from 0, one per entry"),
+        (not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
+         "window_schedule eval_window window_block", "windows must be multiples of window_block"),
+        (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0
+         and all(a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2])),
+         "skip_layers", "they are pairs of a layer and a later one"),
     ]
-    for holds, sentence in rules:
-        require(holds, sentence)
+    for holds, names, sentence in rules:
+        given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
+        require(holds, f"{given}: {sentence}".replace("\n", " "))
     parameter_table(cfg)
 
 # The depth dial: nanochat's rules (github.com/karpathy/nanochat). Rates and decay of a preset with a depth
@@ -439,10 +435,7 @@ def depth_size(depth, train_seq_len):
     heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
     layers = range(1, depth + 1)
     return dict(
-        num_layers=depth,
-        num_heads=heads,
-        model_dim=HEAD_DIM * heads,
-        window_schedule=(train_seq_len,),
+        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_schedule=(train_seq_len,),
         window_pattern="".join("L" if n % 4 == 0 or n == depth else "S" for n in layers),
         value_embed_layers=tuple(0 if (depth - n) % 2 else (n + 1) // 2 for n in layers))
 
@@ -458,9 +451,7 @@ def depth_dial(cfg, given):
     weights = horizon_weights(cfg)
     growth = weights / horizon_weights(reference)
     # 3. Batch: a power of the tokens, which grow as the weights do, to the nearest power of 2.
-    batch = cfg.train_batch_tokens
-    if not batch:
-        batch = 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
+    batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
     # 4. Steps: to the end of the FLOPs, or of the tokens (so many per weight, arXiv:2203.15556).
     derived = {}
     tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
@@ -475,8 +466,7 @@ def depth_dial(cfg, given):
     # 6. Weight decay: less in longer runs, and, as it is times matrix_lr, more with larger batches
     #    (arXiv:2405.13698).
     factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
-    for name, factor in factors.items():
-        derived[name] = getattr(cfg, name) * factor
+    derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
 
 def parameter_counts(cfg):
@@ -502,20 +492,23 @@ def flops_per_token(cfg):
 class Context(NamedTuple):
     """What the forward pass needs besides tokens and weights; make_context() makes one."""
     rope: tuple  # cos and sin of every position, each (T, head_dim / 2), in the dtype of activations
-    attn_scale: float  # factor on q @ k
-    windows: dict  # {kind of layer: tokens before its own that it sees}
+    attn_scale: torch.Tensor  # factor on q @ k, 0-dim
+    windows: dict  # {kind of layer: tokens before its own that it sees, a number; of block masks 0-dim}
     dtype: torch.dtype  # of activations
 
 def make_context(cfg, T, window, device, dtype=None):
     """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
     default that of scores, fp32 on a CPU and bf16 on a GPU."""
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    on_gpu, kinds = device.type == "cuda", per_layer(cfg.window_pattern, cfg.num_layers)
+    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     frequencies, attn_scale = rope_frequencies(cfg, window)
-    angles = torch.arange(T)[:, None] * frequencies
-    rope = tuple(table.to(device, dtype) for table in (angles.cos(), angles.sin()))
-    kinds = per_layer(cfg.window_pattern, cfg.num_layers)
+    angles = torch.arange(T, device=device)[:, None] * frequencies.to(device)
+    rope = angles.cos().to(dtype), angles.sin().to(dtype)
     windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
-    return Context(rope, attn_scale, windows, dtype)
+    for kind, size in windows.items():
+        if on_gpu and T % FLEX_BLOCK == 0 and (size < T - 1 or cfg.max_doc_len):
+            windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
+    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype)
 
 def rms_norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -524,11 +517,11 @@ def linear(x, weight):
     """x @ weight.T in the dtype of x; master weights stay fp32."""
     return F.linear(x, weight.to(x.dtype))
 
-def attention(q, k, v, mask, scale=None, kernel=F.scaled_dot_product_attention):
-    """Causal attention. q (B, H, T, D), k and v (B, KV, T, D) -> (B, H, T, D). mask: of window_mask; the cost
-    is its size. kernel: a function with the signature of scaled_dot_product_attention."""
+def attention(q, k, v, mask, kernel=F.scaled_dot_product_attention):
+    """Causal attention. q (B, H, T, D), already scaled, k and v (B, KV, T, D) -> (B, H, T, D). mask: of
+    window_mask; the cost is its size. kernel: with the signature of scaled_dot_product_attention."""
     B, H, T, _ = q.shape
-    kernel = partial(kernel, scale=scale, enable_gqa=k.size(1) < H)
+    kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)
     if mask is None:
         return kernel(q, k, v, attn_mask=None, is_causal=True)
     blocks, width = mask.size(1), mask.size(2)
@@ -580,9 +573,8 @@ class Kernels(NamedTuple):
     loss: object = lm_loss
 
 def rope_frequencies(cfg, window):
-    """Radians per token of each pair of channels (RoFormer, arXiv:2104.09864), (head_dim / 2,), and the
-    factor on q @ k. With rope_yarn (YaRN, arXiv:2309.00071) both follow the growth of the windows up to this
-    one."""
+    """Radians per token of each pair of channels (head_dim / 2,) (RoFormer, arXiv:2104.09864), and the factor
+    on q @ k. With rope_yarn (YaRN, arXiv:2309.00071) both follow the windows as they grow up to this one."""
     D = cfg.model_dim // cfg.num_heads
     pairs = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
     steps = torch.linspace(0, 1, pairs) if cfg.rope_end else torch.arange(pairs) / pairs
@@ -607,8 +599,7 @@ def per_layer(values, num_layers):
     return [values[i % len(values)] for i in range(num_layers)]
 
 def window_sizes(cfg, window, T):
-    """{"L": tokens before its own that a long layer sees, of T; "S": a short one}. window: of long layers; 0:
-    all."""
+    """{"L": tokens before its own that a long layer sees, of T; "S": a short one}. window: of L; 0: all."""
     half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
     half = max(1, half // cfg.window_block) * cfg.window_block
     return {"L": min(window or T, T), "S": min(T, half)}
@@ -622,11 +613,11 @@ def gate(x, weight):
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
-    def __init__(self, cfg, kind, has_table, kernels):
+    def __init__(self, cfg, kind, has_table):
         super().__init__()
         C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
         attends, has_mlp, mix = kind in "LS", kind != "0", 1 if cfg.scalar_mix else C
-        self.kernels, self.head_dim = kernels, C // H
+        self.head_dim = C // H
         self.key_offset = cfg.key_offset and kind == "L"
         self.query = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
@@ -665,30 +656,24 @@ class Block(nn.Module):
             v, value_embed = factors[0] * v, factors[1] * value_embed
         v = v + value_embed
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
-        if self.key_offset:
-            k = offset_keys(k, follows)
+        if self.key_offset:  # half of each key head from the token before: a match finds what came after it
+            now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+            before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
+            k = torch.cat((now, before), -1).flatten(-2)
         q, k = (rotate(rms_norm(y), *context.rope) for y in (q, k))
         if self.qk_gain is not None:
             q = q * self.qk_gain.to(q.dtype)[:, None, None]
-        y = self.kernels.attention(q, k, v, mask, context.attn_scale).transpose(1, 2)
+        y = self.kernels.attention(q * context.attn_scale, k, v, mask).transpose(1, 2)
         if self.attn_gate is not None:
             y = y * gate(h, self.attn_gate)[..., None]
         return self.kernels.linear(y.flatten(2), self.attn_proj)
-
-def offset_keys(k, follows):
-    """Half of each key head from the token before, so that a match finds what came after it. k (B, KV, T,
-    D)."""
-    now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-    before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
-    return torch.cat((now, before), -1).flatten(-2)
 
 class GPT(nn.Module):
     """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
     def __init__(self, cfg, kernels=Kernels()):
         super().__init__()
         N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
-        self.cfg, self.kernels = cfg, kernels
-        self.kinds = per_layer(cfg.window_pattern, N)
+        self.cfg, self.kinds = cfg, per_layer(cfg.window_pattern, N)
         self.embed = parameter(V, C)
         self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
@@ -696,7 +681,8 @@ class GPT(nn.Module):
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
         self.tables = per_layer(cfg.value_embed_layers, N)
-        self.blocks = nn.ModuleList(Block(cfg, *row, kernels) for row in zip(self.kinds, self.tables))
+        self.blocks = nn.ModuleList(Block(cfg, *row) for row in zip(self.kinds, self.tables))
+        self.use(kernels)
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
         self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
         # skips: (from, to), innermost first
@@ -704,6 +690,10 @@ class GPT(nn.Module):
         self.skips += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
         self.skip_weights = parameter(len(self.skips), 1 if cfg.scalar_mix else C, on=self.skips)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+
+    def use(self, kernels):
+        for module in (self, *self.blocks):
+            module.kernels = kernels
 
     def hidden(self, tokens, context):
         """tokens (B, T) -> last activations, normalised (B, T, C)."""
@@ -854,9 +844,13 @@ ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b 
                       (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                       (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
 
+@cache
+def gpu_has_bf16():
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
 def orthogonalize(g, steps, method="newton_schulz"):
-    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. CPUs in fp32, others in bf16."""
-    x = g.float() if g.device.type == "cpu" else g.bfloat16()
+    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. In bf16 on GPUs that have it."""
+    x = g.bfloat16() if g.device.type == "cuda" and gpu_has_bf16() else g.float()
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
@@ -962,8 +956,11 @@ class Optimizer:
             lr = getattr(cfg, bank.row.lr) * bank.row.lr_mult * lr_factor
             if bank.row.optimizer == "muon":
                 self.update_matrices(bank, lr, momentum, grad_scale, decay_factor)
-            else:
-                self.update_rest(bank, lr, grad_scale)
+            else:  # Adam; its step count is that of its own steps
+                own_steps = float(self.step_count // cfg.adam_every)
+                numbers = [torch.as_tensor(number) for number in (grad_scale, own_steps, lr)]
+                self.adam_step(bank.my_data, bank.my_grad, *bank.state, *numbers, bank.row.beta1 or cfg.beta1,
+                               cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected)
             bank.grad.zero_()
             if self.world_size > 1:
                 gathers.append(all_gather(bank.data, bank.my_data.flatten(), group=self.group, async_op=True))
@@ -983,13 +980,6 @@ class Optimizer:
         if decay:
             p.addcmul_(p, (p * update >= 0).to(p.dtype), value=-lr * decay)
         p.sub_(update, alpha=lr)
-
-    def update_rest(self, bank, lr, grad_scale):
-        """Adam; its step count is that of its own steps."""
-        cfg, count = self.cfg, self.step_count // self.cfg.adam_every
-        numbers = [torch.as_tensor(number) for number in (grad_scale, float(count), lr)]
-        self.adam_step(bank.my_data, bank.my_grad, *bank.state, *numbers, bank.row.beta1 or cfg.beta1,
-                       cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected)
 
 # torch's names of these collectives since 2.13, and before
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -1026,11 +1016,10 @@ def stage_at(cfg, progress):
     return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
 
 def planned_tokens(cfg):
-    """Tokens of all steps."""
     table = stage_table(cfg)
     ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
-    return cfg.train_batch_tokens * sum(
-        (end - stage.first_step) * stage.batch_multiple for stage, end in zip(table, ends))
+    batches = sum((end - stage.first_step) * stage.batch_multiple for stage, end in zip(table, ends))
+    return cfg.train_batch_tokens * batches
 
 def run_progress(cfg, step, seconds):
     """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further; with
@@ -1151,18 +1140,26 @@ def read_dataset(cfg, folder, get_it, log):
               for file in manifest["files"] if file["path"] in val}
     val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
     least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
-    require(len(val) >= least,
-            f"the val split of {name} has {len(val)} tokens; VAL_TOKENS and the rows need {least}")
+    require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
-    if side := manifest.get("document_hashes"):
-        hashes = np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])
-        both = len(np.intersect1d(*hashes))
+    side = manifest.get("document_hashes")
+    if side:
+        both = len(np.intersect1d(*np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])))
         require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
     # 2. the tokenizer, the bytes that val_bpb divides by, the text's fingerprint
     tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
     check_tokens(val, vocab_size, f"the val split of {name}")
-    val_bytes = count_val_bytes(manifest, tokenizer, val, bos, name, log)
-    fingerprint = manifest.get("text_fingerprint")
+    val_bytes, fingerprint = manifest.get("val_bytes"), manifest.get("text_fingerprint")
+    if tokenizer:
+        val_bytes = decoded_bytes(tokenizer, val, bos) if val_bytes is None else val_bytes
+        table = table_bytes(tokenizer, val)
+        require(val_bytes == table or not (manifest.get("tokenizer") or {}).get("lossless"),
+                f"the val text of {name} has {val_bytes!r} bytes, {table} by its tokens: prepare it again")
+        log(f"data: val_bytes:{val_bytes}, by the per-token table:{table}")
+    elif val_bytes is None:
+        log("data: no tokenizer, so val_bpb is null")
+    good = val_bytes is None or type(val_bytes) is int and val_bytes > 0
+    require(good, f"{name} has {val_bytes!r} val_bytes")
     log(f"data: text fingerprint {fingerprint}")
     if cfg.data_fingerprint not in ("", fingerprint):
         log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
@@ -1188,23 +1185,6 @@ def open_tokenizer(cfg, manifest, folder, sha256):
             "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
     return tokenizer, vocab_size, bos
 
-def count_val_bytes(manifest, tokenizer, val, bos, name, log):
-    """UTF-8 bytes of the val text, or None. Raises Refused if the manifest contradicts the tokens."""
-    val_bytes, source = manifest.get("val_bytes"), "manifest"
-    if tokenizer:
-        if val_bytes is None:
-            val_bytes, source = decoded_bytes(tokenizer, val, bos), "decoded tokens"
-        table = table_bytes(tokenizer, val)
-        lossless = (manifest.get("tokenizer") or {}).get("lossless")
-        require(val_bytes == table or not lossless,
-                f"the val text of {name} has {val_bytes!r} bytes, {table} by its tokens: prepare it again")
-        log(f"data: val_bytes:{val_bytes} ({source}), by the per-token table:{table}")
-    elif val_bytes is None:
-        log("data: no tokenizer, so val_bpb is null")
-    good = val_bytes is None or type(val_bytes) is int and val_bytes > 0
-    require(good, f"{name} has {val_bytes!r} val_bytes")
-    return val_bytes
-
 class Loader:
     """Batches of training rows: T tokens and the target after. The ranks share the rows of a step; a thread
     reads a step ahead; `position` is the whole state. How rows are made (cfg.packing), and what position
@@ -1219,7 +1199,7 @@ class Loader:
 
     def __init__(self, cfg, data, team, log=print):
         self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
-        self.vocab_size, self.checked, self.groups = data.vocab_size, set(), data.groups
+        self.vocab_size, self.groups = data.vocab_size, data.groups
         self.names, self.shards = zip(*data.train.items())
         self.files = [open(shard.filename, "rb") for shard in self.shards]
         self.edges = np.cumsum([0, *map(len, self.shards)])
@@ -1257,8 +1237,8 @@ class Loader:
             stage = [stage for stage in table if stage.first_step <= step][-1]
             T, batch = self.T * stage.seq_multiple, cfg.train_batch_tokens * stage.batch_multiple
             _, position, epoch = self.plan(position, batch // T, T)
-            require(epoch <= cfg.max_epochs, f"the train tokens last for {step} of {total_steps(cfg)} steps; "
-                                             f"max_epochs is {cfg.max_epochs}", Missing)
+            enough, steps = epoch <= cfg.max_epochs, f"{step} of {total_steps(cfg)} steps"
+            require(enough, f"the train tokens last for {steps}; max_epochs={cfg.max_epochs}", Missing)
 
     # Each plan: (position, rows of a step, T) -> pieces [(start, length)] of each row of all ranks (of
     # best_fit: of this rank), the position after it, the epoch of its last token
@@ -1269,9 +1249,8 @@ class Loader:
     def plan_spans(self, position, n, T):
         spans = math.gcd(self.SPANS, n)
         size = n // spans * T + 1
-        rows = [[(position + span * size + row * T, T + 1)]
-                for span in range(spans) for row in range(n // spans)]
         after = position + spans * size
+        rows = [[(low + row * T, T + 1)] for low in range(position, after, size) for row in range(n // spans)]
         return rows, after, (after - 1) // self.total + 1
 
     def plan_documents(self, position, n, T):
@@ -1295,14 +1274,12 @@ class Loader:
         return rows, position, (position - 1) // count + 1
 
     def plan_best_fit(self, position, n, T):
-        if self.packer is None or position // self.team.world_size < self.first_packed:
+        first, share = position // self.team.world_size, n // self.team.world_size  # of this rank's rows
+        if self.packer is None or first < self.first_packed:
             self.packer, self.packed, self.first_packed = self.best_fit_rows(T), [], 0
-        share = n // self.team.world_size
-        first = position // self.team.world_size
         while self.first_packed + len(self.packed) < first + share:
             self.packed.append(next(self.packer))
-        self.packed = self.packed[first - self.first_packed:]
-        self.first_packed = first
+        self.packed, self.first_packed = self.packed[first - self.first_packed:], first
         return self.packed[:share], position + n, self.packed_epoch
 
     def best_fit_rows(self, T):
@@ -1316,9 +1293,9 @@ class Loader:
                 lengths = self.lengths[buffer]
                 fits = np.where(lengths <= room, lengths, 0)
                 best = int(fits.argmax()) if fits.any() else int(lengths.argmin())
-                document = buffer.pop(best)
-                row.append((int(self.starts[document]), min(room, int(self.lengths[document]))))
-                room -= row[-1][1]
+                size = min(room, int(lengths[best]))
+                row.append((int(self.starts[buffer.pop(best)]), size))
+                room -= size
             yield row
 
     def refills(self):
@@ -1341,18 +1318,18 @@ class Loader:
         require(len(raw) == size, f"shard {self.names[i]} cannot be read to its end")
         return np.frombuffer(raw, "<u2")
 
-    def check(self, i):
-        """Refuses a shard with tokens beyond the vocabulary, once, before its first use."""
-        if i not in self.checked:
+    def check(self):
+        """Reads every shard, before the clock. Refuses one with tokens beyond the vocabulary."""
+        def check_shard(i):
             for start in range(0, len(self.shards[i]), 1 << 24):
                 check_tokens(self.part(i, start), self.vocab_size, f"shard {self.names[i]}")
-            self.checked.add(i)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(check_shard, range(len(self.shards))))
 
     def read(self, start, count):
         """count tokens of the endless stream from start on, int64 (count,)."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
-        self.check(i)
         part = self.part(i, start - self.edges[i], count).astype(np.int64)
         rest = count - len(part)
         return np.concatenate([part, self.read(start + len(part), rest)]) if rest else part
@@ -1389,7 +1366,7 @@ def head_log_probs(model, x):
     """Last activations (..., C) -> log-probabilities of the next token (..., V)."""
     return F.log_softmax(model.logits(x), -1)
 
-MAX_SCORES = 1 << 28  # log-probabilities at a time: 1 GiB
+MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, of which uncompiled a few copies are alive
 
 class Score(NamedTuple):
     val_loss: float  # nats per target
@@ -1405,61 +1382,68 @@ def eval_settings(cfg):
     return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
                 eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
 
+@cache
+def compile_once(function, dynamic=False):
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)
+
 @torch.no_grad()
-def score_rows(model, cfg, rows, team, window=None):
+def score_rows(model, cfg, rows, team, window=None, compiled=False):
     """rows [(ids, first)], of which ids[first:] are targets -> yields batches of rows of like length: the row
     of each target (n,), the targets (n,), their nats in fp64 (n,), whether each was the likeliest (n,).
-    window: of long layers; None: that of evaluation."""
+    window: of long layers; None: that of evaluation. compiled: all batches have the shape of the largest."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     window = eval_window(cfg) if window is None else window
     tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, 2048)  # what a CPU's cache holds
-    dtype = team.dtype if team.on_gpu else torch.float32
+    hidden, score, context = model.hidden, score_targets, None
+    if compiled:
+        hidden = partial(compile_once(GPT.hidden), model)
+        score = compile_once(score_targets, dynamic=True)
     while order:
         team.at("evaluation")
-        T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
+        if not (compiled and context):
+            T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
+            context = make_context(cfg, T, window, team.device, team.dtype if team.on_gpu else torch.float32)
         step = max(1, tokens // T)
         order, here = order[:-step], order[-step:]
-        ids, wanted = pad_rows([rows[j] for j in here], team.device)
-        x = model.hidden(ids[:, :-1], make_context(cfg, T, window, team.device, dtype))[wanted[:, 1:]]
-        targets = ids[wanted]
-        most = max(1, MAX_SCORES // cfg.vocab_size)
-        parts = [score_targets(head_log_probs(model, part), part_targets)
-                 for part, part_targets in zip(x.split(most), targets.split(most))]
-        nats, hits = (np.concatenate(column) for column in zip(*parts))
-        yield np.array(here)[wanted.nonzero()[:, 0].cpu().numpy()], targets.cpu().numpy(), nats, hits
+        ids, places = pad_rows([rows[j] for j in here], step if compiled else len(here), T + 1)
+        targets, most = torch.from_numpy(ids.take(places + 1)).to(team.device), MAX_SCORES // cfg.vocab_size
+        x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)
+        x = x[torch.from_numpy(places - places // (T + 1)).to(team.device)]  # of rows that are one shorter
+        parts = [score(model, *part) for part in zip(x.split(most), targets.split(most))]
+        nats, hits = (torch.cat(column).cpu().numpy() for column in zip(*parts))
+        yield np.array(here)[places // (T + 1)], targets.cpu().numpy(), nats, hits
 
-def pad_rows(rows, device):
-    """rows [(ids, first)] -> ids padded with zeros, int64 (rows, longest), and where targets are, bool."""
-    ids = np.zeros((len(rows), max(len(row) for row, _ in rows)), np.int64)
-    wanted = np.zeros(ids.shape, bool)
+def pad_rows(rows, count, longest):
+    """rows [(ids, first)] -> ids padded with zeros, int64 (count, longest), and the flat place of the token
+    before each target."""
+    ids, wanted = np.zeros((count, longest), np.int64), np.zeros((count, longest), bool)
     for i, (row, first) in enumerate(rows):
         ids[i, :len(row)] = row
-        wanted[i, first:len(row)] = True
-    return torch.from_numpy(ids).to(device), torch.from_numpy(wanted).to(device)
+        wanted[i, first - 1:len(row) - 1] = True
+    return ids, np.flatnonzero(wanted)
 
-def score_targets(scores, targets):
-    """log-probabilities (n, V) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
-    nats = -scores.gather(-1, targets[:, None])[:, 0].double()
-    return nats.cpu().numpy(), (scores.argmax(-1) == targets).cpu().numpy()
-
-def scored_tokens(cfg, data):
-    """Tokens of val whose targets are scored: val_tokens targets, or the whole split."""
-    return data.val[:cfg.val_tokens + 1] if cfg.val_tokens else data.val
+def score_targets(model, x, targets):
+    """Last activations (n, C) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
+    scores = head_log_probs(model, x)
+    return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
 def evaluate(model, cfg, data, team, window=None):
     """Score of the first val_tokens targets: rows of eval_context tokens score their last eval_stride
     targets, the first row all of them. Sums are fp64. window: of long layers; None: that of evaluation."""
-    tokens, settings = scored_tokens(cfg, data), eval_settings(cfg)
+    tokens, settings = data.val[:1 + (cfg.val_tokens or len(data.val))], eval_settings(cfg)
     context, stride = settings["eval_context"], settings["eval_stride"]
     n, nats = len(tokens) - 1, torch.zeros(2, dtype=torch.float64)
     lows = range(0, max(1, n - context + stride), stride)[team.rank::team.world_size]
     rows = [(tokens[low:low + context + 1], context - stride + 1 if low else 1) for low in lows]
-    for _, targets, found, _ in score_rows(model, cfg, rows, team, window):
+    for _, targets, found, _ in score_rows(model, cfg, rows, team, window, team.on_gpu and cfg.compile):
         nats += torch.tensor([found.sum(), found[targets != data.bos].sum()])
     nats, without_bos = all_reduce(nats).tolist()
-    if not data.val_bytes or len(tokens) < len(data.val):
-        return Score(nats / n, None, None)
-    return Score(nats / n, *(x / math.log(2) / data.val_bytes for x in (nats, without_bos)))
+    return Score(nats / n, *(bits_per_byte(each, tokens, data) for each in (nats, without_bos)))
+
+def bits_per_byte(nats, tokens, data):
+    """Of the nats of these tokens of val; None for a part of the split or of unknown bytes."""
+    whole = data.val_bytes and len(tokens) == len(data.val)
+    return nats / math.log(2) / data.val_bytes if whole else None
 
 def loss_name(cfg):
     """val_loss, or val_loss_partial for anything short of the preset's own split."""
@@ -1474,12 +1458,11 @@ def score_text(cfg, score, digits=4):
 # Named scores: the same text by other protocols, each under a name of its own. Every token but the first is a
 # target once, scored by log_probs given tokens of its row before it.
 #   sliding    EVAL_SLIDING=n: rows of eval_context tokens, each n after the one before, score their last n.
-#   documents  EVAL_DOCUMENTS=n: the same, but no row reaches back beyond the start of its document. The BOS
-#              of the next document is the last target of this one.
-#   ttt        EVAL_TTT=n, score-first test-time training: the rows of documents, sliding or else the plain
-#              ones, in the order of the text. Whenever n more targets are scored, a fresh optimizer's next
-#              step, at EVAL_TTT_LR of the learning rates, trains on rows of train_seq_len among them; what
-#              does not fill a row waits. So the weights that score a token have seen nothing from it on.
+#   documents  EVAL_DOCUMENTS=n: the same, but no row reaches back beyond the start of its document, whose
+#              last target is the BOS of the next one.
+#   ttt        EVAL_TTT=n, score-first test-time training on the rows of documents, sliding or else the plain
+#              ones. Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR of the learning
+#              rates trains on whole rows of them: weights that score a token have seen nothing from it on.
 PROTOCOLS = ("sliding", "documents", "ttt")
 TTT_TOKENS = 16_384  # tokens per micro-step of test-time training: what fits beside a model of golf's size
 
@@ -1488,28 +1471,19 @@ class Row(NamedTuple):
     first: int  # and scores those from here
     last: int  # to here
 
-def protocol_layout(cfg, protocol):
-    """(whether rows stay within documents, tokens of a row, targets that it scores at most)"""
-    context, by_document = cfg.eval_context or cfg.train_seq_len, protocol != "sliding" and cfg.eval_documents
-    stride = by_document or cfg.eval_sliding or cfg.eval_stride or context
-    return bool(by_document), context, min(stride, context)
-
-def rows_within(start, end, context, stride):
-    """[Row] that score the tokens start + 1 to end once: the first row as many as it holds, then stride each.
-    Where a row begins must not depend on the end: that is later text."""
-    rows, first = [], start + 1
-    while first <= end:
-        count = stride if rows else context
-        rows.append(Row(max(start, first + count - 1 - context), first, min(end, first + count - 1)))
-        first += count
-    return rows
-
 def protocol_rows(cfg, protocol, tokens, bos):
-    """[Row] of a protocol, in the order of the text."""
-    by_document, context, stride = protocol_layout(cfg, protocol)
-    begins = np.flatnonzero(tokens == bos).tolist() if by_document else []
+    """[Row] of a protocol, in the order of the text. The first row of the text, or of a document, scores as
+    many as it holds, then stride each. Where a row begins must not depend on the end: that is later text."""
+    context, by_document = cfg.eval_context or cfg.train_seq_len, protocol != "sliding" and cfg.eval_documents
+    stride = min(by_document or cfg.eval_sliding or cfg.eval_stride or context, context)
+    begins, rows = np.flatnonzero(tokens == bos).tolist() if by_document else [], []
     edges = sorted({0, *begins, len(tokens) - 1})
-    return [row for start, end in zip(edges, edges[1:]) for row in rows_within(start, end, context, stride)]
+    for start, end in zip(edges, edges[1:]):
+        first, count = start + 1, context
+        while first <= end:
+            rows.append(Row(max(start, first + count - 1 - context), first, min(end, first + count - 1)))
+            first, count = first + count, stride
+    return rows
 
 def score_protocol_rows(model, cfg, tokens, rows, team, nats):
     """Writes the nats of the targets of this rank's share of the rows into nats (len(tokens),)."""
@@ -1521,7 +1495,7 @@ def score_protocol_rows(model, cfg, tokens, rows, team, nats):
         nats[np.array([row.first for row in mine])[owners] + inside] = found
 
 def test_time_step(model, optimizer, cfg, tokens, team):
-    """One step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
+    """A step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
     weigh as much as they are long, and a rank may have none."""
     T, rank, ranks = cfg.train_seq_len, team.rank, team.world_size
     rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
@@ -1556,18 +1530,9 @@ def target_nats(model, cfg, tokens, bos, protocol, team):
             trained += full
     return nats
 
-def protocol_text(cfg, protocol):
-    by_document, context, stride = protocol_layout(cfg, protocol)
-    text = f"rows of {context} tokens{' within documents' if by_document else ''} score {stride} targets each"
-    if protocol == "ttt":
-        text += f"; then a step at {cfg.eval_ttt_lr:g} of the learning rates on every {cfg.eval_ttt} of them"
-    return text
-
 def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
-    found, tokens = {}, scored_tokens(cfg, data)
-    whole = data.val_bytes and len(tokens) == len(data.val)
-    kind = loss_name(cfg)
+    found, kind, tokens = {}, loss_name(cfg), data.val[:1 + (cfg.val_tokens or len(data.val))]
     if data.bos < 0 and cfg.eval_documents:
         log("final_documents: left out, as no token begins a document in this dataset")
         cfg = replace(cfg, eval_documents=0)
@@ -1577,14 +1542,13 @@ def named_scores(model, cfg, data, team, log):
         start = time.perf_counter()
         nats = target_nats(model, cfg, tokens, cfg.bos_id, protocol, team).sum()
         nats = all_reduce(torch.tensor(nats, dtype=torch.float64)).item()
-        loss, bpb = nats / (len(tokens) - 1), nats / math.log(2) / data.val_bytes if whole else None
-        ms = round(1e3 * (time.perf_counter() - start))
+        loss, bpb = nats / (len(tokens) - 1), bits_per_byte(nats, tokens, data)
         if not math.isfinite(loss):
             log(f"final_{protocol}: the loss is {loss}, so there is no score: lower EVAL_TTT_LR")
             continue
-        bits = f" val_bpb_{protocol}:{bpb:.8f}" if whole else ""
-        log(f"final_{protocol} {kind}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms "
-            f"({protocol_text(cfg, protocol)})")
+        ms = round(1e3 * (time.perf_counter() - start))
+        bits = "" if bpb is None else f" val_bpb_{protocol}:{bpb:.8f}"
+        log(f"final_{protocol} {kind}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms")
         found |= {f"{kind}_{protocol}": loss, f"val_bpb_{protocol}": bpb, f"eval_{protocol}_ms": ms}
     return found
 
@@ -1622,8 +1586,7 @@ def read_item(kind, line, delimiter):
     return Item(texts, range(len(texts)).index(row["gold"]), None)
 
 def read_tasks(folder, most=0):
-    """[Task] of a bundle, examples shuffled, cut to the first `most`, 0: all. Raises Refused, with the
-    line."""
+    """[Task] of a bundle, examples shuffled, the first `most` of them, 0: all. Raises Refused."""
     import yaml
     folder, tasks, place = Path(folder), [], CORE_BASELINES
     require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
@@ -1632,37 +1595,34 @@ def read_tasks(folder, most=0):
             bases = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
         place = "core.yaml"
         for about in yaml.safe_load((folder / place).read_text("utf-8"))["icl_tasks"]:
-            place = "core.yaml"
-            label, kind, uri = about["label"], about["icl_task_type"], about["dataset_uri"]
-            shots = about["num_fewshot"][0]
-            require(kind in CORE_KINDS, f"unknown icl_task_type {kind!r}", ValueError)
-            require(type(shots) is int and shots >= 0, f"num_fewshot of {label} is {shots!r}", ValueError)
-            place = f"{CORE_BASELINES}, {label},"
+            label, kind, shots = about["label"], about["icl_task_type"], about["num_fewshot"][0]
+            place = f"{label} in core.yaml"
+            require(kind in CORE_KINDS, f"unknown icl_task_type {kind!r}")
+            require(type(shots) is int and shots >= 0, f"num_fewshot is {shots!r}")
+            place = f"{label} in {CORE_BASELINES}"
             base, items = float(bases[label]), []
-            require(0 <= base < 100, f"Random baseline {base}", ValueError)
-            place = uri
-            with open(folder / "eval_data" / uri, encoding="utf-8") as file:
+            require(0 <= base < 100, f"Random baseline {base}")
+            place = about["dataset_uri"]
+            with open(folder / "eval_data" / place, encoding="utf-8") as file:
                 for n, line in enumerate(file, 1):
-                    place = f"{uri} line {n}"
+                    place = f"{about['dataset_uri']} line {n}"
                     if line.strip():
                         items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
             random.Random(CORE_ORDER_SEED).shuffle(items)
-            items, place = items[:most or None], label
-            require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots", ValueError)
+            items = items[:most or None]
+            require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots")
             tasks.append(Task(label, kind, shots, base, items))
-        require(tasks, "no tasks", ValueError)
+            place = "core.yaml"
+        require(tasks, "no tasks")
     except Exception as error:  # a damaged file may raise anything
-        what = str(error).replace(str(folder.absolute()), "").splitlines()[:1]
-        raise Refused(f"CORE bundle: {place} is damaged or missing "
-                      f"({type(error).__name__}: {''.join(what)})") from None
+        raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
     return tasks
 
 def prompt_rows(task, i, encode, bos, longest):
-    """Example i of a task -> ([(ids, first)] per option, of which ids[first:] is scored; whether the question
-    has other tokens alone than before its continuation). The prompt: BOS, the shots, drawn from all other
-    examples, and the question, a blank line between them. Scored: from the first token in which the options
-    differ; of a schema the longest common end; in language modelling what comes after the question's tokens.
-    A prompt of more than `longest` tokens keeps its last ones."""
+    """Example i of a task -> [(ids, first)] per option, of which ids[first:] is scored. The prompt: BOS, the
+    shots, drawn from all other examples, and the question, a blank line between them. Scored: from the first
+    token in which the options differ; of a schema the longest common end; in language modelling what comes
+    after the question's tokens. A prompt of more than `longest` tokens keeps its last ones."""
     draw = random.Random(CORE_SHOTS_SEED + i).sample(range(len(task.items) - 1), task.shots)
     shots = [task.items[j + (j >= i)] for j in draw]
     lead = "".join(shot.texts[shot.gold] + "\n\n" for shot in shots)
@@ -1674,23 +1634,19 @@ def prompt_rows(task, i, encode, bos, longest):
         firsts = [len(row) - common for row in rows]
     else:
         firsts = [len(os.path.commonprefix(rows))] * len(rows)
-    differs = bool(alone) and firsts[0] < len(rows.pop())
-    cuts = [max(0, len(row) - longest) for row in rows]
-    return [(tuple(row[cut:]), max(1, first - cut)) for row, first, cut in zip(rows, firsts, cuts)], differs
+    cuts = [max(0, len(row) - longest) for row in rows[:len(texts)]]
+    return [(tuple(row[cut:]), max(1, first - cut)) for row, first, cut in zip(rows, firsts, cuts)]
 
 def pick_options(model, cfg, task, encode, bos, team):
-    """({example of this rank: pick}, how many questions have other tokens alone). A pick is the option of the
-    lowest mean loss, of equal ones the first, or -1 where no option has a token to score; in language
-    modelling 0 if every token is the likeliest at its place, else -1."""
-    mine = range(team.rank, len(task.items), team.world_size)
-    table, options, differing = {}, [], 0
+    """{example of this rank: pick}. A pick is the option of the lowest mean loss, of equal ones the first, or
+    -1 where no option has a token to score; in language modelling 0 if every token is the likeliest at its
+    place, else -1."""
+    mine, table, options = range(team.rank, len(task.items), team.world_size), {}, []
     for i in mine:
-        rows, differs = prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len)
+        rows = prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len)
         # equal rows are scored once, so that they tie; rows without a target are not scored: number -1
         rows = [row if row[1] < len(row[0]) else None for row in rows]
-        numbers = [table.setdefault(row, len(table)) if row else -1 for row in rows]
-        options.append(numbers)
-        differing += differs
+        options.append([table.setdefault(row, len(table)) if row else -1 for row in rows])
     nats, right = np.full(len(table) + 1, math.inf), np.zeros(len(table) + 1, bool)  # the last one: number -1
     for owners, _, losses, hits in score_rows(model, cfg, [*table], team):
         for n in np.unique(owners):
@@ -1698,26 +1654,23 @@ def pick_options(model, cfg, task, encode, bos, team):
     wins = right if task.kind == "language_modeling" else np.isfinite(nats)
     best = [int(nats[numbers].argmin()) for numbers in options]
     picks = [pick if wins[numbers[pick]] else -1 for pick, numbers in zip(best, options)]
-    return dict(zip(mine, picks)), differing
+    return dict(zip(mine, picks))
 
 def core_metric(model, cfg, data, team, log, tasks=None):
     """{core: mean centered accuracy, None for fewer than all tasks, which have core_partial; core_tasks:
-    {label: accuracy, centered, n, retokenized, seconds}}, all ranks together. Raises Refused."""
+    {label: accuracy, centered, n, seconds}}, all ranks together. Raises Refused."""
     tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
     began, results = time.perf_counter(), {}
     examples, done = sum(len(task.items) for task in tasks), 0
     for number, task in enumerate(tasks, 1):
         start, n, chance = time.perf_counter(), len(task.items), task.base / 100
-        picks, differing = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
-        right = sum(task.items[i].gold == pick for i, pick in picks.items())
-        right, differing = all_reduce(torch.tensor([right, differing])).tolist()
-        now = time.perf_counter()
-        accuracy, done = right / n, done + n
-        results[task.label] = row = dict(accuracy=accuracy, centered=(accuracy - chance) / (1 - chance), n=n,
-                                         retokenized=int(differing), seconds=round(now - start, 2))
-        log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{row['centered']:.4f} n:{n} "
-            f"retokenized:{row['retokenized']} seconds:{row['seconds']} task {number}/{len(tasks)} "
-            f"eta:{(now - began) * (examples / done - 1):.0f}s")
+        picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
+        right = torch.tensor(sum(task.items[i].gold == pick for i, pick in picks.items()))
+        accuracy, done, now = all_reduce(right).item() / n, done + n, time.perf_counter()
+        centered, seconds = (accuracy - chance) / (1 - chance), round(now - start, 2)
+        results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
+        log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
+            f"task {number}/{len(tasks)} eta:{(now - began) * (examples / done - 1):.0f}s")
     core = sum(row["centered"] for row in results.values()) / len(results)
     name = "core" if len(results) == CORE_TASKS else "core_partial"
     log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
@@ -1764,7 +1717,7 @@ def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
 def quantize_rows(w, step=0.0, floor=0.0):
-    """w (R, C) -> int8 (R, C), fp16 scales (R,). step: scale / rms of a row; 0: its clipped maximum / 127, at
+    """w (R, C) -> int8 (R, C), fp16 scales (R,): step * rms of a row; of step 0 its clipped maximum / 127, at
     least floor."""
     if step:
         scale = (step * w.square().mean(1).sqrt()).clamp_min(2**-24).half().float()
@@ -1792,11 +1745,14 @@ def pack_artifact(model):
     raw = to_bytes(cfg, tensors)
     return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
 
-def to_bytes(cfg, tensors):
-    """torch.save to bytes: to a file it would write the file's name, and whole buffers instead of views."""
+def to_payload(cfg, tensors):
+    """What load_model reads, for torch.save, which would write whole buffers instead of views."""
     tensors = {name: t.detach().cpu().clone() for name, t in tensors.items()}
-    buffer = io.BytesIO()
-    torch.save(dict(shape={name: getattr(cfg, name) for name in MODEL_FIELDS}, tensors=tensors), buffer)
+    return dict(shape={name: getattr(cfg, name) for name in MODEL_FIELDS}, tensors=tensors)
+
+def to_bytes(cfg, tensors):
+    buffer = io.BytesIO()  # to a path torch would write the file's name
+    torch.save(to_payload(cfg, tensors), buffer)
     return buffer.getvalue()
 
 def read_zip(raw):
@@ -1813,8 +1769,6 @@ def load_model(path, device="cpu", base=None):
             raw = (zlib if raw[:1] == b"x" else lzma).decompress(raw)
         payload = read_zip(raw)
         shape, tensors = {name: payload["shape"][name] for name in MODEL_FIELDS}, payload["tensors"]
-        for name, value in shape.items():
-            require(type(value) is type(FIELDS[name].default), f"{name} has another type")
         cfg = replace(base or Config(), **shape, batch_schedule=(1,), seq_schedule=(1,),
                       train_batch_tokens=shape["train_seq_len"])
         check_config(cfg)
@@ -1845,27 +1799,31 @@ def write_atomically(path, write):
         raise error
     os.replace(temporary, path)
 
-def write_artifact(model, folder, code, log):
-    """final_model.pt and the artifact -> their sizes for result.json. code: bytes of train_gpt.py."""
-    cfg, packed = model.cfg, pack_artifact(model)
-    weights = to_bytes(cfg, dict(model.named_parameters()))
-    write_atomically(folder / "final_model.pt", lambda file: file.write(weights))
-    write_atomically(folder / artifact_name(cfg), lambda file: file.write(packed))
-    size, total, limit = len(packed), len(packed) + code, cfg.artifact_bytes_limit
-    log(f"Serialized model {codec(cfg)}: {size} bytes ({sum(p.numel() for p in model.parameters())} weights)",
+def write_model(model, folder, code, log):
+    """final_model.pt and the artifact, if one counts -> sizes. code: bytes of train_gpt.py."""
+    cfg, limit = model.cfg, model.cfg.artifact_bytes_limit
+    path = folder / "final_model.pt"
+    write_atomically(path, partial(torch.save, to_payload(cfg, dict(model.named_parameters()))))
+    if cfg.score_artifact:
+        packed, path = pack_artifact(model), folder / artifact_name(cfg)
+        write_atomically(path, lambda file: file.write(packed))
+    size = path.stat().st_size
+    total, kind = size + code, codec(cfg) if cfg.score_artifact else "fp32"
+    log(f"Serialized model {kind}: {size} bytes ({sum(p.numel() for p in model.parameters())} weights)",
         f"Code size: {code} bytes",
-        f"Total submission size {codec(cfg)}: {total} bytes")
-    fits = not limit or total <= limit
+        f"Total submission size {kind}: {total} bytes")
     if limit:
         over = f"OVER by {total - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"
-        log(f"artifact_bytes_limit: {limit} bytes, {'within it' if fits else over}")
-    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=fits)
+        log(f"artifact_bytes_limit: {limit} bytes, {'within it' if total <= limit else over}")
+    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
 
 # ---------- 10 checkpoints
 # A checkpoint is torch.save of {config, code_sha256, shape and tensors as load_model reads them, state: the
 # optimizer's of all ranks, progress: numbers and lists}. A thread writes it to checkpoint.pt while training
 # goes on; the one before stays as checkpoint_prev.pt.
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
+PROGRESS = dict(step=int, tokens=int, now=float, position=int, epoch=int, updates=int, started=str,
+                curves=dict, laps=list, random=torch.Tensor)
 WRITE_SECONDS = 20  # that a checkpoint under way has left when its run fails; torchrun kills after 30
 # What may be given with RESUME; everything else is as the run began.
 RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle",
@@ -1885,11 +1843,11 @@ def read_checkpoint(folder):
     for name in CHECKPOINTS:
         try:
             payload = read_zip((folder / name).read_bytes())
-            values, progress = payload["config"], payload["progress"]
-            for constant, value in values.items():
-                require(type(value) is type(FIELDS[constant].default), f"{constant} has another type")
-            check_config(Config(**values))
-            require(type(progress["step"]) is int and progress["step"] >= 0, "step is no number")
+            check_config(Config(**payload["config"]))
+            for key, kind in PROGRESS.items():
+                value = payload["progress"][key]
+                good = type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf)
+                require(good, f"{key} has another type or is out of range")
             payload["tensors"], payload["state"], payload["code_sha256"]
             return payload, damaged
         except FileNotFoundError:
@@ -1898,20 +1856,9 @@ def read_checkpoint(folder):
             damaged.append(f"{name} is damaged ({type(error).__name__})")
     return None, damaged
 
-def in_use(path):
-    """Does another process hold the lock that a run has on its train.log?"""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no file, or the file system has no locks
-        return False
-    return False
-
-def find_checkpoint(cfg):
-    """Rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME ->
-    (payload, lines for the log), or (None, lines) of a run that has finished. Raises Refused."""
+def find_checkpoint(cfg, log):
+    """Rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME; None
+    of a run that has finished. Raises Refused."""
     run_id, folder = cfg.resume, Path("logs", cfg.resume)
     require(re.fullmatch(r"\w[\w.,=+-]*", run_id), f"resume={run_id!r} is no run_id")
     require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
@@ -1919,39 +1866,42 @@ def find_checkpoint(cfg):
         try:
             result = json.loads((folder / "result.json").read_text())
             rows = {key: result[key] for key in ("stop_reason", "steps", "train_time_ms", "val_loss")}
-        except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        except Exception as error:  # a damaged file may raise anything
             raise Refused(f"{folder}/result.json is damaged ({brief(error)}): move it away") from None
-        return None, [f"{run_id} has finished: {listed(rows)}"]
-    require(not in_use(folder / "train.log"), f"resume={run_id!r}: that run is still going")
+        log(f"{run_id} has finished: {listed(rows)}")
+        return None
+    try:
+        with open(folder / "train.log", "rb") as file:  # which a run locks, see Log.open
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # any other: there is no file, or the file system has no locks
+        require(not isinstance(error, BlockingIOError), f"resume={run_id!r}: that run is still going")
     payload, damaged = read_checkpoint(folder)
-    lines = [f"resume: {sentence}" for sentence in damaged]
-    require(payload, f"resume={run_id!r}: there is no whole checkpoint in {folder}"
-                     f"{''.join(f'; {sentence}' for sentence in damaged)}: begin anew")
-    require(payload["code_sha256"] == hashlib.sha256(script_source()).hexdigest(),
+    missing = "; ".join([f"resume={run_id!r}: there is no whole checkpoint in {folder}", *damaged])
+    require(payload, f"{missing}: begin anew")
+    log(*(f"resume: {sentence}" for sentence in damaged))
+    require(payload["code_sha256"] == script_sha256(),
             f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
     saved = Config(**payload["config"])
     asked = {name: text for name, (_, text) in overrides(cfg).items() if name not in RESUME_FREE}
     if cfg.preset != Config.preset:
         asked["preset"] = cfg.preset
     for name, text in asked.items():
-        require(text == show(getattr(saved, name)),
-                f"{name}={text}, but {run_id} began with {show(getattr(saved, name))}")
-    return payload, lines
+        there = show(getattr(saved, name))
+        require(text == there, f"{name}={text}, but {run_id} began with {there}")
+    return payload
 
 def resume(cfg, team, log):
     """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 has the
     files: the others get a checkpoint without tensors. Raises Refused."""
-    found, problem = (None, []), None
+    payload, problem = None, None
     if team.rank == 0:
         try:
-            found = find_checkpoint(cfg)
+            payload = find_checkpoint(cfg, log)
         except Refused as error:
             problem = str(error)
-    problem, lines = team.share((problem, found[1]))
+    small = payload and {name: payload[name] for name in ("config", "progress")}
+    problem, small = team.share((problem, small))
     require(not problem, problem)
-    log(*lines)
-    payload = found[0]
-    small = team.share(payload and {name: payload[name] for name in ("config", "progress")})
     if not small:
         return None, None
     free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
@@ -1964,33 +1914,37 @@ def resume(cfg, team, log):
 def fitting(tensor, shape):
     """The tensor, if it is fp32, finite and of that shape. Raises ValueError."""
     good = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.shape == shape
-    if not good or not tensor.isfinite().all():
-        raise ValueError(f"not finite fp32 numbers of the shape {tuple(shape)}")
+    require(good and tensor.isfinite().all(), f"not finite fp32 of the shape {tuple(shape)}", ValueError)
     return tensor
 
 @torch.no_grad()
-def restore(team, model, optimizer, loader, checkpoint):
-    """Puts a checkpoint into model, optimizer and loader, for any number of ranks; rank 0 has the tensors.
-    Raises LookupError, TypeError, ValueError."""
-    ranks = team.world_size
-    if team.rank == 0:
-        for name, p in model.named_parameters():
+def restore(run, checkpoint):
+    """Puts a checkpoint into a run's model, optimizer and loader, for any number of ranks; rank 0 has the
+    tensors. Returns its TrainState. Raises whatever a checkpoint of another run may raise."""
+    ranks, rank, progress = run.team.world_size, run.team.rank, checkpoint["progress"]
+    if rank == 0:
+        for name, p in run.model.named_parameters():
             p.copy_(fitting(checkpoint["tensors"][name], p.shape))
-    for bank in optimizer.banks:
+    for bank in run.optimizer.banks:
         if ranks > 1:
             dist.broadcast(bank.data, 0)
         for i, mine in enumerate(bank.state):
             whole = mine.new_zeros((ranks * len(mine), *mine.shape[1:]))
-            if team.rank == 0:
+            if rank == 0:
                 saved = checkpoint["state"][f"{bank.names[0]} {i}"]
                 whole[:bank.units] = fitting(saved, (bank.units, *mine.shape[1:]))
             if ranks > 1:
                 dist.broadcast(whole, 0)
-            mine.copy_(whole.view(ranks, *mine.shape)[team.rank])
-    progress = checkpoint["progress"]
-    optimizer.step_count = progress["updates"]
-    loader.position, loader.epoch = progress["position"], progress["epoch"]
+            mine.copy_(whole.view(ranks, *mine.shape)[rank])
+    run.optimizer.step_count, run.started = progress["updates"], progress["started"]
+    run.loader.position, run.loader.epoch = progress["position"], progress["epoch"]
     torch.set_rng_state(progress["random"])
+    curves = {split: [(int(step), float(seconds), float(loss)) for step, seconds, loss in points]
+              for split, points in progress["curves"].items()}
+    laps = [(float(seconds), int(multiple)) for seconds, multiple in progress["laps"]]
+    fits = progress["step"] <= total_steps(run.cfg) and set(curves) == {"train", "val"}
+    require(fits and all(multiple > 0 for _, multiple in laps), "steps, laps or curves of no run", ValueError)
+    return TrainState(progress["step"], progress["tokens"], progress["now"], curves, laps)
 
 def whole_state(mine, bank, team):
     """The ranks' shares of a tensor of the optimizer's state in one, on the CPU."""
@@ -2019,18 +1973,16 @@ class Saver:
 
     def begin(self, run, state):
         """Before the first step of a Run from a TrainState."""
-        self.run, self.thread = run, ThreadPoolExecutor(1)
+        self.run, self.thread, self.in_training = run, ThreadPoolExecutor(1), True
         self.saved_step, self.saved_at = state.step, state.seconds
-        self.in_training = True
 
     def due(self, step, seconds, stop, done):
         """Is a checkpoint to be made before this step? stop: a signal came to some rank; done: no step
         follows. While gradients wait for Adam's next step, it waits too."""
         cfg = self.run.cfg
         self.in_training, self.stopping = not done, bool(stop)
-        by_step = cfg.save_every and step % cfg.save_every == 0
-        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
-        if stop or step > self.saved_step and not done and (by_step or by_time):
+        wanted = due(cfg.save_every, step) or 0 < cfg.save_every_seconds <= seconds - self.saved_at
+        if stop or step > self.saved_step and not done and wanted:
             self.wanted = True
         return self.wanted and step % cfg.adam_every == 0
 
@@ -2046,23 +1998,23 @@ class Saver:
         run, team = self.run, self.run.team
         team.at("saving", state.step)
         self.wait()
-        tensors = {name: p.detach().cpu().clone() for name, p in run.model.named_parameters()}
-        optimizer = {f"{bank.names[0]} {i}": whole_state(mine, bank, team)
-                     for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
+        payload = to_payload(run.cfg, dict(run.model.named_parameters()))
+        payload["state"] = {f"{bank.names[0]} {i}": whole_state(mine, bank, team)
+                            for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
         if team.rank == 0:
             curves = {split: [list(point) for point in points] for split, points in state.curves.items()}
-            laps, random_state = [list(lap) for lap in state.laps[-100:]], torch.get_rng_state()
-            progress = dict(step=state.step, tokens=state.tokens, now=state.seconds, curves=curves, laps=laps,
-                            position=run.loader.position, epoch=run.loader.epoch,
-                            updates=run.optimizer.step_count, started=run.started, random=random_state)
-            self.job = self.thread.submit(self.write, dict(
-                config=asdict(run.asked), code_sha256=hashlib.sha256(script_source()).hexdigest(),
-                shape={name: getattr(run.cfg, name) for name in MODEL_FIELDS}, tensors=tensors,
-                state=optimizer, progress=progress))
+            payload["progress"] = dict(
+                step=state.step, tokens=state.tokens, now=state.seconds, curves=curves,
+                laps=[list(lap) for lap in state.laps[-100:]], position=run.loader.position,
+                epoch=run.loader.epoch, updates=run.optimizer.step_count, started=run.started,
+                random=torch.get_rng_state())
+            payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
+            self.job = self.thread.submit(self.write, payload)
         self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
         if self.stopping:
             self.wait()
-            team.share(None)  # the others wait for the file
+        team.share(None)  # here the others wait for rank 0, under the long timeout
+        if self.stopping:
             raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
         team.at("training", state.step)
 
@@ -2078,21 +2030,15 @@ class Saver:
         if self.job:
             self.job.result()
 
-    def close(self):
-        """The run has ended well."""
-        self.release()
-        self.wait()
-
     def verdict(self, why, error):
         """The sentence for an error that ends this rank; first brings a checkpoint under way to the disk."""
         self.in_training = True  # a further signal does not cut the file short
         if self.job:
             wait([self.job], WRITE_SECONDS)
         self.release()
-        if not isinstance(error, KeyboardInterrupt):
-            return why + self.last_saved
-        interrupted_later = not str(error) and self.last_saved
-        return f"RESUME={self.run.cfg.run_id}" if interrupted_later else why
+        if isinstance(error, KeyboardInterrupt) and not str(error) and self.last_saved:
+            return f"RESUME={self.run.cfg.run_id}"
+        return why if isinstance(error, KeyboardInterrupt) else why + self.last_saved
 
     def release(self):
         for handler in self.handlers:
@@ -2102,6 +2048,8 @@ class Saver:
 # Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
 # gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
+SDPA_BACKENDS = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
+                     efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 MAX_LOGITS = 1 << 28  # of one part of the head's loss: 512 MiB in bf16
 
 def to_fp8(x, scale, dtype):
@@ -2173,7 +2121,7 @@ def choose_fp8(cfg, on_gpu, log):
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
 
-def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False):
     """scaled_dot_product_attention in compiled steps on a CPU: a quarter of the queries at a time, with the
     keys up to the last of them. Plain products and a fused softmax are faster there than torch's kernel (a
     step of `tiny`: 99 ms, 123 without), but they keep all weights, so long sequences stay with torch."""
@@ -2188,7 +2136,7 @@ def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=
     step = max(128, T // 4)
     for low in range(0, T, step):
         here, seen = slice(low, low + step), slice(max(0, K - T + low + step))
-        scores = (q[:, :, here] @ k[:, :, seen].mT).float() * (scale or q.size(-1) ** -0.5)
+        scores = (q[:, :, here] @ k[:, :, seen].mT).float() * scale
         weights = scores.masked_fill(~attn_mask[..., here, seen], -torch.inf).softmax(-1)
         parts.append(weights.to(q.dtype) @ v[:, :, seen])
     return torch.cat(parts, 2)
@@ -2208,41 +2156,48 @@ def cpu_loss(x, head, targets, cap, linear):
     return ((logits - cap).exp().sum(-1).log() - picked + cap).mean()
 
 def gpu_window_mask(window, T, documents, device):
-    """window_mask in compiled steps on a GPU: a BlockMask for flex attention, None for the whole past. Which
-    blocks are seen follows from the documents at their ends. Not measured."""
-    if window >= T - 1 and documents is None or T % FLEX_BLOCK or not torch.compiler.is_compiling():
-        return window_mask(window, T, documents, device)
-    n = T // FLEX_BLOCK
+    """window_mask in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The
+    blocks that a block of queries sees follow one another, and so do those that it sees whole, so their lists
+    need no sort, which would compile for minutes (pytorch#182060). Not measured."""
+    if not (torch.is_tensor(window) and torch.compiler.is_compiling()):
+        return window_mask(int(window), T, documents, device)
+    n, size = T // FLEX_BLOCK, FLEX_BLOCK
     block = torch.arange(n, device=device)
-    far = (block[:, None] - block) * FLEX_BLOCK  # from the first key of a block to the first query of another
-    seen = (far >= 0) & (far - FLEX_BLOCK + 1 <= window)
-    full = (far > 0) & (far + FLEX_BLOCK - 1 <= window)
-    if documents is not None:
-        begin, end = documents[:, ::FLEX_BLOCK], documents[:, FLEX_BLOCK - 1::FLEX_BLOCK]
-        seen = seen & (end[:, None] >= begin[:, :, None])
-        full = full & (begin[:, None] == end[:, :, None])
-    full, seen = (x.view(-1, 1, n, n) for x in (full, seen & ~full))
+    # of a block of queries the first block of keys that it sees, and the first that it sees whole; of a block
+    # of keys the end of the blocks of queries that see it, and of those that see it whole
+    first, whole = (block * size - window) // size, (block * size + 2 * size - 2 - window) // size
+    end, whole_end = (block * size + 2 * size - 1 + window) // size, (block * size + window + 1) // size
+    if documents is not None:  # their numbers grow, so places are counts of smaller ones
+        low, high = documents[:, ::size], documents[:, size - 1::size]
+        first = first.maximum((high[:, None] < low[..., None]).sum(-1))
+        whole = whole.maximum((low[:, None] < high[..., None]).sum(-1))
+        end = end.minimum((low[:, None] <= high[..., None]).sum(-1))
+        whole_end = whole_end.minimum((high[:, None] <= low[..., None]).sum(-1))
+    first, whole = (x.clamp(min=0).minimum(block).view(-1, 1, n, 1) for x in (first, whole))
+    end, whole_end = (x.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1) for x in (end, whole_end))
+    own, i = block[:, None], block
 
     def mask_mod(b, h, query, key):
         near = (key <= query) & (query - key <= window)
         return near if documents is None else near & (documents[b, query] == documents[b, key])
 
-    lists = []
-    for blocks in (seen, full):
-        ones, order = blocks.int().sort(descending=True, stable=True)
-        lists += [ones.sum(-1).int(), order.int()]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod)
+    # (how many, their numbers): the block's own comes last of the keys, first of the queries, never whole
+    partly, seen_by = whole - first, end - whole_end
+    lists = [(partly + 1, torch.where(i < partly, first + i, own)), (own - whole, whole + i),
+             (seen_by + 1, torch.where(i > 0, whole_end + i - 1, own)),
+             (whole_end - own - 1, torch.where(own + i < n, own + 1 + i, own).expand_as(whole_end * i))]
+    tables = [x for count, blocks in lists for x in (count[..., 0].int(), blocks.clamp(max=n - 1).int())]
+    return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
-def gpu_attention(q, k, v, mask, scale=None):
-    """attention by flex attention for block masks, by cuDNN for the whole past. Not measured."""
+def gpu_attention(q, k, v, mask, backend="flash"):
+    """attention by flex attention for block masks; for the whole past by this backend, or the next of
+    SDPA_BACKENDS that takes such tensors. Not measured."""
     if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.size(1) < q.size(1))
+        return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
     if mask is not None:
-        return attention(q, k, v, mask, scale)
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                SDPBackend.MATH]
-    with sdpa_kernel(backends, set_priority=True):
-        return attention(q, k, v, None, scale)
+        return attention(q, k, v, mask)
+    with sdpa_kernel([*SDPA_BACKENDS.values()][[*SDPA_BACKENDS].index(backend):], set_priority=True):
+        return attention(q, k, v, None)
 
 class LossInParts(torch.autograd.Function):
     """lm_loss with its gradients made at once, a part of the tokens at a time, so that there are never logits
@@ -2300,7 +2255,8 @@ def choose_kernels(cfg, on_gpu, log):
     """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
     linears = choose_fp8(cfg, on_gpu, log)
     if on_gpu:
-        return Kernels(*linears, gpu_window_mask, gpu_attention, gpu_loss)
+        chosen = partial(gpu_attention, backend=cfg.sdpa_backend)
+        return Kernels(*linears, gpu_window_mask, chosen, gpu_loss)
     return Kernels(*linears, attention=cpu_attention, loss=cpu_loss)
 
 # ---------- 12 ranks, log, memory, plan
@@ -2309,6 +2265,14 @@ TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank th
 SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
 H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
 PLANNED_GPUS = 8  # that the plan's hours assume
+
+def cuda_problem():
+    """Why torch finds no GPU, in its own words."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return brief(error)
+    return "no reason given"
 
 class Team:
     """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
@@ -2319,7 +2283,8 @@ class Team:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
-                "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build or set DEVICE=cpu")
+                f"torch {torch.__version__} cannot use the GPUs that nvidia-smi lists ({cuda_problem()}): "
+                "install a build for this driver or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
         require(not self.on_gpu or self.ranks_here <= gpus,
                 f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
@@ -2327,7 +2292,12 @@ class Team:
         require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
                 f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
         self.device = torch.device(f"cuda:{env.get('LOCAL_RANK', 0)}" if self.on_gpu else "cpu")
-        self.dtype = self.activation_dtype(cfg)
+        if self.on_gpu:
+            fast = gpu_has_bf16()
+        else:
+            fast = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
+        automatic = torch.bfloat16 if fast else torch.float32
+        self.dtype = automatic if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         backend = torch.cuda if self.on_gpu else torch.cpu
         backend.set_device(self.device)
         self.wait = backend.synchronize  # until the device has done everything
@@ -2338,15 +2308,6 @@ class Team:
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
         if "RANK" in env and not dist.is_initialized():
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
-
-    def activation_dtype(self, cfg):
-        if cfg.dtype != "auto":
-            return getattr(torch, cfg.dtype)
-        if self.on_gpu:
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            fast = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
-        return torch.bfloat16 if fast else torch.float32
 
     def share(self, value):
         """Rank 0's object on every rank."""
@@ -2380,7 +2341,7 @@ class Log:
         """Rank 0: goes on in the file, which begins with head if it is new, with what was said so far."""
         early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
         with suppress(OSError):  # of file systems without locks
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # read by in_use()
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # find_checkpoint() looks at it
         print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
 
     def last_line(self, line):
@@ -2395,6 +2356,9 @@ class Log:
 def script_source():
     """Bytes of this file, read once so that an edit during the run changes nothing."""
     return Path(__file__).read_bytes()
+
+def script_sha256():
+    return hashlib.sha256(script_source()).hexdigest()
 
 def brief(error):
     """An exception in one line, without this machine's folders and name."""
@@ -2411,7 +2375,6 @@ def lost_peer(error):
         "gloo" in words or "nccl" in words or "connection closed" in words or "timed out waiting" in words)
 
 def hardware(team):
-    """One line: what the run computes on."""
     if team.on_gpu:
         return f"{team.world_size}x {torch.cuda.get_device_name()}"
     name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
@@ -2421,10 +2384,20 @@ def listed(table):
     return " ".join(f"{name}:{value}" for name, value in table.items())
 
 def step_memory(cfg, team, sequences):
-    """Bytes that a rank needs with so many sequences at a time, roughly."""
-    total, width = sum(parameter_counts(cfg).values()), team.dtype.itemsize
-    per_token = cfg.num_layers * cfg.model_dim * (14 + 3 * cfg.mlp_mult) * width + 14 * cfg.vocab_size
-    return int(total * (8 + width + 8 / team.world_size) + sequences * cfg.train_seq_len * per_token)
+    """Bytes that a rank needs with so many sequences at a time, in the stage that needs most. The numbers per
+    token are fitted to peaks that ./run.sh static counted, which are up to 7 % off (records/BENCH.md)."""
+    counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
+    most = max(stage.seq_multiple for stage in stage_table(cfg))
+    tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
+    # 1. weights, gradients, a rank's share of gradients and moments; the matrices as products read them
+    held = counts.total() * (8 + (12 if ranks > 1 else 8) / ranks) + counts["matrix"] * width
+    # 2. what layers keep for the backward pass; fp8 keeps less
+    kinds = per_layer(cfg.window_pattern, cfg.num_layers)
+    kept = cfg.model_dim * sum(13 * (kind in "LS") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
+    kept *= 0.68 if team.on_gpu and cfg.fp8.endswith("all") else 1
+    # 3. logits and their gradients
+    logits = tokens * cfg.vocab_size
+    return int(held + width * (tokens * kept + 2 * (min(logits, MAX_LOGITS) if team.on_gpu else logits)))
 
 def free_memory(team):
     """Bytes free on a GPU, or a rank's part of half a machine."""
@@ -2440,12 +2413,11 @@ def micro_batch(cfg, team):
 
 def peak_memory(team, log):
     """Logs and returns the most that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    text = f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20} MiB"
     if team.on_gpu:
         used, held = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
         text = f"peak memory allocated: {used} MiB reserved: {held} MiB"
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
-        text = f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20} MiB"
     log(text)
     return text
 
@@ -2469,38 +2441,7 @@ def plan_lines(cfg, team, micro, argv, env):
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
     yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
     yield from stage_lines(cfg)
-    if cfg.depth and cfg.dry_run:
-        yield from depth_lines(argv, env)
-
-def stage_lines(cfg):
-    """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
-    last, T = total_steps(cfg), cfg.train_seq_len
-    marks = {stage.first_step for stage in stage_table(cfg)}
-    marks |= {math.ceil(switch * cfg.iterations) for switch in cfg.lr_switches}
-    yield "stage table: from_step tokens_per_step long_window short_window lr_factor"
-    for step in sorted(mark for mark in marks if mark < last):
-        progress = step / last
-        stage = stage_at(cfg, progress)
-        tokens = cfg.train_batch_tokens * stage.batch_multiple
-        sizes = window_sizes(cfg, stage.window, T * stage.seq_multiple)
-        yield f"{step:22} {tokens:15} {sizes['L']:11} {sizes['S']:12} {top_lr(cfg, progress):9.4f}"
-    decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
-    first = max(0, math.ceil(cfg.iterations - decay))
-    if decay:
-        yield f"warmdown: by steps from {first} ({first / last:.1%}) on lr_factor falls to {cfg.lr_floor:g}"
-    momentum, first = f"muon_momentum: {cfg.muon_momentum:g}", f"{cfg.muon_momentum_warmup_start:g}"
-    if cfg.muon_momentum_warmup_steps:
-        momentum += f", from {first} in the first {cfg.muon_momentum_warmup_steps} steps"
-    if cfg.muon_momentum_cooldown_steps:
-        momentum += f", back to {first} in the last {cfg.muon_momentum_cooldown_steps}"
-    yield momentum
-    sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
-    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, long_window:{sizes['L']} "
-           f"short_window:{sizes['S']}")
-
-def depth_lines(argv, env):
-    """What a run takes at the depths 4, 8, ..., 32, with everything else as given."""
-    for depth in range(4, 33, 4):
+    for depth in range(4, 33, 4) if cfg.depth and cfg.dry_run else ():
         try:
             cfg = load_config(env, [*argv, f"--depth={depth}"])
         except Refused:  # something given does not fit this depth
@@ -2511,6 +2452,23 @@ def depth_lines(argv, env):
                f"tokens:{tokens} batch:{cfg.train_batch_tokens} steps:{cfg.iterations} "
                f"flops:{each * tokens:.4g} hours:{hours:.2f} ({PLANNED_GPUS}xH100 at mfu {cfg.plan_mfu:g})")
 
+def stage_lines(cfg):
+    """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
+    last, T = total_steps(cfg), cfg.train_seq_len
+    marks = {stage.first_step for stage in stage_table(cfg)}
+    marks |= {math.ceil(switch * cfg.iterations) for switch in cfg.lr_switches}
+    yield "stage table: from_step tokens_per_step long_window short_window lr_factor"
+    for step in sorted(mark for mark in marks if mark < last):
+        stage, lr = stage_at(cfg, step / last), top_lr(cfg, step / last)
+        tokens = cfg.train_batch_tokens * stage.batch_multiple
+        sizes = window_sizes(cfg, stage.window, T * stage.seq_multiple)
+        yield f"{step:22} {tokens:15} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
+    decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
+    first = max(0, math.ceil(cfg.iterations - decay))
+    if decay:
+        yield f"warmdown: by steps from {first} ({first / last:.1%}) on lr_factor falls to {cfg.lr_floor:g}"
+    yield f"evaluation windows: {listed(window_sizes(cfg, eval_window(cfg), cfg.eval_context or T))}"
+
 def plot_curves(curves, title, path, log):
     """loss.png of {split: [(step, training seconds, loss)]}; says why where it cannot be drawn."""
     try:
@@ -2520,8 +2478,8 @@ def plot_curves(curves, title, path, log):
         for split, points in curves.items():
             _, seconds, losses = zip(*points)
             axes.plot(seconds, losses, ".-", label=split)
-        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title,
-                 ylim=(0.9 * losses[-1], 1.9 * losses[-1]))
+        low, high = 0.9 * losses[-1], 1.9 * losses[-1]
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, ylim=(low, high))
         axes.legend()
         figure.savefig(path)
     except Exception as error:
@@ -2614,7 +2572,6 @@ class Clock:
         return step > 0 and 0 < self.cap <= self.then + reserve
 
     def stepped(self):
-        """A step was enqueued."""
         if self.team.on_gpu and self.cap:
             self.under_way.append(torch.cuda.current_stream().record_event())
 
@@ -2634,35 +2591,69 @@ def rows_at_once(rows, most):
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
 
 def rehearse(run):
-    """Before the clock: compiles, runs every stage on made-up tokens, undoes it. Sets run.loss_fn; returns
-    the seconds of the slowest micro-step after the first round, times those of a step."""
-    cfg, model, optimizer, team = run.cfg, run.model, run.optimizer, run.team
-    kept, table = [t.clone() for t in optimizer.tensors()], stage_table(cfg)
-    for loss_fn in [torch.compile(model, dynamic=False), model] if cfg.compile else [model]:
-        optimizer.adam_step = adam_step if loss_fn is model else torch.compile(adam_step, dynamic=True)
-        slowest = 0.0
+    """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
+    first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
+    dense attention by the next of SDPA_BACKENDS, the compiled step by the eager one. Sets run.loss_fn;
+    returns the seconds of the slowest micro-step after the first round, times those of a step."""
+    model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
+    while True:
+        run.loss_fn, optimizer.adam_step = model, adam_step
+        if compiled:
+            run.loss_fn = torch.compile(model, dynamic=False, fullgraph=run.team.on_gpu)
+            optimizer.adam_step = torch.compile(adam_step, dynamic=True)
         try:
-            for step in range(max(cfg.warmup_steps, len(table))):
-                began, stage = time.perf_counter(), table[step % len(table)]
-                T = cfg.train_seq_len * stage.seq_multiple
-                share = cfg.train_batch_tokens * stage.batch_multiple // T // team.world_size
-                rows = rows_at_once(share, run.micro // stage.seq_multiple)
-                tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
-                context = make_context(cfg, T, stage.window, team.device, team.dtype)
-                loss_fn(tokens, tokens, context).backward()
-                if step < cfg.warmup_steps:
-                    optimizer.step(1.0, cfg.muon_momentum)
-                team.wait()
-                if step >= len(table):
-                    slowest = max(slowest, (time.perf_counter() - began) * share / rows)
+            torch._foreach_zero_(optimizer.tensors())
+            slowest = rehearse_stages(run)
             break
         except Exception as error:  # a compiler's back end may raise anything
-            if loss_fn is model or team.world_size > 1 or out_of_memory(error):
+            why, names = brief(error), [*SDPA_BACKENDS]
+            rest = names[names.index(run.cfg.sdpa_backend) + 1:] if run.team.on_gpu else []
+            if out_of_memory(error) and run.micro > 1:
+                share = run.cfg.train_batch_tokens // run.cfg.train_seq_len // run.team.world_size
+                run.micro = rows_at_once(share, run.micro - 1)
+                run.log(f"rehearsal: {why}; now micro_batch:{run.micro}")
+            elif out_of_memory(error) or not compiled:
                 raise
-            run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
-    torch._foreach_copy_(optimizer.tensors(), kept)
+            elif rest:
+                run.cfg = replace(run.cfg, sdpa_backend=rest[0])
+                model.use(choose_kernels(run.cfg, True, run.log))
+                run.log(f"rehearsal: {why}; now sdpa_backend:{rest[0]}")
+            else:
+                compiled = False
+                run.log(f"compile: not possible here ({why}); training uncompiled")
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    torch._foreach_zero_(optimizer.tensors())
     optimizer.step_count = 0
-    run.loss_fn = loss_fn
+    init_parameters(model, run.cfg.seed)
+    return slowest
+
+def rehearse_stages(run):
+    """A micro-step of each stage in turn, warmup_steps or more; the seconds that rehearse() returns. Raises
+    on all ranks what went wrong on one."""
+    cfg, team, table, slowest = run.cfg, run.team, stage_table(run.cfg), 0.0
+    for step in range(max(cfg.warmup_steps, len(table))):
+        began, stage, problem = time.perf_counter(), table[step % len(table)], None
+        T = cfg.train_seq_len * stage.seq_multiple
+        share = cfg.train_batch_tokens * stage.batch_multiple // T // team.world_size
+        rows = rows_at_once(share, run.micro // stage.seq_multiple)
+        try:
+            tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
+            context = make_context(cfg, T, stage.window, team.device, team.dtype)
+            run.loss_fn(tokens, tokens.clone(), context).backward()  # one tensor for both: another graph
+            team.wait()
+        except Exception as error:
+            problem = error
+        failed = 2 if problem and out_of_memory(problem) else 1 if problem else 0
+        failed = all_reduce(torch.tensor(failed), "MAX").item()
+        if failed:
+            elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
+            raise problem or elsewhere
+        if step < cfg.warmup_steps:
+            run.optimizer.step(1.0, cfg.muon_momentum)
+            team.wait()
+        if step >= len(table):
+            slowest = max(slowest, (time.perf_counter() - began) * share / rows)
     return slowest
 
 def train(run, state, counter=time.perf_counter):
@@ -2709,11 +2700,16 @@ def train(run, state, counter=time.perf_counter):
         state.step += 1
         if loader.epoch > epoch:
             run.log(f"epoch {loader.epoch} begins in step {step + 1}")
-        # 5. a report
+        # 5. a report, with the mean loss of the ranks
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
             mean = all_reduce((loss + broken) / team.world_size, group=team.group).item()
-            report_step(run, state, clock.seconds(), mean, schedule[0])
+            step, now = state.step, clock.seconds()
+            state.curves["train"].append((step, now, mean))
+            check_finite(mean, "train_loss", step, state.curves["train"])
+            left = now / run_progress(cfg, step, now) - now
+            run.log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(now, step)} "
+                    f"tok/s:{state.tokens / now:.0f} lr_factor:{schedule[0]:.3f} eta:{left:.0f}s")
 
 def validate(run, state, window, done, measure, sample):
     """Off the clock: val_loss with the window of the step, at the end with that of evaluation; CORE and
@@ -2731,16 +2727,8 @@ def validate(run, state, window, done, measure, sample):
         core_metric(run.model, cfg, run.data, run.team, log)
     if sample and not done:
         show_samples(run.model, cfg, run.data, run.team, log)
+    run.team.share(None)  # as in Saver.save
     return score
-
-def report_step(run, state, now, loss, lr):
-    """The log line of a step that has just been made. loss: mean over the ranks; now: training seconds."""
-    cfg, step = run.cfg, state.step
-    state.curves["train"].append((step, now, loss))
-    check_finite(loss, "train_loss", step, state.curves["train"])
-    left = now / run_progress(cfg, step, now) - now
-    run.log(f"step:{step}/{total_steps(cfg)} train_loss:{loss:.4f} {time_text(now, step)} "
-            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr:.3f} eta:{left:.0f}s")
 
 def due(every, step):
     return every and step % every == 0
@@ -2755,8 +2743,7 @@ def check_finite(loss, name, step, curve):
 
 def training_report(run, state, score, stop_reason):
     """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
-    cfg, team, now = run.cfg, run.team, state.seconds
-    tokens = state.tokens
+    cfg, team, now, tokens = run.cfg, run.team, state.seconds, state.tokens
     laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
     step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
     flops = flops_per_token(cfg) * tokens
@@ -2792,13 +2779,12 @@ def open_folder(run, again):
 
 def first_result(run, changed, resumed):
     """result.json as far as it is known before training."""
-    cfg, code = run.cfg, script_source()
+    cfg, team = run.cfg, run.team
     return dict(
         run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
-        train_time_ms=0, steps=0, tokens=0, bytes_code=len(code), bytes_model=None, bytes_total=None,
-        code_sha256=hashlib.sha256(code).hexdigest(), world_size=run.team.world_size,
-        hardware=hardware(run.team), torch=torch.__version__,
-        config={name: show(value) for name, value in vars(cfg).items()},
+        train_time_ms=0, steps=0, tokens=0, bytes_code=len(script_source()), bytes_model=None,
+        bytes_total=None, code_sha256=script_sha256(), world_size=team.world_size, hardware=hardware(team),
+        torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
         overrides=changed, data=run.data.about, eval=eval_settings(cfg), stop_reason="eval_from",
         started=run.started, resumed=resumed)
 
@@ -2822,28 +2808,25 @@ def prepare(run, argv, env):
         run.micro = micro_batch(cfg, team)
         log(*plan_lines(cfg, team, run.micro, argv, env))
         run.kernels = choose_kernels(cfg, team.on_gpu, log)
+    elif team.on_gpu:
+        run.model.use(choose_kernels(replace(cfg, fp8="off"), True, log))
 
 def train_model(run, checkpoint, began):
     """First values or a checkpoint, rehearsal, training. Returns Score, curves, part of the result."""
     cfg, team, log = run.cfg, run.team, run.log
-    run.model = GPT(cfg, run.kernels)
-    init_parameters(run.model, cfg.seed)
-    run.optimizer = Optimizer(run.model.to(team.device), cfg, team.rank, team.world_size)
+    with team.device:
+        run.model = GPT(cfg, run.kernels)
+    run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size)
     ready = time.perf_counter()
     team.at("compile")
     log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
     slowest = rehearse(run)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
-    state = TrainState()
-    if checkpoint:
-        try:
-            restore(team, run.model, run.optimizer, run.loader, checkpoint)
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise Refused(f"the checkpoint of {cfg.run_id} does not fit it ({brief(error)})") from None
-        progress = checkpoint["progress"]
-        run.started = progress["started"]
-        state = TrainState(*(progress[name] for name in ("step", "tokens", "now", "curves", "laps")))
+    try:
+        state = restore(run, checkpoint) if checkpoint else TrainState()
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise Refused(f"the checkpoint of {cfg.run_id} does not fit it ({brief(error)})") from None
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.saver.begin(run, state)
@@ -2854,13 +2837,14 @@ def train_model(run, checkpoint, began):
                    compiled=run.loss_fn is not run.model)
     return score, state.curves, report
 
-def read_back(run):
-    """Writes the artifact and loads it again into run.model on every rank. Returns its sizes on rank 0."""
-    report, model = {}, run.model
+def write_and_read_back(run):
+    """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
+    report, model, packed = {}, run.model, run.cfg.score_artifact
     if run.team.rank == 0:  # other hosts lack the file
-        report = write_artifact(model, run.folder, len(script_source()), run.log)
-        model.load_state_dict(load_model(run.folder / artifact_name(run.cfg))[0].state_dict())
-    if run.team.world_size > 1:
+        report = write_model(model, run.folder, len(script_source()), run.log)
+        if packed:
+            model.load_state_dict(load_model(run.folder / artifact_name(run.cfg))[0].state_dict())
+    if packed and run.team.world_size > 1:
         for bank in run.optimizer.banks:
             dist.broadcast(bank.data, 0)
     return report
@@ -2868,28 +2852,21 @@ def read_back(run):
 def finish(run, result, report, scores, curves, began):
     """Samples, picture, summary and result.json, by rank 0."""
     cfg, log = run.cfg, run.log
-    score = scores.get("artifact" if cfg.score_artifact else "trained") or next(iter(scores.values()))
+    score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
     show_samples(run.model, cfg, run.data, run.team, log)
     if curves:
         plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
-    report |= dict(process_ms=round(1e3 * (time.perf_counter() - began)),
-                   val_bpb_without_bos=score.val_bpb_without_bos)
-    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb,
-                        "finished": f"{datetime.now(UTC):%FT%TZ}"}
+    process_ms, finished = round(1e3 * (time.perf_counter() - began)), f"{datetime.now(UTC):%FT%TZ}"
+    report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
+    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}
     rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
-    hidden = {} if cfg.artifact_bytes_limit else {"artifact_within_limit"}
-    shown = {key: value for key, value in rows.items() if value is not None and key not in hidden}
-    log(*(f"{key:>21}  {rounded(key, value)}" for key, value in shown.items()))
+    for key, value in rows.items():
+        if isinstance(value, float):
+            value = f"{value:{'.4g' if 'flops' in key else '.8f' if 'bpb' in key else '.4f'}}"
+        log(f"{key:>21}  {listed(value) if isinstance(value, dict) else value}")
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
-
-def rounded(key, value):
-    """A value of the summary: bits per byte with 8 decimals, other fractions with 4."""
-    if isinstance(value, dict):
-        return listed(value)
-    digits = ".4g" if "flops" in key else ".8f" if "bpb" in key else ".4f"
-    return f"{value:{digits}}" if isinstance(value, float) or "flops" in key else value
 
 def run_once(argv, env, log, saver):
     """One run: the plan only, the score of a file, or training."""
@@ -2920,7 +2897,8 @@ def run_once(argv, env, log, saver):
     if model and "sample" in changed:
         show_samples(model, run.cfg, run.data, team, log)
         return
-    run.loader.read(0, 1)  # checks the first shard
+    if not model:
+        run.loader.check()
     open_folder(run, again=checkpoint is not None)
     result = first_result(run, changed, checkpoint is not None)
     log(f"eval settings: {listed(result['eval'])}")
@@ -2933,12 +2911,11 @@ def run_once(argv, env, log, saver):
     else:
         scores["trained"], curves, report = train_model(run, checkpoint, began)
         result["started"] = run.started
-        if cfg.core and not cfg.score_artifact:
-            result |= core_metric(run.model, cfg, run.data, team, log)
-        report |= read_back(run)
-        log("scoring the artifact as read back")
-        scores["artifact"] = evaluate(run.model, cfg, run.data, team)
-    if cfg.core and (model or cfg.score_artifact):
+        report |= write_and_read_back(run)
+        if cfg.score_artifact:
+            log("scoring the artifact as read back")
+            scores["artifact"] = evaluate(run.model, cfg, run.data, team)
+    if cfg.core:
         result |= core_metric(run.model, cfg, run.data, team, log)
     result["peak_memory"] = peak_memory(team, log)
     # 3. the scores
@@ -2953,14 +2930,15 @@ def run_once(argv, env, log, saver):
 
 def main(argv, env):
     """Returns the exit code: 0 done, 1 failed, 2 refused before training."""
-    log, saver = Log(lead=env.get("RANK", "0") == "0"), None
+    if "--help" in argv or "-h" in argv:
+        print(*help_text(), sep="\n")
+        return 0
+    log = Log(lead=env.get("RANK", "0") == "0")
+    saver = Saver(log)
     try:
-        if "--help" in argv or "-h" in argv:
-            print(*help_text(), sep="\n")
-            return 0
-        saver = Saver(log)
         run_once(argv, env, log, saver)
-        saver.close()
+        saver.release()
+        saver.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
         return 0
@@ -2977,21 +2955,19 @@ def main(argv, env):
 def explain(error, log, saver):
     """(exit code, last line of train.log) of what ended this rank; traceback only for a mistake of ours."""
     refused, interrupted = isinstance(error, (Refused, ImportError)), isinstance(error, KeyboardInterrupt)
-    code = 2 if refused and not log.path else 1
-    said = refused or interrupted
-    why = " ".join(str(error).split()) or "interrupted" if said else brief(error)
+    code, run = 2 if refused and not log.path else 1, saver.run
+    why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
     if isinstance(error, ImportError):
         why += ": is it installed?"
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
     elif lost_peer(error):
         why = f"another rank is gone or hangs ({brief(error)})"
-    elif not said and not isinstance(error, OSError):
+    elif not (refused or interrupted or isinstance(error, OSError)):
         traceback.print_exception(error)
-    run = saver and saver.run
     if run and run.team.world_size > 1 and log.path and not interrupted:
         why = f"rank {run.team.rank} at step {run.team.step} ({run.team.phase}): {why}"
-    return code, saver.verdict(why, error) if saver else why
+    return code, saver.verdict(why, error)
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # samples may hold what the terminal cannot show

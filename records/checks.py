@@ -293,8 +293,14 @@ def protocols_of(result):
     return [name for name in PROTOCOLS if f"val_loss_{name}" in result]
 
 
+def scored_part(result):
+    """Scores of the artifact, or of the weights where none was packed."""
+    return result.get("artifact") or result["trained"]
+
+
 def artifact_of(folder, options):
-    """The artifact of train.log's run: in the folder, or where --artifact says; None if it is not at hand."""
+    """The artifact of train.log's run, or its weights where none was packed: in the folder, or where
+    --artifact says; None if it is not at hand."""
     here = sorted(folder.path.glob("final_model.*.ptz"))
     path = Path(options.artifact) if options.artifact else here[0] if here else None
     if path:
@@ -406,13 +412,16 @@ def check_final_scores(ours):
     run, log, result, name = ours
     lines = {tag: {"val_loss": loss, "val_bpb": bpb} for tag, loss, bpb in run.finals}
     codec = "int8_zlib" if float(result["config"].get("artifact_step", 0)) == 0 else "lzma"
-    for part, tag in (("trained", "final_model"), ("artifact", f"final_{codec}_roundtrip")):
+    counts = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
+    tags = {"trained": "final_model", "artifact": f"final_{codec}_roundtrip"}
+    for part, tag in tags.items():
+        if part == "artifact" != counts and part not in result:
+            continue                            # no artifact was packed
         for line, digits in ((tag, 4), (tag + "_exact", 8)):
             require(line in lines, f"{log} has no line {line}")
             for key, value in lines[line].items():
                 if value is not None:
                     same(name, f"{part} {key}", round(result[part][key], digits), f"{log}, {line}", value)
-    counts = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
     for key in ("val_loss", "val_bpb"):
         same(name, key, result[key], f"its {counts}", result[counts][key])
 
@@ -551,7 +560,9 @@ def check_files(folder, options):
     for name in ("train.log", "result.json", "train_gpt.py", "loss.png"):
         require(name in listed, f"{name} is not part of the record")
     artifact = [name for name in listed if name.endswith(".ptz")]
-    require(artifact or first["bytes_model"] >= ARTIFACT_LIMIT, "the artifact of train.log is not there")
+    packed = first["config"]["score_artifact"] == "1"
+    require(artifact or not packed or first["bytes_model"] >= ARTIFACT_LIMIT,
+            "the artifact of train.log is not there")
     for name in artifact:
         same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], name, listed[name])
         same(name, "bytes", len(folder.read(name)), "result.json", first["bytes_model"])
@@ -658,8 +669,8 @@ def check_rerun(folder, options):
     _, _, result, name = our_runs(folder)[0]
     if options.no_exec:
         raise LeftOut
-    artifact, files, want = artifact_of(folder, options), val_files(result), result["artifact"]
-    require(artifact, "the artifact is not in the folder: give it with --artifact PATH")
+    artifact, files, want = artifact_of(folder, options), val_files(result), scored_part(result)
+    require(artifact, "the artifact is not in the folder: give it, or final_model.pt, with --artifact PATH")
     require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     on_cpu = "threads" in result["hardware"]
     tolerance = 2e-5 if on_cpu else 2e-3        # CPUs score in fp32, GPUs in bf16
@@ -685,7 +696,7 @@ def check_rerun(folder, options):
 def score_added_up(folder, artifact, result, files, options, tolerance):
     """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
     too long or the rows overlap."""
-    config, want = result["config"], result["artifact"]["val_loss"]
+    config, want = result["config"], scored_part(result)["val_loss"]
     row = int(config["train_seq_len"])
     plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
     tokens = np.memmap(files[0], "<u2", "r", 1024)

@@ -182,7 +182,7 @@ def excluded_runs(args, opened):
 
 
 def copy_files(folder, opened, baseline, artifact):
-    """Logs, results, the script, and the artifact if it is small."""
+    """Logs, results, the script, and the artifact if there is one and it is small."""
     home = opened[0][0].path.parent
     for i, (run, result) in enumerate(opened):
         end = f"_seed{result['seed']}" if i else ""
@@ -191,7 +191,7 @@ def copy_files(folder, opened, baseline, artifact):
     for run, result in baseline:
         shutil.copyfile(run.path, folder / f"baseline_seed{result['seed']}.log")
     shutil.copyfile(home / "train_gpt.py", folder / "train_gpt.py")
-    if artifact.stat().st_size < ARTIFACT_LIMIT:
+    if artifact.suffix == ".ptz" and artifact.stat().st_size < ARTIFACT_LIMIT:
         shutil.copyfile(artifact, folder / artifact.name)
 
 
@@ -212,7 +212,8 @@ def new(args, say):
     before = args.before or best_before(earlier, first["hardware"])
     demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
     # 3. the files
-    artifacts = sorted(home.glob("final_model.*.ptz"))
+    packed = first["config"]["score_artifact"] == "1"
+    artifacts = sorted(home.glob("final_model.*.ptz" if packed else "final_model.pt"))
     demand(artifacts, f"run {first['run_id']} has no artifact")
     date = max(result["finished"] for _, result in opened)[:10]
     short_name = re.sub(r"[^A-Za-z0-9]+", "", args.name)

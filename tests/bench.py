@@ -80,8 +80,8 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
             model = trainer.GPT(cfg, team.dtype, *older_kernels(trainer, cfg, team, log))
     except trainer.Refused as error:
         raise train_gpt.Refused(str(error)) from None
-    trainer.init_parameters(model, cfg.seed)
     run.model = model.to(team.device)
+    trainer.init_parameters(model, cfg.seed)
     run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size)
     began = time.perf_counter()
     if hasattr(trainer, "Run"):

@@ -215,10 +215,14 @@ SKIPPED = []
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests of faults unless -m names them."""
-    if "faults" in config.option.markexpr:
-        return
-    left = [item for item in items if item.get_closest_marker("faults") and item.get_closest_marker("slow")]
+    """Leaves out slow tests of faults, and those that need CUDA's libraries, unless -m names them."""
+    asked = config.option.markexpr
+    left = []
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        slow_faults, static = {"faults", "slow"} <= marks, "static" in marks
+        if slow_faults and "faults" not in asked or static and "static" not in asked:
+            left.append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]

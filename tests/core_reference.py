@@ -96,17 +96,16 @@ def common_prefix(sequences):
 
 
 def example_spans(sp, bos, task, items, i):
-    """-> ([(tokens, start)] per option, of which tokens[start:] is scored; whether the prompt alone is no
-    prefix of the prompt with its continuation)."""
+    """-> [(tokens, start)] per option, of which tokens[start:] is scored."""
     sequences = [[bos, *sp.encode(text)] for text in prompts(task, items, i)]
     if task["kind"] == "schema":
         length = common_prefix([tokens[::-1] for tokens in sequences])
-        return [(tokens, len(tokens) - length) for tokens in sequences], False
+        return [(tokens, len(tokens) - length) for tokens in sequences]
     start = common_prefix(sequences)
     if task["kind"] == "multiple_choice":
-        return [(tokens, start) for tokens in sequences], False
-    without, with_it = sequences
-    return [(with_it, start)], start < len(without)
+        return [(tokens, start) for tokens in sequences]
+    _, with_it = sequences
+    return [(with_it, start)]
 
 
 def crop(tokens, start, longest):
@@ -128,7 +127,7 @@ def span_log_probs(model, cfg, tokens, start):
 def mean_losses(model, cfg, sp, bos, task, items, i):
     """Nats per token of each option of example i, None for an empty span. Not for language modelling."""
     found = []
-    for tokens, start in example_spans(sp, bos, task, items, i)[0]:
+    for tokens, start in example_spans(sp, bos, task, items, i):
         scores, targets = span_log_probs(model, cfg, tokens, start)
         losses = [-float(scores[p, token]) for p, token in enumerate(targets)]
         found.append(sum(losses) / len(losses) if losses else None)
@@ -139,7 +138,7 @@ def pick_of(model, cfg, sp, bos, task, items, i):
     """Index of the option with the lowest mean loss, the first of equals, or -1; language modelling: 0 where
     every continuation token is the argmax, else -1."""
     if task["kind"] == "language_modeling":
-        ((tokens, start),) = example_spans(sp, bos, task, items, i)[0]
+        ((tokens, start),) = example_spans(sp, bos, task, items, i)
         scores, targets = span_log_probs(model, cfg, tokens, start)
         right = [int(scores[p].argmax()) == token for p, token in enumerate(targets)]
         return 0 if right and all(right) else -1
@@ -152,10 +151,9 @@ def pick_of(model, cfg, sp, bos, task, items, i):
 
 # -------------------------------------------------------------------------------- the metric
 def reference_picks(model, cfg, sp, bos, task, most=0):
-    """-> (pick of each example, number whose prompt alone is no prefix of the prompt with continuation)."""
+    """-> pick of each example."""
     items = shuffled(task["items"], most)
-    picks = [pick_of(model, cfg, sp, bos, task, items, i) for i in range(len(items))]
-    return picks, sum(example_spans(sp, bos, task, items, i)[1] for i in range(len(items)))
+    return [pick_of(model, cfg, sp, bos, task, items, i) for i in range(len(items))]
 
 
 def reference_core(model, cfg, sp, bos, folder, most=0):
@@ -164,7 +162,7 @@ def reference_core(model, cfg, sp, bos, folder, most=0):
     found = {}
     for task in read_bundle(folder):
         items = shuffled(task["items"], most)
-        picks, _ = reference_picks(model, cfg, sp, bos, task, most)
+        picks = reference_picks(model, cfg, sp, bos, task, most)
         right = sum(pick == item.get("gold", 0) for pick, item in zip(picks, items))
         accuracy, base = right / len(items), task["base"] / 100
         found[task["label"]] = dict(accuracy=accuracy, centered=(accuracy - base) / (1 - base), n=len(items))

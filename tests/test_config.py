@@ -29,7 +29,8 @@ PINNED = {
         unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(1, 2),
         window_pattern="SL", window_schedule=(256,), window_block=1, eval_window=0,
         # of the run
-        run_id="", seed=1337, device="auto", dtype="auto", fp8="off", compile=True, dry_run=False,
+        run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash",
+        compile=True, dry_run=False,
         eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
         sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
         artifact_bytes_limit=0, artifact_step=0.0, artifact_keep=65_536, artifact_scale_floor=0.0,
@@ -493,7 +494,8 @@ class Trap:
 
 def hook(event, args):
     written = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    assert not written and event not in ("os.mkdir", "os.rename", "os.remove", "subprocess.Popen"), event
+    assert not written and event not in ("os.mkdir", "os.rename", "os.remove", "subprocess.Popen",
+                                         "socket.connect"), event
 
 def settings():
     return (torch.get_num_threads(), torch.get_rng_state().sum().item(), torch.cuda.is_initialized(),

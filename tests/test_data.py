@@ -5,6 +5,8 @@ import queue
 import random
 import re
 import threading
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -272,38 +274,26 @@ def test_the_next_step_is_read_meanwhile(rank, world_size):
     assert all(thread is not threading.main_thread() for *_, thread in found)
 
 
-def test_a_bad_shard_is_refused_at_its_first_use_and_not_before():
-    loader = loader_of(stream_data((100, 100, 100), vocab_size=200))     # the third shard's begin at 200
-    for step in range(6):                                                # 6 * 32 + 1 <= 200
-        assert loader.next(4 * T)[0][0, 0] == 4 * T * step
-    for _ in range(3):
-        with pytest.raises(Refused, match="shard s2 holds token 299"):
-            loader.next(4 * T)
-        assert loader.position == 24
-    for size in 4 * T, 4 * T + 1:                                        # the last target counts as use
-        loader = loader_of(stream_data((size, 100), vocab_size=size))
-        if size == 4 * T:
-            with pytest.raises(Refused, match="shard s1"):
-                loader.next(4 * T)
-    loader.next(4 * T)
-    data = stream_data((100, 100), vocab_size=100)
-    loader_of(data, 0, 2).next(16 * T)                                   # this rank reads tokens 0 to 64
-    with pytest.raises(Refused, match="shard s1"):
-        loader_of(data, 1, 2).next(16 * T)                               # this one up to 128
+@pytest.mark.parametrize("packing", ["rows", "spans"])
+def test_a_bad_shard_is_refused_before_the_clock(packing):
+    """... whichever rank or step would read it; the largest token that fits is fine."""
+    bad = "shard s2 holds token 299"
+    for vocab_size, wanted in ((200, bad), (299, bad), (300, "")):
+        loader = loader_of(stream_data((100, 100, 100), vocab_size=vocab_size), 1, 2, packing=packing)
+        with pytest.raises(Refused, match=wanted) if wanted else nullcontext():
+            loader.check()
 
 
-def test_each_shard_is_checked_once(monkeypatch):
-    names, check, vocab_size = [], train_gpt.check_tokens, 65_000
+def test_every_token_of_every_shard_is_checked(monkeypatch):
+    seen, check, vocab_size = Counter(), train_gpt.check_tokens, 65_000
 
     def spy(tokens, *args):
-        if args[0] == vocab_size:       # a loader of another test may still be reading ahead
-            names.append(args[1])
+        seen[args[1]] += len(tokens)
         check(tokens, *args)
-    monkeypatch.setattr(train_gpt, "check_tokens", spy)
     loader = loader_of(stream_data(vocab_size=vocab_size))
-    for _ in range(40):
-        loader.next(4 * T)
-    assert sorted(names) == [f"shard s{i}" for i in range(len(SIZES))]
+    monkeypatch.setattr(train_gpt, "check_tokens", spy)
+    loader.check()
+    assert seen == {f"shard s{i}": size for i, size in enumerate(SIZES)}
 
 
 @pytest.mark.parametrize("epochs, cap, last", [(0, 0, 0), (3, 0, 0), (2, 0, 27), (1, 0, 13), (1, 60, 0)])

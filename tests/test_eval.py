@@ -219,7 +219,7 @@ def test_sizes_and_limits_of_artifacts(tmp_path):
     assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.7 * sizes[1]
     for limit, fits in ((0, True), (sizes[0] + 50, True), (sizes[0] + 49, False)):
         models[0].cfg = replace(models[0].cfg, artifact_bytes_limit=limit)
-        report = train_gpt.write_artifact(models[0], tmp_path, 50, lambda *lines: None)
+        report = train_gpt.write_model(models[0], tmp_path, 50, lambda *lines: None)
         assert report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
     models[0].head.data[0, 0] = 1e8
     with pytest.raises(Refused):

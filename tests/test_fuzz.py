@@ -1,4 +1,4 @@
-"""Fuzz, seeded: random configurations are refused or train as asked, damaged files are refused or matter not.
+"""Fuzz, seeded: random configurations are refused or train as asked; a damaged file never changes a score.
 
 By default a sample; `-m faults` runs twenty times as many cases. A case comes from its number alone: what a
 failed test printed last, as `drawn_run(7)`, repeats it.
@@ -150,7 +150,7 @@ def drawn_together(rng, T):
 
 
 RATES = ("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr")
-TAME = {  # where the whole range of a constant would take too long, refuse most runs or diverge
+DRAWN_FROM = {  # where the whole range of a constant would take too long, refuse most runs or diverge
     "run_id": ("", "a", "a=1,b", "é.", "_-+"), "sample": ("", "a", "|", "a|b||c", "é\U0001f600"),
     "fp8": ("off", "auto-head", "auto-all"), "mlp_mult": (1, 2, 4), "bos_id": (0, 1, 2, 300),
     "vocab_size": (0, 512, 513, 575), "data_path": ("data/datasets/toy/", "data//datasets/toy"),
@@ -167,9 +167,9 @@ def drawn_run(number):
     cfg = smallest(rng)
     groups = drawn_together(rng, cfg["train_seq_len"])
     elsewhere = {*cfg, *(name for group in groups for name in group)}
-    free = [name for name in FIELDS if name in TAME or name not in elsewhere]
+    free = [name for name in FIELDS if name in DRAWN_FROM or name not in elsewhere]
     for name in rng.sample(free, rng.choice((3, 10, 25))):
-        cfg[name] = rng.choice(TAME[name]) if name in TAME else value_of(rng, name)
+        cfg[name] = rng.choice(DRAWN_FROM[name]) if name in DRAWN_FROM else value_of(rng, name)
     for group in rng.sample(groups, 2):
         cfg |= group
     if cfg["target_flops"] or cfg["target_param_data_ratio"]:
@@ -223,7 +223,8 @@ def test_configurations_train_as_asked(times, workplace):
         elif done.code == 1:
             assert "learning rates" in done.err
         else:
-            assert any(word in done.err for word in (*FIELDS, "val split", "train tokens")), done.err
+            words = (*FIELDS, "val split", "train split", "train tokens")
+            assert any(word in done.err for word in words), done.err
             assert not Path("logs").exists()
         shutil.rmtree("logs", ignore_errors=True)
     assert codes[0] * 2 > codes.total() and codes[1] * 5 < codes.total(), codes
@@ -300,7 +301,8 @@ def scramble(rng, path):
 
 
 # Each of these damages the current folder by chance and returns what may come of it besides a refusal:
-# "nothing", "same": the score of whole files, "any": a finite score, as no checksum is there to tell.
+# "nothing", "same": the score of whole files, "any": a finite score, as no checksum is there to tell. "always
+# same": not even a refusal may come of it; "over": the run has finished, and nothing else.
 def train_shard(rng):
     """Tokens within the vocabulary are not checked: nobody sums 100 GB at each start."""
     path = rng.choice(TRAIN)
@@ -315,7 +317,13 @@ def other_file(rng):
     """A file that is missing, a folder, a link to itself, or another file."""
     path, other = rng.sample([*TRAIN, VAL, MODEL], 2)
     path.unlink()
-    rng.choice((list, path.mkdir, lambda: path.symlink_to(path.name), lambda: shutil.copy(other, path)))()
+    kind = rng.randrange(4)
+    if kind == 0:
+        path.mkdir()
+    elif kind == 1:
+        path.symlink_to(path.name)
+    elif kind == 2:
+        shutil.copy(other, path)
     return "nothing"
 
 
@@ -370,9 +378,17 @@ def checkpoint_inside(rng):
         edit(rng, payload[part], MORE_JUNK)
     else:
         payload = rng.choice(([1], None, {}, Evil(), payload | {"progress": {"step": 4}}, payload["tensors"]))
-    path.write_bytes(packed(payload))
+    path.write_bytes(packed(payload, squeeze=False))
     (RUN / "checkpoint_prev.pt").unlink()
     return "any"
+
+
+def nothing_inside(_):
+    """What the two above write is whole if they change nothing."""
+    for path, squeeze in ((Path("model.ptz"), True), (RUN / "checkpoint.pt", False)):
+        path.write_bytes(packed(payload_of(path.read_bytes()), squeeze))
+    (RUN / "checkpoint_prev.pt").unlink()
+    return "always same"
 
 
 def both_checkpoints(rng):
@@ -390,7 +406,10 @@ def finished(rng):
 
 def scrambled(path, expected):
     """A damage of a file's bytes alone."""
-    return lambda rng: scramble(rng, path) or expected
+    def damage(rng):
+        scramble(rng, path)
+        return expected
+    return damage
 
 
 def score_of_data(model=None):
@@ -400,6 +419,7 @@ def score_of_data(model=None):
     data = train_gpt.open_data(cfg, lambda *_: None)
     cfg = train_gpt.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     loader = train_gpt.Loader(cfg, data, fake_team(), lambda *_: None)
+    loader.check()
     assert loader.read(0, int(loader.edges[-1])).max() < data.vocab_size
     assert loader.next(cfg.train_batch_tokens)[0].shape == (2, 32)
     score = train_gpt.evaluate(model, cfg, data, fake_team())
@@ -413,8 +433,9 @@ def score_of_artifact():
 def score_of_resumed():
     done = call_main([], SMALL | {"RESUME": "run"})
     if done.code:
+        assert "train_loss" not in done.out and "learning rates" not in done.err, "refused only after a step"
         raise Refused(done.err)
-    result = json.loads(next(RUN.glob("result.json")).read_text())
+    result = json.loads((RUN / "result.json").read_text())
     return "over" if "has finished" in done.out else (result["val_loss"], result["val_bpb"])
 
 
@@ -431,6 +452,8 @@ DAMAGES = {  # what is damaged, what scores it, how many cases are a sample
     "trained weights": (scrambled(Path("model.pt"), "same"), score_of_data, 6),
     "artifact": (scrambled(Path("model.ptz"), "same"), score_of_artifact, 6),
     "artifact inside": (artifact_inside, score_of_artifact, 16),
+    "artifact as it was": (nothing_inside, score_of_artifact, 1),
+    "checkpoint as it was": (nothing_inside, score_of_resumed, 1),
     "checkpoint": (scrambled(RUN / "checkpoint.pt", "always same"), score_of_resumed, 4),
     "both checkpoints": (both_checkpoints, score_of_resumed, 4),
     "checkpoint inside": (checkpoint_inside, score_of_resumed, 16),
@@ -452,12 +475,13 @@ def whole(tiny_data, tmp_path_factory):
         patch.chdir(folder)
         model = Path(tiny_data, "data/tokenizers/toy.model").read_bytes()
         sp = spm.SentencePieceProcessor(model_proto=model)
-        text = list(helpers.library_documents(12_000))
-        train, val = helpers.tokens_of(sp, text[2:]), helpers.tokens_of(sp, text[:2])
-        val_bytes = sum(len(document.encode()) for document in text[:2])
+        text = [document[i:i + 300] for document in helpers.library_documents(12_000)
+                for i in range(0, len(document), 300)]
+        train, val = helpers.tokens_of(sp, text[20:]), helpers.tokens_of(sp, text[:20])
+        val_bytes = sum(len(document.encode()) for document in text[:20])
         helpers.write_dataset(".", "small", model, np.split(train, [700, 1500]), val, val_bytes)
         np.arange(len(text), dtype="<u8").tofile(DATA / "document_hashes.bin")
-        about = {"document_hashes": {"path": "document_hashes.bin", "val": 2}}
+        about = {"document_hashes": {"path": "document_hashes.bin", "val": 20}}
         MANIFEST.write_text(json.dumps(json.loads(MANIFEST.read_text()) | about))
         patch.setattr(train_gpt, "write_checkpoint", keeping)
         assert call_main([], SMALL | {"SAVE_EVERY": "2", "RUN_ID": "run"}).code == 0
@@ -471,6 +495,14 @@ def whole(tiny_data, tmp_path_factory):
                   score_of_resumed: (result["val_loss"], result["val_bpb"])}
     assert all(math.isfinite(number) for score in scores.values() for number in score)
     return folder, scores
+
+
+@pytest.fixture
+def copied(whole, tmp_path, monkeypatch):
+    """A copy of it as the current folder; runs draw no picture, for speed."""
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
+    shutil.copytree(whole[0], tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
 
 
 @sample_or_all
@@ -497,3 +529,44 @@ def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
             assert expected == "any" or score in [(val_loss, val_bpb), (val_loss, None)]
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(f"{case}")
+
+
+@pytest.mark.parametrize("part, name, value", [
+    ("config", "num_layers", "2"), ("config", "num_heads", 5), ("config", "matrix_lr", math.nan),
+    ("config", "nothing", 1), ("progress", "step", -1), ("progress", "step", 4.0),
+    ("progress", "now", math.inf), ("progress", "updates", "4"), ("progress", "tokens", -1),
+    ("progress", "started", None),
+     ("progress", "epoch", None)])
+def test_a_checkpoint_with_an_impossible_value_is_passed_over(part, name, value, copied):
+    """For the one before, which is of step 2."""
+    path = RUN / "checkpoint.pt"
+    payload = payload_of(path.read_bytes())
+    payload[part][name] = value
+    path.write_bytes(packed(payload, squeeze=False))
+    found, (sentence,) = train_gpt.read_checkpoint(RUN)
+    assert found["progress"]["step"] == 2 and "checkpoint.pt is damaged" in sentence
+
+
+@pytest.mark.parametrize("name, value", [
+    ("step", 99), ("laps", [[1.0]]), ("laps", [[1.0, 0]]), ("laps", [["x", 1]]), ("curves", {"train": []}),
+    ("curves", {"train": [], "val": [[1]]})])
+def test_a_checkpoint_whose_lists_make_no_sense_is_refused(name, value, copied):
+    path = RUN / "checkpoint.pt"
+    payload = payload_of(path.read_bytes())
+    payload["progress"][name] = value
+    path.write_bytes(packed(payload, squeeze=False))
+    with pytest.raises(Refused, match="does not fit"):
+        score_of_resumed()
+
+
+@pytest.mark.parametrize("part", ["tensors", "state"])
+@pytest.mark.parametrize("change", [
+    lambda w: w * torch.nan, lambda w: w.half(), lambda w: torch.cat((w, w)), lambda w: w[:1], lambda w: "x"])
+def test_a_checkpoint_with_a_tensor_that_does_not_fit_is_refused(part, change, copied):
+    path = RUN / "checkpoint.pt"
+    payload = payload_of(path.read_bytes())
+    name = next(iter(payload[part]))
+    payload[part][name] = change(payload[part][name])
+    path.write_bytes(packed(payload, squeeze=False))
+    with pytest.raises(Refused, match="does not fit"):
+        score_of_resumed()

@@ -1,10 +1,18 @@
-"""The same trainer on a GPU: what it computes, that the host never waits for it, and the cap."""
+"""The same trainer on a GPU: what it computes, that the host never waits for it, and the cap.
+
+`./run.sh test -m gpu` needs a GPU. Tests marked structure are about waits, memory, compiling and the clock,
+not about numbers; `./run.sh test -m static` runs them also on the stand-in for an H100 (static_gpu.py), which
+computes nothing.
+"""
 
 import itertools
+import os
+import re
 
 import pytest
 import torch
 
+import static_gpu
 import train_gpt
 from helpers import TOY, look, run_cli
 from test_kernels import gradients, two_rows
@@ -15,6 +23,12 @@ GPU = TOY | dict(DEVICE="cuda", DTYPE="auto", TRAIN_LOG_EVERY="1", NUM_KV_HEADS=
                  WINDOW_PATTERN="SL", WINDOW_SCHEDULE="32", SAMPLE_TOKENS="0")
 CPU = GPU | dict(DEVICE="cpu", DTYPE="float32")
 COMPILED = dict(COMPILE="1", WARMUP_STEPS="2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_stand_in():
+    """Nothing can launch there: fused attention only allocates."""
+    yield static_gpu.replace_attention(torch, lambda *_: None) if "STATIC_NAME" in os.environ else None
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +84,7 @@ def test_under_torchrun(train, root):
     near(look(root / "logs" / "torchrun"), train(GPU), 5e-3)
 
 
+@pytest.mark.structure
 @pytest.mark.parametrize("compile", ["0", "1"])
 def test_no_synchronisation_between_log_lines(compile, train, monkeypatch):
     """From the start of step 12 to the end of step 19 any wait of the host for the device is an error: steps,
@@ -95,6 +110,60 @@ def test_no_synchronisation_between_log_lines(compile, train, monkeypatch):
     assert next(count) == 21 and sorted(done.losses) == [*range(1, 11), 20]
 
 
+@pytest.mark.structure
+def test_nothing_compiles_on_the_clock(train, monkeypatch):
+    """Not for a stage, a window, a validation in between, or the last batch of val, which is shorter."""
+    real, graphs = train_gpt.train_step, []
+
+    def step(*args):
+        loss = real(*args)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return loss
+
+    monkeypatch.setattr(train_gpt, "train_step", step)
+    done = train(GPU, **COMPILED, TRAIN_SEQ_LEN="128", WINDOW_SCHEDULE="32,64", BATCH_SCHEDULE="1,2",
+                 VAL_LOSS_EVERY="4", MAX_DOC_LEN="128", FP8="auto-all")
+    assert done.code == 0 and done.result["compiled"], done.err
+    assert len(graphs) == 20 and len({*graphs}) == 1
+
+
+@pytest.mark.structure
+def test_the_plan_knows_the_memory_of_a_step(train, monkeypatch):
+    """Within 15 per cent, at a size where the model counts."""
+    real, peaks = train_gpt.train_step, []
+
+    def step(*args):
+        torch.cuda.reset_peak_memory_stats()
+        loss = real(*args)
+        peaks.append(torch.cuda.max_memory_allocated() >> 20)
+        return loss
+
+    monkeypatch.setattr(train_gpt, "train_step", step)
+    done = train(GPU, **COMPILED, ITERATIONS="2", MODEL_DIM="512", NUM_HEADS="8", NUM_KV_HEADS="8",
+                 NUM_LAYERS="4", TRAIN_SEQ_LEN="1024", WINDOW_SCHEDULE="512", TRAIN_BATCH_TOKENS="65536")
+    assert done.code == 0, done.err
+    planned = int(re.search(r"memory:(\d+) MiB", done.out)[1])
+    assert abs(planned / peaks[1] - 1) < 0.15, (planned, peaks)
+
+
+@pytest.mark.structure
+def test_a_micro_batch_that_does_not_fit_is_halved_before_the_clock(train, monkeypatch):
+    """On the GPU's own refusal."""
+    monkeypatch.setattr(train_gpt, "free_memory", lambda team: 1 << 50)
+    real = train_gpt.GPT.hidden
+
+    def hidden(self, tokens, context):
+        if len(tokens) > 4 and torch.is_grad_enabled():
+            torch.empty(1 << 45, device=tokens.device)
+        return real(self, tokens, context)
+
+    monkeypatch.setattr(train_gpt.GPT, "hidden", hidden)
+    done = train(GPU, COMPILE="0")
+    assert done.code == 0 and done.result["micro_batch"] == 4, done.err
+    assert len(re.findall("^rehearsal: .*now micro_batch:", done.log, re.M)) == 2    # 16, 8, 4
+
+
+@pytest.mark.structure
 def test_the_cap(train, clock, monkeypatch):
     """A run whose steps take 0.1 s stops before it, and only a few steps before."""
     monkeypatch.setattr(train_gpt, "train_step", clock.passes(train_gpt.train_step, 0.1))
@@ -108,21 +177,23 @@ def test_the_cap(train, clock, monkeypatch):
 @pytest.mark.parametrize("window, with_documents", [(200, True), (384, False), (2000, True), (1022, False),
                                                     (1023, False), (1024, False)])
 def test_compiled_attention_equals_the_reference(window, with_documents):
-    """flex attention for windows and documents, cuDNN or another for the whole past: values and gradients,
+    """flex attention for windows and documents, flash attention for the whole past: values and gradients,
     with half as many key and value heads."""
     T, draw = 1024, torch.Generator("cuda").manual_seed(0)
     documents = two_rows(T).cuda() if with_documents else None
     kind = dict(device="cuda", generator=draw, dtype=torch.bfloat16, requires_grad=True)
     inputs = [torch.randn(2, heads, T, 64, **kind) for heads in (4, 2, 2)]
 
-    def fast(q, k, v):
-        mask = train_gpt.gpu_window_mask(window, T, documents, q.device)
-        return train_gpt.gpu_attention(q, k, v, mask, 0.2)
+    limit = torch.tensor(window, device="cuda") if with_documents or window < T - 1 else window
+
+    def fast(q, k, v, limit):
+        mask = train_gpt.gpu_window_mask(limit, T, documents, q.device)
+        return train_gpt.gpu_attention(q * 0.2, k, v, mask)
 
     exact = [x.detach().float().requires_grad_() for x in inputs]
     mask = train_gpt.window_mask(window, T, documents, exact[0].device)
-    want = gradients(train_gpt.attention(*exact, mask, 0.2), exact)
-    got = gradients(torch.compile(fast, dynamic=False, fullgraph=True)(*inputs), inputs)
+    want = gradients(train_gpt.attention(exact[0] * 0.2, *exact[1:], mask), exact)
+    got = gradients(torch.compile(fast, dynamic=False, fullgraph=True)(*inputs, limit), inputs)
     for mine, true in zip(got, want, strict=True):
         assert (mine - true).norm() < 0.02 * true.norm()
 

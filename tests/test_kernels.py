@@ -63,22 +63,22 @@ def test_blocks_equal_dense_attention(T, window, with_documents):
     q, k, v = inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])
     scores = (q @ k.mT * 0.3).masked_fill(~seen_by_each(window, T, documents)[:, None], -torch.inf)
     want = gradients(scores.softmax(-1) @ v, inputs)
-    for mine, theirs in zip(gradients(attention(*inputs, mask, 0.3), inputs), want, strict=True):
+    got = gradients(attention(inputs[0] * 0.3, *inputs[1:], mask), inputs)
+    for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     assert mask is None or mask.numel() <= (1 + with_documents) * 2 * window * (T + window)
 
 
 @pytest.mark.parametrize("window, with_documents", [(None, False), (40, False), (40, True), (500, True)])
-@pytest.mark.parametrize("heads, T, scale", [
-    ((2, 2), 512, None), ((4, 2), 300, 0.3), ((2, 1), 129, 0.1), ((1, 1), 7, None)])
-def test_cpu_attention_equals_the_reference(window, with_documents, heads, T, scale, compiling, monkeypatch):
+@pytest.mark.parametrize("heads, T", [((2, 2), 512), ((4, 2), 300), ((2, 1), 129), ((1, 1), 7)])
+def test_cpu_attention_equals_the_reference(window, with_documents, heads, T, compiling, monkeypatch):
     """Values and all gradients, for lengths that are no multiple of what is done at a time."""
     inputs = tensors(2, *heads, T, 16)
     numbers = torch.stack([torch.arange(T) // 50, torch.arange(T) // 33]) if with_documents else None
     mask = window_mask(window, T, numbers, "cpu") if window else None
-    want = gradients(attention(*inputs, mask, scale), inputs)
+    want = gradients(attention(*inputs, mask), inputs)
     monkeypatch.setattr(train_gpt.F, "scaled_dot_product_attention", None)  # not taken any more
-    got = gradients(train_gpt.cpu_attention(*inputs, mask, scale), inputs)
+    got = gradients(train_gpt.cpu_attention(*inputs, mask), inputs)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
@@ -86,9 +86,12 @@ def test_cpu_attention_equals_the_reference(window, with_documents, heads, T, sc
 def test_cpu_attention_in_bf16(compiling):
     """As near to fp32 as torch's own in bf16."""
     inputs, exact = (tensors(2, 2, 2, 512, 64, dtype) for dtype in (torch.bfloat16, torch.float32))
-    ours = gradients(train_gpt.cpu_attention(*inputs, None), inputs)
-    theirs = gradients(attention(*inputs, None), inputs)
-    for mine, other, true in zip(ours, theirs, gradients(attention(*exact, None), exact), strict=True):
+
+    def scaled(function, q, k, v):
+        return gradients(function(q / 8, k, v, None), (q, k, v))
+
+    ours, theirs = scaled(train_gpt.cpu_attention, *inputs), scaled(attention, *inputs)
+    for mine, other, true in zip(ours, theirs, scaled(attention, *exact), strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine - true).norm() < 1.5 * (other - true).norm() + 1e-3
 
@@ -109,7 +112,7 @@ WINDOWS = [(1, True), (100, True), (127, False), (128, False), (200, True), (255
 def test_gpu_window_mask_lists_the_blocks_that_are_seen(window, with_documents, compiling):
     """No block with a visible key is left out, none without is computed, and full ones are seen in whole."""
     T, documents = 512, two_rows(512) if with_documents else None
-    mask = train_gpt.gpu_window_mask(window, T, documents, "cpu")
+    mask = train_gpt.gpu_window_mask(torch.tensor(window), T, documents, "cpu")
     want, rows = seen_by_each(window, T, documents), 2 if with_documents else 1
     blocks = want.view(rows, 4, 128, 4, 128).permute(0, 1, 3, 2, 4).flatten(3)
 
@@ -119,10 +122,12 @@ def test_gpu_window_mask_lists_the_blocks_that_are_seen(window, with_documents, 
             dense[row, block, indices[row, 0, block, :counts[row, 0, block]].long()] = True
         return dense
 
-    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
-    in_part = listed(mask.kv_num_blocks, mask.kv_indices)
-    assert torch.equal(full, blocks.all(-1)) and torch.equal(full | in_part, blocks.any(-1))
-    assert not (full & in_part).any()
+    for side, seen in ("kv", blocks), ("q", blocks.transpose(1, 2)):
+        full, in_part = (
+            listed(getattr(mask, f"{kind}{side}_num_blocks"), getattr(mask, f"{kind}{side}_indices"))
+            for kind in ("full_", ""))
+        assert torch.equal(full, seen.all(-1)) and torch.equal(full | in_part, seen.any(-1))
+        assert not (full & in_part).any()
     index = [torch.arange(n).view(-1, *[1] * after) for n, after in ((rows, 3), (1, 2), (T, 1), (T, 0))]
     assert torch.equal(mask.mask_mod(*index).expand(rows, 1, T, T)[:, 0], want)
 
@@ -133,20 +138,21 @@ def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch)
     """flex attention in its eager form; a CPU has no backward of it."""
     T, documents = 512, two_rows(512) if with_documents else None
     q, k, v = (x.detach() for x in tensors(2, 4, 2, T, 16))
-    want = attention(q, k, v, window_mask(window, T, documents, "cpu"), 0.2)
+    want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        mask = train_gpt.gpu_window_mask(window, T, documents, "cpu")
+        limit = window if window >= T - 1 and not with_documents else torch.tensor(window)  # as make_context
+        mask = train_gpt.gpu_window_mask(limit, T, documents, "cpu")
     assert (mask is None) == (window >= T - 1 and not with_documents)
-    torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask, 0.2), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask), want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("window, T, compiled", [(100, 512, False), (100, 500, True), (511, 512, True),
-                                                 (512, 512, True)])
+@pytest.mark.parametrize("window, T, compiled", [(torch.tensor(100), 512, False), (100, 500, True),
+                                                 (511, 512, True), (512, 512, True)])
 def test_gpu_window_mask_leaves_the_rest_to_the_reference(window, T, compiled, monkeypatch):
     """Evaluation and sampling, odd lengths, and the whole past, for which cuDNN is there."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
-    got, want = (make(window, T, None, "cpu") for make in (train_gpt.gpu_window_mask, window_mask))
+    got, want = train_gpt.gpu_window_mask(window, T, None, "cpu"), window_mask(int(window), T, None, "cpu")
     assert got is want is None or torch.equal(got, want)
 
 
@@ -283,7 +289,9 @@ def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(monkeypatch):
     monkeypatch.setattr(train_gpt, "MAX_LOGITS", 128 * 512)
     compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True, dynamic=False)
     context = train_gpt.make_context(cfg, 256, 200, torch.device("cpu"))
-    want, got = (model(tokens[:, :-1], tokens[:, 1:], context) for model in (models[0], compiled))
+    want = models[0](tokens[:, :-1], tokens[:, 1:], context)
+    limits = {kind: torch.tensor(size) for kind, size in context.windows.items()}  # as on a GPU
+    got = compiled(tokens[:, :-1], tokens[:, 1:], context._replace(windows=limits))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

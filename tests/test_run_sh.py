@@ -37,6 +37,11 @@ def run(folder, *args, **env):
     return done.returncode, done.stderr.strip(), calls.read_text().splitlines() if calls.exists() else []
 
 
+def sees_gpus(folder, count):
+    """The stub's torch sees so many."""
+    program(folder, "stub", f'case "$*" in *device_count*) echo {count};; *) echo "$*" >> calls;; esac')
+
+
 def have(folder, *files):
     for file in files:
         (folder / file).parent.mkdir(parents=True)
@@ -76,11 +81,19 @@ def test_no_network_for_the_install(folder):
 def test_an_installation_is_made_once(folder):
     program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
                                'cp bin/stub .venv/bin/python;; esac')
-    pip = "-m pip install --disable-pip-version-check -r requirements.txt"
+    pip = "-m pip install --disable-pip-version-check -r .venv/requirements.txt"
     assert run(folder, "setup") == (0, "", [pip])
     assert run(folder, "setup") == (0, "", ["-c "])
-    (folder / "requirements.txt").write_text("torch\nnumpy\n")
+    (folder / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
     assert "-m pip" in run(folder, "setup")[2][-1]
+    # `static` has one of its own, with a CUDA build
+    program(folder, "stub", 'echo "$*" >> calls; case "$*" in "-m venv .venv-static") '
+                            'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
+    shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
+    calls = run(folder, "static", "golf")[2]
+    assert calls[-2:] == [pip.replace(".venv", ".venv-static"), "tests/static_gpu.py golf"]
+    assert (folder / ".venv-static/requirements.txt").read_text() == "torch==2.14.1\nnumpy\n"
+    assert run(folder, "static")[2] == ["-c ", "-c ", "tests/static_gpu.py"]
 
 
 def test_missing_data_is_made_then_trained_on(folder):
@@ -125,10 +138,12 @@ def test_settings_become_flags(folder):
 def test_every_gpu_is_used(folder):
     have(folder, EMBEDDED)
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'; echo 'GPU 2: x'")
-    launched = "-m torch.distributed.run --standalone --nproc_per_node=3 train_gpt.py"
-    assert run(folder, PYTHON="stub")[2][-1] == launched
-    assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="0,2")[2][-1] == launched.replace("=3", "=2")
-    assert run(folder, PYTHON="stub", CUDA_VISIBLE_DEVICES="")[2][-1] == "train_gpt.py"
+    launched = "-m torch.distributed.run --standalone --nproc_per_node={} train_gpt.py"
+    for seen, visible in ((3, {}), (2, dict(CUDA_VISIBLE_DEVICES="GPU-5ab1,GPU-77c0")), (1, {}), (0, {})):
+        sees_gpus(folder, seen)
+        assert run(folder, PYTHON="stub", **visible)[2][-1] == (
+            launched.format(seen) if seen > 1 else "train_gpt.py")
+    sees_gpus(folder, 3)
     assert run(folder, "--device=cpu", PYTHON="stub")[2] == ["train_gpt.py --device=cpu"]
 
 
@@ -158,9 +173,10 @@ def test_a_refusal_comes_before_torchrun(folder):
     """Torchrun would make another exit code of it. On the way the plan is not printed."""
     have(folder, EMBEDDED)
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
-    program(folder, "stub", 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
+    two = 'case "$*" in *device_count*) echo 2; exit;; esac; '
+    program(folder, "stub", two + 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
     assert run(folder, PYTHON="stub") == (2, "", ["train_gpt.py --dry-run"])
-    program(folder, "stub", 'case "$*" in *--dry-run) echo a second plan;; *) echo a plan;; esac')
+    program(folder, "stub", two + 'case "$*" in *--dry-run) echo a second plan;; *) echo a plan;; esac')
     done = subprocess.run(["bash", "run.sh"], cwd=folder, capture_output=True, text=True, timeout=60,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
     assert (done.returncode, done.stdout) == (0, "a plan\n")
@@ -175,5 +191,6 @@ def test_the_other_commands(folder):
     program(folder, "stub", 'echo "$*" >> calls; [ "$1" != -c ]')     # a user's own, without it
     assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q"]
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
+    assert run(folder, "static", "golf", PYTHON="stub")[2] == ["tests/static_gpu.py golf"]
     assert run(folder, "record", "check", "x", PYTHON="stub")[2] == ["records/record.py check x"]
     assert os.access(ROOT / "run.sh", os.X_OK)

@@ -201,8 +201,8 @@ def test_compiled_runs_are_the_same_bits(train):
     torch.set_num_threads(1)
 
 
-def test_rehearsal_leaves_no_trace(tiny_data):
-    """Model, optimizer, loader and every random generator, to the bit."""
+def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
+    """Whatever was in model and optimizer; loader and every random generator as they were, to the bit."""
     cfg = toy_config(
         tiny_data, vocab_size=512, warmup_steps=3, window_schedule=(16,), window_pattern="SL",
         value_embed_layers=(1,), weight_decay=0.1, num_kv_heads=1, normuon_beta2=0.9, adam_every=2,
@@ -216,20 +216,19 @@ def test_rehearsal_leaves_no_trace(tiny_data):
     context = train_gpt.make_context(cfg, cfg.train_seq_len, 16, team.device)
     for _ in range(4):      # until no momentum or second moment is zero
         train_gpt.train_step(model, optimizer, loader.next(cfg.train_batch_tokens), 16, context, 1, 1.0, 0.9)
-    optimizer.step_count = 0    # rehearse resets that of a fresh optimizer
-
-    def state():
-        counts = torch.tensor([optimizer.step_count, loader.position])
-        return [*optimizer.tensors(), *model.parameters(), *model.buffers(), torch.get_rng_state(), counts]
-
     assert all(t.any() for bank in optimizer.banks for t in (bank.data, *bank.state))
-    before = [t.clone() for t in state()]
-    draws = random.getstate(), np.random.get_state()[1].tolist()
+
+    def elsewhere():
+        return (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
+                loader.position)
+
+    before, fresh = elsewhere(), train_gpt.GPT(cfg)
     slowest = train_gpt.rehearse(run)
-    assert run.loss_fn is model and slowest > 0
-    assert all(torch.equal(kept, now) for kept, now in zip(before, state(), strict=True))
-    assert draws == (random.getstate(), np.random.get_state()[1].tolist())
-    assert not any(p.grad.any() for p in model.parameters())
+    assert run.loss_fn is model and slowest > 0 and before == elsewhere()
+    train_gpt.init_parameters(fresh, cfg.seed)
+    assert all(torch.equal(p, q) for p, q in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert not any(t.any() for bank in optimizer.banks for t in (bank.grad, *bank.state))
+    assert optimizer.step_count == 0 and not any(p.grad.any() for p in model.parameters())
 
 
 # -------------------------------------------------------------------------------- memory

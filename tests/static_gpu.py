@@ -1,0 +1,646 @@
+"""What a training step does on a GPU, found without one.
+
+    ./run.sh static [PRESET ...] [NAME=value ...] [--gpu h100 ...] [--ranks 8 ...] [--json FILE]
+    ./run.sh static speedrun --against FILE             what a change did to the compiled step
+    ./run.sh static speedrun --trainer PATH             another checkout's train_gpt.py
+
+torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run as they are.
+What lies below them is replaced: static_gpu.c stands for the driver, the CUDA runtime and cuBLAS. It says
+that it is an H100 (or --gpu), hands out address space within that GPU's memory, launches nothing, refuses
+what the GPU would refuse, and writes down every launch, product, copy and wait. All results are zeros or
+garbage, so nothing here says anything about numerics or speed; what is counted, refused or laid out can
+be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
+attention by functions that allocate what the fused kernels would; the first values, which are not drawn.
+
+The milliseconds are those of a GPU that reaches the ceilings in GPUS in every part, one after another: a
+way to see which part grew, no prediction. The time of the ranks' collectives stands beside the sum. Exit
+code 1: some PROBLEM line was printed.
+"""
+
+import argparse
+import collections
+import ctypes
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+SITE = Path(sysconfig.get_paths()["purelib"])
+LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
+
+
+class Gpu(NamedTuple):
+    """What the library says of itself, and ceilings: about what such a GPU reaches."""
+
+    name: str
+    capability: int
+    processors: int
+    shared: int  # bytes of shared memory that a block can have
+    memory: int  # MiB that torch sees
+    bf16: float  # FLOP/s of large products; fp32 where there is no bf16
+    fp8: float
+    attention: float  # FLOP/s of dense attention; of flex attention 0.8 of it
+    bandwidth: float  # bytes/s
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 232_448, 81_079, 790e12, 1580e12, 500e12, 3.0e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 80, 108, 166_912, 81_153, 250e12, 0, 180e12, 1.8e12),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 89, 128, 101_376, 24_076, 150e12, 300e12, 110e12, 0.9e12),
+    "l4": Gpu("NVIDIA L4", 89, 58, 101_376, 22_565, 60e12, 120e12, 45e12, 0.27e12),
+    "t4": Gpu("Tesla T4", 75, 40, 65_536, 14_913, 6e12, 0, 4e12, 0.28e12),
+}
+FP32 = 60e12  # FLOP/s of fp32 products on an H100
+NVLINK = 370e9  # bytes/s of a collective among 8 H100
+TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("fp8", 1)}  # cudaDataType
+GIB = 2**30
+
+
+# ---------- the library
+def build(folder, site=SITE):
+    """Compiles static_gpu.c into folder/libcuda.so.1; CUDA symbols of torch without a body there return 0."""
+    source, want = (HERE / "static_gpu.c").read_text(), {"cuInit", "cuCtxSetLimit", "cuCtxGetLimit"}
+    for name in LIBRARIES:
+        path = site / f"torch/lib/lib{name}.so"
+        if path.exists():
+            done = subprocess.run(
+                ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
+            )
+            want |= {line.split()[-1].split("@")[0] for line in done.stdout.splitlines()}
+    ours = re.compile(
+        r"(__)?cuda[A-Z]|cublas|cu(Ctx|Device|Driver|Func|Get|Init|Launch|Link|Mem|Module|Occ|"
+        r"Pointer|Tensor|Stream|Event)"
+    )
+    have = set(re.findall(r"^API [\w* ]*?\**(\w+)\(", source, re.M))
+    stubs = sorted(name for name in want - have if ours.match(name))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stubs.h").write_text("".join(f"API int {name}(void) {{ return 0; }}\n" for name in stubs))
+    new = folder / f"new{os.getpid()}.so"
+    includes = [
+        f"-I{path}"
+        for path in (folder, *site.glob("nvidia/cu*/include"), site / "triton/backends/nvidia/include")
+        if path.exists()
+    ]
+    subprocess.run(
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-w",
+            "-o",
+            new,
+            "-Wl,-soname,libcuda.so.1",
+            *includes,
+            HERE / "static_gpu.c",
+            "-ldl",
+            "-lpthread",
+        ],
+        check=True,
+    )
+    os.replace(new, folder / "libcuda.so.1")
+    return folder / "libcuda.so.1"
+
+
+def environment(library, gpu, ranks, cache):
+    """What a process needs in its environment to see `ranks` such GPUs."""
+    here = str(library.parent)
+    return os.environ | dict(
+        LD_PRELOAD=str(library),
+        LD_LIBRARY_PATH=here,
+        TRITON_LIBCUDA_PATH=here,
+        STATIC_COUNT=str(ranks),
+        STATIC_NAME=gpu.name,
+        STATIC_CC=str(gpu.capability),
+        STATIC_SMS=str(gpu.processors),
+        STATIC_SHARED=str(gpu.shared),
+        STATIC_MIB=str(gpu.memory),
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TRITON_CACHE_DIR=f"{cache}/triton",
+        TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
+    )
+
+
+# ---------- one preset, in a process with the library in place
+class Recorder:
+    """Starts and stops the library's record, and adds to it what only Python knows."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.file, self.waits = tempfile.NamedTemporaryFile(suffix=".tsv"), []
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self.on_wait)
+        self.library.static_on_wait(self.callback)
+
+    def on_wait(self, what):
+        stack = [
+            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+            for frame in traceback.extract_stack()[:-1]
+        ]
+        own = [place for place in stack if place.startswith("train_gpt")][-1:] or stack[-1:]
+        self.waits.append(f"{what.decode()} at {own[0]}")
+
+    def note(self, *words):
+        self.library.static_note("\t".join(map(str, words)).encode())
+
+    def of(self, function):
+        """(what function returns, [[word]] of the lines that it wrote, [wait])"""
+        self.waits.clear()
+        self.library.static_record(self.file.name.encode())
+        try:
+            value = function()
+        finally:
+            self.library.static_record(None)
+        with open(self.file.name) as file:
+            return value, [line.rstrip("\n").split("\t") for line in file], [*self.waits]
+
+
+def replace_attention(torch, note):
+    """The fused kernels of dense attention write down their shapes and allocate their results."""
+    from torch import _meta_registrations as meta
+
+    library = torch.library.Library("aten", "IMPL")
+    for kind in ("flash", "efficient", "cudnn"):
+        for end in ("", "_backward"):
+            operator = f"_scaled_dot_product_{kind}_attention{end}"
+            allocate = meta.global_decomposition_table["meta"][getattr(torch.ops.aten, operator).default]
+
+            def call(*args, allocate=allocate, kind=kind, end=end, **kwargs):
+                q, k = args[1:3] if end else args[:2]
+                causal = kwargs.get("is_causal") or any(x is True for x in args)
+                note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
+                made = allocate(*args, **kwargs)
+                return tuple(
+                    torch.empty(x.shape, dtype=x.dtype, device=q.device)
+                    if isinstance(x, torch.Tensor) and x.device.type == "meta"
+                    else x
+                    for x in made
+                )
+
+            library.impl(operator, call, "CUDA")
+    library.impl("nonzero", lambda x: x.cpu().nonzero().to(x.device), "CUDA")  # its count steers the host
+    return library
+
+
+def count_bytes(torch, note, width):
+    """Triton kernels note the bytes of their tensors, each once; of a table at most `width`: what is looked
+    up."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    real = CachingAutotuner.run
+
+    def run(self, *args, **kwargs):
+        tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
+        name = self.fn.__name__
+        note(
+            "bytes",
+            name,
+            sum(min(x.nbytes, width) if "embedding" in name and x.dim() == 2 else x.nbytes for x in tensors),
+        )
+        return real(self, *args, **kwargs)
+
+    CachingAutotuner.run = run
+
+
+# Operators that launch nothing, and products, which are counted apart
+NO_LAUNCH = set(
+    """view view_as as_strided transpose t permute expand slice select unsqueeze squeeze detach alias
+    reshape _unsafe_view unflatten flatten split chunk unbind narrow empty empty_like empty_strided new_empty
+    item is_nonzero _local_scalar_dense record_stream resolve_conj mm bmm addmm baddbmm _scaled_mm""".split()
+)
+DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}  # others: 2
+
+
+def eager_bytes(torch, function):
+    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        function()
+    events = [event for event in found.profiler.kineto_results.events() if event.name().startswith("aten::")]
+    events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
+    total = 0
+    for event, after in zip(events, [*events[1:], None]):
+        end = event.start_ns() + event.duration_ns()
+        inner = after and after.start_thread_id() == event.start_thread_id() and after.start_ns() < end
+        if inner or event.name()[6:].rstrip("_") in NO_LAUNCH:
+            continue  # it calls another one, which counts, or launches nothing
+        sizes = []
+        for shape, dtype in zip(event.shapes(), event.dtypes()):
+            many = shape if shape and isinstance(shape[0], list) else [shape]
+            sizes += [DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one]
+        total += sum(sizes) + max(sizes, default=0)
+    return total
+
+
+def window_pairs(trainer, cfg, stage):
+    """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
+    it. Documents, which make them fewer, are not known here."""
+    T, unit, pairs = cfg.train_seq_len * stage.seq_multiple, 128, 0
+    sizes = trainer.window_sizes(cfg, stage.window, T)
+    for kind in trainer.per_layer(cfg.window_pattern, cfg.num_layers):
+        if kind in sizes and (sizes[kind] < T - 1 or cfg.max_doc_len):
+            firsts = [max(0, (q * unit - sizes[kind]) // unit) for q in range(T // unit)]
+            pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
+    return pairs
+
+
+class Subject:
+    """A trainer's model and optimizer on this GPU, rehearsed."""
+
+    def __init__(self, trainer, torch, words, ranks):
+        self.trainer, self.torch, self.recorder = trainer, torch, Recorder()
+        self.kept = replace_attention(torch, self.recorder.note)
+        env = {}
+        if ranks > 1:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        cfg = trainer.load_config({}, words)
+        cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 1024, bos_id=cfg.bos_id or 1)
+        team, self.log = trainer.Team(cfg, env), []
+        micro = trainer.micro_batch(cfg, team)
+        self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
+        self.estimate = trainer.step_memory(cfg, team, micro)
+        run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
+        trainer.init_parameters = lambda *_: None
+        with torch.device("cuda"):
+            run.model = trainer.GPT(cfg, run.kernels)
+        run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, ranks)
+        for name in ("reduce_scatter", "all_gather"):
+            self.note_collective(name)
+
+    def add_to_log(self, *lines):
+        self.log += lines
+
+    def note_collective(self, name):
+        real, note = getattr(self.trainer, name), self.recorder.note
+
+        def call(out, inp, **kwargs):
+            note("collective", name, max(out.nbytes, inp.nbytes))
+            return real(out, inp, **kwargs)
+
+        setattr(self.trainer, name, call)
+
+    def memory(self):
+        """GiB at most since the last call: allocated, reserved."""
+        cuda = self.torch.cuda
+        found = [round(n / GIB, 2) for n in (cuda.max_memory_allocated(), cuda.max_memory_reserved())]
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats()
+        return dict(zip(("peak_GiB", "reserved_GiB"), found))
+
+    def rehearse(self):
+        """The rehearsal: what was compiled, and how long that took."""
+        import triton
+        from torch._dynamo.utils import counters
+
+        ptxas = collections.Counter()
+
+        def listen(src, metadata, times, **_):
+            ptxas[src.name] = max(ptxas[src.name], dict(times.lowering_stages).get("cubin", 0) / 1e6)
+
+        triton.knobs.compilation.listener = listen
+        self.memory()
+        began = core_seconds()
+        _, lines, _ = self.recorder.of(lambda: self.trainer.rehearse(self.run))
+        loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}
+        slowest = ptxas.most_common(1) or [("none", 0.0)]
+        return dict(
+            seconds=round(core_seconds() - began, 1),
+            compiled=self.run.loss_fn is not self.run.model,
+            graphs=counters["stats"]["unique_graphs"],
+            graph_breaks=sum(counters["graph_break"].values()),
+            kernels=len(loaded),
+            spilling=sorted(
+                [int(stack), int(registers), name] for name, registers, stack in loaded if int(stack)
+            )[::-1],
+            slowest_ptxas=[slowest[0][0], round(slowest[0][1], 1)],
+            refused=refusals(lines),
+            log=[line for line in self.log if line],
+            **self.memory(),
+        )
+
+    def stage(self, stage):
+        """Figures of a step of a stage: the mean over as many as Adam waits for."""
+        run, cfg, torch = self.run, self.run.cfg, self.torch
+        T = cfg.train_seq_len * stage.seq_multiple
+        tokens = cfg.train_batch_tokens * stage.batch_multiple
+        rows = tokens // T // run.team.world_size
+        context = self.trainer.make_context(cfg, T, stage.window, run.team.device, run.team.dtype)
+        batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
+        micro = self.trainer.rows_at_once(rows, run.micro // stage.seq_multiple)
+
+        def steps():
+            for _ in range(cfg.adam_every):
+                self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, 1.0, 0.95, 1.0)
+
+        from torch._dynamo.utils import counters
+
+        before = counters["stats"]["unique_graphs"]
+        steps()
+        self.memory()
+        _, lines, waits = self.recorder.of(steps)
+        memory = self.memory()
+        eager = eager_bytes(torch, steps)
+        began = time.perf_counter()
+        steps()
+        host = 1e3 * (time.perf_counter() - began) / cfg.adam_every
+        D, H = cfg.model_dim // cfg.num_heads, cfg.num_heads
+        flex = 3.5 * 4 * D * H * rows * window_pairs(self.trainer, cfg, stage) * cfg.adam_every
+        found = figures(lines, flex, eager, cfg.adam_every)
+        return dict(
+            T=T,
+            rows=rows,
+            micro_batch=micro,
+            window=stage.window,
+            **found,
+            waits=waits,
+            host_ms=round(host, 1),
+            recompiles=counters["stats"]["unique_graphs"] - before,
+            **memory,
+        )
+
+    def evaluation(self):
+        """A batch of val rows, twice."""
+        run, cfg = self.run, self.run.cfg
+        T = cfg.eval_context or cfg.train_seq_len
+        rows = [([0] * (T + 1), 1)] * max(1, cfg.val_batch_size // T)
+        began = time.perf_counter()
+
+        def score():
+            return [*self.trainer.score_rows(run.model, cfg, rows, run.team, None, True)]
+
+        score()
+        seconds = time.perf_counter() - began
+        self.memory()
+        _, lines, _ = self.recorder.of(score)
+        found = figures(lines, 0, 0, 1)
+        return dict(
+            T=T, rows=len(rows), seconds=round(seconds, 1), launches=found["launches"], **self.memory()
+        )
+
+
+def core_seconds():
+    """Of this process and of those that it has started, such as ptxas."""
+    return sum(os.times()[:4])
+
+
+def refusals(lines):
+    return dict(collections.Counter(line[1] for line in lines if line[0] == "refused"))
+
+
+def figures(lines, flex_flop, eager, steps):
+    """What the lines of so many steps say of one step. Of all of them: flex_flop, eager (bytes)."""
+    name = os.environ.get("STATIC_NAME", GPUS["h100"].name)
+    gpu = next(gpu for gpu in GPUS.values() if gpu.name == name)
+    kinds, flop, moved, ms = (collections.Counter() for _ in range(4))
+    registers = spilled = 0
+    for kind, *words in lines:
+        kinds[kind] += 1
+        if kind == "gemm":
+            m, n, k, batch, a, out = map(int, words[2:8])
+            name, size = TYPES[a]
+            work, data = 2 * m * n * k * batch, batch * (size * (m * k + k * n) + TYPES[out][1] * m * n)
+            rate = {"fp8": gpu.fp8, "fp32": min(FP32, gpu.bf16)}.get(name) or gpu.bf16
+            flop[name] += work
+            ms["products " + name] += 1e3 * max(work / rate, data / gpu.bandwidth)
+        elif kind == "attention":
+            B, H, T, D, K, causal = map(int, words[2:8])
+            work = 4 * B * H * T * K * D / (2 if causal else 1) * (1 if words[1] == "forward" else 2.5)
+            flop["dense attention"] += work
+            ms["attention"] += 1e3 * work / gpu.attention
+        elif kind == "bytes" and not ("flex" in words[0] and "_tem_" in words[0]):
+            moved["triton"] += int(words[1])
+        elif kind == "memset":
+            moved["memset"] += int(words[0])
+        elif kind == "collective":
+            moved["collectives"] += int(words[1])
+        elif kind == "triton":
+            registers, spilled = max(registers, int(words[4])), max(spilled, int(words[5]))
+    flop["flex attention"], moved["eager"] = flex_flop, eager
+    ms["attention"] += 1e3 * flex_flop / (0.8 * gpu.attention)
+    ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / gpu.bandwidth
+    launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
+    total = sum(ms.values()) / steps
+    return dict(
+        launches=round(sum(kinds[kind] for kind in launched) / steps),
+        kinds={kind: round(kinds[kind] / steps) for kind in launched if kinds[kind]},
+        TFLOP={name: round(work / steps / 1e12, 3) for name, work in flop.items() if work},
+        GB={name: round(size / steps / 1e9, 3) for name, size in moved.items() if size},
+        ms={name: round(value / steps, 2) for name, value in ms.items() if value},
+        sum_ms=round(total, 1),
+        collectives_ms=round(1e3 * moved["collectives"] / steps / NVLINK, 1),
+        registers=registers,
+        spilled_bytes=spilled,
+        refused=refusals(lines),
+    )
+
+
+def measure(words, ranks, trainer_path):
+    """Everything about one preset, as a dict; in a process with the library in place."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location("train_gpt", trainer_path)
+    trainer = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = trainer
+    spec.loader.exec_module(trainer)
+    try:
+        subject = Subject(trainer, torch, words, ranks)
+    except trainer.Refused as error:
+        return dict(refused=str(error))
+    run, cfg = subject.run, subject.run.cfg
+    found = dict(
+        torch=torch.__version__,
+        dtype=str(run.team.dtype)[6:],
+        estimate_GiB=round(subject.estimate / GIB, 2),
+        parameters=sum(p.numel() for p in run.model.parameters()),
+    )
+    found["rehearsal"] = subject.rehearse()
+    found["micro_batch"] = run.micro
+    count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4)
+    found["stages"] = {}
+    for stage in trainer.stage_table(cfg):
+        name = f"x{stage.batch_multiple} window {stage.window}"
+        found["stages"].setdefault(name, None) or found["stages"].update({name: subject.stage(stage)})
+    try:
+        found["evaluation"] = subject.evaluation()
+    except torch.OutOfMemoryError as error:
+        found["evaluation"] = dict(error=str(error).splitlines()[0])
+    return found
+
+
+# ---------- the command
+LONGEST_PTXAS = 60  # seconds for one kernel
+MEMORY_ERROR, MEMORY_SLACK = 0.15, 0.5  # of the plan's estimate against the peak: part of it, and GiB
+
+
+def problems(found):
+    """Sentences on what would cost a run on a real GPU; none where all is well."""
+    if "error" in found or "refused" in found:
+        return [f"no run: {found.get('refused') or found['error']}"]
+    rehearsal, stages, sentences = found["rehearsal"], found["stages"], []
+    kernel, seconds = rehearsal["slowest_ptxas"]
+    for place in (rehearsal, *stages.values()):
+        sentences += [f"the GPU would refuse: {what}" for what in place["refused"]]
+    if rehearsal["graph_breaks"]:
+        sentences.append(f"{rehearsal['graph_breaks']} graph breaks")
+    if not rehearsal["compiled"]:
+        sentences.append("the step trains uncompiled")
+    sentences += [line for line in rehearsal["log"] if line.startswith("rehearsal: ")]
+    if seconds > LONGEST_PTXAS:
+        sentences.append(f"ptxas needs {seconds} s for {kernel}")
+    for name, stage in stages.items():
+        if stage["recompiles"]:
+            sentences.append(f"step {name} compiles on the clock")
+        if stage["waits"]:
+            sentences.append(f"{len(stage['waits'])} waits in step {name}: {', '.join({*stage['waits']})}")
+    peak, plan = max(stage["peak_GiB"] for stage in stages.values()), found["estimate_GiB"]
+    if abs(plan - peak) > max(MEMORY_ERROR * peak, MEMORY_SLACK):
+        sentences.append(f"a step takes {peak} GiB, the plan says {plan}")
+    if "error" in found.get("evaluation", {}):
+        sentences.append(f"evaluation: {found['evaluation']['error']}")
+    return sentences
+
+
+def report(title, found):
+    """Prints what measure() found."""
+    print(f"\n== {title}")
+    for sentence in problems(found):
+        print(f"  PROBLEM: {sentence}")
+    if "error" in found or "refused" in found:
+        return
+    rehearsal = found["rehearsal"]
+    print(
+        f"  torch {found['torch']}, {found['dtype']}, {found['parameters']:,} parameters, micro_batch "
+        f"{found['micro_batch']}, memory by the plan {found['estimate_GiB']} GiB"
+    )
+    print(
+        f"  compiled:{rehearsal['compiled']} in {rehearsal['seconds']} core-s; graphs {rehearsal['graphs']}, "
+        f"breaks {rehearsal['graph_breaks']}; {rehearsal['kernels']} Triton kernels, longest ptxas "
+        f"{rehearsal['slowest_ptxas'][1]} s; with stack {len(rehearsal['spilling'])}; rehearsal "
+        f"{rehearsal['peak_GiB']} GiB, reserved {rehearsal['reserved_GiB']}"
+    )
+    for line in rehearsal["log"]:
+        print(f"  log: {line}")
+    for name, row in found["stages"].items():
+        print(
+            f"  step {name}: {row['rows']} rows of {row['T']}, {row['micro_batch']} at a time; "
+            f"{row['launches']} launches {row['kinds']}; recompiles {row['recompiles']}; "
+            f"waits {len(row['waits'])}; host {row['host_ms']} ms; peak {row['peak_GiB']} GiB, "
+            f"reserved {row['reserved_GiB']}"
+        )
+        print(
+            f"    TFLOP {row['TFLOP']}; GB {row['GB']}; most registers {row['registers']}, most stack "
+            f"{row['spilled_bytes']} B"
+        )
+        print(
+            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}; collectives {row['collectives_ms']}"
+        )
+    print(f"  evaluation: {found['evaluation']}")
+
+
+def flat(tree, path=()):
+    """{place: value} of nested dicts."""
+    if not isinstance(tree, dict):
+        return {".".join(path): tree}
+    return {place: value for key, child in tree.items() for place, value in flat(child, (*path, key)).items()}
+
+
+def changes(before, after):
+    """Lines on what differs; numbers with their ratio."""
+    old, new = flat(before), flat(after)
+    for place in sorted(old.keys() | new.keys()):
+        a, b = old.get(place), new.get(place)
+        if a == b or place.endswith(("seconds", "host_ms")):
+            continue
+        both = all(isinstance(x, (int, float)) and x for x in (a, b))
+        yield f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else "")
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="PRESET or NAME=value")
+    parser.add_argument("--gpu", nargs="+", default=["h100"], choices=GPUS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8])
+    parser.add_argument("--trainer", type=Path, default=HERE.parent, help="folder of train_gpt.py")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--against", type=Path, help="file of --json: print what changed")
+    parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write measure() to, in a child process
+    args = parser.parse_args(argv)
+    args.settings = [
+        f"--{name.lower().replace('_', '-')}={value}"
+        for name, _, value in (word.partition("=") for word in args.words if "=" in word)
+    ]
+    args.presets = [word for word in args.words if "=" not in word] or ["golf", "speedrun", "gpt2"]
+    return args
+
+
+def in_a_process(args, preset, gpu, ranks, library, folder):
+    """What measure() finds in a process of its own, or its error."""
+    out, cache = Path(folder, "out.json"), args.cache or tempfile.mkdtemp(dir=folder)
+    out.unlink(missing_ok=True)
+    words = [
+        preset,
+        *(word for word in args.words if "=" in word),
+        "--ranks",
+        str(ranks),
+        "--trainer",
+        str(args.trainer),
+        "--one",
+        str(out),
+    ]
+    done = subprocess.run(
+        [sys.executable, __file__, *words],
+        capture_output=True,
+        text=True,
+        env=environment(library, GPUS[gpu], ranks, cache),
+    )
+    if done.returncode or not out.exists():
+        return dict(
+            error="\n".join([f"exit code {done.returncode}", *done.stderr.strip().splitlines()[-12:]])
+        )
+    return json.loads(out.read_text())
+
+
+def main(argv):
+    """Returns the exit code: 1 if there is a problem."""
+    args = parse(argv)
+    if args.one:
+        words = [f"--preset={args.presets[0]}", *args.settings]
+        Path(args.one).write_text(json.dumps(measure(words, args.ranks[0], args.trainer / "train_gpt.py")))
+        os._exit(0)  # torch's own end would ask the driver for what is not there
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(folder)
+        for preset, gpu, ranks in itertools.product(args.presets, args.gpu, args.ranks):
+            title = " ".join([preset, *args.settings, f"on {ranks} x {gpu}"])
+            results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
+            report(title, results[title])
+            sys.stdout.flush()
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.against:
+        print(f"\n== changes since {args.against.name}")
+        print(*changes(json.loads(args.against.read_text()), results), sep="\n")
+    return int(any(map(problems, results.values())))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

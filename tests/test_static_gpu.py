@@ -1,0 +1,364 @@
+"""The stand-in for a GPU: its library, what it makes of a record, and planted faults that it must report.
+
+The library is compiled and tested here without CUDA. Tests marked static need the CUDA build of torch that
+`./run.sh static` installs: `./run.sh test -m static` runs them.
+"""
+
+import ctypes
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import static_gpu
+import train_gpt
+from helpers import ROOT, SCRIPT
+
+MIB = 1 << 20
+E4M3, E5M2, BF16 = 28, 29, 14
+
+
+# ---------------------------------------------------------------- the library
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """As gcc makes it without CUDA's headers: an H100 of 1,000 MiB, of which 600 are taken."""
+    path = static_gpu.build(tmp_path_factory.mktemp("library"), Path("/nowhere"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STATIC_MIB", "1000")
+        yield ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def recorded(library, tmp_path):
+    """What the library writes down while a function runs: [[word]]."""
+
+    def of(function):
+        library.static_record(str(tmp_path / "record").encode())
+        try:
+            function()
+        finally:
+            library.static_record(None)
+        return [line.split("\t") for line in (tmp_path / "record").read_text().splitlines()]
+
+    return of
+
+
+def allocate(library, size, name="cudaMalloc"):
+    pointer = ctypes.c_void_p()
+    extra = (0,) if name == "cudaHostAlloc" else ()
+    return getattr(library, name)(ctypes.byref(pointer), ctypes.c_size_t(size), *extra), pointer
+
+
+def test_memory_has_a_limit_and_a_peak(library):
+    used, peak = library.static_used, library.static_peak
+    used.restype = peak.restype = ctypes.c_size_t
+    code, first = allocate(library, 300 * MIB)
+    assert code == 0 and used() == 300 * MIB
+    assert allocate(library, 101 * MIB)[0] == 2 and used() == 300 * MIB
+    assert allocate(library, 1000 * MIB, "cudaHostAlloc")[0] == 0 and used() == 300 * MIB
+    code, second = allocate(library, 100 * MIB)
+    assert code == 0 and library.cudaFree(first) == library.cudaFree(second) == 0
+    assert used() == 0 and peak() == 400 * MIB
+
+
+def test_copies_and_who_waits(library, recorded):
+    (_, there), (_, pinned) = allocate(library, 8 * MIB), allocate(library, 8 * MIB, "cudaHostAlloc")
+    data, back = ctypes.create_string_buffer(b"abc", 16), ctypes.create_string_buffer(16)
+
+    def copies():
+        library.cudaMemcpyAsync(there, data, ctypes.c_size_t(16), 1, None)
+        library.cudaMemcpyAsync(pinned, there, ctypes.c_size_t(16), 2, None)
+        library.cudaMemcpy(back, there, ctypes.c_size_t(16), 2)
+        library.cudaMemsetAsync(there, 0, ctypes.c_size_t(64), None)
+        library.cudaStreamSynchronize(None)
+
+    lines = recorded(copies)
+    assert back.value == b"abc" and ctypes.string_at(pinned, 3) == b"abc"
+    assert [line[1] for line in lines if line[0] == "wait"] == [
+        "cudaMemcpyAsync of pageable memory",
+        "cudaMemcpy",
+        "cudaStreamSynchronize",
+    ]
+    assert [line[2] for line in lines if line[0] == "copy"] == [
+        "host->device",
+        "device->host",
+        "device->host",
+    ]
+    assert ["memset", "64"] in lines
+
+
+def fp8_product(library, a=(E4M3, 32, 64, 32), b=(E4M3, 32, 16, 32), transposes=(1, 0), scales=True):
+    """cublasLtMatmul of two matrices (type, rows, columns, leading dimension) -> its status."""
+
+    def layout(kind, rows, columns, leading):
+        made = ctypes.c_void_p()
+        library.cublasLtMatrixLayoutCreate(
+            ctypes.byref(made), kind, ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading)
+        )
+        return made
+
+    matmul = ctypes.c_void_p()
+    library.cublasLtMatmulDescCreate(ctypes.byref(matmul), 68, 0)
+    for what, value in zip((3, 4), transposes):
+        library.cublasLtMatmulDescSetAttribute(
+            matmul, what, ctypes.byref(ctypes.c_int(value)), ctypes.c_size_t(4)
+        )
+    for what in (17, 18) if scales else ():
+        library.cublasLtMatmulDescSetAttribute(
+            matmul, what, ctypes.byref(ctypes.c_void_p(1)), ctypes.c_size_t(8)
+        )
+    out = layout(BF16, a[2], b[2], a[2])
+    return library.cublasLtMatmul(
+        None,
+        matmul,
+        None,
+        None,
+        layout(*a),
+        None,
+        layout(*b),
+        None,
+        None,
+        out,
+        None,
+        out,
+        None,
+        None,
+        ctypes.c_size_t(0),
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        (dict(), None),
+        (dict(a=(E5M2, 32, 64, 32)), None),
+        (dict(transposes=(0, 0)), "not TN"),
+        (dict(transposes=(1, 1)), "not TN"),
+        (dict(a=(E5M2, 32, 64, 32), b=(E5M2, 32, 16, 32)), "both are e5m2"),
+        (dict(a=(E4M3, 24, 64, 24), b=(E4M3, 24, 16, 24)), "multiples of 16"),
+        (dict(scales=False), "scale"),
+        (dict(a=(BF16, 24, 64, 24), b=(BF16, 24, 16, 24), transposes=(0, 1), scales=False), None),
+    ],
+)
+def test_what_cublas_refuses_of_fp8(wrong, why, library, recorded):
+    lines = recorded(lambda: codes.append(fp8_product(library, **wrong))) if (codes := []) == [] else None
+    if why:
+        assert codes == [15] and [line[0] for line in lines] == ["refused"] and why in lines[0][1]
+    else:
+        assert codes == [0] and lines[0][0] == "gemm" and lines[0][3:5] == ["64", "16"]
+
+
+def test_fp8_needs_ada_or_hopper(library, monkeypatch):
+    monkeypatch.setenv("STATIC_CC", "80")
+    assert fp8_product(library) == 15
+
+
+@pytest.mark.parametrize("threads, shared, code", [(128, 1000, 0), (1025, 0, 701), (128, 232_449, 701)])
+def test_launches_beyond_what_a_block_can_have_are_refused(threads, shared, code, library, recorded):
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    library.cuModuleLoadData(ctypes.byref(module), ctypes.create_string_buffer(64))
+    library.cuModuleGetFunction(ctypes.byref(function), module, b"kernel_7")
+    lines = (
+        recorded(
+            lambda: codes.append(
+                library.cuLaunchKernel(function, 2, 3, 1, threads, 1, 1, shared, *[None] * 3)
+            )
+        )
+        if (codes := []) == []
+        else None
+    )
+    assert codes == [code] and lines[0] == [
+        "triton",
+        "kernel_7",
+        "2,3,1",
+        str(threads),
+        str(shared),
+        "0",
+        "0",
+    ]
+    assert static_gpu.refusals(lines) == ({} if not code else {lines[1][1]: 1})
+
+
+# ---------------------------------------------------------------- what a record says
+LINES = [
+    ["gemm", "cublasLtMatmul", "TN", "64", "32", "16", "2", "14", "14"],
+    ["gemm", "cublasLtMatmul", "TN", "64", "32", "16", "1", "28", "14"],
+    ["attention", "flash", "forward", "2", "4", "128", "64", "128", "1"],
+    ["attention", "flash", "backward", "2", "4", "128", "64", "128", "1"],
+    ["bytes", "triton_poi_fused_add_0", "1000"],
+    ["bytes", "triton_tem_fused_flex_attention_1", "500"],
+    ["triton", "triton_poi_fused_add_0", "1,1,1", "128", "0", "40", "0"],
+    ["triton", "triton_tem_fused_flex_attention_1", "1,1,1", "128", "0", "255", "16"],
+    ["torch", "add_kernel", "1,1,1", "128"],
+    ["memset", "24"],
+    ["collective", "all_gather", "4096"],
+    ["wait", "cudaStreamSynchronize"],
+    ["refused", "cublasLt fp8: the layout is not TN"],
+]
+
+
+def test_figures_of_two_steps():
+    found = static_gpu.figures(LINES * 2, flex_flop=2e12, eager=3000, steps=2)
+    dense = 4 * 2 * 4 * 128 * 128 * 64 / 2
+    assert found["launches"] == 8 and found["kinds"]["gemm"] == 2 and found["registers"] == 255
+    assert found["spilled_bytes"] == 16 and found["refused"] == {"cublasLt fp8: the layout is not TN": 2}
+    assert found["TFLOP"] == {
+        "bf16": round(2 * 64 * 32 * 16 * 2 / 1e12, 3),
+        "fp8": 0.0,
+        "flex attention": 1.0,
+        "dense attention": round(3.5 * dense / 1e12, 3),
+    }
+    assert found["ms"]["attention"] == pytest.approx(1e3 * (3.5 * dense + 1e12 / 0.8) / 500e12, abs=0.006)
+    assert found["GB"].keys() == {"triton", "memset", "collectives", "eager"}
+
+
+def test_pairs_of_flex_attention_are_those_of_the_block_mask(monkeypatch):
+    cfg = replace(train_gpt.preset_config("speedrun"), window_pattern="LS", num_layers=2)
+    stage = train_gpt.stage_table(cfg)[0]
+    T = cfg.train_seq_len
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    masks = [
+        train_gpt.gpu_window_mask(torch.tensor(size), T, None, "cpu")
+        for size in train_gpt.window_sizes(cfg, stage.window, T).values()
+    ]
+    blocks = sum((mask.kv_num_blocks + mask.full_kv_num_blocks).sum().item() for mask in masks)
+    assert static_gpu.window_pairs(train_gpt, cfg, stage) == blocks * 128**2
+
+
+def clean(**changed):
+    """What measure() finds where all is well, with changes of a stage."""
+    stage = dict(peak_GiB=8.0, waits=[], recompiles=0, refused={}) | changed
+    rehearsal = dict(compiled=True, graph_breaks=0, refused={}, slowest_ptxas=["k", 1.0], log=[])
+    return dict(rehearsal=rehearsal, stages={"x1": stage}, estimate_GiB=8.5)
+
+
+@pytest.mark.parametrize(
+    "found, words",
+    [
+        (clean(), None),
+        (clean(waits=["cudaFree at train_gpt.py:1 x"]), "waits"),
+        (clean(recompiles=1), "compiles"),
+        (clean(refused={"cublasLt fp8: both are e5m2": 1}), "both are e5m2"),
+        (clean(peak_GiB=10.5), "10.5 GiB"),
+        (clean(peak_GiB=7.0), "7.0 GiB"),
+        (dict(error="exit code 1"), "exit code 1"),
+        (dict(refused="no GPU"), "no GPU"),
+        (clean() | {"rehearsal": clean()["rehearsal"] | {"compiled": False}}, "uncompiled"),
+        (clean() | {"rehearsal": clean()["rehearsal"] | {"graph_breaks": 2}}, "breaks"),
+        (clean() | {"rehearsal": clean()["rehearsal"] | {"slowest_ptxas": ["k", 61.0]}}, "61.0 s"),
+        (
+            clean() | {"rehearsal": clean()["rehearsal"] | {"log": ["rehearsal: x; now sdpa_backend:math"]}},
+            "math",
+        ),
+        (clean() | {"evaluation": {"error": "out of memory"}}, "out of memory"),
+    ],
+)
+def test_problems(found, words):
+    problems = static_gpu.problems(found)
+    assert bool(problems) == bool(words) and (not words or words in problems[0])
+
+
+def test_changes_since_another_run():
+    before = {
+        "golf": {"stages": {"x1": {"launches": 100, "host_ms": 3, "peak_GiB": 8.0}}, "dtype": "bfloat16"}
+    }
+    after = json.loads(json.dumps(before))
+    assert not [*static_gpu.changes(before, after)]
+    after["golf"]["stages"]["x1"] |= {"launches": 50, "host_ms": 9}
+    assert [*static_gpu.changes(before, after)] == ["  golf.stages.x1.launches: 100 -> 50 (x0.500)"]
+
+
+def test_words_of_the_command():
+    args = static_gpu.parse(["golf", "NUM_LAYERS=2", "--gpu", "a100", "t4", "--ranks", "1", "2"])
+    assert args.presets == ["golf"] and args.settings == ["--num-layers=2"] and args.gpu == ["a100", "t4"]
+    assert static_gpu.parse([]).presets == ["golf", "speedrun", "gpt2"]
+
+
+# ---------------------------------------------------------------- planted faults, with a CUDA build of torch
+SMALL = (
+    "golf",
+    "NUM_LAYERS=2",
+    "TRAIN_SEQ_LEN=1024",
+    "TRAIN_BATCH_TOKENS=131072",
+    "FP8=auto-all",
+    "WARMUP_STEPS=1",
+)
+STEP = "    optimizer.step(*schedule)\n"
+PLANTED = {
+    "nothing": (None, None, None),
+    "a wait": (STEP, STEP + "    total.item()\n", "waits"),
+    "a graph break": (
+        "        x = x0 = rms_norm(self.embedded(",
+        "        torch._dynamo.graph_break()\n        x = x0 = rms_norm(self.embedded(",
+        "graph break",
+    ),
+    "2 GiB more": (STEP, STEP + "    more = torch.empty(1 << 31, dtype=torch.uint8, device='cuda')\n", "GiB"),
+    "a wrong fp8 layout": (
+        "a, b = a.contiguous(), b.contiguous().t()",
+        "a, b = a.contiguous(), b.t().contiguous()",
+        "column-major",
+    ),
+    "gradients in e5m2 on both sides": (
+        "x, scale_x = to_fp8(x, scales[0], torch.float8_e4m3fn)",
+        "x, scale_x = to_fp8(x, scales[0], torch.float8_e5m2)",
+        "e5m2",
+    ),
+    "another graph in the step": ("tokens.clone(), context)", "tokens, context)", "compiles"),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Of compiled kernels: the planted faults share most of them."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.static
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_reported(name, tmp_path, cache):
+    assert importlib.util.find_spec("triton"), "run it by `./run.sh test -m static`"
+    old, new, words = PLANTED[name]
+    source = SCRIPT.read_text()
+    assert old is None or source.count(old) == 1
+    (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
+    words_of = [*SMALL, "--trainer", tmp_path, "--json", tmp_path / "json", "--cache", cache]
+    command = [sys.executable, ROOT / "tests" / "static_gpu.py", *words_of]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (found,) = json.loads((tmp_path / "json").read_text()).values()
+    problems = static_gpu.problems(found)
+    assert done.returncode == bool(problems) == (old is not None), done.stdout + done.stderr
+    assert not words or any(words in problem for problem in problems) and "PROBLEM" in done.stdout, problems
+
+
+@pytest.mark.static
+def test_the_structure_of_runs(tmp_path):
+    """The tests of test_gpu.py that ask for no numbers, with the library in place."""
+    library = static_gpu.build(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "structure", ROOT / "tests" / "test_gpu.py"],
+        env=static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.static
+@pytest.mark.parametrize("gpu, ranks", [("a100", 1), ("l4", 2), ("t4", 1)])
+def test_other_gpus(gpu, ranks, tmp_path):
+    """The step compiles, without fp8 where there is none."""
+    args = [*SMALL, "--gpu", gpu, "--ranks", str(ranks), "--json", str(tmp_path / "json")]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "static_gpu.py", *args], capture_output=True, text=True
+    )
+    (found,) = json.loads((tmp_path / "json").read_text()).values()
+    products = found["stages"]["x1 window 0"]["TFLOP"]
+    assert found["rehearsal"]["compiled"] and ("fp8" in products) == (gpu == "l4"), done.stdout
+    assert ("bf16" in products) == (gpu != "t4") == (found["dtype"] == "bfloat16")
