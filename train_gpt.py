@@ -2457,17 +2457,26 @@ def stage_lines(cfg):
     last, T = total_steps(cfg), cfg.train_seq_len
     marks = {stage.first_step for stage in stage_table(cfg)}
     marks |= {math.ceil(switch * cfg.iterations) for switch in cfg.lr_switches}
-    yield "stage table: from_step tokens_per_step long_window short_window lr_factor"
+    yield "stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor"
     for step in sorted(mark for mark in marks if mark < last):
         stage, lr = stage_at(cfg, step / last), top_lr(cfg, step / last)
         tokens = cfg.train_batch_tokens * stage.batch_multiple
-        sizes = window_sizes(cfg, stage.window, T * stage.seq_multiple)
-        yield f"{step:22} {tokens:15} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
+        row = T * stage.seq_multiple
+        sizes = window_sizes(cfg, stage.window, row)
+        yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
     decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
     first = max(0, math.ceil(cfg.iterations - decay))
     if decay:
         yield f"warmdown: by steps from {first} ({first / last:.1%}) on lr_factor falls to {cfg.lr_floor:g}"
-    yield f"evaluation windows: {listed(window_sizes(cfg, eval_window(cfg), cfg.eval_context or T))}"
+    momentum, start = f"muon_momentum: {cfg.muon_momentum:g}", cfg.muon_momentum_warmup_start
+    if cfg.muon_momentum_warmup_steps:
+        momentum += f", from {start:g} in the first {cfg.muon_momentum_warmup_steps} steps"
+    if cfg.muon_momentum_cooldown_steps:
+        momentum += f", back to {start:g} in the last {cfg.muon_momentum_cooldown_steps}"
+    yield momentum
+    sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
+    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
+           f"long_window:{sizes['L']} short_window:{sizes['S']}")
 
 def plot_curves(curves, title, path, log):
     """loss.png of {split: [(step, training seconds, loss)]}; says why where it cannot be drawn."""
