@@ -194,7 +194,8 @@ class Config(ModelConfig):
     beta2: float = option(0.95, "Adam", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
     adam_eps_corrected: bool = option(True, "v is corrected for its start before eps is added")
-    loss_sum_ranks: int = optional(0, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(0, "gradients (which eps and clipping see) are those of the summed loss "
+                                   "of a step / this; 0: of the mean loss", 0, 1 << 20)
     adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
     grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
     # schedule
@@ -238,7 +239,7 @@ SPEEDRUN = dict(
     skip_layers=(4, 7), skip_sigmoid=True, scalar_mix=True, backout_layer=8, attn_gate_dim=12,
     smear_dim=12, smear_documents=True, key_offset=False, qk_gain_init=0.0, layer_scale=False,
     unet_skips=False, attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True,
-    **stages(  # three equal parts of iterations, then the extension
+    **stages(  # three equal parts of iterations, then the extension; lr_switches are parts of their own
         "batch_schedule seq_schedule window_schedule lr_schedule lr_switches",
         (1,             1,           384,            1.0,        0.0),
         (2,             2,           896,            1.51,       0.33),
@@ -493,7 +494,7 @@ class Context(NamedTuple):
     """What the forward pass needs besides tokens and weights; make_context() makes one."""
     rope: tuple  # cos and sin of every position, each (T, head_dim / 2), in the dtype of activations
     attn_scale: torch.Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {kind of layer: tokens before its own that it sees, a number; of block masks 0-dim}
+    windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
 
 def make_context(cfg, T, window, device, dtype=None):
@@ -538,6 +539,7 @@ def window_mask(window, T, documents, device):
     """Where each token sees itself and the `window` tokens before it, as far as they are of its document.
     documents (B, T): the number of each token's document, or None. Returns None if every token sees
     everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to their end."""
+    window = int(window)
     if window >= T - 1 and documents is None:
         return None
     width = T if 2 * window >= T else window
@@ -745,7 +747,8 @@ class GPT(nn.Module):
         return self.kernels.loss(x, self.head, targets, self.cfg.logit_softcap, self.kernels.head_linear)
 
 class Parameter(NamedTuple):
-    """A row of the parameter table: how a kind of parameter starts, learns and is stored."""
+    """A row of the parameter table: how a kind of parameter starts, learns and is stored. A new kind needs a
+    constant in ModelConfig that turns it off, the parameter in Block or GPT, its use there, and a row."""
     kind: str  # the last word of its name in the model
     group: str  # kinds of a group share buffers in the optimizer and rounding in the artifact
     optimizer: str  # muon (matrices only) or adam
@@ -1022,8 +1025,8 @@ def planned_tokens(cfg):
     return cfg.train_batch_tokens * batches
 
 def run_progress(cfg, step, seconds):
-    """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further; with
-    a warmdown in steps, which goes by the pace so far, by seconds alone."""
+    """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further. With
+    warmdown_iters and a cap only seconds count: if steps end such a run first, its LR may not have fallen."""
     by_steps, by_seconds = step / total_steps(cfg), seconds / (cfg.max_wallclock_seconds or math.inf)
     by_clock = cfg.warmdown_iters and cfg.max_wallclock_seconds
     return min(1.0, by_seconds if by_clock else max(by_steps, by_seconds))
@@ -1187,14 +1190,16 @@ def open_tokenizer(cfg, manifest, folder, sha256):
 
 class Loader:
     """Batches of training rows: T tokens and the target after. The ranks share the rows of a step; a thread
-    reads a step ahead; `position` is the whole state. How rows are made (cfg.packing), and what position
-    counts: rows the stream cut every T tokens, with shuffle in one random order. Rows. spans an eighth of a
-    step reads one token more than it trains on and is cut into rows that share their edges; the next eighth
-    begins after it, endlessly, through shard edges. Tokens. documents heads of documents, in order or
-    shuffled, until a row is full, the last one cut; the next row begins at the next document. Rows of all
-    ranks that a shard cannot fill are dropped with its rest. Documents. best_fit the longest document of a
-    buffer that fits, again and again; if none fits the shortest, cropped, its rest lost. Rank r of R has the
-    groups of documents r, r + R, ... of each shard. Rows."""
+    reads a step ahead, which a change of stage discards; `position` is the whole state. cfg.packing:
+
+    rows: the stream cut every T tokens, with shuffle in one random order. position counts rows.
+    spans: an eighth of a step reads one token more than it trains on and is cut into rows that share their
+      edges; the next eighth begins after it, endlessly, through shard edges. It counts tokens.
+    documents: heads of documents, in order or shuffled, until a row is full, the last one cut; the next row
+      begins at the next document. What of a shard fills no row of all ranks is lost. It counts documents.
+    best_fit: the longest document of a buffer that fits, again and again; if none fits the shortest, cropped,
+      its rest lost. Rank r of R has the groups of documents r, r + R, ... of each shard. It counts rows.
+    """
     SPANS, GROUP, BUFFER, READ = 8, 1024, 1000, 128  # spans of a step; documents of a group, buffer, refill
 
     def __init__(self, cfg, data, team, log=print):
@@ -1357,7 +1362,7 @@ class Loader:
 # ---------- 8 evaluation
 def log_probs(model, tokens, context=None):
     """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
-    default that of evaluation. Every score comes from these two functions."""
+    default that of evaluation. Scores take the same two steps, the second one for the targets only."""
     if context is None:
         context = make_context(model.cfg, tokens.size(1), eval_window(model.cfg), model.embed.device)
     return head_log_probs(model, model.hidden(tokens, context))
@@ -2181,7 +2186,8 @@ def gpu_window_mask(window, T, documents, device):
         near = (key <= query) & (query - key <= window)
         return near if documents is None else near & (documents[b, query] == documents[b, key])
 
-    # (how many, their numbers): the block's own comes last of the keys, first of the queries, never whole
+    # (how many, their numbers) of keys seen partly and whole, and of queries that see partly and whole: the
+    # block's own comes last of the keys and first of the queries, never whole
     partly, seen_by = whole - first, end - whole_end
     lists = [(partly + 1, torch.where(i < partly, first + i, own)), (own - whole, whole + i),
              (seen_by + 1, torch.where(i > 0, whole_end + i - 1, own)),
@@ -2466,8 +2472,13 @@ def stage_lines(cfg):
         yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
     decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
     first = max(0, math.ceil(cfg.iterations - decay))
+    when, cap = f"from step {first} ({first / last:.1%}) on", cfg.max_wallclock_seconds
+    if cap and cfg.warmdown_iters:
+        when = f"in the last {cfg.warmdown_iters} steps before the cap, at the pace so far,"
+    elif cap:
+        when = f"from {cap * (1 - cfg.warmdown_frac):g} s or step {first} on"
     if decay:
-        yield f"warmdown: by steps from {first} ({first / last:.1%}) on lr_factor falls to {cfg.lr_floor:g}"
+        yield f"warmdown: {when} lr_factor falls to {cfg.lr_floor:g}"
     momentum, start = f"muon_momentum: {cfg.muon_momentum:g}", cfg.muon_momentum_warmup_start
     if cfg.muon_momentum_warmup_steps:
         momentum += f", from {start:g} in the first {cfg.muon_momentum_warmup_steps} steps"
@@ -2666,7 +2677,8 @@ def rehearse_stages(run):
     return slowest
 
 def train(run, state, counter=time.perf_counter):
-    """Everything that is on the clock. Returns the last Score and why training stopped."""
+    """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
+    for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
     cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
     clock, last, reported, key = Clock(cfg, team, state, counter), total_steps(cfg), False, None
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite

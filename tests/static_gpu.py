@@ -475,7 +475,8 @@ def measure(words, ranks, trainer_path):
     found["stages"] = {}
     for stage in trainer.stage_table(cfg):
         name = f"x{stage.batch_multiple} window {stage.window}"
-        found["stages"].setdefault(name, None) or found["stages"].update({name: subject.stage(stage)})
+        if name not in found["stages"]:
+            found["stages"][name] = subject.stage(stage)
     try:
         found["evaluation"] = subject.evaluation()
     except torch.OutOfMemoryError as error:
