@@ -2376,9 +2376,9 @@ def out_of_memory(error):
 
 def lost_peer(error):
     """Did a collective fail, so that the cause is another rank?"""
-    words = str(error).lower()
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and (
-        "gloo" in words or "nccl" in words or "connection closed" in words or "timed out waiting" in words)
+    said = ("gloo", "nccl", "connection closed", "pair closure", "timed out waiting")
+    by_backend = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in said)
+    return isinstance(error, dist.DistError) or by_backend
 
 def hardware(team):
     if team.on_gpu:
