@@ -1204,8 +1204,7 @@ class Loader:
 
     def __init__(self, cfg, data, team, log=print):
         self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
-        self.vocab_size, self.groups = data.vocab_size, data.groups
-        self.names, self.shards = zip(*data.train.items())
+        self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
         self.files = [open(shard.filename, "rb") for shard in self.shards]
         self.edges = np.cumsum([0, *map(len, self.shards)])
         self.total, self.thread, self.epoch = int(self.edges[-1]), ThreadPoolExecutor(1), 1
@@ -1232,6 +1231,18 @@ class Loader:
             self.shard_of = 0 * self.shard_of  # rows may cross shards
         self.filled = np.cumsum([0, *self.lengths])
         self.packer, self.packed = None, []
+        if cfg.packing == "best_fit":
+            self.groups = [self.find_groups(i, data.groups.get(name)) for i, name in enumerate(self.names)]
+            groups, ranks = max(map(len, self.groups)), self.team.world_size
+            require(groups >= ranks, f"best_fit hands out groups of documents to {ranks} ranks; no shard has"
+                    f" more than {groups}: take fewer ranks, larger shards or another packing")
+
+    def find_groups(self, shard, sizes):
+        """[(low, high)] of the groups of a shard's documents. sizes: documents of each, or None."""
+        first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
+        sizes = sizes or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+        edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
+        return list(zip(edges, edges[1:]))
 
     def check_enough(self, cfg):
         """Raises Missing if the steps of the schedule need more than max_epochs passes."""
@@ -1305,14 +1316,11 @@ class Loader:
 
     def refills(self):
         """Yields lists of documents of this rank's groups, endlessly."""
-        self.packed_epoch, ranks = 0, self.team.world_size
+        self.packed_epoch = 0
         while True:
             self.packed_epoch += 1
-            for shard, name in enumerate(self.names):
-                first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
-                sizes = self.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
-                edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
-                for low, high in list(zip(edges, edges[1:]))[self.team.rank::ranks]:
+            for groups in self.groups:
+                for low, high in groups[self.team.rank::self.team.world_size]:
                     for start in range(low, high, self.READ):
                         yield list(range(start, min(high, start + self.READ)))
 
@@ -2041,9 +2049,10 @@ class Saver:
         if self.job:
             wait([self.job], WRITE_SECONDS)
         self.release()
-        if isinstance(error, KeyboardInterrupt) and not str(error) and self.last_saved:
-            return f"RESUME={self.run.cfg.run_id}"
-        return why if isinstance(error, KeyboardInterrupt) else why + self.last_saved
+        if not isinstance(error, KeyboardInterrupt):
+            return why + self.last_saved
+        folder = self.run and self.run.folder
+        return f"RESUME={self.run.cfg.run_id}" if folder and (folder / "checkpoint.pt").exists() else why
 
     def release(self):
         for handler in self.handlers:

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -84,7 +85,9 @@ def write_dataset(root, name, model, train_shards, val_tokens, val_bytes, lossle
     tokenizer.write_bytes(model)
     files = [write_shard(folder / f"{name}_val_000000.bin", val_tokens) | {"split": "val"}]
     for i, tokens in enumerate(train_shards):
-        files.append(write_shard(folder / f"{name}_train_{i:06d}.bin", tokens) | {"split": "train"})
+        groups = [16] * math.ceil(np.count_nonzero(tokens == 1) / 16)       # so that many ranks have some
+        files.append(write_shard(folder / f"{name}_train_{i:06d}.bin", tokens)
+                     | {"split": "train", "row_groups": groups})
     manifest = {
         "version": 1, "name": name, "source": ["test"],
         "tokenizer": {"path": f"../../tokenizers/{name}.model", "sha256": hashlib.sha256(model).hexdigest(),

@@ -231,6 +231,17 @@ def test_best_fit_goes_on_from_a_position():
     assert loader.position == 20 and loader.epoch > 1
 
 
+def test_best_fit_refuses_ranks_without_a_group():
+    """A rank whose share of every shard is empty would look for a document without end."""
+    data = documents_data(sizes=(90, 70))
+    data = data._replace(groups=dict(zip(data.train, ([2, 100], [100]))))
+    for rank in range(2):
+        assert loader_of(data, rank, 2, packing="best_fit", bos_id=BOS).next(2 * T)[0].shape == (1, T)
+    for rank in range(3):
+        with pytest.raises(train_gpt.Refused, match="to 3 ranks; no shard has more than 2"):
+            loader_of(data, rank, 3, packing="best_fit", bos_id=BOS)
+
+
 def test_rows_grow_with_the_stage():
     """seq_multiple makes a row longer; the tokens of a step stay what was asked for."""
     data = documents_data(sizes=(90, 70))
