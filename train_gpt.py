@@ -1230,19 +1230,15 @@ class Loader:
             self.starts, self.lengths = self.starts[order], self.lengths[order]
             self.shard_of = 0 * self.shard_of  # rows may cross shards
         self.filled = np.cumsum([0, *self.lengths])
-        self.packer, self.packed = None, []
-        if cfg.packing == "best_fit":
-            self.groups = [self.find_groups(i, data.groups.get(name)) for i, name in enumerate(self.names)]
-            groups, ranks = max(map(len, self.groups)), self.team.world_size
-            require(groups >= ranks, f"best_fit hands out groups of documents to {ranks} ranks; no shard has"
-                    f" more than {groups}: take fewer ranks, larger shards or another packing")
-
-    def find_groups(self, shard, sizes):
-        """[(low, high)] of the groups of a shard's documents. sizes: documents of each, or None."""
-        first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
-        sizes = sizes or [self.GROUP] * math.ceil((end - first) / self.GROUP)
-        edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
-        return list(zip(edges, edges[1:]))
+        self.packer, self.packed, self.groups = None, [], []
+        for shard, name in enumerate(self.names if cfg.packing == "best_fit" else ()):
+            first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
+            sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+            edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
+            self.groups.append(list(zip(edges, edges[1:])))
+        most, ranks = max(map(len, self.groups), default=math.inf), self.team.world_size
+        require(most >= ranks, f"packing=best_fit deals groups of documents to the ranks, but no shard has "
+                               f"more than {most}: take at most so many ranks or another packing")
 
     def check_enough(self, cfg):
         """Raises Missing if the steps of the schedule need more than max_epochs passes."""

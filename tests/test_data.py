@@ -238,7 +238,7 @@ def test_best_fit_refuses_ranks_without_a_group():
     for rank in range(2):
         assert loader_of(data, rank, 2, packing="best_fit", bos_id=BOS).next(2 * T)[0].shape == (1, T)
     for rank in range(3):
-        with pytest.raises(train_gpt.Refused, match="to 3 ranks; no shard has more than 2"):
+        with pytest.raises(train_gpt.Refused, match="no shard has more than 2: "):
             loader_of(data, rank, 3, packing="best_fit", bos_id=BOS)
 
 
