@@ -52,6 +52,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+triton = None  # of a build of torch without CUDA
+with suppress(ImportError):
+    import triton
+    import triton.language as tl
+
 class Refused(Exception):
     """Why there is no run (exit code 2) or why it ends (exit code 1), in one sentence for the user."""
 
@@ -208,8 +213,7 @@ class Config(ModelConfig):
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     batch_schedule: tuple = option((1,), "train_batch_tokens times this, per stage", 1, 1024)
     seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
-    batch_lr_power: float = optional(0.0, "LR factor = batch multiple ** this; 0: off", 0, 2)
-    lr_schedule: tuple = option((0.0,), "LR factors that replace it, in order; 0: off", 0, 1000)
+    lr_schedule: tuple = option((1.0,), "LR factors before the warmdown, in order", 1e-6, 1000)
     lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
 
 def stages(columns, *rows):
@@ -800,9 +804,9 @@ def parameter_table(cfg):
         require(kind in table and column in Parameter._fields[1:],
                 f"parameters={cell!r} names no cell: kinds are {', '.join(table)}; columns are "
                 f"{', '.join(Parameter._fields[1:])}")
+        legal = texts.get(column)
         if column in texts:
-            legal = texts[column] or (value,)
-            require(value and value in legal, f"parameters={cell!r} must be one of {', '.join(legal)}")
+            require(value in legal if legal else value, f"parameters={cell!r} must be one of {legal}")
         else:
             require(re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", value), f"parameters={cell!r} must be a number")
             value, least = float(value), -1e12 if column == "scale" else 0
@@ -821,10 +825,9 @@ def kind_of(name):
     """blocks.3.query -> query, value_embeds.0 -> value_embeds."""
     return [part for part in name.split(".") if not part.isdigit()][-1]
 
-@torch.no_grad()
-def init_parameters(model, seed):
-    """First values, drawn on the CPU for every device. Raises KeyError for a parameter without a row."""
-    generator, table = torch.Generator().manual_seed(seed), parameter_table(model.cfg)
+def first_values(model, seed):
+    """{name: fp32} drawn on the CPU for every device. Raises KeyError for a parameter without a row."""
+    generator, table, values = torch.Generator().manual_seed(seed), parameter_table(model.cfg), {}
     for name, p in model.named_parameters():
         row, value = table[kind_of(name)], torch.zeros(p.shape)
         if row.init == "uniform":
@@ -834,7 +837,8 @@ def init_parameters(model, seed):
             value.normal_(0, row.scale, generator=generator)
         else:
             value += row.scale
-        p.copy_(value)
+        values[name] = value
+    return values
 
 # ---------- 5 optimizer
 ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x with g = x x'
@@ -847,13 +851,9 @@ ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b 
                       (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                       (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
 
-@cache
-def gpu_has_bf16():
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-def orthogonalize(g, steps, method="newton_schulz"):
-    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. In bf16 on GPUs that have it."""
-    x = g.bfloat16() if g.device.type == "cuda" and gpu_has_bf16() else g.float()
+def orthogonalize(g, steps, method="newton_schulz", dtype=torch.float32):
+    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. dtype: of its products."""
+    x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
@@ -866,15 +866,6 @@ def orthogonalize(g, steps, method="newton_schulz"):
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(g.dtype)
 
-def muon_update(grad, buffer, momentum, steps, method="newton_schulz", as_sum=False):
-    """Nesterov momentum, orthogonalised -> what to subtract, before LR. grad and buffer (N, R, C); buffer, a
-    running mean of gradients or their sum, changes."""
-    if as_sum:
-        buffer.mul_(momentum).add_(grad)
-        return orthogonalize(grad.add(buffer, alpha=momentum), steps, method)
-    buffer.lerp_(grad, 1 - momentum)
-    return orthogonalize(grad.lerp(buffer, momentum), steps, method)
-
 def normuon_scale(update, v, beta2):
     """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows (its columns if wide) divided by their
     running rms, its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
@@ -883,56 +874,110 @@ def normuon_scale(update, v, beta2):
     before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
     return scaled * (before / after.clamp_min(1e-10))
 
-def adam_update(grad, m, v, step, beta1, beta2, eps, corrected=True):
-    """Adam (arXiv:1412.6980), step from 1; m and v change. Returns what to subtract, before LR. corrected: v
-    is corrected for its start before eps is added, as in torch; else after."""
+def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
+    """Adam (arXiv:1412.6980), step from 1; p, m and v change. corrected: v is corrected for its start before
+    eps is added, as in torch; else after. grad_scale, step and lr are 0-dim tensors, so that compiling it
+    once serves every step."""
+    grad = grad.to(p.dtype) * grad_scale
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
-    if corrected:
-        return m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
-    return m / (1 - beta1**step) * (1 - beta2**step) ** 0.5 / (v.sqrt() + eps)
+    first, second = 1 - beta1**step, 1 - beta2**step
+    root = (v / second).sqrt() + eps if corrected else (v.sqrt() + eps) / second**0.5
+    p.sub_(lr * (m / first / root))
 
-def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
-    """p changes. grad_scale, step and lr are 0-dim tensors, so that compiling it once serves every step."""
-    p.sub_(lr * adam_update(grad * grad_scale, m, v, step, beta1, beta2, eps, corrected))
+def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
+    """Muon or NorMuon: Nesterov momentum, orthogonalised; cautious decay, where the update shrinks the weight
+    too (arXiv:2411.16085). p (N, R, C), buffer (mean of gradients or their sum) and v change; the numbers
+    are 0-dim tensors, as in adam_step."""
+    grad = grad.to(p.dtype) * grad_scale
+    if cfg.muon_sum:
+        nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
+    else:
+        nesterov = grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
+    update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype)
+    if cfg.normuon_beta2:
+        update = normuon_scale(update, v, cfg.normuon_beta2)
+    if cfg.weight_decay:
+        p.sub_(lr * decay * p * (p * update >= 0))
+    p.sub_(lr * update)
 
 class Bank:
-    """Parameters with the same rule, and their gradients, as views of one buffer: one collective serves all.
-    Each rank updates its share of units: whole matrices for Muon, 64 numbers for Adam."""
-    def __init__(self, row, names, params, rank, world_size):
-        self.row, self.names = row, names
-        unit = params[0].shape if row.optimizer == "muon" else (64,)
-        size = math.prod(unit)
-        places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
-        self.units = int(places[-1]) // size  # those that hold parameters; the rest makes the shares equal
+    """Parameters with the same rule, as views of one buffer: one collective serves all. Each rank updates its
+    share of units: whole matrices for Muon, 64 numbers for Adam.
+
+    data: what the model reads, in the dtype of its activations on a GPU. master: this rank's share in fp32,
+    which is data's own where that is fp32. grad: the gradients of all micro-steps, fp32."""
+    def __init__(self, row, names, params, rank, world_size, dtype):
+        self.row, self.names, self.rank, self.world_size = row, names, rank, world_size
+        self.unit = params[0].shape if row.optimizer == "muon" else (64,)
+        size, self.shapes = math.prod(self.unit), [p.shape for p in params]
+        self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
+        self.units = int(self.places[-1]) // size  # that hold parameters; the rest makes the shares equal
         total = math.ceil(self.units / world_size) * world_size * size
-        self.data, self.grad = (torch.zeros(total, device=params[0].device) for _ in range(2))
-        for p, place in zip(params, places):
-            data, p.grad = (t[place:place + p.numel()].view(p.shape) for t in (self.data, self.grad))
-            p.data = data.copy_(p.data)
-        self.my_data = self.data.view(world_size, -1, *unit)[rank]
-        self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.grad.view(-1, *unit)
-        second = self.my_data  # Adam's second moment; NorMuon's has one number per row, or per column if wide
+        self.data, self.grad = (torch.zeros(total, device=params[0].device, dtype=t)
+                                for t in (dtype, torch.float32))
+        self.grads, self.fresh = self.views(self.grad), True  # fresh: what grad holds is of the step before
+        self.my_data = self.share(self.data)
+        self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.share(self.grad)
+        self.master = self.my_data if dtype == torch.float32 else self.my_data.float()
+        self.load(dict(zip(names, params)))
+        for p, view in zip(params, self.views(self.data)):
+            p.data = view
+        second = self.master  # Adam's second moment; NorMuon's has one number per row, or per column if wide
         if row.optimizer == "muon":
-            by_row = row.second == "rows" or row.second == "long" and unit[0] >= unit[1]
+            by_row = row.second == "rows" or row.second == "long" and self.unit[0] >= self.unit[1]
             second = second[:, :, :1] if by_row else second[:, :1]
-        self.state = [torch.zeros_like(t) for t in (self.my_data, second)]
+        self.state = [torch.zeros_like(t) for t in (self.master, second)]
+
+    def share(self, flat):
+        return flat.view(self.world_size, -1, *self.unit)[self.rank]
+
+    def views(self, flat):
+        return [flat[low:low + shape.numel()].view(shape) for low, shape in zip(self.places, self.shapes)]
+
+    @torch.no_grad()
+    def load(self, values):
+        """Parameters from {name: fp32}."""
+        whole = torch.zeros_like(self.grad)
+        for name, view in zip(self.names, self.views(whole)):
+            view.copy_(values[name])
+        self.data.copy_(whole)
+        self.master.copy_(self.share(whole))
+
+    def reduce(self, group):
+        """Begins to add up the ranks' gradients of this rank's share, in the dtype of data -> job or None."""
+        if self.fresh:  # this rank had no rows
+            self.grad.zero_()
+        if self.world_size > 1:
+            whole = self.grad.to(self.data.dtype)
+            return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
 class Optimizer:
-    """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state."""
-    def __init__(self, model, cfg, rank=0, world_size=1, group=None):
+    """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state.
+    dtype: of the parameters that the model reads from now on."""
+    def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32):
         self.cfg, self.world_size, self.group = cfg, world_size, group
-        self.adam_step, self.step_count = adam_step, 0
-        table, kinds = parameter_table(cfg), {}
-        for name, p in model.named_parameters():
+        self.adam_step, self.muon_step, self.step_count = adam_step, muon_step, 0
+        table, kinds, known = parameter_table(cfg), {}, dict(model.named_parameters())
+        for name, p in known.items():
             row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, artifact_step=0.0)
             shape = p.shape if row.optimizer == "muon" else None
             kinds.setdefault((row, shape), []).append((name, p))
-        self.banks = [Bank(row, *zip(*members), rank, world_size) for (row, _), members in kinds.items()]
+        self.banks = [Bank(row, *zip(*members), rank, world_size, dtype)
+                      for (row, _), members in kinds.items()]
+        self.params = [known[name] for bank in self.banks for name in bank.names]
 
     def tensors(self):
         """Everything that a step changes, parameters included."""
-        return [t for bank in self.banks for t in (bank.data, bank.grad, *bank.state)]
+        return [t for bank in self.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
+
+    def backward(self, loss):
+        """Adds the gradients of a loss to those of the micro-steps before."""
+        rest = iter(torch.autograd.grad(loss, self.params, materialize_grads=True))
+        for bank in self.banks:
+            add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
+            add(bank.grads, [next(rest) for _ in bank.grads])
+            bank.fresh = False
 
     @torch.no_grad()
     def step(self, lr_factor, momentum, decay_factor=1.0):
@@ -942,47 +987,39 @@ class Optimizer:
         cfg, grad_scale = self.cfg, 1 / self.world_size
         adams_turn = self.step_count % cfg.adam_every == 0
         banks = [bank for bank in self.banks if bank.row.optimizer == "muon" or adams_turn]
-        jobs, gathers = [None] * len(banks), []
-        if self.world_size > 1:
-            jobs = [reduce_scatter(bank.my_grad.flatten(), bank.grad, group=self.group, async_op=True)
-                    for bank in banks]
+        jobs, gathers = [bank.reduce(self.group) for bank in banks], []
         if cfg.grad_clip_norm and banks:
-            for job in jobs:
-                if job:
-                    job.wait()
-            squares = sum(bank.my_grad.square().sum() for bank in banks)
+            for job in filter(None, jobs):
+                job.wait()
+            squares = sum(bank.my_grad.float().square().sum() for bank in banks)
             norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
             grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
         for bank, job in zip(banks, jobs):
             if job:
                 job.wait()
-            lr = getattr(cfg, bank.row.lr) * bank.row.lr_mult * lr_factor
-            if bank.row.optimizer == "muon":
-                self.update_matrices(bank, lr, momentum, grad_scale, decay_factor)
+            row, lr = bank.row, getattr(cfg, bank.row.lr) * bank.row.lr_mult * lr_factor
+            if row.optimizer == "muon":  # tall matrices then move as far per row as square ones
+                lr = lr * max(1, bank.unit[0] / bank.unit[1]) ** 0.5
+                decay = cfg.weight_decay * cfg.matrix_lr * row.decay_mult * decay_factor
+                update, numbers = self.muon_step, (grad_scale, momentum, lr, decay)
+                constants = cfg, bank.data.dtype
             else:  # Adam; its step count is that of its own steps
-                own_steps = float(self.step_count // cfg.adam_every)
-                numbers = [torch.as_tensor(number) for number in (grad_scale, own_steps, lr)]
-                self.adam_step(bank.my_data, bank.my_grad, *bank.state, *numbers, bank.row.beta1 or cfg.beta1,
-                               cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected)
-            bank.grad.zero_()
-            if self.world_size > 1:
-                gathers.append(all_gather(bank.data, bank.my_data.flatten(), group=self.group, async_op=True))
+                update, numbers = self.adam_step, (grad_scale, float(self.step_count // cfg.adam_every), lr)
+                constants = row.beta1 or cfg.beta1, cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected
+            numbers = [torch.as_tensor(number) for number in numbers]
+            update(bank.master, bank.my_grad, *bank.state, *numbers, *constants)
+            if bank.master is not bank.my_data:
+                bank.my_data.copy_(bank.master)
+            bank.fresh = True
+            if job:
+                gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
         for job in gathers:
             job.wait()
 
-    def update_matrices(self, bank, lr, momentum, grad_scale, decay_factor):
-        """Muon or NorMuon, then cautious decay: where the update shrinks the weight too (arXiv:2411.16085).
-        Tall matrices have sqrt(rows / columns) of the LR, so that they move as far per row as square ones."""
-        cfg, p, (buffer, second) = self.cfg, bank.my_data, bank.state
-        lr = lr * max(1, p.size(-2) / p.size(-1)) ** 0.5
-        update = muon_update(bank.my_grad * grad_scale, buffer, momentum, cfg.muon_backend_steps,
-                             cfg.orthogonalization, cfg.muon_sum)
-        if cfg.normuon_beta2:
-            update = normuon_scale(update, second, cfg.normuon_beta2)
-        decay = cfg.weight_decay * cfg.matrix_lr * bank.row.decay_mult * decay_factor
-        if decay:
-            p.addcmul_(p, (p * update >= 0).to(p.dtype), value=-lr * decay)
-        p.sub_(update, alpha=lr)
+    def weights(self):
+        """{name: fp32 on the CPU} of all parameters; all ranks together."""
+        return {name: view for bank in self.banks
+                for name, view in zip(bank.names, bank.views(whole_state(bank.master, bank).flatten()))}
 
 # torch's names of these collectives since 2.13, and before
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -1033,10 +1070,8 @@ def run_progress(cfg, step, seconds):
 
 def top_lr(cfg, progress):
     """LR factor before the warmdown: larger batches allow larger steps."""
-    if any(cfg.lr_schedule):
-        scheduled = scheduled_progress(cfg, progress)
-        return cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
-    return stage_at(cfg, progress).batch_multiple**cfg.batch_lr_power
+    scheduled = scheduled_progress(cfg, progress)
+    return cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
 
 def scheduled_progress(cfg, progress):
     """Progress through cfg.iterations; the extension stays at 1."""
@@ -1106,8 +1141,8 @@ def table_bytes(sp, tokens):
 
 def decoded_bytes(sp, tokens, bos):
     """UTF-8 bytes of the tokens by decoding each document: the definition."""
-    documents = np.split(tokens, np.flatnonzero(tokens == bos))
-    return sum(len(sp.decode(document.tolist()).encode()) for document in documents)
+    return sum(len(sp.decode(document.tolist()).encode())
+               for document in np.split(tokens, np.flatnonzero(tokens == bos)))
 
 def file_sha256(path, stated=None):
     """Raises Refused if it is not the stated one."""
@@ -1244,9 +1279,9 @@ class Loader:
         """Raises Missing if the steps of the schedule need more than max_epochs passes."""
         if cfg.max_wallclock_seconds or cfg.eval_from or not cfg.max_epochs:
             return
-        table, position = stage_table(cfg), 0
+        position = 0
         for step in range(total_steps(cfg)):
-            stage = [stage for stage in table if stage.first_step <= step][-1]
+            stage = stage_at(cfg, step / total_steps(cfg))
             T, batch = self.T * stage.seq_multiple, cfg.train_batch_tokens * stage.batch_multiple
             _, position, epoch = self.plan(position, batch // T, T)
             enough, steps = epoch <= cfg.max_epochs, f"{step} of {total_steps(cfg)} steps"
@@ -1367,13 +1402,8 @@ class Loader:
 def log_probs(model, tokens, context=None):
     """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
     default that of evaluation. Scores take the same two steps, the second one for the targets only."""
-    if context is None:
-        context = make_context(model.cfg, tokens.size(1), eval_window(model.cfg), model.embed.device)
-    return head_log_probs(model, model.hidden(tokens, context))
-
-def head_log_probs(model, x):
-    """Last activations (..., C) -> log-probabilities of the next token (..., V)."""
-    return F.log_softmax(model.logits(x), -1)
+    context = context or make_context(model.cfg, tokens.size(1), eval_window(model.cfg), model.embed.device)
+    return F.log_softmax(model.logits(model.hidden(tokens, context)), -1)
 
 MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, of which uncompiled a few copies are alive
 
@@ -1433,7 +1463,7 @@ def pad_rows(rows, count, longest):
 
 def score_targets(model, x, targets):
     """Last activations (n, C) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
-    scores = head_log_probs(model, x)
+    scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
     return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
 def evaluate(model, cfg, data, team, window=None):
@@ -1456,8 +1486,7 @@ def bits_per_byte(nats, tokens, data):
 
 def loss_name(cfg):
     """val_loss, or val_loss_partial for anything short of the preset's own split."""
-    whole = cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens)
-    return "val_loss" if whole else "val_loss_partial"
+    return "val_loss" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "val_loss_partial"
 
 def score_text(cfg, score, digits=4):
     """`val_loss:3.2781 val_bpb:1.0123`"""
@@ -1513,7 +1542,7 @@ def test_time_step(model, optimizer, cfg, tokens, team):
     for part in mine.split(max(1, TTT_TOKENS // T)) if len(mine) else ():
         part = part.to(team.device)
         loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), context)
-        (loss * (len(part) * ranks / len(rows))).backward()  # the optimizer divides by the ranks
+        optimizer.backward(loss * (len(part) * ranks / len(rows)))  # it divides by the ranks
     optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
 
 def target_nats(model, cfg, tokens, bos, protocol, team):
@@ -1567,7 +1596,6 @@ def named_scores(model, cfg, data, team, log):
 CORE_TASKS = 22
 CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_ORDER_SEED, CORE_SHOTS_SEED = 1337, 1234  # of the examples' order; of the shots of example i, plus i
-CORE_BASELINES = "eval_meta_data.csv"
 
 class Task(NamedTuple):
     label: str
@@ -1597,7 +1625,7 @@ def read_item(kind, line, delimiter):
 def read_tasks(folder, most=0):
     """[Task] of a bundle, examples shuffled, the first `most` of them, 0: all. Raises Refused."""
     import yaml
-    folder, tasks, place = Path(folder), [], CORE_BASELINES
+    folder, tasks, place = Path(folder), [], "eval_meta_data.csv"
     require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
     try:
         with open(folder / place, encoding="utf-8") as file:
@@ -1608,7 +1636,7 @@ def read_tasks(folder, most=0):
             place = f"{label} in core.yaml"
             require(kind in CORE_KINDS, f"unknown icl_task_type {kind!r}")
             require(type(shots) is int and shots >= 0, f"num_fewshot is {shots!r}")
-            place = f"{label} in {CORE_BASELINES}"
+            place = f"{label} in eval_meta_data.csv"
             base, items = float(bases[label]), []
             require(0 <= base < 100, f"Random baseline {base}")
             place = about["dataset_uri"]
@@ -1822,8 +1850,8 @@ def write_model(model, folder, code, log):
         f"Code size: {code} bytes",
         f"Total submission size {kind}: {total} bytes")
     if limit:
-        over = f"OVER by {total - limit}: lower MODEL_DIM, NUM_LAYERS, BIGRAM_ROWS or raise ARTIFACT_STEP"
-        log(f"artifact_bytes_limit: {limit} bytes, {'within it' if total <= limit else over}")
+        over = f"OVER by {total - limit}" if total > limit else "within it"
+        log(f"artifact_bytes_limit: {limit} bytes, {over}")
     return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
 
 # ---------- 10 checkpoints
@@ -1916,8 +1944,8 @@ def resume(cfg, team, log):
     free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
     saved = replace(Config(**small["config"]), **free | dict(resume="", run_id=cfg.resume))
     check_config(saved)
-    progress = small["progress"]
-    log(f"resume: from step {progress['step']} at train_time:{progress['now'] * 1e3:.0f}ms")
+    step, now = small["progress"]["step"], small["progress"]["now"]
+    log(f"resume: from step {step} at train_time:{now * 1e3:.0f}ms")
     return saved, payload or small
 
 def fitting(tensor, shape):
@@ -1931,12 +1959,14 @@ def restore(run, checkpoint):
     """Puts a checkpoint into a run's model, optimizer and loader, for any number of ranks; rank 0 has the
     tensors. Returns its TrainState. Raises whatever a checkpoint of another run may raise."""
     ranks, rank, progress = run.team.world_size, run.team.rank, checkpoint["progress"]
-    if rank == 0:
-        for name, p in run.model.named_parameters():
-            p.copy_(fitting(checkpoint["tensors"][name], p.shape))
     for bank in run.optimizer.banks:
-        if ranks > 1:
-            dist.broadcast(bank.data, 0)
+        values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.grad))))
+        for name, value in values.items():
+            if rank == 0:
+                value.copy_(fitting(checkpoint["tensors"][name], value.shape))
+            if ranks > 1:
+                dist.broadcast(value, 0)
+        bank.load(values)
         for i, mine in enumerate(bank.state):
             whole = mine.new_zeros((ranks * len(mine), *mine.shape[1:]))
             if rank == 0:
@@ -1955,11 +1985,11 @@ def restore(run, checkpoint):
     require(fits and all(multiple > 0 for _, multiple in laps), "steps, laps or curves of no run", ValueError)
     return TrainState(progress["step"], progress["tokens"], progress["now"], curves, laps)
 
-def whole_state(mine, bank, team):
+def whole_state(mine, bank):
     """The ranks' shares of a tensor of the optimizer's state in one, on the CPU."""
-    if team.world_size == 1:
+    if bank.world_size == 1:
         return mine.cpu().clone()[:bank.units]
-    shares = mine.new_empty((team.world_size * len(mine), *mine.shape[1:]))
+    shares = mine.new_empty((bank.world_size * len(mine), *mine.shape[1:]))
     all_gather(shares.view(-1), mine.contiguous().view(-1))
     return shares.cpu()[:bank.units]
 
@@ -1990,7 +2020,8 @@ class Saver:
         follows. While gradients wait for Adam's next step, it waits too."""
         cfg = self.run.cfg
         self.in_training, self.stopping = not done, bool(stop)
-        wanted = due(cfg.save_every, step) or 0 < cfg.save_every_seconds <= seconds - self.saved_at
+        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
+        wanted = by_time or cfg.save_every and step % cfg.save_every == 0
         if stop or step > self.saved_step and not done and wanted:
             self.wanted = True
         return self.wanted and step % cfg.adam_every == 0
@@ -2007,8 +2038,8 @@ class Saver:
         run, team = self.run, self.run.team
         team.at("saving", state.step)
         self.wait()
-        payload = to_payload(run.cfg, dict(run.model.named_parameters()))
-        payload["state"] = {f"{bank.names[0]} {i}": whole_state(mine, bank, team)
+        payload = to_payload(run.cfg, run.optimizer.weights())
+        payload["state"] = {f"{bank.names[0]} {i}": whole_state(mine, bank)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
         if team.rank == 0:
             curves = {split: [list(point) for point in points] for split, points in state.curves.items()}
@@ -2060,7 +2091,6 @@ class Saver:
 FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
 SDPA_BACKENDS = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
                      efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
-MAX_LOGITS = 1 << 28  # of one part of the head's loss: 512 MiB in bf16
 
 def to_fp8(x, scale, dtype):
     """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, or None: max |x| fills the range."""
@@ -2082,14 +2112,15 @@ def fp8_product(x, weight, scales):
     return scaled_mm(x, w, scale_x, scale_w, fast=True), (x, w, scale_x, scale_w)
 
 def fp8_gradients(grad, kept, scale):
-    """Gradients of x and of weight, by products with the gradient in e5m2 (arXiv:2209.05433)."""
+    """Gradients of x and of weight, by products with the gradient in e5m2 (arXiv:2209.05433), which grad may
+    be in already, divided by scale."""
     x, w, scale_x, scale_w = kept
-    g, scale_g = to_fp8(grad, scale, torch.float8_e5m2)
+    known = grad.dtype == torch.float8_e5m2
+    g, scale_g = (grad, scale_x.new_full((), scale)) if known else to_fp8(grad, scale, torch.float8_e5m2)
     return scaled_mm(g, w.t(), scale_g, scale_w), scaled_mm(g.t(), x.t(), scale_g, scale_x)
 
 class Fp8Linear(torch.autograd.Function):
     """`linear` by the two above. scales: of x, weight and gradient; None: by the maximum."""
-
     @staticmethod
     def forward(ctx, x, weight, scales):
         y, kept = fp8_product(x, weight, scales[:2])
@@ -2117,16 +2148,14 @@ def fp8_head(x, weight):
 
 def choose_fp8(cfg, on_gpu, log):
     """Linears of blocks and head for cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
-    sides = {name: getattr(cfg, name) for name in ("vocab_size", "train_seq_len", "model_dim")}
-    sides["head_dim"] = cfg.model_dim // cfg.num_heads
+    sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads
     capability = torch.cuda.get_device_capability() if on_gpu else None
-    able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides.values())
+    able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides)
     part = cfg.fp8.removeprefix("auto-")
     if part != cfg.fp8:
         part = part if able and on_gpu else "off"
-    elif part != "off":
-        require(able, f"fp8={part} needs compute capability 8.9, here {capability}, and multiples of 16, but "
-                      f"{', '.join(f'{name}={n}' for name, n in sides.items())}")
+    require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
+            f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
     if cfg.fp8 != "off":
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
@@ -2152,18 +2181,6 @@ def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=F
     return torch.cat(parts, 2)
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
-
-def cpu_loss(x, head, targets, cap, linear):
-    """lm_loss in compiled steps on a CPU. Capped logits need no maximum before exp, and the target's is
-    picked before the cap, so one pass makes the loss and nothing of their size is kept in fp32. (A step of
-    `tiny`: 99 ms, 101 without; with 2,048 pieces 150, 158 without.)"""
-    if not (torch.compiler.is_compiling() and 0 < cap <= 50):
-        return lm_loss(x, head, targets, cap, linear)
-    logits = linear(x, head).float()
-    picked = torch.where(torch.arange(len(head), device=x.device) == targets[..., None], logits, 0).sum(-1)
-    # cap * tanh(x / cap) + cap, by a sigmoid, which is faster
-    logits, picked = (2 * cap * torch.sigmoid(x * (2 / cap)) for x in (logits, picked))
-    return ((logits - cap).exp().sum(-1).log() - picked + cap).mean()
 
 def gpu_window_mask(window, T, documents, device):
     """window_mask in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The
@@ -2210,65 +2227,67 @@ def gpu_attention(q, k, v, mask, backend="flash"):
     with sdpa_kernel([*SDPA_BACKENDS.values()][[*SDPA_BACKENDS].index(backend):], set_priority=True):
         return attention(q, k, v, None)
 
-class LossInParts(torch.autograd.Function):
-    """lm_loss with its gradients made at once, a part of the tokens at a time, so that there are never logits
-    of the whole batch. x (N, C), targets (N,); products: plain_head or fp8_head_products."""
+if triton:
+    @triton.jit
+    def loss_kernel(logits, targets, losses, grad, V, top: tl.constexpr, factor: tl.constexpr,
+                    BLOCK: tl.constexpr):
+        """A row of logits (N, V), capped to top * sigmoid(4 * x / top), so that exp needs no maximum -> its
+        loss in losses (N,), factor times its gradient in grad (N, V), which may be logits."""
+        row = tl.program_id(0).to(tl.int64)
+        logits, grad, target = logits + row * V, grad + row * V, tl.load(targets + row)
+        picked, total = tl.load(logits + target).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for low in range(0, V, BLOCK):
+            i = low + tl.arange(0, BLOCK)
+            x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
+            total += tl.where(i < V, tl.exp(top * tl.sigmoid(x * (4 / top)) - top), 0.0)
+        norm = tl.log(tl.sum(total)) + top
+        tl.store(losses + row, norm - top * tl.sigmoid(picked * (4 / top)))
+        for low in range(0, V, BLOCK):
+            i = low + tl.arange(0, BLOCK)
+            part = tl.sigmoid(tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) * (4 / top))
+            error = tl.exp(top * part - norm) - tl.where(i == target, 1.0, 0.0)
+            slope = factor * 4 * part * (1 - part)
+            tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
+
+class FusedLoss(torch.autograd.Function):
+    """lm_loss with a softcap. The logits, in the dtype of x, become their gradient in one pass: in place, or
+    in e5m2 if scales fix one for it. x (N, C), targets (N,). scales: as Fp8Linear has them; None: no fp8."""
+    @staticmethod
+    def forward(ctx, x, head, targets, cap, scales):
+        if scales:
+            logits, kept = fp8_product(x, head, scales[:2])
+        else:
+            kept = x, head.to(x.dtype)
+            logits = x @ kept[1].T
+        ctx.grad_scale = scales and scales[2]
+        grad = torch.empty_like(logits, dtype=torch.float8_e5m2) if ctx.grad_scale else logits
+        losses, (N, V) = x.new_empty(len(x), dtype=torch.float32), logits.shape
+        loss_kernel[(N,)](logits, targets, losses, grad, V, 2 * cap, 1 / N / (ctx.grad_scale or 1),
+                          BLOCK=min(8192, 1 << (V - 1).bit_length()), num_warps=16)
+        ctx.save_for_backward(grad, *kept)
+        return losses.mean()
 
     @staticmethod
-    def forward(ctx, x, head, targets, cap, parts, products):
-        total, dx, dhead = 0.0, [], torch.zeros_like(head, dtype=torch.float32)
-        for x, targets in zip(x.chunk(parts), targets.chunk(parts)):
-            logits, gradients = products(x, head)
-            logits = logits.float()
-            capped = cap * torch.tanh(logits / cap) if cap else logits
-            norm = capped.logsumexp(-1, keepdim=True)
-            hit = torch.arange(len(head), device=x.device) == targets[:, None]
-            total = total + (norm[:, 0] - torch.where(hit, capped, 0).sum(-1)).sum()
-            slope = 1 - (capped / cap).square() if cap else 1
-            grad = ((capped - norm).exp() - hit.float()) * slope / (parts * len(x))
-            part_dx, part_dhead = gradients(grad.to(x.dtype))
-            dx.append(part_dx.to(x.dtype))
-            dhead = dhead + part_dhead
-        ctx.save_for_backward(torch.cat(dx), dhead)
-        return total / (parts * len(x))
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dhead = ctx.saved_tensors
-        return grad * dx, grad * dhead, None, None, None, None
-
-def plain_head(x, head):
-    """x (N, C), head (V, C) -> (logits, function from their gradient to those of x and of head)."""
-    w = head.to(x.dtype)
-    return x @ w.T, lambda grad: (grad @ w, grad.T @ x)
-
-def fp8_head_products(scales, x, head):
-    """plain_head in fp8."""
-    logits, kept = fp8_product(x, head, scales[:2])
-    return logits, lambda grad: fp8_gradients(grad, kept, scales[2])
+    def backward(ctx, grad_loss):
+        grad, *kept = ctx.saved_tensors
+        plain = len(kept) == 2
+        dx, dhead = (grad @ kept[1], grad.T @ kept[0]) if plain else fp8_gradients(grad, kept, ctx.grad_scale)
+        return grad_loss * dx, grad_loss * dhead.float(), None, None, None
 
 def gpu_loss(x, head, targets, cap, linear):
-    """lm_loss where the logits are many, in equal parts. Not measured."""
-    tokens = targets.numel()
-    unit = 16 if tokens % 16 == 0 else 1  # fp8 needs sides that are multiples of 16
-    parts = 1
-    while tokens % (parts * unit) or tokens // parts * len(head) > MAX_LOGITS and tokens > parts * unit:
-        parts += 1
-    if parts == 1:
+    """lm_loss where Triton can fuse it. Not measured."""
+    if not (triton and cap and x.is_cuda):
         return lm_loss(x, head, targets, cap, linear)
-    products = plain_head
-    if linear in (fp8_head, fp8_linear):
-        scales = head_scales(x.size(-1), tokens) if linear is fp8_head else (None,) * 3
-        products = partial(fp8_head_products, scales)
-    return LossInParts.apply(x.flatten(0, -2), head, targets.flatten(), cap, parts, products)
+    x, targets = x.flatten(0, -2), targets.flatten()
+    scales = {fp8_head: head_scales(x.size(-1), len(x)), fp8_linear: (None,) * 3}.get(linear)
+    return FusedLoss.apply(x, head, targets, cap, scales)
 
 def choose_kernels(cfg, on_gpu, log):
     """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
     linears = choose_fp8(cfg, on_gpu, log)
-    if on_gpu:
-        chosen = partial(gpu_attention, backend=cfg.sdpa_backend)
-        return Kernels(*linears, gpu_window_mask, chosen, gpu_loss)
-    return Kernels(*linears, attention=cpu_attention, loss=cpu_loss)
+    if not on_gpu:
+        return Kernels(*linears, attention=cpu_attention)
+    return Kernels(*linears, gpu_window_mask, partial(gpu_attention, backend=cfg.sdpa_backend), gpu_loss)
 
 # ---------- 12 ranks, log, memory, plan
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
@@ -2280,10 +2299,9 @@ PLANNED_GPUS = 8  # that the plan's hours assume
 def cuda_problem():
     """Why torch finds no GPU, in its own words."""
     try:
-        torch.cuda.init()
+        return torch.cuda.init() or "no reason given"
     except (AssertionError, RuntimeError) as error:
         return brief(error)
-    return "no reason given"
 
 class Team:
     """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
@@ -2303,11 +2321,9 @@ class Team:
         require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
                 f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
         self.device = torch.device(f"cuda:{env.get('LOCAL_RANK', 0)}" if self.on_gpu else "cpu")
-        if self.on_gpu:
-            fast = gpu_has_bf16()
-        else:
-            fast = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
-        automatic = torch.bfloat16 if fast else torch.float32
+        cpu_has_bf16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
+        has_bf16 = torch.cuda.is_bf16_supported(False) if self.on_gpu else cpu_has_bf16  # not by emulation
+        automatic = torch.bfloat16 if has_bf16 else torch.float32
         self.dtype = automatic if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         backend = torch.cuda if self.on_gpu else torch.cpu
         backend.set_device(self.device)
@@ -2400,15 +2416,15 @@ def step_memory(cfg, team, sequences):
     counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
     most = max(stage.seq_multiple for stage in stage_table(cfg))
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
-    # 1. weights, gradients, a rank's share of gradients and moments; the matrices as products read them
-    held = counts.total() * (8 + (12 if ranks > 1 else 8) / ranks) + counts["matrix"] * width
+    # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
+    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + (16 if ranks > 1 else 12) / ranks)
     # 2. what layers keep for the backward pass; fp8 keeps less
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
     kept = cfg.model_dim * sum(13 * (kind in "LS") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
     kept *= 0.68 if team.on_gpu and cfg.fp8.endswith("all") else 1
-    # 3. logits and their gradients
-    logits = tokens * cfg.vocab_size
-    return int(held + width * (tokens * kept + 2 * (min(logits, MAX_LOGITS) if team.on_gpu else logits)))
+    # 3. logits; on a GPU their gradients take their place, in fp8 in two layouts
+    each = 2 * width if not team.on_gpu else width if cfg.fp8 == "off" else 4
+    return int(held + tokens * (width * kept + each * cfg.vocab_size))
 
 def free_memory(team):
     """Bytes free on a GPU, or a rank's part of half a machine."""
@@ -2471,8 +2487,7 @@ def stage_lines(cfg):
     yield "stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor"
     for step in sorted(mark for mark in marks if mark < last):
         stage, lr = stage_at(cfg, step / last), top_lr(cfg, step / last)
-        tokens = cfg.train_batch_tokens * stage.batch_multiple
-        row = T * stage.seq_multiple
+        tokens, row = cfg.train_batch_tokens * stage.batch_multiple, T * stage.seq_multiple
         sizes = window_sizes(cfg, stage.window, row)
         yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
     decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
@@ -2484,12 +2499,9 @@ def stage_lines(cfg):
         when = f"from {cap * (1 - cfg.warmdown_frac):g} s or step {first} on"
     if decay:
         yield f"warmdown: {when} lr_factor falls to {cfg.lr_floor:g}"
-    momentum, start = f"muon_momentum: {cfg.muon_momentum:g}", cfg.muon_momentum_warmup_start
-    if cfg.muon_momentum_warmup_steps:
-        momentum += f", from {start:g} in the first {cfg.muon_momentum_warmup_steps} steps"
-    if cfg.muon_momentum_cooldown_steps:
-        momentum += f", back to {start:g} in the last {cfg.muon_momentum_cooldown_steps}"
-    yield momentum
+    warm, cool = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_cooldown_steps
+    yield (f"muon_momentum: {cfg.muon_momentum:g}, from {cfg.muon_momentum_warmup_start:g} in the first "
+           f"{warm} steps, back to it in the last {cool}")
     sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
     yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
            f"long_window:{sizes['L']} short_window:{sizes['S']}")
@@ -2503,8 +2515,8 @@ def plot_curves(curves, title, path, log):
         for split, points in curves.items():
             _, seconds, losses = zip(*points)
             axes.plot(seconds, losses, ".-", label=split)
-        low, high = 0.9 * losses[-1], 1.9 * losses[-1]
-        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, ylim=(low, high))
+        limits = 0.9 * losses[-1], 1.9 * losses[-1]
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, ylim=limits)
         axes.legend()
         figure.savefig(path)
     except Exception as error:
@@ -2541,15 +2553,15 @@ class Run:
 class Clock:
     """Training seconds, the pace of a step, and whether another one fits in before the cap.
 
-    All ranks go by the same time. On a CPU they agree on it before each step. On GPUs they ask every four
-    steps, hear the answer the next time and go by their pace meanwhile, so that nothing waits; with a cap the
-    host lets at most three steps be under way, without one it waits at log lines only."""
+    All ranks go by the same time. On a CPU they agree on it before each step, on GPUs before every fourth,
+    while the device is busy with earlier ones, and go by their pace in between; with a cap the host lets at
+    most three steps be under way, without one it waits at log lines only."""
     def __init__(self, cfg, team, state, counter=time.perf_counter):
         self.cap, self.team, self.counter = cfg.max_wallclock_seconds, team, counter
         self.every = 4 if team.on_gpu else 1
         self.at, self.then = state.step, state.seconds  # the step and the seconds that were last agreed on
         self.lap_start, self.laps = (self.at, self.then), state.laps
-        self.asked, self.under_way = [], []  # questions without an answer yet; events of steps on the device
+        self.under_way = []  # events of steps on the device
         self.multiple = 1  # of the stage
         self.stop_asked = 0  # signals that came to some rank
 
@@ -2560,28 +2572,16 @@ class Clock:
     def seconds(self):
         return self.counter() - self.started
 
-    def stop(self):
-        """Waits for the device; the clock stops at the seconds that are returned, until the next start()."""
-        self.team.wait()
-        return self.seconds()
-
     def agree(self, step, exactly, signals):
         """Training seconds at this step, the same on all ranks. exactly: the device was just waited for."""
         if exactly or step % self.every == 0:
             while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
                 self.under_way.pop(0).synchronize()
-            mine, job = torch.tensor([self.seconds(), signals], dtype=torch.float64), None
-            if dist.is_initialized():
-                job = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.team.group, async_op=True)
-            known = exactly or self.cap or not self.team.on_gpu
-            self.asked.append((step - len(self.under_way), known, mine, job))
-        if len(self.asked) > self.team.on_gpu:  # hear the answer to the first question
-            self.at, known, mine, job = self.asked.pop(0)
-            if job:
-                job.wait()
-            self.then, self.stop_asked = mine.tolist()
+            mine = all_reduce(torch.tensor([self.seconds(), signals], dtype=torch.float64), "MAX",
+                              self.team.group)
+            self.at, (self.then, self.stop_asked) = step - len(self.under_way), mine.tolist()
             first, since = self.lap_start
-            if known and self.at > first:
+            if self.at > first and (exactly or self.cap or not self.team.on_gpu):
                 self.laps.append(((self.then - since) / (self.at - first), self.multiple))
                 self.lap_start = self.at, self.then
         return self.then + (step - self.at) * self.pace(0.5) * self.multiple
@@ -2596,17 +2596,13 @@ class Clock:
         reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
         return step > 0 and 0 < self.cap <= self.then + reserve
 
-    def stepped(self):
-        if self.team.on_gpu and self.cap:
-            self.under_way.append(torch.cuda.current_stream().record_event())
-
 def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule):
     """A step, at most `micro` sequences at a time. grad_factor: 1 for gradients of the mean loss. schedule:
     LR factor, momentum, decay factor. Returns this rank's mean loss."""
     parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
     for tokens, targets in parts:
         loss = loss_fn(tokens, targets, context) / len(parts)
-        (loss * grad_factor).backward()
+        optimizer.backward(loss * grad_factor)
         total = total + loss.detach()
     optimizer.step(*schedule)
     return total
@@ -2622,10 +2618,11 @@ def rehearse(run):
     returns the seconds of the slowest micro-step after the first round, times those of a step."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     while True:
-        run.loss_fn, optimizer.adam_step = model, adam_step
+        run.loss_fn, optimizer.adam_step, optimizer.muon_step = model, adam_step, muon_step
         if compiled:
             run.loss_fn = torch.compile(model, dynamic=False, fullgraph=run.team.on_gpu)
             optimizer.adam_step = torch.compile(adam_step, dynamic=True)
+            optimizer.muon_step = torch.compile(muon_step, dynamic=False, fullgraph=run.team.on_gpu)
         try:
             torch._foreach_zero_(optimizer.tensors())
             slowest = rehearse_stages(run)
@@ -2650,7 +2647,9 @@ def rehearse(run):
         torch.cuda.empty_cache()
     torch._foreach_zero_(optimizer.tensors())
     optimizer.step_count = 0
-    init_parameters(model, run.cfg.seed)
+    values = first_values(model, run.cfg.seed)
+    for bank in optimizer.banks:
+        bank.load(values)
     return slowest
 
 def rehearse_stages(run):
@@ -2665,7 +2664,7 @@ def rehearse_stages(run):
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = make_context(cfg, T, stage.window, team.device, team.dtype)
-            run.loss_fn(tokens, tokens.clone(), context).backward()  # one tensor for both: another graph
+            run.optimizer.backward(run.loss_fn(tokens, tokens.clone(), context))  # one tensor: another graph
             team.wait()
         except Exception as error:
             problem = error
@@ -2703,9 +2702,11 @@ def train(run, state, counter=time.perf_counter):
             saver.save(state)
             continue
         # 3. validation, off the clock
-        measure, sample = (step and due(every, step) for every in (cfg.core_metric_every, cfg.sample_every))
-        if done or due(cfg.val_loss_every, step) or measure or sample:
-            state.seconds = clock.stop()
+        wanted = cfg.val_loss_every, step and cfg.core_metric_every, step and cfg.sample_every
+        validates, measure, sample = (every and step % every == 0 for every in wanted)
+        if done or validates or measure or sample:
+            team.wait()
+            state.seconds = clock.seconds()
             score = validate(run, state, None if done else stage.window, done, measure, sample)
             if done:
                 return score, done
@@ -2722,7 +2723,8 @@ def train(run, state, counter=time.perf_counter):
         loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
         state.tokens += tokens
         broken += 0 * loss
-        clock.stepped()
+        if team.on_gpu and clock.cap:
+            clock.under_way.append(torch.cuda.current_stream().record_event())
         state.step += 1
         if loader.epoch > epoch:
             run.log(f"epoch {loader.epoch} begins in step {step + 1}")
@@ -2756,9 +2758,6 @@ def validate(run, state, window, done, measure, sample):
     run.team.share(None)  # as in Saver.save
     return score
 
-def due(every, step):
-    return every and step % every == 0
-
 def time_text(seconds, step):
     return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
 
@@ -2773,13 +2772,11 @@ def training_report(run, state, score, stop_reason):
     laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
     step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
     flops = flops_per_token(cfg) * tokens
-    known = re.search("H[12]00", hardware(team))
-    best = min(loss for _, _, loss in state.curves["val"])
     return dict(
         train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=state.step,
         tokens=tokens, tok_per_s=round(tokens / now), stop_reason=stop_reason, total_training_flops=flops,
-        mfu=flops / (H100_FLOPS * team.world_size * now) if known else None,
-        min_val_bpb=score.val_bpb and score.val_bpb * best / score.val_loss)
+        mfu=flops / (H100_FLOPS * team.world_size * now) if re.search("H[12]00", hardware(team)) else None,
+        min_val_bpb=score.val_bpb and score.val_bpb / score.val_loss * min(p[2] for p in state.curves["val"]))
 
 def open_folder(run, again):
     """logs/<run_id>/ with train_gpt.py and train.log, new or, of a resumed run, again. Raises Refused."""
@@ -2842,7 +2839,8 @@ def train_model(run, checkpoint, began):
     cfg, team, log = run.cfg, run.team, run.log
     with team.device:
         run.model = GPT(cfg, run.kernels)
-    run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size)
+    run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
+                              dtype=team.dtype if team.on_gpu else torch.float32)
     ready = time.perf_counter()
     team.at("compile")
     log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
@@ -2858,6 +2856,8 @@ def train_model(run, checkpoint, began):
     run.saver.begin(run, state)
     score, stop_reason = train(run, state)
     run.optimizer.group = team.group = None
+    for name, value in run.optimizer.weights().items():
+        run.model.get_parameter(name).data = value.to(team.device)
     report = training_report(run, state, score, stop_reason)
     report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
                    compiled=run.loss_fn is not run.model)
@@ -2871,8 +2871,8 @@ def write_and_read_back(run):
         if packed:
             model.load_state_dict(load_model(run.folder / artifact_name(run.cfg))[0].state_dict())
     if packed and run.team.world_size > 1:
-        for bank in run.optimizer.banks:
-            dist.broadcast(bank.data, 0)
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
     return report
 
 def finish(run, result, report, scores, curves, began):

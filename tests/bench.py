@@ -81,12 +81,12 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
     except trainer.Refused as error:
         raise train_gpt.Refused(str(error)) from None
     run.model = model.to(team.device)
-    trainer.init_parameters(model, cfg.seed)
     run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size)
     began = time.perf_counter()
     if hasattr(trainer, "Run"):
         trainer.rehearse(run)
     else:
+        trainer.init_parameters(model, cfg.seed)
         run.loss_fn = trainer.rehearse(cfg, team, run.model, run.optimizer, micro, log)
     seconds = time.perf_counter() - began
     if cfg.compile and run.loss_fn is run.model:
@@ -385,7 +385,7 @@ def collective_seconds(run, repeats):
     def communicate(optimizer):
         for bank in run.optimizer.banks:
             if bank.row.optimizer == optimizer:
-                train_gpt.reduce_scatter(bank.my_grad.flatten(), bank.grad)
+                bank.reduce(None).wait()
                 train_gpt.all_gather(bank.data, bank.my_data.flatten())
 
     muon, adam = (median_seconds(run.team, partial(communicate, name), repeats) for name in ("muon", "adam"))

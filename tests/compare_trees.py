@@ -54,7 +54,7 @@ CASES = {
     # two layers, u-net skips, key offset; larger LR with the batch; int8 and zlib
     "tiny": dict(
         PRESET="tiny", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", MAX_DOC_LEN="96", MODEL_DIM="64",
-        WINDOW_SCHEDULE="32,64", BATCH_SCHEDULE="1,2", BATCH_LR_POWER="0.5", BIGRAM_ROWS="1024",
+        WINDOW_SCHEDULE="32,64", BATCH_SCHEDULE="1,2", BIGRAM_ROWS="1024",
         ATTN_GATE_DIM="8", SMEAR_DIM="8", EVAL_STRIDE="96", ARTIFACT_STEP="0"),
     # GQA, u-net skips, gradient clipping; rounded artifact, lzma; golf's three protocols
     "golf": dict(

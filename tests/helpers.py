@@ -129,6 +129,19 @@ def toy_config(root, **settings):
     return cfg
 
 
+def init_parameters(model, seed):
+    """A model's first values."""
+    import train_gpt
+    for name, value in train_gpt.first_values(model, seed).items():
+        model.get_parameter(name).data.copy_(value)
+
+
+def add_gradients(optimizer, gradients):
+    """{name: gradient}, as a backward pass would add them."""
+    names = [name for bank in optimizer.banks for name in bank.names]
+    optimizer.backward(sum((p * gradients[name]).sum() for p, name in zip(optimizer.params, names)))
+
+
 def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
     import torch

@@ -31,7 +31,7 @@ PLACES = {
     "read": (train_gpt.Loader, "part"),
     "save": (train_gpt.Saver, "save"),
     "write": (train_gpt, "write_atomically"),       # of a part of the file
-    "evaluate": (train_gpt, "head_log_probs"),      # a batch
+    "evaluate": (train_gpt, "score_targets"),      # a batch
     "artifact": (train_gpt, "pack_artifact"),
     "log": (train_gpt.Log, "__call__"),
     "sync": (os, "fsync"),

@@ -276,10 +276,11 @@ class Subject:
         self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
         self.estimate = trainer.step_memory(cfg, team, micro)
         run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
-        trainer.init_parameters = lambda *_: None
+        trainer.first_values = lambda *_: {}
+        trainer.Bank.load = lambda *_: None
         with torch.device("cuda"):
             run.model = trainer.GPT(cfg, run.kernels)
-        run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, ranks)
+        run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             self.note_collective(name)
 

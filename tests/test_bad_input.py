@@ -34,7 +34,7 @@ def workplace(tiny_data, tmp_path, monkeypatch):
 def artifact(tiny_data):
     """Bytes of an artifact of TOY's shape with random weights."""
     model = train_gpt.GPT(toy_config(tiny_data, vocab_size=512))
-    train_gpt.init_parameters(model, 0)
+    helpers.init_parameters(model, 0)
     return train_gpt.pack_artifact(model)
 
 

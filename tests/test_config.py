@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, init_parameters
 from train_gpt import (ALIASES, FIELDS, MODEL_FIELDS, PRESETS, Config, Refused, load_config, near_misses,
                        overrides, parameter_table, show)
 
@@ -48,7 +48,7 @@ PINNED = {
         adam_eps=1e-8, adam_eps_corrected=True, loss_sum_ranks=0, adam_every=1, grad_clip_norm=0.0,
         iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0, warmup_steps=2,
         warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1,), seq_schedule=(1,),
-        batch_lr_power=0.0, lr_schedule=(0.0,), lr_switches=(0.0,)),
+        lr_schedule=(1.0,), lr_switches=(0.0,)),
     "golf": dict(
         vocab_size=1024, train_seq_len=4096, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4,
         mlp_mult=2, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
@@ -262,7 +262,7 @@ def test_booleans(name):
 @pytest.mark.parametrize("name", TUPLES)
 def test_tuples_are_comma_lists(name):
     kind, least, most = type(FIELDS[name].default[0]), *map(FIELDS[name].metadata.get, ("least", "most"))
-    legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0,2.5"])
+    legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
         for cfg in load_config(env | {name.upper(): text}), load_config(env, [f"{flag(name)}={text}"]):
@@ -335,7 +335,7 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("WINDOW_PATTERN=", "window_pattern"), ("LR_SWITCHES=0.5", "lr_switches=0.5"),
     ("BATCH_SCHEDULE=1,2,3 WINDOW_SCHEDULE=64,0", "batch_schedule=1,2,3 window_schedule=64,0"),
     ("LR_SCHEDULE=1,2,3 LR_SWITCHES=0.5", "lr_schedule=1.0,2.0,3.0 lr_switches=0.5"),
-    ("LR_SWITCHES=0,0.5", "lr_schedule=0.0 lr_switches=0.0,0.5"),
+    ("LR_SWITCHES=0,0.5", "lr_schedule=1.0 lr_switches=0.0,0.5"),
     ("LR_SCHEDULE=1,2,3 LR_SWITCHES=0,0.5,0.4", "lr_switches=0.0,0.5,0.4"),
     ("WINDOW_SCHEDULE=64,100 WINDOW_BLOCK=64", "window_schedule=64,100 window_block=64"),
     ("EVAL_WINDOW=100 WINDOW_SCHEDULE=64 WINDOW_BLOCK=64", "eval_window=100 window_block=64"),
@@ -364,7 +364,7 @@ def test_cells_of_the_parameter_table():
                if value != getattr(before[kind], column)}
     assert changed == {"head.init": "normal", "head.scale": 0.01, "smear.lr_mult": 2, "fc.optimizer": "adam"}
     model = train_gpt.GPT(dataclasses.replace(cfg, vocab_size=512, bigram_rows=8))
-    train_gpt.init_parameters(model, 0)
+    init_parameters(model, 0)
     assert model.head.std().item() == pytest.approx(0.01, rel=0.05)
 
 

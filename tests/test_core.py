@@ -14,8 +14,8 @@ import train_gpt
 from core_reference import (
     LABELS, crop, example_spans, mean_losses, pick_of, prompts, read_bundle, reference_core, reference_picks,
     shuffled, write_bundle)
-from helpers import ROOT, TOY, fake_team, toy_config
-from train_gpt import GPT, Config, Refused, init_parameters, log_probs, pick_options, prompt_rows, read_tasks
+from helpers import ROOT, TOY, fake_team, init_parameters, toy_config
+from train_gpt import GPT, Config, Refused, log_probs, pick_options, prompt_rows, read_tasks
 
 REAL = ROOT.parent / "shared" / "core_bundle"
 

@@ -20,11 +20,11 @@ import torch
 
 import train_gpt
 from core_reference import write_bundle
-from helpers import ROOT, SCRIPT, TOY, fake_team, look, run_cli, toy_config
+from helpers import ROOT, SCRIPT, TOY, fake_team, init_parameters, look, run_cli, toy_config
 from test_core import small_tasks
 from train_gpt import (
-    GPT, Config, Refused, evaluate, generate, init_parameters, kind_of, log_probs, loss_name, make_context,
-    pack_artifact, parameter_table, preset_config)
+    GPT, Config, Refused, evaluate, generate, kind_of, log_probs, loss_name, make_context, pack_artifact,
+    parameter_table, preset_config)
 
 CPU = torch.device("cpu")
 

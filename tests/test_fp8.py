@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
-from helpers import TOY
+from helpers import TOY, init_parameters
 from test_kernels import SMALL
 from train_gpt import Kernels, Refused, fp8_head, fp8_linear, linear, scaled_mm, to_fp8
 
@@ -230,7 +230,7 @@ def test_training_is_near_fp32_and_evaluation_is_fp32(fp8, calls):
     cfg = replace(SMALL, fp8=fp8)
     models = [train_gpt.GPT(cfg, Kernels(*choose(fp8=fp8)[0])), train_gpt.GPT(cfg)]
     for model in models:
-        train_gpt.init_parameters(model, 0)
+        init_parameters(model, 0)
         for p in model.parameters():
             p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05
     tokens = torch.randint(512, (2, 65), generator=torch.Generator().manual_seed(0))

@@ -128,7 +128,7 @@ def drawn_together(rng, T):
         window_schedule=tuple(block * rng.choice((0, 1, 2, 3)) for _ in range(n)),
         batch_schedule=tuple(rng.randint(1, 3) for _ in range(rng.choice((1, n)))))
     rates = dict(
-        lr_schedule=tuple(round(rng.uniform(0, 2), 3) for _ in range(n)),
+        lr_schedule=tuple(round(rng.uniform(0.001, 2), 3) for _ in range(n)),
         lr_switches=(0.0, *sorted(round(rng.random(), 2) for _ in range(n - 1))))
     context = rng.choice((0, 2, T, 2 * T, 100))
     evaluation = {"eval_context": context} | {

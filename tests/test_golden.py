@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
+from helpers import add_gradients
 from train_gpt import make_context
 
 GOLDEN = Path(os.environ.get("GOLDEN", Path(__file__).parent / "golden"))
@@ -288,7 +289,7 @@ def muon_alone(golden, about, key, p, grads, momenta):
         optimizer, ours = train_gpt.Optimizer(module, cfg), dict(module.named_parameters())[kind]
         for grad, momentum in zip(grads, momenta):
             grad = grad.reshape(4, p.size(0), -1)[i] if four else grad
-            ours.grad.copy_(turn(grad))
+            add_gradients(optimizer, {kind: turn(grad)})
             optimizer.step(1.0, momentum)
         out.append(turn(ours.detach()))
     return torch.stack(out).reshape(p.shape) if four else out[0]

@@ -1,6 +1,7 @@
 """The gpt2 game: its dial, horizons and miniseries; CORE and samples in a run; one file that runs alone."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -66,6 +67,11 @@ def test_rates_and_decay_follow_batch_width_and_horizon():
                for name in ("matrix_lr", "embed_lr", "head_lr", "scalar_lr", "weight_decay"))
     for depth, batch in ((4, 2**18), (12, 2**19), (24, 2**20), (26, 2**20)):
         assert dialled(f"--depth={depth}", "--train-batch-tokens=0").train_batch_tokens == batch
+    few = train_gpt.horizon_weights(at_12)
+    for depth in range(2, 62, 2):       # at 32, 56, 58 and 60 another power rounds to another batch
+        cfg = dialled(f"--depth={depth}", "--train-batch-tokens=0")
+        best = 2**19 * (train_gpt.horizon_weights(cfg) / few) ** 0.383
+        assert cfg.train_batch_tokens == 2 ** round(math.log2(best))
     narrow = dialled("--depth=8", "--model-dim=256", "--num-heads=2")
     assert narrow.iterations == int(7.25 * (8 * 12 * 256**2 + 32_768 * 256 + 4 * 2 * 32) / 524_288)
 

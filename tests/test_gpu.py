@@ -199,8 +199,8 @@ def test_compiled_attention_equals_the_reference(window, with_documents):
 
 
 @pytest.mark.parametrize("product", [train_gpt.linear, train_gpt.fp8_head])
-def test_compiled_loss_equals_the_reference(product, monkeypatch):
-    """Four parts; no more memory than a part's logits take, of which bf16 and some temporaries are left."""
+def test_compiled_loss_equals_the_reference(product):
+    """Of logits' size nothing but they themselves and what fp8 makes of their gradient; never fp32."""
     if product is train_gpt.fp8_head and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 here")
     tokens, C, V, draw = 4096, 256, 32768, torch.Generator("cuda").manual_seed(0)
@@ -208,7 +208,6 @@ def test_compiled_loss_equals_the_reference(product, monkeypatch):
     x = torch.nn.functional.rms_norm(x, (C,)).requires_grad_()
     head = (0.1 * torch.randn(V, C, device="cuda", generator=draw)).requires_grad_()
     targets = torch.randint(V, (1, tokens), device="cuda", generator=draw)
-    monkeypatch.setattr(train_gpt, "MAX_LOGITS", tokens * V // 4)
     loss = torch.compile(train_gpt.gpu_loss, dynamic=False, fullgraph=True)
 
     def run(fn, product):
@@ -221,7 +220,7 @@ def test_compiled_loss_equals_the_reference(product, monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     got = run(loss, product)
-    assert torch.cuda.max_memory_allocated() - before < tokens * V * 4 // 2
+    assert torch.cuda.max_memory_allocated() - before < tokens * V * 4
     for mine, true in zip(got, exact, strict=True):
         assert (mine - true).norm() < (0.02 if product is train_gpt.linear else 0.1) * true.norm()
 

@@ -68,22 +68,21 @@ def test_every_step_of_the_schedules():
 
 def test_columns_of_the_table_are_overridden():
     """The others stay; a column of one entry serves every stage; what is off."""
-    off = {"PRESET": "speedrun", "LR_SCHEDULE": "0", "LR_SWITCHES": "0", "BATCH_LR_POWER": "0.5",
-           "ITERATIONS": "24"}
+    off = {"PRESET": "speedrun", "LR_SCHEDULE": "1.5", "LR_SWITCHES": "0", "ITERATIONS": "24"}
     cfg = load_config(off | {"BATCH_SCHEDULE": "2", "SEQ_SCHEDULE": "1", "EXTENSION_ITERATIONS": "4"})
     rows = stage_table(cfg)
     assert [row.first_step for row in rows] == [0, 8, 16, 24]
     assert [row.window for row in rows] == [384, 896, 1408, 1664]
     assert {row.seq_multiple for row in rows} == {1}
     assert {row.batch_multiple for row in rows} == {2}
-    assert {train_gpt.top_lr(cfg, part / 9) for part in range(10)} == {2**0.5}
+    assert {train_gpt.top_lr(cfg, part / 9) for part in range(10)} == {1.5}
     off |= {"EXTENSION_ITERATIONS": "0", "EVAL_WINDOW": "0"}
     for window, sizes in (("512", {"L": 512, "S": 256}), ("0", {"L": 16_384, "S": 8192})):
         cfg = load_config(off | {"WINDOW_SCHEDULE": window})
         rows = stage_table(cfg)
         assert [row.first_step for row in rows] == [0, 6, 12, 18]
         assert {row.window for row in rows} == {int(window)}
-        assert [train_gpt.top_lr(cfg, step / 24) for step in (0, 6, 12, 23)] == [1, 2**0.5, 3**0.5, 3**0.5]
+        assert [train_gpt.top_lr(cfg, step / 24) for step in (0, 6, 12, 23)] == [1.5] * 4
         assert window_sizes(cfg, eval_window(cfg), 16_384) == sizes
     cfg = load_config({"PRESET": "speedrun", "LR_SCHEDULE": "2,3", "LR_SWITCHES": "0,0.5"})
     assert [train_gpt.top_lr(cfg, step / 2160) for step in (0, 1059, 1060, 2159)] == [2, 2, 3, 3]

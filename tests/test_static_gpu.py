@@ -337,6 +337,18 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
 
 
 @pytest.mark.static
+def test_the_loss_kernel_by_triton_s_interpreter():
+    """FusedLoss on a CPU against lm_loss: fp32, bf16, and fp8, as near as lm_loss is in it."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "interpret.py"],
+        env=dict(os.environ, TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.count("equal") == 15, done.stdout + done.stderr
+
+
+@pytest.mark.static
 def test_the_structure_of_runs(tmp_path):
     """The tests of test_gpu.py that ask for no numbers, with the library in place."""
     library = static_gpu.build(tmp_path)

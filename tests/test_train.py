@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import SCRIPT, TOY, look, run_cli, toy_config, write_shard
+from helpers import SCRIPT, TOY, init_parameters, look, run_cli, toy_config, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -209,7 +209,7 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
         max_doc_len=20, packing="documents")
     team, data = train_gpt.Team(cfg, {}), train_gpt.open_data(cfg)
     loader, model = train_gpt.Loader(cfg, data, team), train_gpt.GPT(cfg)
-    train_gpt.init_parameters(model, cfg.seed)
+    init_parameters(model, cfg.seed)
     optimizer = train_gpt.Optimizer(model, cfg)
     run = train_gpt.Run(cfg, cfg, team, lambda *_: None, None, "", data, loader, 16, model=model,
                         optimizer=optimizer)
@@ -225,10 +225,41 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     before, fresh = elsewhere(), train_gpt.GPT(cfg)
     slowest = train_gpt.rehearse(run)
     assert run.loss_fn is model and slowest > 0 and before == elsewhere()
-    train_gpt.init_parameters(fresh, cfg.seed)
+    init_parameters(fresh, cfg.seed)
     assert all(torch.equal(p, q) for p, q in zip(fresh.parameters(), model.parameters(), strict=True))
     assert not any(t.any() for bank in optimizer.banks for t in (bank.grad, *bank.state))
-    assert optimizer.step_count == 0 and not any(p.grad.any() for p in model.parameters())
+    assert optimizer.step_count == 0
+
+
+def test_ranks_rehearse_alike(tiny_data, monkeypatch):
+    """A rank tells the others what went wrong, memory above all, and raises what went wrong with another."""
+    cfg, told, answer = toy_config(tiny_data, vocab_size=512), [], 0
+
+    def all_reduce(tensor, op):
+        told.append(tensor.item())
+        return torch.tensor(max(tensor.item(), answer))
+
+    monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
+    team, model = train_gpt.Team(cfg, {}), train_gpt.GPT(cfg)
+    init_parameters(model, 0)
+    run = train_gpt.Run(cfg, cfg, team, print, None, "", micro=4, model=model,
+                        optimizer=train_gpt.Optimizer(model, cfg))
+
+    def fails(error=None):
+        def loss_fn(*args):
+            if error:
+                raise error
+            return model(*args)
+
+        run.loss_fn = loss_fn
+        with pytest.raises(Exception) as found:
+            train_gpt.rehearse_stages(run)
+        return found.value
+
+    for error, code in ((torch.OutOfMemoryError("CUDA out of memory"), 2), (RuntimeError("no kernel"), 1)):
+        assert fails(error) is error and told.pop() == code
+    for answer, kind in ((2, MemoryError), (1, RuntimeError)):
+        assert type(fails()) is kind and told.pop() == 0
 
 
 # -------------------------------------------------------------------------------- memory
