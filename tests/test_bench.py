@@ -51,9 +51,9 @@ def test_saving(toy_folder, capsys):
     assert copy > 0 and file > 0
 
 
+@torch._dynamo.config.patch(recompile_limit=8)      # a monkeypatch would leave it hidden
 def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
     """A checkout of an older interface, with a file that it imports, beside this one with two settings."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     calls = []
     for name, trainer in (("before", bench.load_trainer(OLDER)), ("after", train_gpt)):
         def counted(*args, name=name, plain=trainer.train_step):

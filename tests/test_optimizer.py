@@ -309,14 +309,15 @@ def test_banks_cover_the_model(world_size):
                 assert view.is_contiguous()
 
 
-def test_tensors_are_all_that_a_step_changes():
+def test_data_gradients_and_state_are_all_that_a_step_changes():
     """Putting them and step_count back takes steps back, to the bit, also gradients that wait for Adam."""
     cfg = replace(SMALL, normuon_beta2=0.95, adam_every=2)
     model = randomised(cfg)
     optimizer, found = Optimizer(model, cfg), []
-    kept = [t.clone() for t in optimizer.tensors()]
+    tensors = [t for bank in optimizer.banks for t in (bank.data, bank.grad, *bank.state)]
+    kept = [t.clone() for t in tensors]
     for _ in range(2):
-        for t, value in zip(optimizer.tensors(), kept):
+        for t, value in zip(tensors, kept):
             t.copy_(value)
         optimizer.step_count = 0
         for step in range(3):
