@@ -7,6 +7,7 @@ The library is compiled and tested here without CUDA. Tests marked static need t
 import ctypes
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
