@@ -519,7 +519,7 @@ def rms_norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
 
 def linear(x, weight):
-    """x @ weight.T in the dtype of x; master weights stay fp32."""
+    """x @ weight.T in the dtype of x."""
     return F.linear(x, weight.to(x.dtype))
 
 def attention(q, k, v, mask, kernel=F.scaled_dot_product_attention):
@@ -2252,8 +2252,8 @@ if triton:
             tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
 
 class FusedLoss(torch.autograd.Function):
-    """lm_loss with a softcap. The logits, in the dtype of x, become their gradient in one pass: in place, or
-    in e5m2 if scales fix one for it. x (N, C), targets (N,). scales: as Fp8Linear has them; None: no fp8."""
+    """lm_loss with a softcap. The logits, in the dtype of x, become their gradient at once: in place, or in
+    e5m2 if scales fix one for it. x (N, C), targets (N,). scales: as Fp8Linear has them; None: no fp8."""
     @staticmethod
     def forward(ctx, x, head, targets, cap, scales):
         if scales:
@@ -2276,8 +2276,8 @@ class FusedLoss(torch.autograd.Function):
         return grad_loss * grads[0], grad_loss * grads[1].float(), None, None, None
 
 def gpu_loss(x, head, targets, cap, linear):
-    """lm_loss where Triton can fuse it. Not measured."""
-    if not (triton and cap and x.is_cuda):
+    """lm_loss in compiled steps by FusedLoss, as exp needs no maximum up to this cap. Not measured."""
+    if not (triton and 0 < cap <= 50 and x.is_cuda and torch.compiler.is_compiling()):
         return lm_loss(x, head, targets, cap, linear)
     x, targets = x.flatten(0, -2), targets.flatten()
     scales = {fp8_head: head_scales(x.size(-1), len(x)), fp8_linear: (None,) * 3}.get(linear)
@@ -2553,7 +2553,7 @@ class Run:
 class Clock:
     """Training seconds, the pace of a step, and whether another one fits in before the cap. All ranks go by
     the same time, on which they agree before each step, GPUs before every fourth, and by their pace between;
-    with a cap at most three steps are under way, without one the host waits at log lines only."""
+    with a cap at most three steps are then under way, without one the host waits at log lines only."""
     def __init__(self, cfg, team, state, counter=time.perf_counter):
         self.cap, self.team, self.counter = cfg.max_wallclock_seconds, team, counter
         self.every = 4 if team.on_gpu else 1
@@ -2575,9 +2575,9 @@ class Clock:
         if exactly or step % self.every == 0:
             while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
                 self.under_way.pop(0).synchronize()
-            mine = all_reduce(torch.tensor([self.seconds(), signals], dtype=torch.float64), "MAX",
-                              self.team.group)
-            self.at, (self.then, self.stop_asked) = step - len(self.under_way), mine.tolist()
+            mine = torch.tensor([self.seconds(), signals, len(self.under_way)], dtype=torch.float64)
+            self.then, self.stop_asked, pending = all_reduce(mine, "MAX", self.team.group).tolist()
+            self.at = step - int(pending)
             first, since = self.lap_start
             if self.at > first and (exactly or self.cap or not self.team.on_gpu):
                 self.laps.append(((self.then - since) / (self.at - first), self.multiple))

@@ -261,6 +261,29 @@ def run_on(device, monkeypatch, others=None, **settings):
         return train_gpt.training_report(run, state, score, reason), seen
 
 
+def test_ranks_with_unequal_devices_decide_alike(monkeypatch):
+    """One device has done its steps, another one has three to do: time, pace and the end are the same."""
+    told, agreed = [], None
+
+    def all_reduce(mine, op, group):
+        told.append(mine.tolist())
+        return torch.tensor(agreed or told[-1], dtype=torch.float64)
+
+    def decided(pending):
+        state = train_gpt.TrainState(5996, 0, 599.1, laps=[(0.1, 1)] * 100)
+        team = SimpleNamespace(on_gpu=True, group=None)
+        clock = train_gpt.Clock(train_gpt.Config(max_wallclock_seconds=600.0), team, state, lambda: 0.0)
+        clock.start(599.5 - 0.001 * pending)
+        clock.under_way = [SimpleNamespace(query=lambda: False)] * pending
+        return clock.agree(6000, False, 0), clock.at, clock.laps, clock.is_over(6000)
+
+    monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
+    alone = [decided(pending) for pending in (0, 3)]
+    assert alone[0] != alone[1]
+    agreed = [max(column) for column in zip(*told)]
+    assert decided(0) == decided(3)
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("pattern", ["even", "two kinds", "jitter", "slower", "long", "stages"])
 def test_the_cap_holds(pattern, on_gpu, monkeypatch):

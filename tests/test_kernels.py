@@ -189,11 +189,22 @@ def test_cpu_loss_leaves_the_rest_to_the_reference(cap, monkeypatch):
 
 
 def test_gpu_loss_leaves_the_rest_to_the_reference(monkeypatch):
-    """Without Triton, a cap or a GPU. (The kernel itself: test_static_gpu.py.)"""
-    for triton, cap in ((None, 15.0), (object(), 0.0), (object(), 15.0)):
+    """Without Triton, a moderate cap, a GPU or a compiler. (The kernel itself: test_static_gpu.py.)"""
+    x, head, targets = head_and_tokens()
+    here = SimpleNamespace(is_cuda=True, flatten=x.flatten, size=x.size, dtype=x.dtype)
+    taken = []
+    monkeypatch.setattr(train_gpt, "lm_loss", lambda *_: "reference")
+    monkeypatch.setattr(train_gpt.FusedLoss, "apply", lambda *args: taken.append(args) or "kernel")
+    for triton, cap, x, compiling in (
+            (None, 15.0, here, True), (True, 0.0, here, True), (True, 51.0, here, True), (True, 15.0, x, True),
+            (True, 15.0, here, False)):
         monkeypatch.setattr(train_gpt, "triton", triton)
-        inputs = (*head_and_tokens(), cap, linear)
-        assert torch.equal(lm_loss(*inputs), train_gpt.gpu_loss(*inputs))
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda found=compiling: found)
+        assert train_gpt.gpu_loss(x, head, targets, cap, linear) == "reference" and not taken
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert train_gpt.gpu_loss(here, head, targets, 50.0, linear) == "kernel" and taken[0][-1] is None
+    train_gpt.gpu_loss(here, head, targets, 15.0, train_gpt.fp8_linear)
+    assert taken[1][-1] == (None, None, None)
 
 
 # ------------------------------------------------------------ the choice
