@@ -196,8 +196,8 @@ def test_gpu_loss_leaves_the_rest_to_the_reference(monkeypatch):
     monkeypatch.setattr(train_gpt, "lm_loss", lambda *_: "reference")
     monkeypatch.setattr(train_gpt.FusedLoss, "apply", lambda *args: taken.append(args) or "kernel")
     for triton, cap, x, compiling in (
-            (None, 15.0, here, True), (True, 0.0, here, True), (True, 51.0, here, True), (True, 15.0, x, True),
-            (True, 15.0, here, False)):
+            (None, 15.0, here, True), (True, 0.0, here, True), (True, 51.0, here, True),
+            (True, 15.0, x, True), (True, 15.0, here, False)):
         monkeypatch.setattr(train_gpt, "triton", triton)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda found=compiling: found)
         assert train_gpt.gpu_loss(x, head, targets, cap, linear) == "reference" and not taken
