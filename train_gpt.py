@@ -1777,7 +1777,7 @@ def pack_artifact(model):
 
 def to_payload(cfg, tensors):
     """What load_model reads, for torch.save, which would write whole buffers instead of views."""
-    tensors = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+    tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     return dict(shape={name: getattr(cfg, name) for name in MODEL_FIELDS}, tensors=tensors)
 
 def to_bytes(cfg, tensors):
@@ -1979,9 +1979,9 @@ def restore(run, checkpoint):
     return TrainState(progress["step"], progress["tokens"], progress["now"], curves, laps)
 
 def whole_state(mine, bank):
-    """The ranks' shares of a tensor of the optimizer's state in one, on the CPU."""
+    """The ranks' shares of a bank's master or state in one, on the CPU."""
     if bank.world_size == 1:
-        return mine.cpu().clone()[:bank.units]
+        return mine[:bank.units].to("cpu", copy=True)
     shares = mine.new_empty((bank.world_size * len(mine), *mine.shape[1:]))
     all_gather(shares.view(-1), mine.contiguous().view(-1))
     return shares.cpu()[:bank.units]
@@ -2071,7 +2071,7 @@ class Saver:
         if not isinstance(error, KeyboardInterrupt):
             return why + self.last_saved
         folder = self.run and self.run.folder
-        return f"RESUME={self.run.cfg.run_id}" if folder and (folder / "checkpoint.pt").exists() else why
+        return f"RESUME={self.run.cfg.run_id}" if folder and (folder / CHECKPOINTS[0]).exists() else why
 
     def release(self):
         for handler in self.handlers:
@@ -2107,8 +2107,8 @@ def fp8_gradients(grad, kept, scale):
     """Gradients of x and of weight, by products with the gradient in e5m2 (arXiv:2209.05433), which grad may
     be in already, divided by scale."""
     x, w, scale_x, scale_w = kept
-    known = grad.dtype == torch.float8_e5m2
-    g, scale_g = (grad, scale_x.new_full((), scale)) if known else to_fp8(grad, scale, torch.float8_e5m2)
+    in_fp8 = grad.dtype == torch.float8_e5m2
+    g, scale_g = (grad, scale_x.new_full((), scale)) if in_fp8 else to_fp8(grad, scale, torch.float8_e5m2)
     return scaled_mm(g, w.t(), scale_g, scale_w), scaled_mm(g.t(), x.t(), scale_g, scale_x)
 
 class Fp8Linear(torch.autograd.Function):

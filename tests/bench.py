@@ -81,12 +81,16 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
     except trainer.Refused as error:
         raise train_gpt.Refused(str(error)) from None
     run.model = model.to(team.device)
-    run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size)
+    options = {}
+    if hasattr(trainer, "init_parameters"):  # an older one
+        trainer.init_parameters(model, cfg.seed)
+    elif team.on_gpu:
+        options = dict(dtype=team.dtype)
+    run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size, **options)
     began = time.perf_counter()
     if hasattr(trainer, "Run"):
         trainer.rehearse(run)
     else:
-        trainer.init_parameters(model, cfg.seed)
         run.loss_fn = trainer.rehearse(cfg, team, run.model, run.optimizer, micro, log)
     seconds = time.perf_counter() - began
     if cfg.compile and run.loss_fn is run.model:
