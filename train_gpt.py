@@ -1408,21 +1408,15 @@ class Score(NamedTuple):
 def eval_window(cfg):
     return cfg.eval_window or cfg.window_schedule[-1]
 
-def eval_settings(cfg):
-    """What a score depends on besides weights and text."""
-    context = cfg.eval_context or cfg.train_seq_len
-    return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
-                eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
-
 @cache
 def compile_once(function, dynamic=False):
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 @torch.no_grad()
 def score_rows(model, cfg, rows, team, window=None, compiled=False):
-    """rows [(ids, first)], of which ids[first:] are targets -> yields batches of rows of like length: the row
-    of each target (n,), the targets (n,), their nats in fp64 (n,), whether each was the likeliest (n,).
-    window: of long layers; None: that of evaluation. compiled: all batches have the shape of the largest."""
+    """rows [(ids, first)], of which ids[first:] are targets -> yields, in batches of rows of like length, the
+    number of each row, the nats of its targets in fp64 (n,) and whether each was the likeliest (n,). window:
+    of long layers; None: that of evaluation. compiled: all batches have the shape of the largest."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     window = eval_window(cfg) if window is None else window
     tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, 2048)  # what a CPU's cache holds
@@ -1437,45 +1431,37 @@ def score_rows(model, cfg, rows, team, window=None, compiled=False):
             context = make_context(cfg, T, window, team.device, team.dtype if team.on_gpu else torch.float32)
         step = max(1, tokens // T)
         order, here = order[:-step], order[-step:]
-        ids, places = pad_rows([rows[j] for j in here], step if compiled else len(here), T + 1)
+        batch = [rows[i] for i in here]
+        ids = np.zeros((step if compiled else len(here), T + 1), np.int64)
+        wanted = np.zeros(ids.shape, bool)  # the token before each target
+        for i, (row, first) in enumerate(batch):
+            ids[i, :len(row)] = row
+            wanted[i, first - 1:len(row) - 1] = True
+        places = np.flatnonzero(wanted)
         targets, most = torch.from_numpy(ids.take(places + 1)).to(team.device), MAX_SCORES // cfg.vocab_size
         x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)
         x = x[torch.from_numpy(places - places // (T + 1)).to(team.device)]  # of rows that are one shorter
         parts = [score(model, *part) for part in zip(x.split(most), targets.split(most))]
-        nats, hits = (torch.cat(column).cpu().numpy() for column in zip(*parts))
-        yield np.array(here)[places // (T + 1)], targets.cpu().numpy(), nats, hits
-
-def pad_rows(rows, count, longest):
-    """rows [(ids, first)] -> ids padded with zeros, int64 (count, longest), and the flat place of the token
-    before each target."""
-    ids, wanted = np.zeros((count, longest), np.int64), np.zeros((count, longest), bool)
-    for i, (row, first) in enumerate(rows):
-        ids[i, :len(row)] = row
-        wanted[i, first - 1:len(row) - 1] = True
-    return ids, np.flatnonzero(wanted)
+        sizes = [len(row) - first for row, first in batch]
+        yield from zip(here, *(torch.cat(column).cpu().split(sizes) for column in zip(*parts)))
 
 def score_targets(model, x, targets):
     """Last activations (n, C) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
     return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
-def evaluate(model, cfg, data, team, window=None):
-    """Score of the first val_tokens targets: rows of eval_context tokens score their last eval_stride
-    targets, the first row all of them. Sums are fp64. window: of long layers; None: that of evaluation."""
-    tokens, settings = data.val[:1 + (cfg.val_tokens or len(data.val))], eval_settings(cfg)
-    context, stride = settings["eval_context"], settings["eval_stride"]
-    n, nats = len(tokens) - 1, torch.zeros(2, dtype=torch.float64)
-    lows = range(0, max(1, n - context + stride), stride)[team.rank::team.world_size]
-    rows = [(tokens[low:low + context + 1], context - stride + 1 if low else 1) for low in lows]
-    for _, targets, found, _ in score_rows(model, cfg, rows, team, window, team.on_gpu and cfg.compile):
-        nats += torch.tensor([found.sum(), found[targets != data.bos].sum()])
-    nats, without_bos = all_reduce(nats).tolist()
-    return Score(nats / n, *(bits_per_byte(each, tokens, data) for each in (nats, without_bos)))
-
-def bits_per_byte(nats, tokens, data):
-    """Of the nats of these tokens of val; None for a part of the split or of unknown bytes."""
-    whole = data.val_bytes and len(tokens) == len(data.val)
-    return nats / math.log(2) / data.val_bytes if whole else None
+def evaluate(model, cfg, data, team, window=None, protocol="plain"):
+    """Score of the first val_tokens targets; no bits per byte of a part of the split or of unknown bytes.
+    Sums are fp64. window: of long layers; None: that of evaluation. protocol: plain, where rows of
+    eval_context tokens score their last eval_stride targets, the first row all of them, or of PROTOCOLS."""
+    tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
+    compiled = protocol == "plain" and team.on_gpu and cfg.compile
+    nats = target_nats(model, cfg, tokens, cfg.bos_id, protocol, team, window, compiled)
+    sums = all_reduce(torch.tensor([nats.sum(), nats[tokens != data.bos].sum()]))
+    bits = [None, None]
+    if data.val_bytes and len(tokens) == len(data.val):
+        bits = (sums / math.log(2) / data.val_bytes).tolist()
+    return Score(sums[0].item() / (len(tokens) - 1), *bits)
 
 def loss_name(cfg):
     """val_loss, or val_loss_partial for anything short of the preset's own split."""
@@ -1505,8 +1491,10 @@ class Row(NamedTuple):
 def protocol_rows(cfg, protocol, tokens, bos):
     """[Row] of a protocol, in the order of the text. The first row of the text, or of a document, scores as
     many as it holds, then stride each. Where a row begins must not depend on the end: that is later text."""
-    context, by_document = cfg.eval_context or cfg.train_seq_len, protocol != "sliding" and cfg.eval_documents
-    stride = min(by_document or cfg.eval_sliding or cfg.eval_stride or context, context)
+    context = cfg.eval_context or cfg.train_seq_len
+    by_document = protocol in ("documents", "ttt") and cfg.eval_documents
+    sliding = protocol != "plain" and cfg.eval_sliding
+    stride = min(by_document or sliding or cfg.eval_stride or context, context)
     begins, rows = np.flatnonzero(tokens == bos).tolist() if by_document else [], []
     edges = sorted({0, *begins, len(tokens) - 1})
     for start, end in zip(edges, edges[1:]):
@@ -1516,14 +1504,12 @@ def protocol_rows(cfg, protocol, tokens, bos):
             first, count = first + count, stride
     return rows
 
-def score_protocol_rows(model, cfg, tokens, rows, team, nats):
+def score_protocol_rows(model, cfg, tokens, rows, team, nats, *how):
     """Writes the nats of the targets of this rank's share of the rows into nats (len(tokens),)."""
     mine = rows[team.rank::team.world_size]
     asked = [(tokens[row.low:row.last + 1], row.first - row.low) for row in mine]
-    for owners, _, found, _ in score_rows(model, cfg, asked, team):
-        begins = np.flatnonzero(np.diff(owners, prepend=-1))
-        inside = np.arange(len(owners)) - np.repeat(begins, np.diff(begins, append=len(owners)))
-        nats[np.array([row.first for row in mine])[owners] + inside] = found
+    for i, found, _ in score_rows(model, cfg, asked, team, *how):
+        nats[mine[i].first:mine[i].last + 1] = found
 
 def test_time_step(model, optimizer, cfg, tokens, team):
     """A step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
@@ -1538,12 +1524,12 @@ def test_time_step(model, optimizer, cfg, tokens, team):
         optimizer.backward(loss * (len(part) * ranks / len(rows)))  # it divides by the ranks
     optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
 
-def target_nats(model, cfg, tokens, bos, protocol, team):
+def target_nats(model, cfg, tokens, bos, protocol, team, *how):
     """float64 (len(tokens),): nats of each token given those before it by a protocol; 0 for the first one and
-    for the targets of other ranks. The model stays as it is."""
+    for the targets of other ranks. The model stays as it is. how: window and compiled of score_rows."""
     nats, rows = np.zeros(len(tokens)), protocol_rows(cfg, protocol, tokens, bos)
     if protocol != "ttt":
-        score_protocol_rows(model, cfg, tokens, rows, team, nats)
+        score_protocol_rows(model, cfg, tokens, rows, team, nats, *how)
         return nats
     own = GPT(cfg).to(team.device)
     own.load_state_dict(model.state_dict())
@@ -1563,7 +1549,7 @@ def target_nats(model, cfg, tokens, bos, protocol, team):
 
 def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
-    found, kind, tokens = {}, loss_name(cfg), data.val[:1 + (cfg.val_tokens or len(data.val))]
+    found, kind = {}, loss_name(cfg)
     if data.bos < 0 and cfg.eval_documents:
         log("final_documents: left out, as no token begins a document in this dataset")
         cfg = replace(cfg, eval_documents=0)
@@ -1571,9 +1557,7 @@ def named_scores(model, cfg, data, team, log):
         if not getattr(cfg, f"eval_{protocol}"):
             continue
         start = time.perf_counter()
-        nats = target_nats(model, cfg, tokens, cfg.bos_id, protocol, team).sum()
-        nats = all_reduce(torch.tensor(nats, dtype=torch.float64)).item()
-        loss, bpb = nats / (len(tokens) - 1), bits_per_byte(nats, tokens, data)
+        loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
         if not math.isfinite(loss):
             log(f"final_{protocol}: the loss is {loss}, so there is no score: lower EVAL_TTT_LR")
             continue
@@ -1618,22 +1602,17 @@ def read_item(kind, line, delimiter):
 def read_tasks(folder, most=0):
     """[Task] of a bundle, examples shuffled, the first `most` of them, 0: all. Raises Refused."""
     import yaml
-    folder, tasks, place = Path(folder), [], "eval_meta_data.csv"
+    folder, tasks, place = Path(folder), [], "core.yaml or eval_meta_data.csv"
     require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
     try:
-        with open(folder / place, encoding="utf-8") as file:
+        with open(folder / "eval_meta_data.csv", encoding="utf-8") as file:
             bases = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
-        place = "core.yaml"
-        for about in yaml.safe_load((folder / place).read_text("utf-8"))["icl_tasks"]:
+        for about in yaml.safe_load((folder / "core.yaml").read_text("utf-8"))["icl_tasks"]:
             label, kind, shots = about["label"], about["icl_task_type"], about["num_fewshot"][0]
-            place = f"{label} in core.yaml"
-            good = kind in CORE_KINDS and type(shots) is int and shots >= 0
-            require(good, f"icl_task_type {kind!r}, num_fewshot {shots!r}")
-            place = f"{label} in eval_meta_data.csv"
-            base, items = float(bases[label]), []
-            require(0 <= base < 100, f"Random baseline {base}")
-            place = about["dataset_uri"]
-            with open(folder / "eval_data" / place, encoding="utf-8") as file:
+            place, items = f"{label} in core.yaml, eval_meta_data.csv or {about['dataset_uri']}", []
+            base = float(bases[label])
+            require(kind in CORE_KINDS and shots >= 0 and base < 100, f"{kind}, {shots} shots, {base} %")
+            with open(folder / "eval_data" / about["dataset_uri"], encoding="utf-8") as file:
                 for n, line in enumerate(file, 1):
                     place = f"{about['dataset_uri']} line {n}"
                     if line.strip():
@@ -1642,7 +1621,6 @@ def read_tasks(folder, most=0):
             items = items[:most or None]
             require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots")
             tasks.append(Task(label, kind, shots, base, items))
-            place = "core.yaml"
         require(tasks, "no tasks")
     except Exception as error:  # a damaged file may raise anything
         raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
@@ -1678,9 +1656,8 @@ def pick_options(model, cfg, task, encode, bos, team):
         rows = [row if row[1] < len(row[0]) else None for row in rows]
         options.append([table.setdefault(row, len(table)) if row else -1 for row in rows])
     nats, right = np.full(len(table) + 1, math.inf), np.zeros(len(table) + 1, bool)  # the last one: number -1
-    for owners, _, losses, hits in score_rows(model, cfg, [*table], team):
-        for n in np.unique(owners):
-            nats[n], right[n] = losses[owners == n].mean(), hits[owners == n].all()
+    for n, losses, hits in score_rows(model, cfg, [*table], team):
+        nats[n], right[n] = losses.mean(), hits.all()
     wins = right if task.kind == "language_modeling" else np.isfinite(nats)
     best = [int(nats[numbers].argmin()) for numbers in options]
     picks = [pick if wins[numbers[pick]] else -1 for pick, numbers in zip(best, options)]
@@ -2802,13 +2779,15 @@ def open_folder(run, again):
 
 def first_result(run, changed, resumed):
     """result.json as far as it is known before training."""
-    cfg, team = run.cfg, run.team
+    cfg, team, context = run.cfg, run.team, run.cfg.eval_context or run.cfg.train_seq_len
+    settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
+                    eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
     return dict(
         run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
         train_time_ms=0, steps=0, tokens=0, bytes_code=len(script_source()), bytes_model=None,
         bytes_total=None, code_sha256=script_sha256(), world_size=team.world_size, hardware=hardware(team),
         torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
-        overrides=changed, data=run.data.about, eval=eval_settings(cfg), stop_reason="eval_from",
+        overrides=changed, data=run.data.about, eval=settings, stop_reason="eval_from",
         started=run.started, resumed=resumed)
 
 def prepare(run, argv, env):
