@@ -1243,7 +1243,11 @@ class Loader:
             self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
         elif cfg.packing != "spans":
             self.find_documents(cfg, data)
-        self.check_enough(cfg)
+        held = int(self.filled[-1]) if cfg.packing == "documents" else self.total  # their heads
+        needed = planned_tokens(cfg)
+        ends_by_steps = cfg.max_epochs and not (cfg.max_wallclock_seconds or cfg.eval_from)
+        require(not ends_by_steps or needed <= cfg.max_epochs * held,
+                f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
 
     def find_documents(self, cfg, data):
         """Start, length and shard of every document, in the order in which they are read."""
@@ -1267,18 +1271,6 @@ class Loader:
         most, ranks = max(map(len, self.groups), default=math.inf), self.team.world_size
         require(most >= ranks, f"packing=best_fit deals groups of documents to the ranks, but no shard has "
                                f"more than {most}: take at most so many ranks or another packing")
-
-    def check_enough(self, cfg):
-        """Raises Missing if the steps of the schedule need more than max_epochs passes."""
-        if cfg.max_wallclock_seconds or cfg.eval_from or not cfg.max_epochs:
-            return
-        position = 0
-        for step in range(total_steps(cfg)):
-            stage = stage_at(cfg, step / total_steps(cfg))
-            T, batch = self.T * stage.seq_multiple, cfg.train_batch_tokens * stage.batch_multiple
-            _, position, epoch = self.plan(position, batch // T, T)
-            enough, steps = epoch <= cfg.max_epochs, f"{step} of {total_steps(cfg)} steps"
-            require(enough, f"the train tokens last for {steps}; max_epochs={cfg.max_epochs}", Missing)
 
     # Each plan: (position, rows of a step, T) -> pieces [(start, length)] of each row of all ranks (of
     # best_fit: of this rank), the position after it, the epoch of its last token
@@ -1348,28 +1340,22 @@ class Loader:
                     for start in range(low, high, self.READ):
                         yield list(range(start, min(high, start + self.READ)))
 
-    def part(self, i, start, count=1 << 24):
-        """Tokens of shard i by pread: with a memory map a shard that shrank would end the process."""
-        size = 2 * min(count, len(self.shards[i]) - start)
-        raw = os.pread(self.files[i].fileno(), size, 1024 + 2 * start)
-        require(len(raw) == size, f"shard {self.names[i]} cannot be read to its end")
-        return np.frombuffer(raw, "<u2")
-
     def check(self):
         """Reads every shard, before the clock. Refuses one with tokens beyond the vocabulary."""
-        def check_shard(i):
-            for start in range(0, len(self.shards[i]), 1 << 24):
-                check_tokens(self.part(i, start), self.vocab_size, f"shard {self.names[i]}")
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(check_shard, range(len(self.shards))))
+            names = [f"shard {name}" for name in self.names]
+            list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
 
     def read(self, start, count):
-        """count tokens of the endless stream from start on, int64 (count,)."""
+        """count tokens of the endless stream from start on, int64 (count,). By pread: with a memory map a
+        shard that shrank would end the process."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
-        part = self.part(i, start - self.edges[i], count).astype(np.int64)
-        rest = count - len(part)
-        return np.concatenate([part, self.read(start + len(part), rest)]) if rest else part
+        here = min(count, int(self.edges[i + 1]) - start)
+        raw = os.pread(self.files[i].fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
+        require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
+        part = np.frombuffer(raw, "<u2").astype(np.int64)
+        return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
 
     def fetch(self, position, n, T):
         """(rows of this rank (n, T + 1), the position after the step, its epoch)"""

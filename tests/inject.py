@@ -28,7 +28,7 @@ PLACES = {
     "rehearse": (train_gpt, "rehearse"),
     "step": (train_gpt, "train_step"),
     "update": (train_gpt.Optimizer, "step"),        # gradients are there, weights are as before
-    "read": (train_gpt.Loader, "part"),
+    "read": (train_gpt.Loader, "read"),
     "save": (train_gpt.Saver, "save"),
     "write": (train_gpt, "write_atomically"),       # of a part of the file
     "evaluate": (train_gpt, "score_targets"),      # a batch

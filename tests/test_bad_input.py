@@ -129,9 +129,9 @@ BAD_DATA = {
                                       ["train", "64"]),
     "no documents": (None, ["no token 65535 begins a document"],
                      dict(PACKING="documents", BOS_ID="65535")),
-    "one shard of three": (lambda s: keep_files(slice(2)), ["train tokens", "107 of 300 steps"],
+    "one shard of three": (lambda s: keep_files(slice(2)), ["307200 of 110001 train tokens"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
-    "more tokens than the epochs have": (None, ["train tokens", "328 of 400 steps"],
+    "more tokens than the epochs have": (None, ["819200 of 300000 train tokens"],
                                          dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
     "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json"]),
     "a file without split": (lambda s: edit_manifest(files=[{"path": "x"}]), ["manifest.json"]),
@@ -143,7 +143,6 @@ BAD_DATA = {
 BAD_SETTINGS = [  # a flag or {constant: text}, what the sentence holds; more in tests/test_config.py
     ("--matrx-lr=0.1", ["--matrx-lr", "--matrix-lr?"]), ("golf", ["golf"]), ("--seed", ["--seed"]),
     (dict(MATRIX_LR="nan"), ["matrix_lr=nan"]), (dict(NUM_HEADS="5"), ["num_heads=5", "model_dim=32"]),
-    (dict(TOTAL_BATCH_SIZE="2048"), ["train_batch_tokens", "1024", "2048"]),
     (dict(PARAMETERS="head.init=gauss"), ["parameters", "head.init=gauss"]),
     (dict(RANK="0", WORLD_SIZE="3"), ["3 ranks", "16 sequences"]),
     (dict(DEVICE="cuda", LOCAL_WORLD_SIZE="65"), ["65", "GPU"]),
@@ -152,7 +151,7 @@ BAD_SETTINGS = [  # a flag or {constant: text}, what the sentence holds; more in
     *((dict(TOKENIZER_PATH=path), ["tokenizer"]) for path in ("x" * 300, "a\nb", "data/tokenizers")),
     *((dict(EVAL_FROM=path), [path[-8:].replace("\n", " ")]) for path in (
         "nowhere.ptz", "data", str(VAL), "x" * 300, "a\nb")),
-    *((dict(RESUME=path), ["is no run_id"]) for path in ("..", "/", "../data", "a\nb")),
+    *((dict(RESUME=path), ["resume="]) for path in ("..", "/", "../data", "a\nb")),
     *((dict(RESUME=path), ["there is no logs"]) for path in ("nowhere", "x" * 300))]
 
 
