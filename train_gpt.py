@@ -298,12 +298,7 @@ def load_config(env, argv=()):
     """Config: default < preset < environment < flag. env: {NAME: text}. Raises Refused."""
     given = {}
     for source in (env, dict(parse_flags(argv))):
-        texts = {}
-        for typed, name in NAMES.items():
-            if typed in source:
-                first, text = texts.setdefault(name, source[typed]), source[typed]
-                require(first == text, f"{name} is given twice, as {first} and as {text}")
-                given[name] = parse_value(name, text)
+        given |= {name: parse_value(name, source[typed]) for typed, name in NAMES.items() if typed in source}
     return preset_config(given.get("preset", Config.preset), given)
 
 def preset_config(preset, given=()):
@@ -389,11 +384,10 @@ def check_config(cfg):
     sequences = [c.train_batch_tokens * stage.batch_multiple / (c.train_seq_len * stage.seq_multiple)
                  for stage in stage_table(c)]
     rules = [  # what must hold, the constants that it is about, the sentence
-        (re.fullmatch(r"(\w[\w.,=+-]*)?", c.run_id), "run_id", "letters, digits and .,=+- only"),
-        (c.model_dim % c.num_heads == 0 and c.model_dim // c.num_heads % 2 == 0,
-         "model_dim num_heads", "model_dim / num_heads must be an even number of channels per head"),
-        (c.num_heads % (c.num_kv_heads or 1) == 0,
-         "num_heads num_kv_heads", "num_heads must be a multiple of num_kv_heads"),
+        (all(re.fullmatch(r"(\w[\w.,=+-]*)?", name) for name in (c.run_id, c.resume)),
+         "run_id resume", "letters, digits and .,=+- only"),
+        (c.model_dim % (2 * c.num_heads) == 0, "model_dim num_heads", "heads need even numbers of channels"),
+        (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "it must be a multiple"),
         (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim) <= c.model_dim,
          "smear_dim attn_gate_dim value_gate_dim model_dim", "none may exceed model_dim"),
         (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
@@ -404,8 +398,7 @@ def check_config(cfg):
         (c.eval_stride <= (c.eval_context or c.train_seq_len),
          "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
         (c.val_tokens != 1, "val_tokens", "no target is left"),
-        (c.window_pattern and not set(c.window_pattern) - set("LS-0"),
-         "window_pattern", "a layer is one of L, S, - and 0"),
+        (re.fullmatch("[LS0-]+", c.window_pattern), "window_pattern", "a layer is one of L, S, - and 0"),
         (len(stage_counts | {1}) < 3, "batch_schedule seq_schedule window_schedule",
          "they must have as many entries as each other, or one"),
         (all(number % 1 == 0 for number in sequences), "train_batch_tokens batch_schedule seq_schedule",
