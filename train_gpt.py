@@ -29,7 +29,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import zipfile
@@ -1805,11 +1804,9 @@ def write_model(model, folder, code, log):
 
 # ---------- 10 checkpoints
 # A checkpoint is torch.save of {config, code_sha256, shape and tensors as load_model reads them, state: the
-# optimizer's of all ranks, progress: numbers and lists}. A thread writes it to checkpoint.pt while training
-# goes on; the one before stays as checkpoint_prev.pt.
+# optimizer's of all ranks, progress: TrainState and where loader and generator stand}. A thread writes it to
+# checkpoint.pt while training goes on; the one before stays as checkpoint_prev.pt.
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
-PROGRESS = dict(step=int, tokens=int, now=float, position=int, epoch=int, updates=int, started=str,
-                curves=dict, laps=list, random=torch.Tensor)
 WRITE_SECONDS = 20  # that a checkpoint under way has left when its run fails; torchrun kills after 30
 # What may be given with RESUME; everything else is as the run began.
 RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle",
@@ -1830,11 +1827,6 @@ def read_checkpoint(folder):
         try:
             payload = read_zip((folder / name).read_bytes())
             check_config(Config(**payload["config"]))
-            for key, kind in PROGRESS.items():
-                value = payload["progress"][key]
-                good = type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf)
-                require(good, f"{key} has another type or is out of range")
-            payload["tensors"], payload["state"], payload["code_sha256"]
             return payload, damaged
         except FileNotFoundError:
             continue
@@ -1846,15 +1838,9 @@ def find_checkpoint(cfg, log):
     """Rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME; None
     of a run that has finished. Raises Refused."""
     run_id, folder = cfg.resume, Path("logs", cfg.resume)
-    require(re.fullmatch(r"\w[\w.,=+-]*", run_id), f"resume={run_id!r} is no run_id")
     require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
     if (folder / "result.json").exists():
-        try:
-            result = json.loads((folder / "result.json").read_text())
-            rows = {key: result[key] for key in ("stop_reason", "steps", "train_time_ms", "val_loss")}
-        except Exception as error:  # a damaged file may raise anything
-            raise Refused(f"{folder}/result.json is damaged ({brief(error)}): move it away") from None
-        log(f"{run_id} has finished: {listed(rows)}")
+        log(f"{run_id} has finished: its scores are in {folder}/result.json")
         return None
     try:
         with open(folder / "train.log", "rb") as file:  # which a run locks, see Log.open
@@ -1862,8 +1848,8 @@ def find_checkpoint(cfg, log):
     except OSError as error:  # any other: there is no file, or the file system has no locks
         require(not isinstance(error, BlockingIOError), f"resume={run_id!r}: that run is still going")
     payload, damaged = read_checkpoint(folder)
-    missing = "; ".join([f"resume={run_id!r}: there is no whole checkpoint in {folder}", *damaged])
-    require(payload, f"{missing}: begin anew")
+    nothing = f"resume={run_id!r}: there is no whole checkpoint in {folder}, begin anew"
+    require(payload, "; ".join([nothing, *damaged]))
     log(*(f"resume: {sentence}" for sentence in damaged))
     require(payload["code_sha256"] == script_sha256(),
             f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
@@ -1893,46 +1879,32 @@ def resume(cfg, team, log):
     free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
     saved = replace(Config(**small["config"]), **free | dict(resume="", run_id=cfg.resume))
     check_config(saved)
-    step, now = small["progress"]["step"], small["progress"]["now"]
-    log(f"resume: from step {step} at train_time:{now * 1e3:.0f}ms")
+    step, seconds = small["progress"]["step"], small["progress"]["seconds"]
+    log(f"resume: from step {step} at train_time:{seconds * 1e3:.0f}ms")
     return saved, payload or small
-
-def fitting(tensor, shape):
-    """The tensor, if it is fp32, finite and of that shape. Raises ValueError."""
-    good = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.shape == shape
-    require(good and tensor.isfinite().all(), f"not finite fp32 of the shape {tuple(shape)}", ValueError)
-    return tensor
 
 @torch.no_grad()
 def restore(run, checkpoint):
     """Puts a checkpoint into a run's model, optimizer and loader, for any number of ranks; rank 0 has the
-    tensors. Returns its TrainState. Raises whatever a checkpoint of another run may raise."""
-    ranks, rank, progress = run.team.world_size, run.team.rank, checkpoint["progress"]
+    tensors. Returns its TrainState."""
+    team, progress = run.team, checkpoint["progress"]
     for bank in run.optimizer.banks:
         values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.grad))))
         for name, value in values.items():
-            if rank == 0:
-                value.copy_(fitting(checkpoint["tensors"][name], value.shape))
-            if ranks > 1:
-                dist.broadcast(value, 0)
+            if team.rank == 0:
+                value.copy_(checkpoint["tensors"][name])
+            team.broadcast(value)
         bank.load(values)
         for i, mine in enumerate(bank.state):
-            whole = mine.new_zeros((ranks * len(mine), *mine.shape[1:]))
-            if rank == 0:
-                saved = checkpoint["state"][f"{bank.names[0]} {i}"]
-                whole[:bank.units] = fitting(saved, (bank.units, *mine.shape[1:]))
-            if ranks > 1:
-                dist.broadcast(whole, 0)
-            mine.copy_(whole.view(ranks, *mine.shape)[rank])
+            whole = mine.new_zeros((team.world_size * len(mine), *mine.shape[1:]))
+            if team.rank == 0:
+                whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
+            team.broadcast(whole)
+            mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
     run.optimizer.step_count, run.started = progress["updates"], progress["started"]
     run.loader.position, run.loader.epoch = progress["position"], progress["epoch"]
     torch.set_rng_state(progress["random"])
-    curves = {split: [(int(step), float(seconds), float(loss)) for step, seconds, loss in points]
-              for split, points in progress["curves"].items()}
-    laps = [(float(seconds), int(multiple)) for seconds, multiple in progress["laps"]]
-    fits = progress["step"] <= total_steps(run.cfg) and set(curves) == {"train", "val"}
-    require(fits and all(multiple > 0 for _, multiple in laps), "steps, laps or curves of no run", ValueError)
-    return TrainState(progress["step"], progress["tokens"], progress["now"], curves, laps)
+    return TrainState(**{f.name: progress[f.name] for f in fields(TrainState)})
 
 def whole_state(mine, bank):
     """The ranks' shares of a bank's master or state in one, on the CPU."""
@@ -1944,15 +1916,14 @@ def whole_state(mine, bank):
 
 class Saver:
     """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks for the run to stop."""
-    def __init__(self, log):
-        self.log, self.run, self.job, self.last_saved = log, None, None, ""
+    def __init__(self):
+        self.run, self.job, self.last_saved = None, None, ""
         self.signals = 0  # that came while training; they wait for the end of the step
         self.in_training = self.wanted = self.stopping = False
         self.handlers = []
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # which a shell sets for `command &`
-                    self.handlers.append((number, signal.signal(number, self.on_signal)))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # which a shell sets for `command &`
+                self.handlers.append((number, signal.signal(number, self.on_signal)))
 
     def on_signal(self, *_):
         if not self.in_training:
@@ -1966,19 +1937,14 @@ class Saver:
 
     def due(self, step, seconds, stop, done):
         """Is a checkpoint to be made before this step? stop: a signal came to some rank; done: no step
-        follows. While gradients wait for Adam's next step, it waits too."""
-        cfg = self.run.cfg
+        follows, so that a run that saves does. While gradients wait for Adam's next step, it waits too."""
+        cfg, new = self.run.cfg, step > self.saved_step
         self.in_training, self.stopping = not done, bool(stop)
         by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
-        wanted = by_time or cfg.save_every and step % cfg.save_every == 0
-        self.wanted |= bool(stop or step > self.saved_step and not done and wanted)
+        by_step = cfg.save_every and step % cfg.save_every == 0
+        at_end = done and (cfg.save_every or cfg.save_every_seconds)
+        self.wanted |= bool(stop or new and (by_time or by_step or at_end))
         return self.wanted and step % cfg.adam_every == 0
-
-    def save_last(self, state):
-        """Of a run that saves: the state after its last step, so that its scores can be computed again."""
-        cfg, new = self.run.cfg, state.step > self.saved_step
-        if (cfg.save_every or cfg.save_every_seconds) and new and state.step % cfg.adam_every == 0:
-            self.save(state)
 
     def save(self, state):
         """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
@@ -1990,12 +1956,9 @@ class Saver:
         payload["state"] = {f"{bank.names[0]} {i}": whole_state(mine, bank)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
         if team.rank == 0:
-            curves = {split: [list(point) for point in points] for split, points in state.curves.items()}
-            payload["progress"] = dict(
-                step=state.step, tokens=state.tokens, now=state.seconds, curves=curves,
-                laps=[list(lap) for lap in state.laps[-100:]], position=run.loader.position,
-                epoch=run.loader.epoch, updates=run.optimizer.step_count, started=run.started,
-                random=torch.get_rng_state())
+            payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
+                position=run.loader.position, epoch=run.loader.epoch, updates=run.optimizer.step_count,
+                started=run.started, random=torch.get_rng_state())
             payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
             self.job = self.thread.submit(self.write, payload)
         self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
@@ -2253,13 +2216,6 @@ SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that
 H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
 PLANNED_GPUS = 8  # that the plan's hours assume
 
-def cuda_problem():
-    """Why torch finds no GPU, in its own words."""
-    try:
-        return torch.cuda.init() or "no reason given"
-    except (AssertionError, RuntimeError) as error:
-        return brief(error)
-
 class Team:
     """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
     def __init__(self, cfg, env):
@@ -2269,7 +2225,7 @@ class Team:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
-                f"torch {torch.__version__} cannot use the GPUs that nvidia-smi lists ({cuda_problem()}): "
+                f"torch {torch.__version__} cannot use the GPUs that nvidia-smi lists: "
                 "install a build for this driver or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
         require(not self.on_gpu or self.ranks_here <= gpus,
@@ -2299,6 +2255,11 @@ class Team:
         if self.world_size > 1:
             dist.broadcast_object_list(box)
         return box[0]
+
+    def broadcast(self, tensor):
+        """Rank 0's tensor on every rank, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, 0)
 
     def begin_training(self, slowest_step):
         """A group whose collectives end the run when a rank is gone or hangs. slowest_step: seconds."""
@@ -2447,20 +2408,8 @@ def stage_lines(cfg):
         tokens, row = cfg.train_batch_tokens * stage.batch_multiple, T * stage.seq_multiple
         sizes = window_sizes(cfg, stage.window, row)
         yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
-    decay = cfg.warmdown_iters or cfg.warmdown_frac * cfg.iterations
-    first = max(0, math.ceil(cfg.iterations - decay))
-    when, cap = f"from step {first} ({first / last:.1%}) on", cfg.max_wallclock_seconds
-    if cap and cfg.warmdown_iters:
-        when = f"in the last {cfg.warmdown_iters} steps before the cap, at the pace so far,"
-    elif cap:
-        when = f"from {cap * (1 - cfg.warmdown_frac):g} s or step {first} on"
-    yield f"warmdown: {when} lr_factor falls to {cfg.lr_floor:g}"
-    warm, cool = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_cooldown_steps
-    yield (f"muon_momentum: {cfg.muon_momentum:g}, from {cfg.muon_momentum_warmup_start:g} in the first "
-           f"{warm} steps, back to it in the last {cool}")
-    sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
-    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
-           f"long_window:{sizes['L']} short_window:{sizes['S']}")
+    decay = f"{cfg.warmdown_iters} steps" if cfg.warmdown_iters else f"{cfg.warmdown_frac:.0%} of the run"
+    yield f"warmdown: in the last {decay} lr_factor falls to {cfg.lr_floor:g}"
 
 def plot_curves(curves, title, path, log):
     """loss.png of {split: [(step, training seconds, loss)]}; says why where it cannot be drawn."""
@@ -2568,8 +2517,8 @@ def rows_at_once(rows, most):
 def rehearse(run):
     """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
     first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
-    dense attention by the next of SDPA_BACKENDS, the compiled step by the eager one. Sets run.loss_fn;
-    returns the seconds of the slowest micro-step after the first round, times those of a step."""
+    the compiled step by the eager one. Sets run.loss_fn; returns the seconds of the slowest micro-step after
+    the first round, times those of a step."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
     while True:
@@ -2584,21 +2533,15 @@ def rehearse(run):
             slowest = rehearse_stages(run)
             break
         except Exception as error:  # a compiler's back end may raise anything
-            why, names = brief(error), [*SDPA_BACKENDS]
-            rest = names[names.index(run.cfg.sdpa_backend) + 1:] if run.team.on_gpu else []
             if out_of_memory(error) and run.micro > 1:
                 share = run.cfg.train_batch_tokens // run.cfg.train_seq_len // run.team.world_size
                 run.micro = rows_at_once(share, run.micro - 1)
-                run.log(f"rehearsal: {why}; now micro_batch:{run.micro}")
+                run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
             elif out_of_memory(error) or not compiled:
                 raise
-            elif rest:
-                run.cfg = replace(run.cfg, sdpa_backend=rest[0])
-                model.use(choose_kernels(run.cfg, True, run.log))
-                run.log(f"rehearsal: {why}; now sdpa_backend:{rest[0]}")
             else:
                 compiled = False
-                run.log(f"compile: not possible here ({why}); training uncompiled")
+                run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
         torch._dynamo.reset()
         torch.cuda.empty_cache()
     torch._foreach_zero_(changing)
@@ -2653,9 +2596,11 @@ def train(run, state, counter=time.perf_counter):
         stage = stage_at(cfg, progress)
         clock.multiple = stage.batch_multiple
         done = "wallclock_cap" if clock.is_over(step) else "iterations" if step == last else None
-        # 2. a checkpoint
+        # 2. a checkpoint; that of the last step is off the clock
         if saver.due(step, state.seconds, clock.stop_asked or team.world_size == 1 and saver.signals, done):
             saver.save(state)
+            if done:
+                clock.start(state.seconds)
             continue
         # 3. validation, off the clock
         wanted = cfg.val_loss_every, step and cfg.core_metric_every, step and cfg.sample_every
@@ -2699,8 +2644,6 @@ def validate(run, state, window, done, measure, sample):
     """Off the clock: val_loss with the window of the step, at the end with that of evaluation; CORE and
     samples if asked for. done: why no step follows, or None."""
     cfg, log, step = run.cfg, run.log, state.step
-    if done:
-        run.saver.save_last(state)
     if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
     score = evaluate(run.model, cfg, run.data, run.team, window)
@@ -2805,10 +2748,7 @@ def train_model(run, checkpoint, began):
     slowest = rehearse(run)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
-    try:
-        state = restore(run, checkpoint) if checkpoint else TrainState()
-    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise Refused(f"the checkpoint of {cfg.run_id} does not fit it ({brief(error)})") from None
+    state = restore(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.saver.begin(run, state)
@@ -2823,14 +2763,13 @@ def train_model(run, checkpoint, began):
 
 def write_and_read_back(run):
     """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
-    report, model, packed = {}, run.model, run.cfg.score_artifact
+    report, model = {}, run.model
     if run.team.rank == 0:  # other hosts lack the file
         report = write_model(model, run.folder, len(script_source()), run.log)
-        if packed:
+        if run.cfg.score_artifact:
             model.load_state_dict(load_model(run.folder / artifact_name(run.cfg))[0].state_dict())
-    if packed and run.team.world_size > 1:
-        for p in model.parameters():
-            dist.broadcast(p.data, 0)
+    for p in model.parameters():
+        run.team.broadcast(p.data)
     return report
 
 def finish(run, result, report, scores, curves, began):
@@ -2918,7 +2857,7 @@ def main(argv, env):
         print(*help_text(), sep="\n")
         return 0
     log = Log(lead=env.get("RANK", "0") == "0")
-    saver = Saver(log)
+    saver = Saver()
     try:
         run_once(argv, env, log, saver)
         saver.release()

@@ -154,11 +154,12 @@ def stage_config(cfg, stage):
 def saver_of(run):
     """Gives the run a Saver, as train() needs one, without its signal handlers; what train() does at its end,
     an evaluation and a checkpoint, is left out."""
-    run.saver = saver = train_gpt.Saver(run.log)
+    run.saver = saver = train_gpt.Saver()
     saver.release()
     saver.run = run
-    score = train_gpt.Score(1.0, None, None)
-    with mock.patch.object(train_gpt, "evaluate", lambda *_: score), mock.patch.object(saver, "save_last"):
+    due, score = saver.due, train_gpt.Score(1.0, None, None)
+    saver.due = lambda step, seconds, stop, done: not done and due(step, seconds, stop, done)
+    with mock.patch.object(train_gpt, "evaluate", lambda *_: score):
         yield saver
 
 

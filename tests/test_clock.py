@@ -159,7 +159,6 @@ def test_a_cap_counts_the_copies_of_checkpoints(copy, save_every, steps, seconds
     """... and a step for which they leave no time is not made."""
     clock = paced()
     monkeypatch.setattr(train_gpt.Saver, "save", clock.passes(train_gpt.Saver.save, copy))
-    monkeypatch.setattr(train_gpt.Saver, "save_last", lambda *_: None)
     done = train(CAPPED, MAX_WALLCLOCK_SECONDS="3", SAVE_EVERY=str(save_every))
     assert done.code == 0, done.err
     assert (done.result["steps"], done.result["train_time_ms"]) == (steps, 1e3 * seconds)
@@ -247,7 +246,7 @@ def run_on(device, monkeypatch, others=None, **settings):
             device.wait()       # the loss is read
         return tensor
 
-    saver = SimpleNamespace(signals=0, due=lambda *_: False, save_last=lambda *_: None)
+    saver = SimpleNamespace(signals=0, due=lambda *_: False)
     loader = SimpleNamespace(epoch=1, next=lambda tokens, multiple: [torch.empty(tokens // 64, 64)])
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1)
     state = train_gpt.TrainState()

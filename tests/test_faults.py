@@ -546,7 +546,7 @@ def test_resume_of_a_finished_run(go, whole, report):
     done = go({}, resume=want.run_id)
     assert done.code == 0 and before == {path.name: path.read_bytes() for path in want.folder.iterdir()}
     line = done.out.strip().splitlines()[-1]
-    assert f"{want.run_id} has finished" in line and "steps:12" in line
+    assert f"{want.run_id} has finished" in line and f"logs/{want.run_id}/result.json" in line
     report("RESUME of a finished run", f"exit 0, {line}", done.seconds)
 
 

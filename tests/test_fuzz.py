@@ -368,23 +368,8 @@ def artifact_inside(rng):
     return "any"
 
 
-def checkpoint_inside(rng):
-    path = RUN / "checkpoint.pt"
-    payload = payload_of(path.read_bytes())
-    part = rng.choice(("tensors", "state", "progress", "config", ""))
-    if part in ("tensors", "state"):
-        edit_tensors(rng, payload[part])
-    elif part:
-        edit(rng, payload[part], MORE_JUNK)
-    else:
-        payload = rng.choice(([1], None, {}, Evil(), payload | {"progress": {"step": 4}}, payload["tensors"]))
-    path.write_bytes(packed(payload, squeeze=False))
-    (RUN / "checkpoint_prev.pt").unlink()
-    return "any"
-
-
 def nothing_inside(_):
-    """What the two above write is whole if they change nothing."""
+    """What the one above and the tests below write is whole if they change nothing."""
     for path, squeeze in ((Path("model.ptz"), True), (RUN / "checkpoint.pt", False)):
         path.write_bytes(packed(payload_of(path.read_bytes()), squeeze))
     (RUN / "checkpoint_prev.pt").unlink()
@@ -435,8 +420,10 @@ def score_of_resumed():
     if done.code:
         assert "train_loss" not in done.out and "learning rates" not in done.err, "refused only after a step"
         raise Refused(done.err)
+    if "has finished" in done.out:
+        return "over"
     result = json.loads((RUN / "result.json").read_text())
-    return "over" if "has finished" in done.out else (result["val_loss"], result["val_bpb"])
+    return result["val_loss"], result["val_bpb"]
 
 
 DAMAGES = {  # what is damaged, what scores it, how many cases are a sample
@@ -456,7 +443,6 @@ DAMAGES = {  # what is damaged, what scores it, how many cases are a sample
     "checkpoint as it was": (nothing_inside, score_of_resumed, 1),
     "checkpoint": (scrambled(RUN / "checkpoint.pt", "always same"), score_of_resumed, 4),
     "both checkpoints": (both_checkpoints, score_of_resumed, 4),
-    "checkpoint inside": (checkpoint_inside, score_of_resumed, 16),
     "result of a finished run": (finished, score_of_resumed, 4)}
 
 
@@ -533,10 +519,7 @@ def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part, name, value", [
     ("config", "num_layers", "2"), ("config", "num_heads", 5), ("config", "matrix_lr", math.nan),
-    ("config", "nothing", 1), ("progress", "step", -1), ("progress", "step", 4.0),
-    ("progress", "now", math.inf), ("progress", "updates", "4"), ("progress", "tokens", -1),
-    ("progress", "started", None),
-     ("progress", "epoch", None)])
+    ("config", "nothing", 1)])
 def test_a_checkpoint_with_an_impossible_value_is_passed_over(part, name, value, copied):
     """For the one before, which is of step 2."""
     path = RUN / "checkpoint.pt"
@@ -545,28 +528,3 @@ def test_a_checkpoint_with_an_impossible_value_is_passed_over(part, name, value,
     path.write_bytes(packed(payload, squeeze=False))
     found, (sentence,) = train_gpt.read_checkpoint(RUN)
     assert found["progress"]["step"] == 2 and "checkpoint.pt is damaged" in sentence
-
-
-@pytest.mark.parametrize("name, value", [
-    ("step", 99), ("laps", [[1.0]]), ("laps", [[1.0, 0]]), ("laps", [["x", 1]]), ("curves", {"train": []}),
-    ("curves", {"train": [], "val": [[1]]})])
-def test_a_checkpoint_whose_lists_make_no_sense_is_refused(name, value, copied):
-    path = RUN / "checkpoint.pt"
-    payload = payload_of(path.read_bytes())
-    payload["progress"][name] = value
-    path.write_bytes(packed(payload, squeeze=False))
-    with pytest.raises(Refused, match="does not fit"):
-        score_of_resumed()
-
-
-@pytest.mark.parametrize("part", ["tensors", "state"])
-@pytest.mark.parametrize("change", [
-    lambda w: w * torch.nan, lambda w: w.half(), lambda w: torch.cat((w, w)), lambda w: w[:1], lambda w: "x"])
-def test_a_checkpoint_with_a_tensor_that_does_not_fit_is_refused(part, change, copied):
-    path = RUN / "checkpoint.pt"
-    payload = payload_of(path.read_bytes())
-    name = next(iter(payload[part]))
-    payload[part][name] = change(payload[part][name])
-    path.write_bytes(packed(payload, squeeze=False))
-    with pytest.raises(Refused, match="does not fit"):
-        score_of_resumed()
