@@ -1403,7 +1403,6 @@ def score_rows(model, cfg, rows, team, window=None, compiled=False):
         hidden = partial(compile_once(GPT.hidden), model)
         score = compile_once(score_targets, dynamic=True)
     while order:
-        team.at("evaluation")
         if not (compiled and context):
             T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
             context = make_context(cfg, T, window, team.device, team.dtype if team.on_gpu else torch.float32)
@@ -1950,7 +1949,6 @@ class Saver:
         """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
         the checkpoint before, and KeyboardInterrupt once this one is written if it was made for a signal."""
         run, team = self.run, self.run.team
-        team.at("saving", state.step)
         self.wait()
         payload = to_payload(run.cfg, run.optimizer.weights())
         payload["state"] = {f"{bank.names[0]} {i}": whole_state(mine, bank)
@@ -1967,7 +1965,6 @@ class Saver:
         team.share(None)  # here the others wait for rank 0, under the long timeout
         if self.stopping:
             raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
-        team.at("training", state.step)
 
     def write(self, payload):
         step = payload["progress"]["step"]
@@ -2221,7 +2218,7 @@ class Team:
     def __init__(self, cfg, env):
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
-        self.phase, self.step, self.group = "setup", 0, None
+        self.group = None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
@@ -2267,10 +2264,6 @@ class Team:
             slowest_step = all_reduce(torch.tensor(slowest_step), "MAX").item()
             seconds = max(TRAINING_TIMEOUT, SLOWEST_STEPS * slowest_step)
             self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=seconds))
-
-    def at(self, phase, step=None):
-        """How far this rank is, for the log's last line."""
-        self.phase, self.step = phase, self.step if step is None else step
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log."""
@@ -2590,7 +2583,6 @@ def train(run, state, counter=time.perf_counter):
     while True:
         # 1. the time, the same on all ranks; does another step fit in before the cap?
         step = state.step
-        team.at("training", step)
         state.seconds = clock.agree(step, reported, saver.signals)
         progress = run_progress(cfg, step, state.seconds)
         stage = stage_at(cfg, progress)
@@ -2743,7 +2735,6 @@ def train_model(run, checkpoint, began):
     run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
                               dtype=team.dtype if team.on_gpu else torch.float32)
     ready = time.perf_counter()
-    team.at("compile")
     log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
     slowest = rehearse(run)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
@@ -2880,8 +2871,6 @@ def explain(error, log, saver):
     refused, interrupted = isinstance(error, (Refused, ImportError)), isinstance(error, KeyboardInterrupt)
     code, run = 2 if refused and not log.path else 1, saver.run
     why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
-    if isinstance(error, ImportError):
-        why += ": is it installed?"
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
     elif lost_peer(error):
@@ -2889,7 +2878,7 @@ def explain(error, log, saver):
     elif not (refused or interrupted or isinstance(error, OSError)):
         traceback.print_exception(error)
     if run and run.team.world_size > 1 and log.path and not interrupted:
-        why = f"rank {run.team.rank} at step {run.team.step} ({run.team.phase}): {why}"
+        why = f"rank {run.team.rank}: {why}"
     return code, saver.verdict(why, error)
 
 if __name__ == "__main__":

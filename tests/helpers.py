@@ -145,8 +145,7 @@ def add_gradients(optimizer, gradients):
 def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
     import torch
-    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False,
-                           at=lambda *_: None)
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False)
 
 
 def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT):

@@ -225,9 +225,6 @@ class Device:
             self.clock = max(self.clock, end)
         return SimpleNamespace(synchronize=synchronize, query=lambda: self.clock >= end)
 
-    def at(self, *_):
-        pass
-
 
 def run_on(device, monkeypatch, others=None, **settings):
     """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks

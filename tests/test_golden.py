@@ -463,7 +463,7 @@ def test_rows_of_packed_documents(ranks, tmp_path, monkeypatch):
 def test_validation_rows(golden):
     """Score of their rows with their weights; of golf and speedrun by evaluate, with its windows."""
     model, cfg = golden.model(), golden.cfg
-    team = SimpleNamespace(rank=0, world_size=1, on_gpu=False, device=torch.device("cpu"), at=lambda *_: None)
+    team = SimpleNamespace(rank=0, world_size=1, on_gpu=False, device=torch.device("cpu"))
     if golden.game == "gpt2":
         tokens, targets, scored = (torch.from_numpy(golden.array(f"validation.{name}"))
                                    for name in ("inputs", "row_targets", "scored"))
