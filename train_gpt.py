@@ -1118,13 +1118,6 @@ class Data(NamedTuple):
     about: dict  # for result.json
     groups: dict = {}  # {shard's name: documents of each group}, of parquet row groups
 
-def table_bytes(sp, tokens):
-    """UTF-8 bytes by a per-token table, as other trainers count; wrong where a tokenizer normalises."""
-    ids = list(range(sp.vocab_size()))
-    sizes = np.array([len(piece.replace("\u2581", " ").encode()) for piece in sp.id_to_piece(ids)])
-    sizes[sp.is_byte(ids)], sizes[sp.is_control(ids)] = 1, 0
-    return int(np.bincount(tokens, minlength=len(sizes)) @ sizes)
-
 def decoded_bytes(sp, tokens, bos):
     """UTF-8 bytes of the tokens by decoding each document: the definition."""
     return sum(len(sp.decode(document.tolist()).encode())
@@ -1175,11 +1168,11 @@ def read_dataset(cfg, folder, get_it, log):
     check_tokens(val, vocab_size, f"the val split of {name}")
     val_bytes, fingerprint = manifest.get("val_bytes"), manifest.get("text_fingerprint")
     if tokenizer:
-        val_bytes = decoded_bytes(tokenizer, val, bos) if val_bytes is None else val_bytes
-        table = table_bytes(tokenizer, val)
-        require(val_bytes == table or not (manifest.get("tokenizer") or {}).get("lossless"),
-                f"the val text of {name} has {val_bytes!r} bytes, {table} by its tokens: prepare it again")
-        log(f"data: val_bytes:{val_bytes}, by the per-token table:{table}")
+        decoded = decoded_bytes(tokenizer, val, bos)
+        val_bytes = decoded if val_bytes is None else val_bytes
+        require(val_bytes == decoded or not (manifest.get("tokenizer") or {}).get("lossless"),
+                f"the val text of {name} has {val_bytes!r} bytes, {decoded} by its tokens: prepare it again")
+        log(f"data: val_bytes:{val_bytes}")
     elif val_bytes is None:
         log("data: no tokenizer, so val_bpb is null")
     require(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name}: val_bytes {val_bytes!r}")
@@ -2527,8 +2520,7 @@ def rehearse(run):
             break
         except Exception as error:  # a compiler's back end may raise anything
             if out_of_memory(error) and run.micro > 1:
-                share = run.cfg.train_batch_tokens // run.cfg.train_seq_len // run.team.world_size
-                run.micro = rows_at_once(share, run.micro - 1)
+                run.micro = rows_at_once(run.micro, run.micro - 1)
                 run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
             elif out_of_memory(error) or not compiled:
                 raise

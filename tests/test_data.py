@@ -18,8 +18,7 @@ import torch
 import train_gpt
 from helpers import (fake_team, library_documents, shard_file, tokens_of, toy_config, train_tokenizer,
                      write_dataset, write_shard)
-from train_gpt import (Config, Data, Loader, Missing, Refused, decoded_bytes, open_data, open_shard,
-                       table_bytes)
+from train_gpt import Config, Data, Loader, Missing, Refused, decoded_bytes, open_data, open_shard
 
 T = 8
 
@@ -398,25 +397,22 @@ def case(request):
                            text_bytes=sum(len(text.encode()) for text in texts))
 
 
-def test_decoded_and_table_bytes(case):
-    """Decoding is right for any tokenizer, the table for lossless ones, document by document."""
+def test_decoded_bytes(case):
+    """Document by document; those of the text if the tokenizer is lossless."""
     assert decoded_bytes(case.sp, case.tokens, 1) == case.decoded
     assert (case.decoded == case.text_bytes) == case.lossless
-    if not case.lossless:
-        assert abs(table_bytes(case.sp, case.tokens) / case.decoded - 1) < 0.05
-        return
-    for text in case.texts:
+    for text in case.texts if case.lossless else ():
         tokens = tokens_of(case.sp, [text]).astype("<u2")
-        assert table_bytes(case.sp, tokens) == decoded_bytes(case.sp, tokens, 1) == len(text.encode()), text
+        assert decoded_bytes(case.sp, tokens, 1) == len(text.encode()), text
 
 
 def test_val_bytes_of_a_dataset(case, tmp_path):
-    """The manifest's, else those of the decoded tokens; the log has the table's figure too. A manifest whose
-    tokenizer is lossless must agree with its tokens. Without a tokenizer there are no bytes."""
+    """The manifest's, else those of the decoded tokens. A manifest whose tokenizer is lossless must agree
+    with its tokens. Without a tokenizer there are no bytes."""
     folder = write_dataset(tmp_path, "words", case.model, [case.tokens], case.tokens, case.text_bytes,
                            case.lossless)
     cfg, path = toy_config(".", data_path=str(folder), val_tokens=0), folder / "manifest.json"
-    manifest, table = json.loads(path.read_text()), table_bytes(case.sp, case.tokens)
+    manifest = json.loads(path.read_text())
 
     def opened(cfg):
         data = open_data(cfg, (lines := []).append)
@@ -431,10 +427,10 @@ def test_val_bytes_of_a_dataset(case, tmp_path):
                 opened(cfg)
         else:
             data, numbers = opened(cfg)
-            assert data.val_bytes == wanted and numbers == [wanted, table]
+            assert data.val_bytes == wanted and numbers == [wanted]
     path.unlink()
     data, numbers = opened(replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model")))
-    assert data.val_bytes == case.decoded and numbers == [case.decoded, table]
+    assert data.val_bytes == case.decoded and numbers == [case.decoded]
     assert data.vocab_size == case.sp.vocab_size()
     data, _ = opened(replace(cfg, vocab_size=case.sp.vocab_size()))
     assert data.val_bytes is data.tokenizer is None
