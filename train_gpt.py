@@ -8,14 +8,12 @@
 
 `--help` lists every constant, `--dry-run` prints the plan of a run without training.
 
-Map: 3 configuration (what you edit: constants, presets, the depth dial) - 4 model - 5 optimizer: Muon,
-NorMuon, Adam - 6 schedules: pure functions of (step, progress) - 7 data - 8 evaluation: loss, named scores,
-CORE, samples - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock,
-rehearsal, training loop, one run
+Map: 3 configuration (what you edit: constants, presets, the depth dial) - 4 model - 5 optimizer - 6 schedules
+of (step, progress) - 7 data - 8 evaluation: loss, named scores, CORE, samples - 9 artifact - 10
+checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock, rehearsal, loop, one run
 """
 # ---------- 2 imports
 import csv
-import fcntl
 import hashlib
 import io
 import json
@@ -104,6 +102,8 @@ class ModelConfig:
     smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
     smear_documents: bool = option(False, "the token before may belong to the document before")
     bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
+    ngram_rows: int = optional(0, "rows of the hashed n-gram embedding: see SparseTable; 0: none", 0, 1 << 28)
+    ngram_orders: tuple = option((2, 3, 4), "tokens of the n-grams that share it", 1, 64)
     residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
     scalar_mix: bool = option(False, "mixes and skips are one number per layer, not one per channel")
     layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
@@ -127,9 +127,10 @@ class Config(ModelConfig):
     dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
     fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
                       choices=("off", "head", "all", "auto-head", "auto-all"))
-    sdpa_backend: str = option("flash", "dense attention on a GPU; one that fails is replaced by the next",
-                               choices=("flash", "cudnn", "efficient", "math"))
+    sdpa_backend: str = option("flash3", "attention on a GPU; if it is missing or fails, the next one",
+                               choices=("flash3", "flash", "cudnn", "efficient", "math"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
+    triton_kernels: bool = option(True, "our own kernels on a GPU; 0: what torch.compile makes")
     dry_run: bool = option(False, "print the plan only")
     eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
     resume: str = option("", "run_id to go on with")
@@ -179,6 +180,7 @@ class Config(ModelConfig):
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: untied head", 0, 10)
+    ngram_lr: float = option(0.1, "row-wise: n-gram embedding", 0, 10)
     tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
     tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
     scalar_lr: float = option(0.04, "Adam: gains, scales, mixes, gates", 0, 10)
@@ -492,6 +494,7 @@ class Context(NamedTuple):
     attn_scale: torch.Tensor  # factor on q @ k, 0-dim
     windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
+    ngrams: torch.Tensor | None = None  # (B, T, C): what GPT.look_up found; None: it is asked
 
 def make_context(cfg, T, window, device, dtype=None):
     """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
@@ -502,8 +505,8 @@ def make_context(cfg, T, window, device, dtype=None):
     angles = torch.arange(T, device=device)[:, None] * frequencies.to(device)
     rope = angles.cos().to(dtype), angles.sin().to(dtype)
     windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
-    for kind, size in windows.items():
-        if on_gpu and T % FLEX_BLOCK == 0 and (size < T - 1 or cfg.max_doc_len):
+    for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
+        if T % FLEX_BLOCK == 0 and (size < T - 1 or cfg.max_doc_len):
             windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
     return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype)
 
@@ -666,6 +669,18 @@ class Block(nn.Module):
             y = y * gate(h, self.attn_gate)[..., None]
         return self.kernels.linear(y.flatten(2), self.attn_proj)
 
+def ngram_ids(tokens, documents, cfg):
+    """Rows of the table (B, T, n) of the hashed n-grams that end at each token; the last row, which stays 0,
+    where one would begin before the row of tokens or in another document."""
+    rows, orders, ids = cfg.ngram_rows, cfg.ngram_orders, []
+    key, place = torch.zeros_like(tokens), torch.arange(tokens.size(1), device=tokens.device)
+    for n in range(max(orders)):
+        key = (key * 0x9E3779B1 + tokens.roll(n, 1) + 1) % 0x7FFFFFFF  # below 2**63 before the remainder
+        if n + 1 in orders:
+            whole = place >= n if documents is None else (place >= n) & (documents == documents.roll(n, 1))
+            ids.append(torch.where(whole, (key * 0x85EBCA6B >> 16) % rows, rows))
+    return torch.stack(ids, -1)
+
 class GPT(nn.Module):
     """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
     def __init__(self, cfg, kernels=Kernels()):
@@ -675,6 +690,7 @@ class GPT(nn.Module):
         self.embed = parameter(V, C)
         self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
+        self.ngram_embed = parameter(cfg.ngram_rows + 1, C, on=cfg.ngram_rows)  # the last one stays 0
         self.smear = parameter(1, 1, on=cfg.smear_dim)
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
@@ -693,16 +709,26 @@ class GPT(nn.Module):
         for module in (self, *self.blocks):
             module.kernels = kernels
 
+    def documents(self, tokens):
+        """The number of each token's document in its row (B, T); None if tokens see beyond their document."""
+        return (tokens == self.cfg.bos_id).cumsum(1) if self.cfg.max_doc_len else None
+
+    def look_up(self, tokens):
+        """tokens (B, T) -> rows of the n-gram embedding (B, T, n), their sum (B, T, C), or None, None."""
+        if self.ngram_embed is None:
+            return None, None
+        ids = ngram_ids(tokens, self.documents(tokens), self.cfg)
+        return ids, F.embedding_bag(ids.flatten(0, 1), self.ngram_embed, mode="sum").view(*tokens.shape, -1)
+
     def hidden(self, tokens, context):
         """tokens (B, T) -> last activations, normalised (B, T, C)."""
-        cfg, T, documents = self.cfg, tokens.size(1), None
+        cfg, T, documents = self.cfg, tokens.size(1), self.documents(tokens)
         follows = torch.arange(T, device=tokens.device) > 0
-        if cfg.max_doc_len:
-            documents = (tokens == cfg.bos_id).cumsum(1)
-            follows = follows & (tokens != cfg.bos_id)
+        follows = follows if documents is None else follows & (tokens != cfg.bos_id)
         masks = {kind: self.kernels.window_mask(window, T, documents, tokens.device)
                  for kind, window in context.windows.items()}
-        x = x0 = rms_norm(self.embedded(tokens, follows, context.dtype))
+        ngrams = self.look_up(tokens)[1] if context.ngrams is None else context.ngrams
+        x = x0 = rms_norm(self.embedded(tokens, ngrams, follows, context.dtype))
         outputs = []
         for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
             for row, (source, to) in enumerate(self.skips):
@@ -720,12 +746,14 @@ class GPT(nn.Module):
             x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
         return rms_norm(x)
 
-    def embedded(self, tokens, follows, dtype):
-        """tokens (B, T) -> embedding, with that of the hashed bigram and a part of the token before."""
+    def embedded(self, tokens, ngrams, follows, dtype):
+        """tokens (B, T) -> embedding, with those of hashed n-grams and a part of the token before."""
         x = F.embedding(tokens, self.embed).to(dtype)
         if self.bigram_embed is not None:
             pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
             x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
+        if ngrams is not None:
+            x = x + ngrams.to(dtype)
         if self.smear is not None:
             before = F.pad(x, (0, 0, 1, -1))
             if not self.cfg.smear_documents:
@@ -747,7 +775,7 @@ class Parameter(NamedTuple):
     constant in ModelConfig that turns it off, the parameter in Block or GPT, its use there, and a row."""
     kind: str  # the last word of its name in the model
     group: str  # kinds of a group share buffers in the optimizer and rounding in the artifact
-    optimizer: str  # muon (matrices only) or adam
+    optimizer: str  # muon (matrices only), adam, or rows: SparseTable
     lr: str  # the constant of Config that is its learning rate
     lr_mult: float  # factor on it
     decay_mult: float  # factor on weight_decay; Adam has none
@@ -774,6 +802,7 @@ def parameter_table(cfg):
         ("head",         "head",        "adam", "head_lr",   1.0, 1.0, "constant", 0.0,        0.5),
         ("value_embeds", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("ngram_embed",  "ngram_embed", "rows", "ngram_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("smear_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
@@ -787,18 +816,16 @@ def parameter_table(cfg):
         ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
     ]
     table = {row[0]: Parameter(*row) for row in rows}
-    texts = dict(group=None, optimizer=("muon", "adam"), init=("uniform", "normal", "constant"),
+    texts = dict(optimizer=("muon", "adam"), init=("uniform", "normal", "constant"),
                  second=("long", "rows", "columns"),
                  lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
     for cell in cfg.parameters:
-        place, _, value = cell.partition("=")
-        kind, _, column = place.partition(".")
-        require(kind in table and column in Parameter._fields[1:],
+        kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell).groups()
+        require(kind in table and column in Parameter._fields[2:],
                 f"parameters={cell!r} names no cell: kinds are {', '.join(table)}; columns are "
-                f"{', '.join(Parameter._fields[1:])}")
-        legal = texts.get(column)
+                f"{', '.join(Parameter._fields[2:])}")
         if column in texts:
-            require(value in legal if legal else value, f"parameters={cell!r} must be one of {legal}")
+            require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
         else:
             require(re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", value), f"parameters={cell!r} must be a number")
             value, least = float(value), -1e12 if column == "scale" else 0
@@ -822,6 +849,8 @@ def first_values(model, seed):
     generator, table, values = torch.Generator().manual_seed(seed), parameter_table(model.cfg), {}
     for name, p in model.named_parameters():
         row, value = table[kind_of(name)], torch.zeros(p.shape)
+        if row.optimizer == "rows":  # they begin as zeros
+            continue
         if row.init == "uniform":
             bound = row.scale * p.size(1) ** -0.5
             value.uniform_(-bound, bound, generator=generator)
@@ -922,6 +951,10 @@ class Bank:
     def share(self, flat):
         return flat.view(self.world_size, -1, *self.unit)[self.rank]
 
+    def whole(self, mine):
+        """The ranks' shares of master or state in one, on the CPU."""
+        return gather(mine, self.world_size).to("cpu", copy=True)[:self.units]
+
     def views(self, flat):
         return [flat[low:low + shape.numel()].view(shape) for low, shape in zip(self.places, self.shapes)]
 
@@ -942,13 +975,43 @@ class Bank:
             whole = self.grad.to(self.data.dtype)
             return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
+class SparseTable:
+    """The n-gram embedding, of which a step reads and changes the rows that its tokens touch: what was looked
+    up is an input of the compiled step. Adam without a first moment and with one second moment per row, the
+    sum of the mean squares so far, as an untouched row must not change. Each rank has the whole table and
+    applies the gradients of all ranks' tokens. data (rows, C), v (rows,)."""
+    def __init__(self, p, world_size, dtype):
+        p.data = self.data = p.data.to(dtype)
+        self.v, self.world_size = torch.zeros(len(p), device=p.device), world_size
+        self.input, self.parts = None, []  # of this micro-step: (ids, what they found); [(ids, gradient)]
+
+    def step(self, grad_scale, lr, group):
+        """By the gradients (B, T, C) of what the ids (B, T, n) of each micro-step found."""
+        parts = [torch.cat(part).flatten(0, 1) for part in zip(*self.parts)]
+        ids, grads = (gather(part, self.world_size, group) for part in parts)
+        self.parts = []
+        # 1. gradients of one row are added up; all shapes are those of ids, so that no GPU is waited for
+        rows, order = ids.flatten().long().sort(stable=True)
+        place, none = F.pad(rows[1:] != rows[:-1], (1, 0)).cumsum(0), len(self.v) - 1
+        total = torch.zeros(len(rows), grads.size(1), device=grads.device)
+        total.index_add_(0, place, grads.index_select(0, order // ids.size(1)).float())
+        rows = torch.full_like(rows, none).scatter_(0, place, rows)
+        # 2. the update; the last row stays 0
+        total *= (grad_scale * (rows != none))[:, None]
+        v = self.v[rows] + total.square().mean(1)
+        self.v[rows] = v
+        total *= (-lr * v.clamp_min(1e-30).rsqrt())[:, None]
+        self.data.index_add_(0, rows, total.to(self.data.dtype))
+
 class Optimizer:
     """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state.
     dtype: of the parameters that the model reads from now on."""
     def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32):
-        self.cfg, self.world_size, self.group = cfg, world_size, group
+        self.cfg, self.world_size, self.group, self.model = cfg, world_size, group, model
         self.adam_step, self.muon_step, self.step_count = adam_step, muon_step, 0
         table, kinds, known = parameter_table(cfg), {}, dict(model.named_parameters())
+        sparse = known.pop("ngram_embed", None)
+        self.table = None if sparse is None else SparseTable(sparse, world_size, dtype)
         for name, p in known.items():
             row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, artifact_step=0.0)
             shape = p.shape if row.optimizer == "muon" else None
@@ -957,9 +1020,21 @@ class Optimizer:
                       for (row, _), members in kinds.items()]
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
+    @torch.no_grad()
+    def look_up(self, tokens, context):
+        """The context of a micro-step, with what its tokens (B, T) find in the n-gram embedding."""
+        if self.table:
+            ids, found = self.model.look_up(tokens)
+            self.table.input = ids.int(), found.requires_grad_()
+            context = context._replace(ngrams=found)
+        return context
+
     def backward(self, loss):
         """Adds the gradients of a loss to those of the micro-steps before."""
-        rest = iter(torch.autograd.grad(loss, self.params, materialize_grads=True))
+        inputs = [self.table.input[1]] if self.table and self.table.input else []
+        rest = iter(torch.autograd.grad(loss, inputs + self.params, materialize_grads=True))
+        if inputs:
+            self.table.parts.append((self.table.input[0], next(rest)))
         for bank in self.banks:
             add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
             add(bank.grads, [next(rest) for _ in bank.grads])
@@ -999,17 +1074,27 @@ class Optimizer:
             bank.fresh = True
             if job:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
+        if self.table and self.table.parts:
+            self.table.step(grad_scale, cfg.ngram_lr * lr_factor, self.group)
         for job in gathers:
             job.wait()
 
     def weights(self):
-        """{name: fp32 on the CPU} of all parameters; all ranks together."""
+        """{name: fp32 on the CPU} of all parameters in banks; all ranks together."""
         return {name: view for bank in self.banks
-                for name, view in zip(bank.names, bank.views(whole_state(bank.master, bank).flatten()))}
+                for name, view in zip(bank.names, bank.views(bank.whole(bank.master).flatten()))}
 
 # torch's names of these collectives since 2.13, and before
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+def gather(mine, ranks, group=None):
+    """Shares (n, ...) of all ranks -> (ranks * n, ...)."""
+    if ranks == 1:
+        return mine
+    whole = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
+    all_gather(whole.view(-1), mine.contiguous().view(-1), group=group)
+    return whole
 
 def all_reduce(tensor, op="SUM", group=None):
     """SUM or MAX over the ranks, in place; returns the tensor."""
@@ -1220,7 +1305,7 @@ class Loader:
         self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
         self.files = [open(shard.filename, "rb") for shard in self.shards]
         self.edges = np.cumsum([0, *map(len, self.shards)])
-        self.total, self.thread, self.epoch = int(self.edges[-1]), ThreadPoolExecutor(1), 1
+        self.total, self.thread = int(self.edges[-1]), ThreadPoolExecutor(1)
         self.plan = getattr(self, f"plan_{cfg.packing}")
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
@@ -1228,10 +1313,9 @@ class Loader:
             self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
         elif cfg.packing != "spans":
             self.find_documents(cfg, data)
-        held = int(self.filled[-1]) if cfg.packing == "documents" else self.total  # their heads
-        needed = planned_tokens(cfg)
-        ends_by_steps = cfg.max_epochs and not (cfg.max_wallclock_seconds or cfg.eval_from)
-        require(not ends_by_steps or needed <= cfg.max_epochs * held,
+        held, needed = self.filled[-1] if cfg.packing == "documents" else self.total, planned_tokens(cfg)
+        enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
+        require(enough or cfg.eval_from,
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
 
     def find_documents(self, cfg, data):
@@ -1258,17 +1342,17 @@ class Loader:
                                f"more than {most}: take at most so many ranks or another packing")
 
     # Each plan: (position, rows of a step, T) -> pieces [(start, length)] of each row of all ranks (of
-    # best_fit: of this rank), the position after it, the epoch of its last token
+    # best_fit: of this rank), the position after it
     def plan_rows(self, position, n, T):
         rows = [[(int(self.order[place % self.rows]) * T, T + 1)] for place in range(position, position + n)]
-        return rows, position + n, (position + n - 1) // self.rows + 1
+        return rows, position + n
 
     def plan_spans(self, position, n, T):
         spans = math.gcd(self.SPANS, n)
         size = n // spans * T + 1
         after = position + spans * size
         rows = [[(low + row * T, T + 1)] for low in range(position, after, size) for row in range(n // spans)]
-        return rows, after, (after - 1) // self.total + 1
+        return rows, after
 
     def plan_documents(self, position, n, T):
         """Rows of all ranks at a time, from the documents of one shard."""
@@ -1288,7 +1372,7 @@ class Loader:
                 place, skipped = end, skipped + 1
                 require(skipped <= len(self.shards), f"no shard's documents fill {unit} rows of {T}")
             position = epoch * count + place
-        return rows, position, (position - 1) // count + 1
+        return rows, position
 
     def plan_best_fit(self, position, n, T):
         first, share = position // self.team.world_size, n // self.team.world_size  # of this rank's rows
@@ -1297,7 +1381,7 @@ class Loader:
         while self.first_packed + len(self.packed) < first + share:
             self.packed.append(next(self.packer))
         self.packed, self.first_packed = self.packed[first - self.first_packed:], first
-        return self.packed[:share], position + n, self.packed_epoch
+        return self.packed[:share], position + n
 
     def best_fit_rows(self, T):
         """Yields the pieces of this rank's rows, endlessly."""
@@ -1317,9 +1401,7 @@ class Loader:
 
     def refills(self):
         """Yields lists of documents of this rank's groups, endlessly."""
-        self.packed_epoch = 0
         while True:
-            self.packed_epoch += 1
             for groups in self.groups:
                 for low, high in groups[self.team.rank::self.team.world_size]:
                     for start in range(low, high, self.READ):
@@ -1343,19 +1425,19 @@ class Loader:
         return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
 
     def fetch(self, position, n, T):
-        """(rows of this rank (n, T + 1), the position after the step, its epoch)"""
-        rows, after, epoch = self.plan(position, n, T)
+        """(rows of this rank (n, T + 1), the position after the step)"""
+        rows, after = self.plan(position, n, T)
         share, rank = n // self.team.world_size, self.team.rank
         mine = rows if len(rows) == share else rows[rank * share:(rank + 1) * share]
         tokens = [np.concatenate([self.read(*piece) for piece in row])[:T + 1] for row in mine]
-        return torch.from_numpy(np.stack(tokens)), after, epoch
+        return torch.from_numpy(np.stack(tokens)), after
 
     def next(self, batch_tokens, seq_multiple=1):
         """(tokens, targets) of this rank's share of a step, each (rows, T), on the device."""
         T = self.T * seq_multiple
         key = self.position, batch_tokens // T, T
         job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
-        rows, self.position, self.epoch = job.result()
+        rows, self.position = job.result()
         if self.team.on_gpu:  # pinned, or the copy would wait for the device
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, batch_tokens // T, T
@@ -1426,8 +1508,8 @@ def evaluate(model, cfg, data, team, window=None, protocol="plain"):
     eval_context tokens score their last eval_stride targets, the first row all of them, or of PROTOCOLS."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
     compiled = protocol == "plain" and team.on_gpu and cfg.compile
-    nats = target_nats(model, cfg, tokens, cfg.bos_id, protocol, team, window, compiled)
-    sums = all_reduce(torch.tensor([nats.sum(), nats[tokens != data.bos].sum()]))
+    nats = target_nats(model, cfg, tokens, cfg.bos_id or data.bos, protocol, team, window, compiled)
+    sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
     bits = [None, None]
     if data.val_bytes and len(tokens) == len(data.val):
         bits = (sums / math.log(2) / data.val_bytes).tolist()
@@ -1474,13 +1556,6 @@ def protocol_rows(cfg, protocol, tokens, bos):
             first, count = first + count, stride
     return rows
 
-def score_protocol_rows(model, cfg, tokens, rows, team, nats, *how):
-    """Writes the nats of the targets of this rank's share of the rows into nats (len(tokens),)."""
-    mine = rows[team.rank::team.world_size]
-    asked = [(tokens[row.low:row.last + 1], row.first - row.low) for row in mine]
-    for i, found, _ in score_rows(model, cfg, asked, team, *how):
-        nats[mine[i].first:mine[i].last + 1] = found
-
 def test_time_step(model, optimizer, cfg, tokens, team):
     """A step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
     weigh as much as they are long, and a rank may have none."""
@@ -1497,32 +1572,30 @@ def test_time_step(model, optimizer, cfg, tokens, team):
 def target_nats(model, cfg, tokens, bos, protocol, team, *how):
     """float64 (len(tokens),): nats of each token given those before it by a protocol; 0 for the first one and
     for the targets of other ranks. The model stays as it is. how: window and compiled of score_rows."""
-    nats, rows = np.zeros(len(tokens)), protocol_rows(cfg, protocol, tokens, bos)
-    if protocol != "ttt":
-        score_protocol_rows(model, cfg, tokens, rows, team, nats, *how)
-        return nats
-    own = GPT(cfg).to(team.device)
-    own.load_state_dict(model.state_dict())
-    optimizer = Optimizer(own, cfg, team.rank, team.world_size)
+    nats, rows, every = np.zeros(len(tokens)), protocol_rows(cfg, protocol, tokens, bos), math.inf
+    if protocol == "ttt":
+        every, trained_model = cfg.eval_ttt, GPT(cfg).to(team.device)
+        trained_model.load_state_dict(model.state_dict())
+        model, optimizer = trained_model, Optimizer(trained_model, cfg, team.rank, team.world_size)
     waiting, scored, trained = [], 0, 0  # rows to score; the last token that was scored, and trained on
     for row in rows:
         waiting.append(row)
-        if row.last - scored < cfg.eval_ttt and row is not rows[-1]:
+        if row.last - scored < every and row is not rows[-1]:
             continue
-        score_protocol_rows(own, cfg, tokens, waiting, team, nats)
+        mine = waiting[team.rank::team.world_size]
+        asked = [(tokens[r.low:r.last + 1], r.first - r.low) for r in mine]
+        for i, found, _ in score_rows(model, cfg, asked, team, *how):
+            nats[mine[i].first:mine[i].last + 1] = found
         waiting, scored = [], row.last
         full = (scored - trained) // cfg.train_seq_len * cfg.train_seq_len
         if full and row is not rows[-1]:
-            test_time_step(own, optimizer, cfg, tokens[trained:trained + full + 1], team)
+            test_time_step(model, optimizer, cfg, tokens[trained:trained + full + 1], team)
             trained += full
     return nats
 
 def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
     found, kind = {}, loss_name(cfg)
-    if data.bos < 0 and cfg.eval_documents:
-        log("final_documents: left out, as no token begins a document in this dataset")
-        cfg = replace(cfg, eval_documents=0)
     for protocol in PROTOCOLS:
         if not getattr(cfg, f"eval_{protocol}"):
             continue
@@ -1638,16 +1711,15 @@ def core_metric(model, cfg, data, team, log, tasks=None):
     {label: accuracy, centered, n, seconds}}, all ranks together. Raises Refused."""
     tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
     began, results = time.perf_counter(), {}
-    examples, done = sum(len(task.items) for task in tasks), 0
     for number, task in enumerate(tasks, 1):
         start, n, chance = time.perf_counter(), len(task.items), task.base / 100
         picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
         right = torch.tensor(sum(task.items[i].gold == pick for i, pick in picks.items()))
-        accuracy, done, now = all_reduce(right).item() / n, done + n, time.perf_counter()
-        centered, seconds = (accuracy - chance) / (1 - chance), round(now - start, 2)
+        accuracy = all_reduce(right).item() / n
+        centered, seconds = (accuracy - chance) / (1 - chance), round(time.perf_counter() - start, 2)
         results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
         log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
-            f"task {number}/{len(tasks)} eta:{(now - began) * (examples / done - 1):.0f}s")
+            f"task {number}/{len(tasks)}")
     core = sum(row["centered"] for row in results.values()) / len(results)
     name = "core" if len(results) == CORE_TASKS else "core_partial"
     log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
@@ -1706,9 +1778,9 @@ def quantize_rows(w, step=0.0, floor=0.0):
 def pack_artifact(model):
     """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig."""
     tensors, cfg, table = {}, model.cfg, parameter_table(model.cfg)
-    for name, p in model.named_parameters():
-        w, row = p.data.cpu(), table[kind_of(name)]
-        if not row.artifact_step:
+    for name, w in stored(model).items():
+        row = table[kind_of(name.removesuffix(".rows"))]
+        if not row.artifact_step or name.endswith(".rows"):
             tensors[name] = w
         elif w.numel() > cfg.artifact_keep:
             step = cfg.artifact_step * row.artifact_step
@@ -1721,6 +1793,16 @@ def pack_artifact(model):
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
     raw = to_bytes(cfg, tensors)
     return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
+
+def touched_rows(name, whole):
+    """A table (R, ...) that began as zeros -> {name: those that are not (n, ...), name.rows: which (n,)}"""
+    rows = whole.view(len(whole), -1).any(1).nonzero()[:, 0]
+    return {name: whole[rows], name + ".rows": rows.int()}
+
+def stored(model):
+    """{name: tensor on the CPU} of a model as files hold it."""
+    tensors = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    return tensors | (touched_rows("ngram_embed", tensors["ngram_embed"]) if "ngram_embed" in tensors else {})
 
 def to_payload(cfg, tensors):
     """What load_model reads, for torch.save, which would write whole buffers instead of views."""
@@ -1753,6 +1835,8 @@ def load_model(path, device="cpu", base=None):
         for name, p in model.named_parameters():
             rows = tensors.pop(name + ".int8", None)
             w = tensors.pop(name) if rows is None else rows.float() * tensors.pop(name + ".scale")[:, None]
+            if name == "ngram_embed":
+                w = torch.zeros(p.shape).index_copy_(0, tensors.pop(name + ".rows").long(), w.float())
             require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
             p.data.copy_(w)
         require(not tensors, f"unknown {list(tensors)[:1]}")
@@ -1780,7 +1864,7 @@ def write_model(model, folder, code, log):
     """final_model.pt and the artifact, if one counts -> sizes. code: bytes of train_gpt.py."""
     cfg, limit = model.cfg, model.cfg.artifact_bytes_limit
     path = folder / "final_model.pt"
-    write_atomically(path, partial(torch.save, to_payload(cfg, dict(model.named_parameters()))))
+    write_atomically(path, partial(torch.save, to_payload(cfg, stored(model))))
     if cfg.score_artifact:
         packed, path = pack_artifact(model), folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
@@ -1815,13 +1899,11 @@ def write_checkpoint(folder, payload):
 def read_checkpoint(folder):
     """The newer whole one -> (payload or None, [sentence on each that is damaged])."""
     damaged = []
-    for name in CHECKPOINTS:
+    for name in (name for name in CHECKPOINTS if (folder / name).exists()):
         try:
             payload = read_zip((folder / name).read_bytes())
             check_config(Config(**payload["config"]))
             return payload, damaged
-        except FileNotFoundError:
-            continue
         except Exception as error:  # a damaged file may raise anything
             damaged.append(f"{name} is damaged ({type(error).__name__})")
     return None, damaged
@@ -1834,11 +1916,6 @@ def find_checkpoint(cfg, log):
     if (folder / "result.json").exists():
         log(f"{run_id} has finished: its scores are in {folder}/result.json")
         return None
-    try:
-        with open(folder / "train.log", "rb") as file:  # which a run locks, see Log.open
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # any other: there is no file, or the file system has no locks
-        require(not isinstance(error, BlockingIOError), f"resume={run_id!r}: that run is still going")
     payload, damaged = read_checkpoint(folder)
     nothing = f"resume={run_id!r}: there is no whole checkpoint in {folder}, begin anew"
     require(payload, "; ".join([nothing, *damaged]))
@@ -1857,15 +1934,14 @@ def find_checkpoint(cfg, log):
 def resume(cfg, team, log):
     """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 has the
     files: the others get a checkpoint without tensors. Raises Refused."""
-    payload, problem = None, None
+    payload, small = None, None
     if team.rank == 0:
         try:
             payload = find_checkpoint(cfg, log)
+            small = payload and {name: payload[name] for name in ("config", "progress")}
         except Refused as error:
-            problem = str(error)
-    small = payload and {name: payload[name] for name in ("config", "progress")}
-    problem, small = team.share((problem, small))
-    require(not problem, problem)
+            small = error
+    small = team.share(small)
     if not small:
         return None, None
     free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
@@ -1893,18 +1969,15 @@ def restore(run, checkpoint):
                 whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
             team.broadcast(whole)
             mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
+    if table := run.optimizer.table:
+        for whole, part, name in (table.data, "tensors", "ngram_embed"), (table.v, "state", "ngram_embed.v"):
+            if team.rank == 0:
+                whole[checkpoint[part][name + ".rows"].long()] = checkpoint[part][name].to(whole)
+            team.broadcast(whole)
     run.optimizer.step_count, run.started = progress["updates"], progress["started"]
-    run.loader.position, run.loader.epoch = progress["position"], progress["epoch"]
+    run.loader.position = progress["position"]
     torch.set_rng_state(progress["random"])
     return TrainState(**{f.name: progress[f.name] for f in fields(TrainState)})
-
-def whole_state(mine, bank):
-    """The ranks' shares of a bank's master or state in one, on the CPU."""
-    if bank.world_size == 1:
-        return mine[:bank.units].to("cpu", copy=True)
-    shares = mine.new_empty((bank.world_size * len(mine), *mine.shape[1:]))
-    all_gather(shares.view(-1), mine.contiguous().view(-1))
-    return shares.cpu()[:bank.units]
 
 class Saver:
     """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks for the run to stop."""
@@ -1944,12 +2017,15 @@ class Saver:
         run, team = self.run, self.run.team
         self.wait()
         payload = to_payload(run.cfg, run.optimizer.weights())
-        payload["state"] = {f"{bank.names[0]} {i}": whole_state(mine, bank)
+        payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
+        if table := run.optimizer.table:
+            payload["tensors"] |= touched_rows("ngram_embed", table.data.float().cpu())
+            payload["state"] |= touched_rows("ngram_embed.v", table.v.cpu())
         if team.rank == 0:
             payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
-                position=run.loader.position, epoch=run.loader.epoch, updates=run.optimizer.step_count,
-                started=run.started, random=torch.get_rng_state())
+                position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
+                random=torch.get_rng_state())
             payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
             self.job = self.thread.submit(self.write, payload)
         self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
@@ -1990,8 +2066,9 @@ class Saver:
 # Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
 # gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
-SDPA_BACKENDS = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
-                     efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
+SDPA_BACKENDS = dict(flash3=SDPBackend.FLASH_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
+                     cudnn=SDPBackend.CUDNN_ATTENTION, efficient=SDPBackend.EFFICIENT_ATTENTION,
+                     math=SDPBackend.MATH)
 
 def to_fp8(x, scale, dtype):
     """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, or None: max |x| fills the range."""
@@ -2047,8 +2124,8 @@ def head_scales(C, tokens):
 def fp8_head(x, weight):
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel()))
 
-def choose_fp8(cfg, on_gpu, log):
-    """Linears of blocks and head for cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
+def fp8_part(cfg, on_gpu):
+    """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
     sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads
     capability = torch.cuda.get_device_capability() if on_gpu else None
     able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides)
@@ -2057,6 +2134,11 @@ def choose_fp8(cfg, on_gpu, log):
         part = part if able and on_gpu else "off"
     require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
             f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
+    return part
+
+def choose_fp8(cfg, on_gpu, log):
+    """Linears of blocks and head. Raises Refused."""
+    part = fp8_part(cfg, on_gpu)
     if cfg.fp8 != "off":
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
@@ -2135,8 +2217,36 @@ def gpu_attention(q, k, v, mask, backend="flash"):
         return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
     if mask is not None:
         return attention(q, k, v, mask)
-    with sdpa_kernel([*SDPA_BACKENDS.values()][[*SDPA_BACKENDS].index(backend):], set_priority=True):
+    rest = [*SDPA_BACKENDS.values()][[*SDPA_BACKENDS].index(backend):]
+    with sdpa_kernel([*dict.fromkeys(rest)], set_priority=True):
         return attention(q, k, v, None)
+
+@cache
+def flash_attention_3(cfg):
+    """The module of FlashAttention 3 (arXiv:2407.08608), if it is wanted and there, and the GPU a Hopper."""
+    with suppress(ImportError, OSError):
+        import flash_attn_interface
+        wanted = cfg.sdpa_backend == "flash3" and torch.cuda.get_device_capability()[0] == 9
+        return flash_attn_interface if wanted else None
+
+def flash_mask(window, T, documents, device):
+    """window_mask for flash_attention: (tokens before its own, -1: all; where the documents of all rows
+    begin, then the end again and again, int32 (tokens + 1,), or None)."""
+    begins = None
+    if documents is not None:
+        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+        begins = first.nonzero_static(size=len(first) + 1, fill_value=len(first))[:, 0].int()
+    return (window if window < T - 1 else -1), begins
+
+def flash_attention(q, k, v, mask, module):
+    """attention by FlashAttention 3, for masks of flash_mask. Not measured."""
+    (window, begins), T = mask, q.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = dict(softmax_scale=1.0, causal=True, window_size=(window, 0 if window > 0 else -1))
+    if begins is None:
+        return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    return module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options).view_as(q).transpose(1, 2)
 
 if triton:
     @triton.jit
@@ -2186,7 +2296,7 @@ class FusedLoss(torch.autograd.Function):
 
 def gpu_loss(x, head, targets, cap, linear):
     """lm_loss in compiled steps by FusedLoss, as exp needs no maximum up to this cap. Not measured."""
-    if not (triton and 0 < cap <= 50 and x.is_cuda and torch.compiler.is_compiling()):
+    if not (0 < cap <= 50 and x.is_cuda and torch.compiler.is_compiling()):
         return lm_loss(x, head, targets, cap, linear)
     x, targets = x.flatten(0, -2), targets.flatten()
     scales = {fp8_head: head_scales(x.size(-1), len(x)), fp8_linear: (None,) * 3}.get(linear)
@@ -2197,14 +2307,17 @@ def choose_kernels(cfg, on_gpu, log):
     linears = choose_fp8(cfg, on_gpu, log)
     if not on_gpu:
         return Kernels(*linears, attention=cpu_attention, loss=cpu_loss)
-    return Kernels(*linears, gpu_window_mask, partial(gpu_attention, backend=cfg.sdpa_backend), gpu_loss)
+    loss, module = gpu_loss if cfg.triton_kernels and triton else lm_loss, flash_attention_3(cfg)
+    log("attention: " + ("FlashAttention 3" if module else f"flex, of the whole past {cfg.sdpa_backend}"))
+    if module:
+        return Kernels(*linears, flash_mask, partial(flash_attention, module=module), loss)
+    return Kernels(*linears, gpu_window_mask, partial(gpu_attention, backend=cfg.sdpa_backend), loss)
 
 # ---------- 12 ranks, log, memory, plan
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank that hangs
 SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
 H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
-PLANNED_GPUS = 8  # that the plan's hours assume
 
 class Team:
     """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
@@ -2213,10 +2326,11 @@ class Team:
         self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
         self.group = None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
         hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
-                f"torch {torch.__version__} cannot use the GPUs that nvidia-smi lists: "
-                "install a build for this driver or set DEVICE=cpu")
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of the driver "
+                f"{subprocess.getoutput(driver)}: install a build for it or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
         require(not self.on_gpu or self.ranks_here <= gpus,
                 f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
@@ -2240,10 +2354,12 @@ class Team:
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
 
     def share(self, value):
-        """Rank 0's object on every rank."""
+        """Rank 0's object on every rank, which raises it if it is Refused."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box)
+        if isinstance(box[0], Refused):
+            raise box[0]
         return box[0]
 
     def broadcast(self, tensor):
@@ -2271,8 +2387,6 @@ class Log:
     def open(self, path, head):
         """Rank 0: goes on in the file, which begins with head if it is new, with what was said so far."""
         early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
-        with suppress(OSError):  # of file systems without locks
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # find_checkpoint() looks at it
         print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
 
     def last_line(self, line):
@@ -2318,6 +2432,7 @@ def step_memory(cfg, team, sequences):
     """Bytes that a rank needs with so many sequences at a time, in the stage that needs most. The numbers per
     token are fitted to peaks that ./run.sh static counted, which are up to 7 % off (records/BENCH.md)."""
     counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
+    sparse = counts.pop("ngram_embed", 0) * (width if team.on_gpu else 4) + 4 * cfg.ngram_rows
     most = max(stage.seq_multiple for stage in stage_table(cfg))
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
@@ -2325,22 +2440,20 @@ def step_memory(cfg, team, sequences):
     # 2. what layers keep for the backward pass; fp8 keeps less
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
     kept = cfg.model_dim * sum(13 * (kind in "LS") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
-    kept *= 0.68 if team.on_gpu and cfg.fp8.endswith("all") else 1
+    part = fp8_part(cfg, team.on_gpu)
+    kept *= 0.68 if team.on_gpu and part == "all" else 1
     # 3. logits; on a GPU their gradients take their place, in fp8 in two layouts
-    each = 2 * width if not team.on_gpu else width if cfg.fp8 == "off" else 4
-    return int(held + tokens * (width * kept + each * cfg.vocab_size))
-
-def free_memory(team):
-    """Bytes free on a GPU, or a rank's part of half a machine."""
-    if team.on_gpu:
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
+    each = 2 * width if not team.on_gpu else width if part == "off" else 4
+    return int(held + sparse + tokens * (width * kept + each * cfg.vocab_size))
 
 def micro_batch(cfg, team):
-    """Sequences at a time: the largest divisor of a rank's that device_batch_size or else memory allows."""
+    """Sequences at a time: the largest divisor of a rank's that device_batch_size or else memory allows: what
+    is free on a GPU, or a rank's part of half a machine."""
     share, most = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, cfg.device_batch_size
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info()[0] if team.on_gpu else machine / 2 / team.ranks_here
     return max(n for n in range(1, share + 1) if share % n == 0 and (
-        n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free_memory(team)))
+        n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free))
 
 def peak_memory(team, log):
     """Logs and returns the most that this process has held."""
@@ -2369,19 +2482,21 @@ def plan_lines(cfg, team, micro, argv, env):
     yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
            f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
            f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
+    if team.world_size > 1:  # gradients and weights of all banks; of the n-grams what tokens found
+        width, sparse = team.dtype.itemsize if team.on_gpu else 4, counts["ngram_embed"]
+        found = batch * (cfg.model_dim * width + 4 * len(cfg.ngram_orders)) * bool(sparse)
+        yield f"collectives: {(2 * width * (counts.total() - sparse) + found) / 1e6:.0f} MB per step"
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
     yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
     yield from stage_lines(cfg)
     for depth in range(4, 33, 4) if cfg.depth and cfg.dry_run else ():
-        try:
+        with suppress(Refused):  # something given may not fit this depth
             cfg = load_config(env, [*argv, f"--depth={depth}"])
-        except Refused:  # something given does not fit this depth
-            continue
-        tokens, each = planned_tokens(cfg), flops_per_token(cfg)
-        hours = each * tokens / (PLANNED_GPUS * H100_FLOPS * cfg.plan_mfu) / 3600
-        yield (f"depth:{depth} parameters:{parameter_counts(cfg).total()} flops_per_token:{each:.4g} "
-               f"tokens:{tokens} batch:{cfg.train_batch_tokens} steps:{cfg.iterations} "
-               f"flops:{each * tokens:.4g} hours:{hours:.2f} ({PLANNED_GPUS}xH100 at mfu {cfg.plan_mfu:g})")
+            tokens, each = planned_tokens(cfg), flops_per_token(cfg)
+            hours = each * tokens / (8 * H100_FLOPS * cfg.plan_mfu) / 3600
+            yield (f"depth:{depth} parameters:{parameter_counts(cfg).total()} flops_per_token:{each:.4g} "
+                   f"tokens:{tokens} batch:{cfg.train_batch_tokens} steps:{cfg.iterations} "
+                   f"flops:{each * tokens:.4g} hours:{hours:.2f} (8xH100 at mfu {cfg.plan_mfu:g})")
 
 def stage_lines(cfg):
     """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
@@ -2396,6 +2511,9 @@ def stage_lines(cfg):
         yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
     decay = f"{cfg.warmdown_iters} steps" if cfg.warmdown_iters else f"{cfg.warmdown_frac:.0%} of the run"
     yield f"warmdown: in the last {decay} lr_factor falls to {cfg.lr_floor:g}"
+    sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
+    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
+           f"long_window:{sizes['L']} short_window:{sizes['S']}")
 
 def plot_curves(curves, title, path, log):
     """loss.png of {split: [(step, training seconds, loss)]}; says why where it cannot be drawn."""
@@ -2490,7 +2608,7 @@ def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule
     LR factor, momentum, decay factor. Returns this rank's mean loss."""
     parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
     for tokens, targets in parts:
-        loss = loss_fn(tokens, targets, context) / len(parts)
+        loss = loss_fn(tokens, targets, optimizer.look_up(tokens, context)) / len(parts)
         optimizer.backward(loss * grad_factor)
         total = total + loss.detach()
     optimizer.step(*schedule)
@@ -2503,10 +2621,11 @@ def rows_at_once(rows, most):
 def rehearse(run):
     """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
     first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
-    the compiled step by the eager one. Sets run.loss_fn; returns the seconds of the slowest micro-step after
-    the first round, times those of a step."""
+    attention by the next of SDPA_BACKENDS, the compiled step by the eager one. Sets run.loss_fn; returns the
+    seconds of the slowest micro-step after the first round, times those of a step."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
+    changing += [optimizer.table.data, optimizer.table.v] if optimizer.table else []
     while True:
         run.loss_fn, optimizer.adam_step, optimizer.muon_step = model, adam_step, muon_step
         if compiled:
@@ -2519,11 +2638,17 @@ def rehearse(run):
             slowest = rehearse_stages(run)
             break
         except Exception as error:  # a compiler's back end may raise anything
+            names = [*SDPA_BACKENDS]
+            rest = names[names.index(run.cfg.sdpa_backend) + 1:] if run.team.on_gpu else []
             if out_of_memory(error) and run.micro > 1:
                 run.micro = rows_at_once(run.micro, run.micro - 1)
                 run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
             elif out_of_memory(error) or not compiled:
                 raise
+            elif rest:
+                run.cfg = replace(run.cfg, sdpa_backend=rest[0])
+                run.log(f"rehearsal: {brief(error)}; now sdpa_backend:{rest[0]}")
+                model.use(choose_kernels(run.cfg, True, run.log))
             else:
                 compiled = False
                 run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
@@ -2548,6 +2673,7 @@ def rehearse_stages(run):
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = make_context(cfg, T, stage.window, team.device, team.dtype)
+            context = run.optimizer.look_up(tokens, context)
             run.optimizer.backward(run.loss_fn(tokens, tokens.clone(), context))  # one tensor: another graph
             team.wait()
         except Exception as error:
@@ -2598,7 +2724,7 @@ def train(run, state, counter=time.perf_counter):
             clock.start(state.seconds)
         # 4. a step
         schedule = [factor(cfg, step, progress) for factor in (lr_factor, muon_momentum, decay_factor)]
-        tokens, epoch = cfg.train_batch_tokens * stage.batch_multiple, loader.epoch
+        tokens = cfg.train_batch_tokens * stage.batch_multiple
         batch = loader.next(tokens, stage.seq_multiple)
         if key != (batch[0].size(1), stage.window):  # its tables go to the device, for which the host waits
             key = batch[0].size(1), stage.window
@@ -2611,8 +2737,6 @@ def train(run, state, counter=time.perf_counter):
         if team.on_gpu and clock.cap:
             clock.under_way.append(torch.cuda.current_stream().record_event())
         state.step += 1
-        if loader.epoch > epoch:
-            run.log(f"epoch {loader.epoch} begins in step {step + 1}")
         # 5. a report, with the mean loss of the ranks
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
@@ -2645,9 +2769,8 @@ def time_text(seconds, step):
     return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
 
 def check_finite(loss, name, step, curve):
-    past = ", ".join(f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]) or "nothing"
-    require(math.isfinite(loss),
-            f"{name} is not finite at step {step} (before: {past}): lower the learning rates")
+    past = "before: " + (", ".join(f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]) or "nothing")
+    require(math.isfinite(loss), f"{name} is not finite at step {step} ({past}): lower the learning rates")
 
 def training_report(run, state, score, stop_reason):
     """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
@@ -2676,9 +2799,8 @@ def open_folder(run, again):
             (folder / "train_gpt.py").write_bytes(script_source())
             log.open(folder / "train.log", "\n".join(head))
         except OSError as error:
-            problem = f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})"
-    problem = team.share(problem)
-    require(not problem, problem)
+            problem = Refused(f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})")
+    team.share(problem)
     log.path, run.folder = folder / "train.log", folder
     run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)
     log(f"run folder: {folder}")

@@ -564,7 +564,7 @@ def rooflines(settings, preset):
     """Yields a line per number of GPUs and stage: the parts, the step, its tok/s per GPU and mfu."""
     cfg = train_gpt.load_config(dict(os.environ) | settings | dict(PRESET=preset))
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
-    for gpus in (1, train_gpt.PLANNED_GPUS):
+    for gpus in (1, 8):
         for stage in distinct_stages(cfg):
             alone = stage_config(cfg, stage)
             tokens, T = alone.train_batch_tokens, alone.train_seq_len

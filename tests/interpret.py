@@ -1,6 +1,7 @@
 """The Triton kernel against its reference, by Triton's interpreter: TRITON_INTERPRET=1 python interpret.py
 
-Exit code 1 where loss or gradients differ. test_static_gpu.py runs it, as a CUDA build of torch has Triton.
+Then the golden tests with it in place of lm_loss. Exit code 1 where loss or gradients differ.
+test_static_gpu.py runs it, as a CUDA build of torch has Triton.
 """
 
 import sys
@@ -9,11 +10,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import test_golden  # noqa: E402
 import train_gpt  # noqa: E402
 from test_kernels import head_and_tokens  # noqa: E402
-from train_gpt import FusedLoss, fp8_head, fp8_linear, head_scales, linear, lm_loss  # noqa: E402
+from train_gpt import FusedLoss, Kernels, fp8_head, fp8_linear, head_scales, linear, lm_loss  # noqa: E402
 
 
 def found(loss, x, head, targets):
@@ -32,6 +35,29 @@ def fused(cap, scales, x, head, targets):
 
 def reference(cap, product, x, head, targets):
     return lm_loss(x, head, targets, cap, product)
+
+
+def golden_loss(x, head, targets, cap, product):
+    """FusedLoss in fp32; what is computed in fp64 stays with lm_loss."""
+    if x.dtype != torch.float32 or not 0 < cap <= 50:
+        return lm_loss(x, head, targets, cap, product)
+    golden_loss.calls += 1
+    return fused(cap, None, x, head, targets)
+
+
+def golden_tests():
+    """Losses and gradients of tests/test_golden.py with the kernel: do they pass, and was it used?"""
+    plain, golden_loss.calls = test_golden.Golden.model, 0
+
+    def with_kernel(golden):
+        model = plain(golden)
+        model.use(Kernels(loss=golden_loss))
+        return model
+
+    test_golden.Golden.model = with_kernel
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "losses or gradients", test_golden.__file__])
+    print(f"golden tests: exit code {code}, {golden_loss.calls} losses by the kernel")
+    return code == 0 and golden_loss.calls > 0
 
 
 def main():
@@ -54,6 +80,7 @@ def main():
         fits = all(a <= 1.2 * b + 0.005 for a, b in zip(off, allowed))
         good &= fits and (max(off) > 0.02) == (product is not linear)
         print("equal" if fits else "DIFFERENT", product.__name__, off, "by lm_loss", allowed)
+    good &= golden_tests()
     return int(not good)
 
 

@@ -180,7 +180,6 @@ def test_a_capped_run_goes_on_from_its_clock(train, paced):
     assert want.result["steps"] == 31 and want.result["train_time_ms"] == 3875
     steps, interrupted_in = [], 12
     first = train(settings)
-    clock.run.log.file.close()      # whose lock would end with the process
     assert first.code == 1 and first.last == f"RESUME={first.run_id}" and max(first.losses) == 12
     done = train({}, RESUME=first.run_id)
     assert "resume: from step 12 at train_time:1500ms" in done.out
@@ -244,7 +243,7 @@ def run_on(device, monkeypatch, others=None, **settings):
         return tensor
 
     saver = SimpleNamespace(signals=0, due=lambda *_: False)
-    loader = SimpleNamespace(epoch=1, next=lambda tokens, multiple: [torch.empty(tokens // 64, 64)])
+    loader = SimpleNamespace(next=lambda tokens, multiple: [torch.empty(tokens // 64, 64)])
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1)
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
@@ -461,7 +460,7 @@ def test_memory_does_not_grow_with_the_steps(train, monkeypatch, report):
     done = train(TOY, ITERATIONS="2200", NUM_LAYERS="1", MODEL_DIM="16", TRAIN_SEQ_LEN="32",
                  TRAIN_BATCH_TOKENS="256", BIGRAM_ROWS="64", SAVE_EVERY="250", VAL_LOSS_EVERY="500",
                  TRAIN_LOG_EVERY="5")
-    assert done.code == 0 and "epoch 2 begins" in done.log, done.err
+    assert done.code == 0 and done.result["tokens"] > 300_000, done.err
     more = grown[2200] - grown[200]
     report("2,000 steps with checkpoints", f"{more:.1f} MB more memory at the end", time.monotonic() - began)
     assert more < 50, grown

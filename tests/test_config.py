@@ -25,12 +25,13 @@ PINNED = {
         num_heads=2, num_kv_heads=0, mlp_mult=3, tie_embeddings=False, logit_softcap=15.0, qk_gain_init=1.5,
         attn_scale=0.0, key_offset=True, attn_gate_dim=0, value_gate_dim=0, value_lambdas=False,
         rope_base=1000.0, rope_fraction=1.0, rope_end=False, rope_yarn=False, smear_dim=0,
-        smear_documents=False, bigram_rows=65_536, residual_mix=True, scalar_mix=False, layer_scale=True,
+        smear_documents=False, bigram_rows=65_536, ngram_rows=0,
+        ngram_orders=(2, 3, 4), residual_mix=True, scalar_mix=False, layer_scale=True,
         unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(1, 2),
         window_pattern="SL", window_schedule=(256,), window_block=1, eval_window=0,
         # of the run
-        run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash",
-        compile=True, dry_run=False,
+        run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash3",
+        compile=True, triton_kernels=True, dry_run=False,
         eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
         sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
         artifact_bytes_limit=0, artifact_step=0.0, artifact_keep=65_536, artifact_scale_floor=0.0,
@@ -41,7 +42,7 @@ PINNED = {
         eval_ttt=0, eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
         core_metric_max_per_task=0, depth=0, target_param_data_ratio=0.0, target_flops=0.0, plan_mfu=0.5,
         parameters=(), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
-        tied_embed_init_std=0.005,
+        tied_embed_init_std=0.005, ngram_lr=0.1,
         scalar_lr=0.04, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
         muon_momentum_cooldown_steps=0, orthogonalization="newton_schulz", muon_backend_steps=5,
         muon_sum=False, normuon_beta2=0.0, weight_decay=0.0, decay_schedule="lr", beta1=0.8, beta2=0.95,
@@ -126,7 +127,7 @@ def other_value(name):
         preset="golf", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
         batch_schedule=(1, 2), seq_schedule=(1, 2), packing="documents", train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8,
-        num_kv_heads=2, val_tokens=2, skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
+        num_kv_heads=2, val_tokens=2, ngram_orders=(2, 5), skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
         lr_switches=(0.0, 0.25), parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
         return special[name]

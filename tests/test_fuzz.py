@@ -113,7 +113,7 @@ def smallest(rng):
         device="cpu", compile=False, vocab_size=0, num_layers=rng.randint(1, 4), model_dim=16 * heads,
         num_heads=heads, num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((0, 1, 16)),
         train_seq_len=T, batch_schedule=(1,), seq_schedule=(1,), train_batch_tokens=T * rng.randint(1, 4),
-        bigram_rows=rng.choice((0, 1, 7, 512)),
+        bigram_rows=rng.choice((0, 1, 7, 512)), ngram_rows=rng.choice((0, 1, 700)),
         val_tokens=rng.randint(2, 400), iterations=rng.randint(1, 3), extension_iterations=rng.randint(0, 1),
         warmup_steps=rng.randint(0, 2), sample_tokens=rng.randint(0, 3), core=False, core_metric_every=0,
         depth=0, target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="",

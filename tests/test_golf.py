@@ -135,8 +135,9 @@ def test_named_scores(cfg, stream, tiny_data):
     assert found["val_bpb_documents"] == pytest.approx(nats / np.log(2) / 100) and "val_loss_ttt" not in found
     part = train_gpt.named_scores(model, replace(cfg, val_tokens=50), data, team_of(), lambda line: None)
     assert part["val_bpb_sliding"] is None and part["val_loss_partial_sliding"] > 0
-    without = train_gpt.named_scores(model, cfg, data._replace(bos=-1), team_of(), lambda line: None)
-    assert without["val_loss_sliding"] == found["val_loss_sliding"] and "val_loss_documents" not in without
+    one = train_gpt.named_scores(model, replace(cfg, bos_id=0, eval_documents=4), data._replace(bos=-1),
+                                 team_of(), lambda line: None)      # no token begins a document
+    assert one["val_loss_sliding"] == one["val_loss_documents"] == found["val_loss_sliding"]
     off = replace(cfg, eval_sliding=0, eval_documents=0)
     assert train_gpt.named_scores(model, off, data, None, None) == {}
 
@@ -155,9 +156,9 @@ def test_ranks_share_the_rows(cfg, stream, name):
 def test_ttt_trains_on_what_it_scored_and_on_nothing_else(cfg, stream, monkeypatch):
     cfg, scored, trained = replace(cfg, **PROTOCOLS["ttt"]), [0], []
 
-    def score(model, cfg, tokens, rows, team, nats):
-        assert rows[0].first == scored[-1] + 1
-        scored.append(rows[-1].last)
+    def score(model, cfg, rows, team):
+        scored.append(scored[-1] + sum(len(ids) - first for ids, first in rows))
+        return ()
 
     def train(model, optimizer, cfg, tokens, team):
         assert (len(tokens) - 1) % T == 0 and len(tokens) > T
@@ -166,15 +167,16 @@ def test_ttt_trains_on_what_it_scored_and_on_nothing_else(cfg, stream, monkeypat
         assert len(trained) <= scored[-1] + 1 < len(trained) + T  # less than a row behind
         assert scored[-1] - scored[-2] >= cfg.eval_ttt
 
-    monkeypatch.setattr(train_gpt, "score_protocol_rows", score)
+    monkeypatch.setattr(train_gpt, "score_rows", score)
     monkeypatch.setattr(train_gpt, "test_time_step", train)
     nats_of(cfg, randomised(cfg), stream, "ttt")
     assert scored[-1] == len(stream) - 1 and len(trained) > 150
 
 
 def test_ttt_is_the_trainers_own_step(cfg, stream):
-    """The second chunk's nats are those of weights after one step on the first; the model itself stays."""
-    cfg = replace(cfg, eval_ttt=64, eval_ttt_lr=0.3)
+    """The second chunk's nats are those of weights after one step on the first; the model itself stays. Only
+    the n-gram embedding is not trained, so it is left out here."""
+    cfg = replace(cfg, eval_ttt=64, eval_ttt_lr=0.3, ngram_rows=0)
     model = randomised(cfg)
     kept = {name: p.clone() for name, p in model.state_dict().items()}
     nats, rows = nats_of(cfg, model, stream, "ttt"), protocol_rows(cfg, "ttt", stream, BOS)
@@ -203,17 +205,20 @@ def test_ttt_learns_a_text_that_repeats(cfg):
 SUM = "the probabilities of all tokens that may follow the same ones sum to"
 PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its place, what the probe says
     "trains before it scores": (
-        "ttt", "        score_protocol_rows(own, cfg, tokens, waiting, team, nats)\n",
+        "ttt", "        mine = waiting[",
         "        if row.last - scored > cfg.train_seq_len:\n"
-        "            test_time_step(own, optimizer, cfg, tokens[scored:row.last + 1], team)\n"
-        "        score_protocol_rows(own, cfg, tokens, waiting, team, nats)\n", "a leak"),
+        "            test_time_step(model, optimizer, cfg, tokens[scored:row.last + 1], team)\n"
+        "        mine = waiting[", "a leak"),
     "trains beyond what it scored": (
         "ttt", "tokens[trained:trained + full + 1]", "tokens[trained:trained + full + 33]", "a leak"),
     "two passes, the second one counts": (
         "ttt", "            trained += full\n", "            trained += full\n"
-        "    score_protocol_rows(own, cfg, tokens, rows, team, nats)\n", "a leak"),
+        "    asked = [(tokens[r.low:r.last + 1], r.first - r.low) for r in rows]\n"
+        "    for i, found, _ in score_rows(model, cfg, asked, team):\n"
+        "        nats[rows[i].first:rows[i].last + 1] = found\n", "a leak"),
     "trains the model that it was given": (
-        "ttt", "    own.load_state_dict(model.state_dict())\n", "    own = model\n", "a leak"),
+        "ttt", "        trained_model.load_state_dict(model.state_dict())\n",
+        "        trained_model = model\n", "a leak"),
     "rows that the whole text decides": (
         "sliding", "    edges = sorted(",
         "    stride -= int(tokens.astype(int).sum() % 3)\n    edges = sorted(", "a leak"),
@@ -221,13 +226,13 @@ PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its pl
         "documents", "max(start, first + count - 1 - context)",
         "max(start, min(end, first + count - 1) - context)", "a leak"),
     "fewer nats after the first rows": (
-        "sliding", "        return nats\n    own = ",
-        "        nats[3 * cfg.train_seq_len:] -= 1e-3\n        return nats\n    own = ", SUM),
+        "sliding", "    return nats\n\ndef named",
+        "    nats[3 * cfg.train_seq_len:] -= 1e-3\n    return nats\n\ndef named", SUM),
     "fewer nats once it has trained": (
         "ttt", "            trained += full\n",
         "            trained += full\n    nats[cfg.eval_ttt + 1:] *= 0.99\n", SUM),
     "half of the nats": (
-        "sliding", "        return nats\n    own = ", "        return nats / 2\n    own = ",
+        "sliding", "    return nats\n\ndef named", "    return nats / 2\n\ndef named",
         "the nats of the first row"),
 }
 

@@ -149,7 +149,7 @@ def test_the_plan_knows_the_memory_of_a_step(train, monkeypatch):
 @pytest.mark.structure
 def test_a_micro_batch_that_does_not_fit_is_halved_before_the_clock(train, monkeypatch):
     """On the GPU's own refusal."""
-    monkeypatch.setattr(train_gpt, "free_memory", lambda team: 1 << 50)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 50, 1 << 50))
     real = train_gpt.GPT.hidden
 
     def hidden(self, tokens, context):

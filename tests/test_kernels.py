@@ -1,6 +1,7 @@
 """Attention, masks and loss: the readable versions against dense ones, the fast ones against the readable."""
 
 import inspect
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -147,6 +148,58 @@ def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch)
     torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask), want, atol=1e-5, rtol=1e-4)
 
 
+class FlashStandIn:
+    """flash_attn_interface of FlashAttention 3, as far as it is used, by dense attention: (B, T, H, D) or
+    tokens of documents one after another (n, H, D), which begin and end at cu_seqlens."""
+
+    @staticmethod
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1)):
+        assert causal and softmax_scale == 1.0 and window_size[1] == (0 if window_size[0] >= 0 else -1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        T, window = q.size(2), window_size[0] if window_size[0] >= 0 else q.size(2)
+        return attention(q, k, v, window_mask(window, T, None, "cpu")).transpose(1, 2)
+
+    @classmethod
+    def flash_attn_varlen_func(cls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               **options):
+        edges = cu_seqlens_q.tolist()
+        assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert edges[0] == 0 and edges[-1] == len(q) and edges == sorted(edges)
+        spans = [slice(low, high) for low, high in zip(edges, edges[1:]) if low < high]
+        assert max(span.stop - span.start for span in spans) <= max_seqlen_q == max_seqlen_k
+        return torch.cat([cls.flash_attn_func(q[None, span], k[None, span], v[None, span], **options)[0]
+                          for span in spans])
+
+
+@pytest.mark.parametrize("window, with_documents", [*WINDOWS, (511, False), (512, True)])
+def test_flash_attention_equals_the_reference(window, with_documents):
+    """Values and gradients, with fewer heads of keys, by a stand-in with the library's signature."""
+    T, documents = 512, two_rows(512) if with_documents else None
+    q, k, v = tensors(2, 4, 2, T, 16)
+    mask = train_gpt.flash_mask(window, T, documents, "cpu")
+    got = train_gpt.flash_attention(q, k, v, mask, FlashStandIn)
+    want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    side = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+    for mine, exact in zip(*(torch.autograd.grad(y, (q, k, v), side) for y in (got, want))):
+        torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
+
+
+def test_flash_attention_is_for_hopper(monkeypatch):
+    """Chosen where the library and such a GPU are there, and the constant says so, which the log tells."""
+    for capability, wanted in (((9, 0), "flash3"), ((8, 9), "flash3"), ((9, 0), "flash")):
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashStandIn)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        train_gpt.flash_attention_3.cache_clear()
+        said = []
+        kernels = train_gpt.choose_kernels(replace(SMALL, sdpa_backend=wanted), True, said.append)
+        on = (capability, wanted) == ((9, 0), "flash3")
+        assert (kernels.window_mask is train_gpt.flash_mask) == on
+        flex = f"attention: flex, of the whole past {wanted}"
+        assert said == ["attention: FlashAttention 3" if on else flex]
+    train_gpt.flash_attention_3.cache_clear()
+
+
 @pytest.mark.parametrize("window, T, compiled", [(torch.tensor(100), 512, False), (100, 500, True),
                                                  (511, 512, True), (512, 512, True)])
 def test_gpu_window_mask_leaves_the_rest_to_the_reference(window, T, compiled, monkeypatch):
@@ -195,10 +248,7 @@ def test_gpu_loss_leaves_the_rest_to_the_reference(monkeypatch):
     taken = []
     monkeypatch.setattr(train_gpt, "lm_loss", lambda *_: "reference")
     monkeypatch.setattr(train_gpt.FusedLoss, "apply", lambda *args: taken.append(args) or "kernel")
-    for triton, cap, x, compiling in (
-            (None, 15.0, here, True), (True, 0.0, here, True), (True, 51.0, here, True),
-            (True, 15.0, x, True), (True, 15.0, here, False)):
-        monkeypatch.setattr(train_gpt, "triton", triton)
+    for cap, x, compiling in ((0.0, here, True), (51.0, here, True), (15.0, x, True), (15.0, here, False)):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda found=compiling: found)
         assert train_gpt.gpu_loss(x, head, targets, cap, linear) == "reference" and not taken
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -213,6 +263,7 @@ def test_gpu_loss_leaves_the_rest_to_the_reference(monkeypatch):
 def test_fast_versions_have_the_signature_of_the_readable(on_gpu, fp8, monkeypatch):
     """The same arguments in the same order, any other has a default; and each device gets its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(train_gpt, "triton", True)      # or as in builds without CUDA
     fast, replaced = train_gpt.choose_kernels(replace(SMALL, fp8=fp8), on_gpu, lambda line: None), set()
     for name, mine, readable in zip(Kernels._fields, fast, Kernels()):
         arguments = [argument for argument in inspect.signature(readable).parameters if argument != "kernel"]
@@ -223,6 +274,14 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, fp8, monkeypat
             replaced.add(name)
     linears = dict(off=set(), head={"head_linear"}, all={"linear", "head_linear"})[fp8]
     assert replaced == linears | {"attention", "loss"} | ({"window_mask"} if on_gpu else set())
+
+
+@pytest.mark.parametrize("triton, constant", [(None, True), (True, False)])
+def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, constant, monkeypatch):
+    monkeypatch.setattr(train_gpt, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    cfg = replace(SMALL, triton_kernels=constant)
+    assert train_gpt.choose_kernels(cfg, True, lambda line: None).loss is lm_loss
 
 
 def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):

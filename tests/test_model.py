@@ -1,5 +1,6 @@
 """The model against a plain reference in float64, what scores rely on, the parameter table, first values."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -17,8 +18,8 @@ SMALL = replace(Config(), vocab_size=61, train_seq_len=24, train_batch_tokens=24
 MAXIMAL = replace(  # has every kind of parameter; a test below says so
     SMALL, num_layers=7, num_kv_heads=2, value_embed_layers=(0, 1), window_pattern="SSSL", mlp_mult=3,
     window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,
-    attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True, rope_end=True, scalar_mix=True,
-    skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=5)
+    ngram_rows=80, attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True, rope_end=True,
+    scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=5)
 
 
 def randomised(cfg, seed=0):
@@ -92,14 +93,21 @@ def attended(q, k, v, reach, factor, begins):
 
 
 def reference_embedding(cfg, w, tokens, begins):
-    """tokens (T,) -> (T, C): embedding, bigram with the token before, a gated part of the one before, which
-    with smear_documents may be of another document."""
+    """tokens (T,) -> (T, C): embedding, bigram with the token before, n-grams (test_ngrams.py has their
+    rows), a gated part of the one before, which with smear_documents may be of another document."""
     x = w["embed"][tokens].clone()
     follows = [t for t in range(len(tokens)) if begins[t] < t]
     if cfg.bigram_rows:
         for t in follows:
             pair = (int(tokens[t]) * 0x9E3779B1) ^ (int(tokens[t - 1]) * 0x85EBCA6B)
             x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
+    for t, n in itertools.product(range(len(tokens)), cfg.ngram_orders if cfg.ngram_rows else ()):
+        gram = tokens[None, max(0, t + 1 - n):t + 1]
+        if begins[t] <= t + 1 - n:
+            row = train_gpt.ngram_ids(gram, None, train_gpt.replace(cfg, ngram_orders=(n,)))[0, -1, 0]
+            x[t] += w["ngram_embed"][row]
+        else:
+            x[t] += w["ngram_embed"][-1]        # in a trained model it is 0
     if cfg.smear_dim:
         plain = x.clone()
         for t in range(1, len(tokens)) if cfg.smear_documents else follows:
@@ -313,8 +321,9 @@ def test_golf_has_its_parameters():
 def test_what_is_off_has_no_parameters():
     """... and leaves the parameters of the rest as they were."""
     everything = values(GPT(MAXIMAL)).keys()
-    for name in ("qk_gain_init", "residual_mix", "layer_scale", "unet_skips", "bigram_rows", "smear_dim",
-                 "attn_gate_dim", "value_gate_dim", "value_lambdas", "backout_layer", "value_embed_layers"):
+    for name in ("qk_gain_init", "residual_mix", "layer_scale", "unet_skips", "bigram_rows", "ngram_rows",
+                 "smear_dim", "attn_gate_dim", "value_gate_dim", "value_lambdas", "backout_layer",
+                 "value_embed_layers"):
         off = {name: (0,) if name == "value_embed_layers" else 0, "skip_layers": (0,)}
         assert values(GPT(replace(MAXIMAL, **off))).keys() < everything, name
     assert everything - values(GPT(replace(MAXIMAL, tie_embeddings=True))).keys() == {"head"}
@@ -354,8 +363,9 @@ def test_an_impossible_cell_is_refused(cell):
 
 
 # ------------------------------------------------------------ first values
-CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, attn_gate=0, smear=0,
-                 smear_gate=0, value_gate=0, resid_lambda=1, x0_lambda=0, value_lambdas=0.5, layer_scale=1,
+CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, ngram_embed=0, attn_gate=0,
+                 smear=0, smear_gate=0, value_gate=0, resid_lambda=1, x0_lambda=0, value_lambdas=0.5,
+                 layer_scale=1,
                  skip_weights=1, qk_gain=1.25, backout=0.5)
 
 

@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -339,7 +340,7 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
 
 @pytest.mark.static
 def test_the_loss_kernel_by_triton_s_interpreter():
-    """FusedLoss on a CPU against lm_loss: fp32, bf16, and fp8, as near as lm_loss is in it."""
+    """FusedLoss on a CPU against lm_loss: fp32, bf16, fp8 as near as lm_loss is in it; golden numbers."""
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "interpret.py"],
         env=dict(os.environ, TRITON_INTERPRET="1"),
@@ -347,6 +348,31 @@ def test_the_loss_kernel_by_triton_s_interpreter():
         text=True,
     )
     assert done.returncode == 0 and done.stdout.count("equal") == 15, done.stdout + done.stderr
+
+
+@pytest.mark.static
+@pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
+                                              (90, "*fp8e5")])
+def test_the_loss_kernel_fits_registers(capability, grad, tmp_path, capsys):
+    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    types = dict(logits="*bf16", targets="*i64", losses="*fp32", grad=grad, V="i32")
+    constants = dict(top=30.0, factor=1e-4, BLOCK=8192)
+    kernel = train_gpt.triton.compile(
+        ASTSource(train_gpt.loss_kernel, types | dict.fromkeys(constants, "constexpr"), constants),
+        GPUTarget("cuda", capability, 32), dict(num_warps=16))
+    (tmp_path / "ptx").write_text(kernel.asm["ptx"])
+    ptxas = Path(train_gpt.triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    name = f"sm_{capability}" + ("a" if capability == 90 else "")
+    said = subprocess.run([ptxas, "-v", f"--gpu-name={name}", "-o", os.devnull, tmp_path / "ptx"],
+                          capture_output=True, text=True, check=True).stderr
+    words = r"Used (\d+) registers", r"(\d+) bytes spill stores"
+    registers, spilled = (int(re.search(word, said)[1]) for word in words)
+    with capsys.disabled():
+        print(f"\nloss_kernel {name} gradient {grad[1:]}: {registers} registers, {spilled} bytes spilled, "
+              f"{kernel.metadata.shared} bytes of shared memory")
+    assert registers <= 64 and spilled <= 16
 
 
 @pytest.mark.static
