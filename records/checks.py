@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 import leak_probe
+import pages
 import source
 from folders import (
     KEYS, NEWEST, NOTES, ROOT, RULES, best_before, change_text, code_diff, computed, read_json, records_of,
@@ -498,41 +499,10 @@ def check_submission(folder, options):
 
 def check_foreign_submission(folder):
     """A foreign submission.json against the logs: its scores, its sizes."""
-    problems = [*score_problems(folder), *size_problems(folder)]
+    found = [*pages.score_findings(folder), *pages.size_findings(folder)]
+    problems = [finding.text for finding in found if finding.text.startswith("submission.json")]
     require(not problems, "; ".join(problems))
     return "agree with the logs"
-
-
-def score_problems(folder):
-    """Scores of a foreign submission.json that are in no log, or the best one where the mean is meant."""
-    s = folder.submission
-    for i, key in ((1, "val_loss"), (2, "val_bpb")):
-        values = [final[i] for run in folder.runs for final in run.finals if final[i] is not None]
-        if isinstance(s.get(key), (int, float)) and values:
-            decimals = len(repr(s[key]).partition(".")[2])
-            slack = 0.51 * 10.0 ** -max(4, decimals)
-            of_runs = [run.value(key) for run in folder.runs if run.value(key)]
-            mean = describe(of_runs or values).mean
-            nearest = min([*values, mean], key=lambda value: abs(value - s[key]))
-            if abs(nearest - s[key]) > slack:
-                yield f"submission.json: {key} {s[key]} is in no log, the nearest is {nearest:.8f}"
-    values = [run.value("val_bpb") for run in folder.runs if run.value("val_bpb")]
-    if len(values) > 1 and s.get("val_bpb") == min(values) < describe(values).mean:
-        yield (f"submission.json: val_bpb {s['val_bpb']} is the best of {len(values)} runs, "
-               f"their mean is {describe(values).mean:.8f}")
-
-
-def size_problems(folder):
-    """Sizes of a foreign submission.json that its script and logs do not have."""
-    s, code = folder.submission, len(folder.script)
-    models = [int(run.facts.get("bytes_model", 0)) for run in folder.runs]
-    total = s.get("bytes_total")
-    if isinstance(total, int) and any(models) and code and total - code not in models:
-        model = min(filter(None, models), key=lambda size: abs(total - code - size))
-        yield (f"submission.json: bytes_total {total} is model {model} and {total - model} of code, "
-               f"but train_gpt.py has {code} bytes")
-    if isinstance(s.get("bytes_code"), int) and code and s["bytes_code"] != code:
-        yield f"submission.json: bytes_code {s['bytes_code']}, train_gpt.py has {code} bytes"
 
 
 def is_member(name, companions):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runs import (
-    HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, read_log, show, stats_line,
-    test_line, test_target, test_welch)
+    HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
+    read_logs, show, stats_line, test_line, test_target, test_welch)
 
 HOME = Path(__file__).resolve().parent      # records/
 ROOT = HOME.parent
@@ -123,8 +123,9 @@ def read_json(path):
 
 
 class Folder:
-    """A record folder, ours or a foreign one: submission.json, the script, logs, results of ours."""
-    def __init__(self, path):
+    """A record folder, ours or a foreign one: submission.json, the script, logs, results of ours. Without
+    `logs`, a foreign one may have none."""
+    def __init__(self, path, logs=True):
         self.path = Path(path)
         demand(self.path.is_dir(), f"{path} is no folder")
         self.names = sorted(p.name for p in itertools.islice(self.path.iterdir(), MAX_LOGS + 1))
@@ -139,14 +140,14 @@ class Folder:
         self.script = self.read("train_gpt.py")
         page = next((name for name in self.files if name.lower() == "readme.md"), "README.md")
         self.readme = self.read(page).decode("utf-8", "replace")
-        self.runs, self.baseline = [], []
+        self.runs, self.inner, self.baseline = [], [], []      # inner: diagnostic runs of a foreign folder
         self.rules, self.track = None, None
         self.ours = "rules_version" in self.submission or bool(self.results)
         if self.ours:
             self.open_ours()
         else:
             self.open_foreign()
-        demand(self.runs, f"{self.path.name} holds no log of a run")
+        demand(self.runs or not logs, f"{self.path.name} holds no log of a run")
         self.runs.sort(key=lambda run: (run.path.name != "train.log", run.path.name))
 
     def read(self, name):
@@ -165,14 +166,15 @@ class Folder:
     def open_foreign(self):
         for log in find_logs(self.path):
             with contextlib.suppress(Refused, OSError):
-                run = read_log(log)
-                run.label = str(log.relative_to(self.path))
-                if run.curves["val"] or run.finals or run.source:
-                    self.runs.append(run)
+                for run in read_logs(log):
+                    run.label = str(log.relative_to(self.path).with_name(run.file))
+                    if run.curves["val"] or run.finals or run.source:
+                        self.runs.append(run)
+        self.runs, self.inner = outermost(self.runs)
 
     def source(self):
         """The script as text: train_gpt.py, or where there is none what the first log begins with."""
-        return self.script.decode("utf-8", "replace") or self.runs[0].source
+        return self.script.decode("utf-8", "replace") or (self.runs[0].source if self.runs else "")
 
     def companions(self):
         """{file beside train_gpt.py that its runs loaded: sha256}; none since rules version 2."""

@@ -1,31 +1,278 @@
-"""What the README of a foreign record claims, recomputed from its own lists and from the logs beside it.
+"""What the page and the submission.json of a foreign record claim, against its own logs, lists and tables.
 
-Each function yields one sentence a claim that does not hold, with both values.
+Each function yields one Finding a claim that does not hold, with both values.
 """
-import hashlib
+import itertools
 import re
 from typing import NamedTuple
 
-from runs import describe, show, test_target
+import numpy as np
+
+from runs import describe, ends_with_validation, identity, score_kind, show, test_target
+
+# Ranks of a finding: two things in the folder exclude each other, or a rule of the game; nothing in the
+# folder shows a claim; something of form
+CONTRADICTION, NO_EVIDENCE, FORMALITY = 1, 2, 3
+# Names of columns, and beginnings of lines, that tell of something else than a run's own scores
+OTHERS = re.compile(
+    r"(?i)Δ|delta|gain|diff|improv|gap|penalty|base|prev|prior|before|parent|reference|leader|control|"
+    r"upstream|\bvs\b|sota|#\d|\bpr\b|old|merged|source|std|dev\b|sigma|time|\bms\b|eval|avg|wall|/")
+NUMERIC = re.compile(r"(\d[\d,]*(?:\.\d+)?) ?(?:ms|s|bytes|B)?(?: ?[(±].*)?$")       # a cell with one number
+SUMMARY_ROW = re.compile(r"(?i)(?:\d-seed )?(mean|average|avg|std)(?: \([^)]*\))?")
+CHOICES = 3000      # of some of a record's runs, which may make a mean
 
 
-def groups(runs):
-    """Runs that share a script, the largest group first."""
+class Finding(NamedTuple):
+    rank: int       # CONTRADICTION, NO_EVIDENCE or FORMALITY
+    text: str
+
+
+def groups(runs, key=lambda run: (run.path.parent, run.source)):
+    """Runs of one folder that share a script, the largest group first."""
     found = {}
     for run in runs:
-        found.setdefault(hashlib.sha256((run.source or "").strip().encode()).digest(), []).append(run)
+        found.setdefault(key(run), []).append(run)
     return sorted(found.values(), key=len, reverse=True)
+
+
+def different(runs):
+    """The finished runs, each once though there may be copies of its log."""
+    return list({identity(run): run for run in runs if run.finished}.values())
 
 
 def decimals(text):
     return len(text.partition(".")[2])
 
 
-def means(text, value):
-    """Does a printed number mean value, at its own digits? torch prints fp32, hence the half and a little."""
-    return value is not None and abs(float(text) - value) <= 0.51 * 10.0 ** -decimals(text)
+def means(text, value, scale=0.0):
+    """Does a printed number mean value, at its own digits? torch prints what it computed in fp32 from numbers
+    as large as scale."""
+    return value is not None and abs(float(text) - value) <= 0.51 * 10.0 ** -decimals(text) + 3e-7 * scale
 
 
+def about(text, values):
+    """Is one of values what a printed number rounds or truncates?"""
+    return any(abs(float(text) - value) <= 1.01 * 10.0 ** -decimals(text) for value in values)
+
+
+def nearest(text, values):
+    return min(values, key=lambda value: abs(float(text) - value))
+
+
+# ------------------------------------------------------------ scores and sizes of the record as a whole
+def known_scores(runs):
+    """Scores of logs since their last step, and the means that a record may tell: of each kind of final
+    score, over the runs of a group or over any choice of runs."""
+    found, once = {value for run in runs for value in run.scores}, different(runs)
+    choices = (itertools.combinations(once, n) for n in range(2, len(once) + 1))
+    pools = itertools.islice(itertools.chain.from_iterable(choices), CHOICES)
+    for pool in [once, *map(different, groups(runs)), *pools]:
+        for i, kind in itertools.product((1, 2), ("ttt", "sliding", "plain")):
+            values = [[final[i] for final in run.finals if score_kind(final[0]) == kind and final[i]]
+                      for run in pool]
+            if pool and all(values):
+                found.add(float(np.mean([scores[-1] for scores in values])))
+        losses = [run.value("val_loss") for run in pool]
+        if losses and None not in losses:
+            found.add(float(np.mean(losses)))
+    return found
+
+
+def score_findings(folder):
+    """Scores of the submission and of the page's first lines that neither a log nor a mean of logs has."""
+    known, said = known_scores(folder.runs + folder.inner), folder.submission
+    told = {key: repr(said[key]) for key in ("val_loss", "val_bpb") if isinstance(said.get(key), float)}
+    wrong = [key for key, text in told.items() if known and not about(text, known)]
+    for key in wrong:
+        yield Finding(NO_EVIDENCE, f"submission.json: {key} {told[key]} is in no log and no mean of logs, "
+                      f"the nearest is {nearest(told[key], known):.8f}")
+    for line in folder.readme.splitlines()[:12]:
+        first = re.search(r"(?i)^([^\d]*?)val[\\_ ]*bpb\W{0,8}(\d\.\d{3,})", line)
+        if known and first and not OTHERS.search(first[1]):
+            if not about(first[2], known):
+                rank = CONTRADICTION if "val_bpb" in told and "val_bpb" not in wrong else NO_EVIDENCE
+                yield Finding(rank, f"README: val_bpb {first[2]} is in no log and no mean of logs, the "
+                              f"nearest is {nearest(first[2], known):.8f}")
+            return
+
+
+def code_sizes(folder):
+    """Bytes of each script, and of all."""
+    sizes = [len(folder.read(name)) for name in folder.files if name.endswith(".py")]
+    return {*sizes, sum(sizes)} - {0}
+
+
+def size_findings(folder):
+    """Sizes of the submission that neither its files nor its logs have; a score and a size of two runs."""
+    said, runs, code = folder.submission, folder.runs + folder.inner, code_sizes(folder)
+    sizes = {size for run in runs for size in run.sizes}
+    totals = [run.facts["bytes_total"] for run in different(runs) if "bytes_total" in run.facts]
+    total, told, score = (said.get(key) for key in ("bytes_total", "bytes_code", "val_bpb"))
+    score = score if isinstance(score, float) else 0.0
+    if isinstance(total, int) and totals and total % 1000 and total not in sizes:
+        if abs(total - describe(totals).mean) > 1:
+            rank = CONTRADICTION if score and about(repr(score), known_scores(runs)) else NO_EVIDENCE
+            yield Finding(rank, f"submission.json: bytes_total {total} is in no log, the nearest is "
+                          f"{nearest(str(total), totals):.0f}")
+    if isinstance(told, int) and told % 1000 and code and sizes and told not in sizes | code:
+        yield Finding(CONTRADICTION, f"submission.json: bytes_code {told} is in no log and the size of no "
+                      f"script, the nearest is {nearest(str(told), sizes | code):.0f}")
+    own = [run for run in runs if score in [bpb for _, _, bpb in run.finals]]
+    other = next((run for run in runs if run.facts.get("bytes_total") == total), None)
+    if own and other and decimals(repr(score)) > 5 and "bytes_total" in own[0].facts:
+        if all(run.facts.get("bytes_total") != total for run in own):
+            yield Finding(CONTRADICTION, f"submission.json: val_bpb {score} is of {own[0].file}, bytes_total "
+                          f"{total} of {other.file}, where val_bpb is {other.value('val_bpb')}")
+
+
+# ------------------------------------------------------------ scores, steps and sizes of single runs
+class Claim(NamedTuple):
+    """A number that is told of one run."""
+    kind: str       # score, steps or bytes
+    text: str       # as printed
+
+    def values(self, run):
+        """What the run's log has of the kind, near enough to be what is told; [] where it has nothing."""
+        number = float(self.text)
+        if self.kind == "steps":
+            known = ends_with_validation(run) or run.facts.get("stopped_at") == run.steps
+            return [run.steps] * known
+        values, share = run.sizes, 0.2
+        if self.kind == "score":
+            values, share = run.scores + [point.loss for point in run.curves["val"]], 0.06
+        return [value for value in values if abs(value / number - 1) < share]
+
+    def holds(self, run):
+        values = self.values(run)
+        if self.kind == "steps":
+            return any(abs(float(self.text) - value) <= 1 for value in values)
+        return about(self.text, values) if self.kind == "score" else float(self.text) in values
+
+
+def claims_of(pairs):
+    """Claims of pairs (name, number as text) whose names and digits tell their kind."""
+    found = []
+    for name, text in pairs:
+        name = name.replace("_", " ")
+        if OTHERS.search(name) or not float(text):
+            continue
+        if re.search(r"(?i)\bsteps?\b", name):
+            found += [Claim("steps", text)] * text.isdigit()
+        elif text.isdigit():
+            found += [Claim("bytes", text)] * (float(text) > 1e6)
+        elif decimals(text) > 3:
+            found.append(Claim("score", text))
+    return found
+
+
+def tables(page):
+    """[(names of the columns, rows)] of a page's tables, cells without marks."""
+    found, rows = [], []
+    for line in [*page.splitlines(), ""]:
+        if line.lstrip().startswith("|"):
+            rows.append([re.sub(r"[*`\\]", "", cell).strip() for cell in line.strip().strip("|").split("|")])
+            continue
+        if len(rows) > 2 and not re.search(r"[^-: ]", "".join(rows[1])):
+            found.append((rows[0], [row for row in rows[2:] if len(row) == len(rows[0])]))
+        rows = []
+    return found
+
+
+def number_in(cell):
+    """The number of a cell as text, or "0"."""
+    found = NUMERIC.match(cell)
+    return found[1].replace(",", "") if found else "0"
+
+
+def page_rows(page):
+    """[(seed, Claims)] of the rows and lines of a page that name a seed."""
+    found = []
+    for names, rows in tables(page):
+        if re.search(r"(?i)\bseed\b", names[0]):
+            found += [(int(row[0]), claims_of(zip(names[1:], map(number_in, row[1:]))))
+                      for row in rows if row[0].isdigit()]
+    for line in page.splitlines():
+        told = re.search(r"(?i)\bseed[`=: *]*(\d+)\b[^\d\n|]{0,25}(\d\.\d{4,})(?!\d)", line)
+        if told and not OTHERS.search(line.replace("/", " ")):
+            found.append((int(told[1]), [Claim("score", told[2])]))
+    return found
+
+
+def submission_rows(submission):
+    """The same of the objects in a submission.json whose keys are seeds."""
+    found = []
+    for part in submission.values():
+        if isinstance(part, dict) and all(key.isdigit() and isinstance(part[key], dict) for key in part):
+            for seed, numbers in part.items():
+                pairs = [(name, repr(value)) for name, value in numbers.items()
+                         if type(value) in (int, float) and value > 0]
+                found.append((int(seed), claims_of(pairs)))
+    return found
+
+
+def seed_findings(where, rows, runs):
+    """What rows tell of seeds, against the logs of these. A row without a score of the log may tell of
+    another run of the seed; if it has one, its steps and bytes are those of the log."""
+    by_seed, missing = {}, []
+    for run in runs:
+        for seed in {run.seed, run.seed_in_name} - {-1}:
+            by_seed.setdefault(seed, []).append(run)
+    for seed in dict.fromkeys(seed for seed, _ in rows):
+        own, told = by_seed.get(seed, []), [claims for other, claims in rows if other == seed]
+        if not own:
+            if any(claim.kind == "score" for claims in told for claim in claims):
+                missing.append(str(seed))
+            continue
+        wrong = []      # (is no score of the row in the log, its claims that the log denies)
+        for claims in told:
+            strange = not any(claim.holds(run) for claim in claims for run in own if claim.kind == "score")
+            wrong.append((strange, [claim for claim in claims
+                                    if all(claim.values(run) and not claim.holds(run) for run in own)]))
+        best = min(strange for strange, _ in wrong)
+        misses = list(dict.fromkeys(claim for strange, part in wrong if strange == best for claim in part))
+        if misses:
+            value = nearest(misses[0].text, [value for run in own for value in misses[0].values(run)])
+            there = f"{own[0].file} has {value} {misses[0].kind}"
+            other = next((run for run in runs if all(claim.holds(run) for claim in misses)), None)
+            if other and len("".join(claim.text for claim in misses)) > 7:      # else it may be by chance
+                there = f"this is in {other.file}, whose seed is {other.seed}"
+            sure = not best and any(claim.kind != "score" for claim in misses)
+            rank, numbers = CONTRADICTION if sure else NO_EVIDENCE, ", ".join(claim.text for claim in misses)
+            yield Finding(rank, f"{where}: seed {seed}: {numbers}, but {there}")
+    if missing and by_seed:
+        yield Finding(NO_EVIDENCE, f"{where}: scores of seeds {', '.join(missing)}, which have no log")
+
+
+def summary_findings(page):
+    """Rows of tables named mean or std, against the seeds' rows above them, column by column."""
+    for names, rows in tables(page):
+        above, ended = [], False
+        for row in rows:
+            word = SUMMARY_ROW.fullmatch(row[0])
+            if not word:
+                above = [row] if ended else [*above, row]
+            ended = bool(word)
+            if not word or len(above) < 2 or not all(other[0].isdigit() for other in above):
+                continue
+            for name, *cells in list(zip(names, row, *above))[1:]:
+                if all(map(NUMERIC.match, cells)):
+                    yield from column_findings(name, word[1].lower(), *map(number_in, cells))
+
+
+def column_findings(name, word, text, *numbers):
+    """The mean or std of one column's numbers."""
+    values = [float(number) for number in numbers]
+    s = describe(values)
+    slack = 1.01 * 10.0 ** -decimals(text) + 0.6 * 10.0 ** -min(map(decimals, numbers))
+    want = s.std if word == "std" else s.mean
+    if word == "std" and abs(float(text) - np.std(values)) <= slack < abs(float(text) - want):
+        yield Finding(FORMALITY, f"README: std {text} of {name!r} is the population's, the sample's is "
+                      f"{want:.5f}")
+    elif abs(float(text) - want) > slack:
+        yield Finding(CONTRADICTION, f"README: {word} {text} of {name!r}, its rows give {want:.8g}")
+
+
+# ------------------------------------------------------------ lists of losses and times
 class PageList(NamedTuple):
     """A Python list of numbers on a page."""
     name: str
@@ -35,18 +282,17 @@ class PageList(NamedTuple):
 
 def page_lists(readme):
     """The lists of a page, in order."""
-    found = re.finditer(r"^\s*(\w+)\s*=\s*\[([\d.,\s]+)\]", readme, re.M)
+    found = re.finditer(r"^(?:>>>)?\s*(\w+)\s*=\s*\[([\d.,\s]+)\]", readme, re.M)
     return [PageList(m[1], re.findall(r"\d+(?:\.\d+)?", m[2]), m.end()) for m in found]
 
 
-# ------------------------------------------------------------ lists of losses and times
 class Row(NamedTuple):
     """A run as a page lists it, numbers as printed."""
     loss: str
     time: str | None    # None: the page lists no times
 
     def fits(self, run, units):
-        """(does the loss fit, does the time fit); units: of the page's times in a second."""
+        """(does the loss fit, does the time fit or, without times, the loss); units: of times in a second."""
         loss = means(self.loss, run.value("val_loss"))
         if self.time is None:
             return loss, loss
@@ -54,65 +300,78 @@ class Row(NamedTuple):
 
 
 def list_findings(readme, runs):
-    """Lists of losses and times on the page, against the logs of the script that they tell of."""
-    lists = [*page_lists(readme), PageList("", [], 0)]
+    """Lists of losses and times on the page, against the logs. A list that fits no logs may tell of other
+    runs, if another one fits."""
+    lists, found = [*page_lists(readme), PageList("", [], 0)], []
     for losses, times in zip(lists, lists[1:]):
         paired = times.name.lower().startswith("time") and len(times.numbers) == len(losses.numbers)
-        if len(losses.numbers) < 2 or not (paired or losses.name.lower().startswith("loss")):
+        if len(losses.numbers) < 2 or not losses.name.lower().startswith(("loss", "acc", "val")):
             continue
-        units = 1
-        rows = [Row(loss, None) for loss in losses.numbers]
+        units, digits = 1, max(map(decimals, losses.numbers))       # 3.28 among others stands for 3.2800
+        printed = [f"{float(loss):.{digits}f}" for loss in losses.numbers]
+        rows = [Row(loss, None) for loss in printed]
         if paired:
-            rows = [Row(*numbers) for numbers in zip(losses.numbers, times.numbers)]
+            rows = [Row(*numbers) for numbers in zip(printed, times.numbers)]
             if min(float(time) for time in times.numbers) > 20_000:
                 units = 1000        # milliseconds
-        yield from row_findings(losses, rows, units, runs)
+        hits = len([row for row in rows if any(row.fits(run, units)[1] for run in runs)])
+        found.append((hits * 2 >= len(rows), losses, rows, units))
+    if found and not any(fits for fits, *_ in found):
+        _, losses, rows, _ = found[0]
+        yield Finding(NO_EVIDENCE, f"README: the logs hold less than half of the {len(rows)} runs in "
+                      f"{losses.name} = [{', '.join(losses.numbers[:3])}, …]")
+    for fits, _, rows, units in found:
+        if fits:
+            yield from row_findings(rows, units, runs)
 
 
-def row_findings(losses, rows, units, runs):
+def row_findings(rows, units, runs):
     """The rows of one list, each against a run of its own."""
-    def hits(group):
-        return len([row for row in rows if any(any(row.fits(run, units)) for run in group)])
-
-    pool = max(groups(runs), key=hits, default=[])
-    if hits(pool) * 2 < len(rows):
-        yield f"README: no script's logs hold most of {losses.name} = [{', '.join(losses.numbers[:3])}, …]"
-        return
-    left = [run for run in pool if run.finished]
-    listed = len(rows)
-    for enough in (all, any):       # first the rows that fit in both numbers, then those that fit in one
-        for row in list(rows):
-            run = next((run for run in left if enough(row.fits(run, units))), None)
-            if run is None:
-                continue
-            rows.remove(row)
-            left.remove(run)
-            loss_fits, time_fits = row.fits(run, units)
-            there = f"{show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s in {run.file}"
-            if not loss_fits:
-                yield f"README: {row.loss} on the page (time {row.time}), {there}"
-            elif not time_fits:
-                yield f"README: time {row.time} on the page (loss {row.loss}), {there}"
+    scripts = {run.source for run in runs if any(row.fits(run, units)[1] for row in rows)}
+    left, missing = [run for run in runs if run.finished and run.source in scripts], []
     for row in rows:
-        yield f"README: {row.loss} is in no log"
-    for i, run in enumerate(left, listed + 1):
-        yield (f"README: the page lists {listed} runs, finished run {i} of the same script is not "
-               f"there: {run.file}, {show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s")
+        run = next((run for run in left if all(row.fits(run, units))), None)
+        if run:
+            left.remove(run)
+        else:
+            missing.append(row)
+    if rows[0].time and len(missing) * 2 > len(rows):       # losses and times are listed in two orders
+        runs = [run for run in runs if run.source in scripts]
+        yield from row_findings([Row(row.loss, None) for row in rows], units, runs)
+        return
+    for row in list(missing):
+        fits = [row.fits(run, units) for run in left]
+        run = next((run for run, (_, time) in zip(left, fits) if time), None)
+        if run:
+            missing.remove(row)
+            if not any(loss for loss, _ in fits):
+                left.remove(run)
+                there = f"{show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s in {run.file}"
+                yield Finding(CONTRADICTION, f"README: {row.loss} on the page (time {row.time}), {there}")
+    if missing:
+        numbers = ", ".join(row.loss if row.time is None else f"{row.loss} in {row.time}" for row in missing)
+        yield Finding(NO_EVIDENCE, f"README: no log holds {len(missing)} of the {len(rows)} runs listed: "
+                      f"{numbers}")
+    for run in left if len(scripts) == 1 and not missing else []:
+        yield Finding(NO_EVIDENCE, f"README: lists {len(rows)} runs of a script, not its finished run "
+                      f"{run.file}, {show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s")
 
 
 # ------------------------------------------------------------ statistics
 def claim_findings(readme, runs):
-    """Means, deviations and tests that the page prints, from its own lists or, if it has none, the logs."""
+    """Means, deviations and tests that the page prints, from its own lists or from the logs."""
     lists = page_lists(readme)
     for i, one in enumerate(lists):
         end = next((other.end for other in lists[i + 1:] if other.name == one.name), len(readme))
         values = [float(number) for number in one.numbers]
         if len(values) > 1:
             yield from printed_findings(one.name, values, readme[one.end:end])
-    values = [run.value("val_bpb") for run in runs if run.finished and run.value("val_bpb")]
-    if len(values) > 1:
-        yield from mean_findings(readme, runs, values)
-        yield from test_findings(readme, values)
+    once = different(runs)
+    if 1 < len(once) == len({run.seed for run in once} - {-1}):
+        for metric in ("val_bpb", "val_loss"):
+            values = [run.value(metric) for run in once]
+            if None not in values:
+                yield from test_findings(readme, metric, values)
 
 
 def printed_findings(name, values, part):
@@ -123,53 +382,26 @@ def printed_findings(name, values, part):
     if said:
         for label, text, value in (("std", said[1], s.std), ("mean", said[2], s.mean)):
             text = text.rstrip(".")
-            if not means(text, value):
+            if not means(text, value, max(values)):
                 digits = max(4, decimals(text) - 1)
-                yield f"README: {label} {text} on the page, its {name} give {value:.{digits}f}"
+                yield Finding(CONTRADICTION, f"README: {label} {text} on the page, its {name} give "
+                              f"{value:.{digits}f}")
     said = re.search(r"ttest_1samp\(" + name + r", ([\d.]+).*\n#\s*p=([\d.]+)", part)
     if said:
         p = test_target(values, float(said[1]), "val_loss").p
         if not means(said[2], p):
-            yield f"README: p={said[2]} on the page, its {name} give {p:.4f}"
+            yield Finding(CONTRADICTION, f"README: p={said[2]} on the page, its {name} give {p:.4f}")
 
 
-def mean_findings(readme, runs, values):
-    """Means in the page's text, near those of the logs but not theirs."""
-    mean = describe(values).mean
-    known = [mean, describe([run.value("val_loss") for run in runs if run.finished]).mean, *values]
-    for text in re.findall(r"(?i)\bmean\b[^\d\n]{0,60}?(\d\.\d{4,})", readme):
-        if 0.99 < float(text) / mean < 1.01 and not any(means(text, value) for value in known):
-            yield f"README: mean {text} on the page, the logs give {mean:.8f}"
-
-
-def test_findings(readme, values):
-    """t, p and the standard deviation in the page's text."""
-    said = re.search(r"\bt\s*=\s*`?-?(\d+\.\d+)", readme)
-    goal = re.search(r"(?i)against\s+`?(\d\.\d{3,})", readme)
-    if said and goal:
-        test, freedom = test_target(values, float(goal[1]), "val_bpb"), re.search(r"df\s*=\s*`?(\d+)", readme)
-        if (not freedom or int(freedom[1]) == test.df) and not means(said[1], abs(test.t)):
-            yield (f"README: t={said[1]} on the page, the logs give t={abs(test.t):.2f} df={test.df:.0f} "
-                   f"p={test.p:.4f}")
-        p = re.search(r"\bp\s*=\s*`?(0\.\d+)", readme)
-        if p and not means(p[1], test.p):
-            yield f"README: p={p[1]} on the page, the logs give p={test.p:.4f}"
-    spread = re.search(r"(?i)standard deviation[^\d\n]{0,20}(\d\.\d+)", readme)
-    if spread and not means(spread[1], describe(values).std):
-        yield f"README: standard deviation {spread[1]} on the page, the logs give {describe(values).std:.5f}"
-
-
-def seed_findings(readme, runs):
-    """A line of the page that names a seed and scores must hold a score of the seed's log."""
-    for run in runs:
-        known = [value for _, loss, bpb in run.finals for value in (loss, bpb) if value is not None]
-        if run.curves["val"]:
-            known.append(run.curves["val"][-1].loss)
-        if run.seed < 0 or not known:
-            continue
-        for line in readme.splitlines():
-            if not re.search(rf"(?i)(?:^\|\s*|seed[`=: _]*){run.seed}\b", line):
-                continue
-            scores = re.findall(r"(?<![\d.,])\d\.\d{4,}(?![\d.])", line)
-            if scores and not any(means(text, value) for text in scores for value in known):
-                yield f"README: {scores[0]} on the page for seed {run.seed}, {known[-1]} in {run.file}"
+def test_findings(readme, metric, values):
+    """t and p in a line of the page that names the mean tested against."""
+    said = re.search(r"(?i)against\s+`?(\d\.\d{3,})[^\n]{0,99}?\bt\s*=\s*`?-?(\d+\.\d+)[^\n]{0,60}?"
+                     r"\bdf\s*=\s*`?(\d+)\b(?!\.\d)(?:[^\n]{0,60}?\bp\s*=\s*`?(0\.\d+))?", readme)
+    if not said or abs(float(said[1]) / describe(values).mean - 1) > 0.1 or int(said[3]) != len(values) - 1:
+        return
+    test = test_target(values, float(said[1]), metric)
+    if not about(said[2], [abs(test.t)]):
+        yield Finding(CONTRADICTION, f"README: t={said[2]} on the page, the logs give t={abs(test.t):.2f} "
+                      f"df={test.df:.0f} p={test.p:.4f}")
+    if said[4] and not about(said[4], [test.p]):
+        yield Finding(CONTRADICTION, f"README: p={said[4]} on the page, the logs give p={test.p:.4f}")

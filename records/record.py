@@ -11,10 +11,10 @@
     ./run.sh record plot PATH…                    curves of any logs
     ./run.sh record board                         the leaderboards of records/README.md
 
-Map: 1 audit - 2 new - 3 board - 4 main. Beside it: checks.py (what check asks), folders.py (the games' rules,
-folders on disk, their README), runs.py (logs, statistics), trials.py (what trains or compares), pages.py
-(claims of foreign pages), source.py (what a script shows without running it), leak_probe.py. Exit 0: done,
-and nothing fails; 1: a rule fails; 2: refused.
+Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), folders.py (the games' rules, folders
+on disk, their README), runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of
+other projects), pages.py (claims of their pages), source.py (what a script shows without running it),
+leak_probe.py. Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import contextlib
@@ -28,8 +28,8 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import pages  # noqa: E402
 import trials  # noqa: E402
+from audit import audit  # noqa: E402
 from checks import ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, json_text  # noqa: E402
 from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, open_run,
@@ -37,85 +37,7 @@ from folders import (  # noqa: E402
 from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, show  # noqa: E402
 
 
-# ------------------------------------------------------------ 1 audit
-def findings(path):
-    """Everything wrong with a record folder that its files show, as sentences."""
-    folder, lines = Folder(path), []
-    check(folder, LOOK_ONLY, lines.append)
-    out = [f"{line[8:34].strip()}: {line[36:]}" for line in lines if line.startswith("  FAIL")]
-    if folder.ours:
-        return out
-    # a foreign folder may hold logs of several scripts and machines, and its track's rules are only guessed
-    groups = pages.groups(folder.runs)
-    skip = ["runs:", "hardware:"]
-    if len(groups) > 1:
-        skip += ["score:", "distinct runs:"]
-    if not folder.script:
-        skip.append("one script:")
-    out = [line for line in out if not line.startswith(tuple(skip))]
-    if len(groups) > 1 and not folder.script:
-        counts = " + ".join(str(len(group)) for group in groups)
-        out.append(f"one script: the {len(folder.runs)} logs begin with different ones ({counts})")
-    for look in (pages.list_findings, pages.claim_findings, pages.seed_findings):
-        out += look(folder.readme, folder.runs)
-    if not folder.readme:
-        out.append("README.md: there is none")
-    if "submission.json" in folder.files and not folder.script:
-        out.append("train_gpt.py: there is none")
-    return out
-
-
-def looks_like_log(path):
-    """Does a file begin or end as a log of some run does?"""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with open(path, "rb") as file:
-                start = file.read(1 << 18)
-                file.seek(max(0, path.stat().st_size - (1 << 16)))
-                text = (start + b"\n" + file.read()).decode("utf-8", "replace")
-            return RULER in text or bool(STEP.search(text) or FINAL.search(text))
-    return False
-
-
-def record_folders(root):
-    """Folders below root that hold a record: submission.json, or logs that no folder above claims with a
-    submission.json or with a README beside logs of its own."""
-    found = []
-    for here, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        here = Path(here)
-        if "submission.json" in names:
-            found.append((here, True))
-            continue
-        if any(claims and other in here.parents for other, claims in found):
-            continue
-        if any(name.endswith((".log", ".txt")) and looks_like_log(here / name) for name in names):
-            has_page = any(name.lower() == "readme.md" for name in names)
-            found.append((here, has_page))
-    return [path for path, _ in found]
-
-
-def audit(root, say):
-    """One row a folder. Returns how many have findings."""
-    folders, bad = record_folders(root), 0
-    demand(folders, f"no record folder below {root}")
-    for path in folders:
-        try:
-            found = findings(path)
-        except Refused as error:
-            found = [str(error)]
-        except (OSError, *DAMAGE) as error:
-            found = [f"what is there is damaged: {type(error).__name__} {str(error)[:120]}"]
-        if found:
-            bad += 1
-        name = path.relative_to(root) if path != Path(root) else path.name
-        count = f"{len(found) or 'no'} finding" + ("" if len(found) == 1 else "s")
-        say(f"{name}: {count}", *[f"    {line}" for line in found])
-    say(f"{len(folders)} folders, {bad} with findings")
-    return bad
-
-
-# ------------------------------------------------------------ 2 new
+# ------------------------------------------------------------ 1 new
 def siblings(paths, chosen, first):
     """{run_id: result} of the finished runs beside those at paths, and in logs/, that are not chosen but have
     the code and constants of the result `first`."""
@@ -246,7 +168,7 @@ def new(args, say):
     return str(final)
 
 
-# ------------------------------------------------------------ 3 board
+# ------------------------------------------------------------ 2 board
 def board_table(name, folders):
     """A leaderboard: the best first, then what there was to start from."""
     track, rows = RULES[NEWEST].tracks[name], []
@@ -311,7 +233,7 @@ def board(say):
     say(f"wrote {os.path.relpath(path)}")
 
 
-# ------------------------------------------------------------ 4 main
+# ------------------------------------------------------------ 3 main
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
             "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot}
 

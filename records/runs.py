@@ -3,12 +3,15 @@
 Reads the logs of this project and, as they are, of modded-nanogpt and parameter-golf: first the script's own
 source, full of strings that look like results, then versions and hardware, then the lines of the run.
 """
+import ast
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import re
 import warnings
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -41,20 +44,25 @@ MAX_LOG = 64 << 20              # bytes of one log
 MAX_LOGS = 3000                 # logs in one call
 HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
 NUMBER = r"\d+(?:\.\d+)?|nan|inf"
-STEP = re.compile(              # step, steps, kind of loss, loss, time, its unit, tok/s
+STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s
     rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
-    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER})\b)? ?(?:val_bpb: ?(?:{NUMBER})\b)? ?"
-    r"(?:train_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
+    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER})\b)? ?(?:val_bpb: ?({NUMBER})\b)?"
+    r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
+LLMC = re.compile(rf"^s:(\d+) (tel|trl):({NUMBER})", re.M)         # of llm.c: loss of val, of train
 FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
-    rf"^(\S*(?:final|exact|quantized|ttt)\S*) (val_loss(?:_partial)?): ?({NUMBER})"
+    rf"^(\S*(?:final|exact|quantized|ttt)\S*)(?: [a-z_]+:\S+)*? (val_loss(?:_partial)?): ?({NUMBER})"
     rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
+SETTINGS = re.compile(          # before a script
+    rf"{RULER}\n(?:[\w ]+:\n)?(?: +\w+: .*\n)*(?:(?:[\w ]+:\n)?{RULER}\n)*")
+# What a logger or torchrun may put in front of every line
+STAMP = re.compile(r"^(?:\d{10}\.\d+|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|\[\w+\d\]:) ?", re.M)
 PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
 SUMMARY = re.compile(r"^ +(\w+)  (\S.*)$", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")         # of a last line without a line end
 NUMBERS = {     # the last line of the log that has them counts
     "bytes_model": r"^Serialized model [^:\s]\S*: (\d+) bytes",
     "bytes_code": r"^Code size: (\d+) bytes",
-    "bytes_total": r"^Total submission size [^:\s]\S*: (\d+) bytes",
+    "bytes_total": r"(?:^Total submission size [^:\s]\S*: |\bTotal submission: |^budget:)(\d+)",
     "core": r"^core_metric:? ?(-?\d\.\d+)",
     "setup_ms": r"^setup:(\d+)ms",
     "compile_ms": r"^setup:\d+ms compile:(\d+)ms",
@@ -69,8 +77,8 @@ WORDS = {       # the first line that has them counts
     "val_tokens": r"^data: .* val tokens:(\d+)",
     "val_bytes": r"^data: val_bytes:(\d+)",
     "train_tokens": r"^data: \S+ train tokens:(\d+)",
-    "world_size": r"^world_size:(\d+)",
-    "seed": r"^(?:config )?seed[:=] ?(\d+)",
+    "world_size": r"\bworld_size[:= ] ?(\d+)\b",
+    "seed": r"(?:^|^config | )seed[:=] ?(\d+)\b",
     "peak_memory": r"^(peak memory .+)$",
 }
 
@@ -85,9 +93,10 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """One log."""
+    """One run of a log."""
     path: Path
     label: str = ""                 # how it is called, if not by its file's name
+    kind: str = ""                  # of score_kind(): which of its final scores counts; "": the last
     source: str | None = None       # the script that it begins with
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
     protocols: dict = dataclasses.field(default_factory=dict)   # {"sliding": [what its lines say], ...}
@@ -96,6 +105,8 @@ class Run:
     config: dict = dataclasses.field(default_factory=dict)
     eval: dict = dataclasses.field(default_factory=dict)
     summary: dict = dataclasses.field(default_factory=dict)     # the table that ends a log of ours
+    scores: list = dataclasses.field(default_factory=list)      # losses and bits per byte since the last step
+    sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
     steps: int = 0
     finished: bool = False
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
@@ -106,9 +117,15 @@ class Run:
 
     @property
     def seed(self):
-        """By the log or by its file's name; -1: unknown."""
-        in_name = re.search(r"seed_?(\d+)", self.path.stem)
-        return int(self.facts.get("seed") or (in_name[1] if in_name else -1))
+        """By the log or by its name; -1: unknown."""
+        return int(self.facts.get("seed") or self.seed_in_name)
+
+    @property
+    def seed_in_name(self):
+        """By the log's file or folder; -1: unknown."""
+        found = re.search(r"seed[_-]?(\d+)", self.path.stem)
+        found = found or re.fullmatch(r"seed[_-]?(\d+)", self.path.parent.name)
+        return int(found[1]) if found else -1
 
     @property
     def time(self):
@@ -116,7 +133,7 @@ class Run:
         if "stopped_ms" in self.facts:
             return self.facts["stopped_ms"] / 1000
         ends = [curve[-1].seconds for curve in self.curves.values() if curve]
-        return max(ends) if ends else None
+        return max(ends, default=0) or None
 
     def value(self, metric):
         """val_bpb, val_loss, core or time of a finished run; None where the log has none."""
@@ -129,11 +146,19 @@ class Run:
         for tag, loss, bpb in reversed(self.finals):
             value = bpb if metric == "val_bpb" else loss
             if value is not None and (not trained_counts or tag == "final_model_exact"):
-                return value
+                if self.kind in ("", score_kind(tag)):
+                    return value
         val = self.curves["val"]
         if val and metric == "val_loss" and self.finished:
             return val[-1].loss
+        if metric == "val_bpb" and self.finished and not self.finals:
+            return self.facts.get("last_bpb")
         return None
+
+
+def score_kind(tag):
+    """What a final score was evaluated by: "ttt" (test-time training), "sliding" or "plain"."""
+    return next((kind for kind in ("ttt", "sliding") if kind in tag), "plain")
 
 
 def split_log(text):
@@ -142,13 +167,31 @@ def split_log(text):
     while (at := text.find(RULER + "\n", at + 1)) >= 0:
         begins_a_line = at == 0 or text[at - 1] == "\n"
         if begins_a_line and HEAD_LINE.match(text, at + len(RULER)):
-            source = text[:at].removesuffix("\n")
+            settings, source = "", text[:at].removesuffix("\n")
+            if found := SETTINGS.match(source):
+                settings, source = found[0], source[found.end():]
             head, ruler, body = text[at + len(RULER) + 1:].partition(RULER)
             is_script = re.search(r"^(?:import|from) \w", source, re.M)     # else a list of settings
-            return source if is_script else None, head, body if ruler else head
+            if not is_script:
+                settings, source = settings + source, None
+            return source, f"{settings}\n{head}", body if ruler else head
     if re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text):
-        return text, "", ""     # a script, cut off before the run began
+        return split_at_ruler(text)
     return None, text[:20_000], text
+
+
+def split_at_ruler(text):
+    """The same for a log that begins with its script and names no versions: the script ends at the first
+    ruler before which there is whole Python, or after which steps begin."""
+    for found in itertools.islice(re.finditer(rf"^{RULER}\n", text, re.M), 20):
+        whole = STEP.match(text, found.end())
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = whole or ast.parse(text[:found.start()])
+        if whole:
+            body = text[found.end():]
+            return text[:found.start()].removesuffix("\n"), body[:20_000], body
+    return text, "", ""         # cut off before the run began
 
 
 def log_text(path):
@@ -160,6 +203,9 @@ def log_text(path):
     text = raw.decode("utf-8", "replace")
     if "\r" in text[:1000]:
         text = text.replace("\r\n", "\n")
+    start = text[:20_000]
+    if 2 * len(STAMP.findall(start)) > start.count("\n"):
+        text = STAMP.sub("", text)
     if not text.endswith("\n") and not WHOLE_END.search(text, max(0, len(text) - 200)):
         text = text[:text.rfind("\n") + 1]      # cut off within a line
     return text
@@ -173,12 +219,37 @@ def second_run(body):
     return at
 
 
+def parts_of(text):
+    """[(source, head, lines)] of each run in a log: where another header begins, or the steps begin again."""
+    parts = []
+    source, head, body = split_log(text)
+    while (at := second_run(body)) >= 0:
+        lines, (_, next_head, next_body) = body[:at], split_log(body[at + 1:])
+        first_lines = "\n" + "\n".join((source or RULER).split("\n")[:3])
+        at = lines.rfind(first_lines)       # where the script of the next run begins, if it begins alike
+        parts.append((source, head, lines[:at] if at >= 0 else lines))
+        source, head, body = lines[at + 1:] if at >= 0 else None, next_head, next_body
+    parts.append((source, head, body))
+    found = []
+    for source, head, body in parts:
+        first, cuts = STEP.search(body), []
+        for before, line in itertools.pairwise(STEP.finditer(body)):
+            if line[1] == first[1] and int(line[1]) < int(before[1]):
+                ends = [before, *FINAL.finditer(body, before.end(), line.start())]
+                cuts.append(body.index("\n", ends[-1].end()) + 1)
+        for start, end in itertools.pairwise([0, *cuts, len(body)]):
+            found.append((source, head, body[start:end] if cuts else body))
+    return found
+
+
 def read_curves(run, body):
     """Fills in run.curves, run.steps and run.steps_repeat."""
     units_per_second = {"ms": 1000, "s": 1, "m": 1 / 60}
     seconds = 0.0
-    for step, _, kind, loss, time, unit, rate in (found.groups() for found in STEP.finditer(body)):
-        step = int(step)
+    at = 0
+    for found in STEP.finditer(body):
+        step, _, kind, loss, bpb, time, unit, rate = found.groups()
+        step, at = int(step), found.start()
         run.steps = max(run.steps, step)
         if time:
             seconds = float(time) / units_per_second[unit]
@@ -187,6 +258,15 @@ def read_curves(run, body):
             if curve and step <= curve[-1].step:
                 run.steps_repeat = True
             curve.append(Point(step, seconds, float(loss), int(rate) * seconds if rate else None))
+        if bpb:
+            run.facts["last_bpb"] = float(bpb)
+    run.scores = [float(value) for value in re.findall(r"val_\w*?(?:loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:])]
+    run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
+    if not run.steps:
+        for step, kind, loss in LLMC.findall(body):
+            run.steps = int(step)
+            run.facts["stopped_at"] = float(step)
+            run.curves["val" if kind == "tel" else "train"].append(Point(run.steps, 0.0, float(loss), None))
 
 
 def read_facts(run, head, body):
@@ -195,28 +275,47 @@ def read_facts(run, head, body):
         if found := re.findall(pattern, body, re.M):
             run.facts[key] = float(found[-1])
     for key, pattern in WORDS.items():
-        if found := re.search(pattern, head, re.M) or re.search(pattern, body, re.M):
+        texts = (body, head) if key == "seed" else (head, body)     # each run of a log may have its seed
+        if found := re.search(pattern, texts[0], re.M) or re.search(pattern, texts[1], re.M):
             run.facts[key] = found[1]
     gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA [^|]*?)\s+(?:On|Off)\s*\|", head, re.M)     # of nvidia-smi
     if gpus:
         run.facts.setdefault("hardware", f"{len(gpus)}x {gpus[0]}")
+    totals = re.findall(r"^Total submission size: (\d+) bytes", body, re.M)
+    if len(totals) > 1:         # of the raw weights, then of the artifact
+        run.facts.setdefault("bytes_total", float(totals[-1]))
 
 
 def read_log(path):
-    """A log of this project or of the two public ones -> Run. Raises Refused for what is no text."""
+    """The one run of a log. Raises Refused for what is no text or holds more than one."""
+    found = read_logs(path)
+    demand(len(found) == 1, f"{Path(path).name} holds more than one run")
+    return found[0]
+
+
+def read_logs(path):
+    """The runs of a log of this project or of another one, as Runs. Raises Refused for what is no text."""
     path = Path(path)
-    source, head, body = split_log(log_text(path))
-    at = second_run(body)
-    demand(at < 0 or not STEP.search(body, 0, at), f"{path.name} holds more than one run")
+    found = [read_run(path, *part) for part in parts_of(log_text(path))]
+    found = [run for run in found if run.curves["val"] or run.finals] or found[:1]
+    if len(found) > 1:
+        for number, run in enumerate(found, 1):
+            run.label = f"{path.name} (run {number} of {len(found)})"
+    return found
+
+
+def read_run(path, source, head, body):
+    """One part of a log -> Run."""
     run = Run(path, source=source)
     read_curves(run, body)
-    read_facts(run, head, body)
-    for tag, _, loss, bpb in FINAL.findall(body):
+    rest = re.sub(r"^step:\d.*\n", "", body, flags=re.M)        # most lines of a log are steps
+    read_facts(run, head, rest)
+    for tag, _, loss, bpb in FINAL.findall(rest):
         run.finals.append((tag, float(loss), float(bpb) if bpb else None))
-    for protocol, scores in PROTOCOL.findall(body):
+    for protocol, scores in PROTOCOL.findall(rest):
         run.protocols.setdefault(protocol, []).append(scores)
-    run.config = dict(re.findall(r"^config (\w+)=(.*)$", body, re.M))
-    if settings := re.search(r"^eval settings: (.+)$", body, re.M):
+    run.config = dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M))
+    if settings := re.search(r"^eval settings: (.+)$", rest, re.M):
         for pair in settings[1].split():
             name, _, value = pair.partition(":")
             run.eval[name] = value
@@ -227,6 +326,31 @@ def read_log(path):
     val = run.curves["val"]
     run.finished = bool(run.finals) or bool(val) and val[-1].step in last_steps
     return run
+
+
+def agree(runs):
+    """Makes the runs of a record comparable: which of their final scores counts is that which all have, and a
+    validation that ends several logs of a folder before their last step ends them there."""
+    kinds = [[score_kind(tag) for tag, *_ in run.finals] for run in runs if run.finals]
+    common = [kind for kind in (kinds or [[]])[0] if all(kind in other for other in kinds)]
+    ends = Counter((run.path.parent, run.steps) for run in runs if ends_with_validation(run))
+    for run in runs:
+        run.kind = common[-1] if common else ""
+        run.finished |= ends_with_validation(run) and ends[run.path.parent, run.steps] > 1
+
+
+def ends_with_validation(run):
+    return bool(run.curves["val"]) and run.curves["val"][-1].step == run.steps > 0
+
+
+def outermost(runs):
+    """(runs of a record, made comparable; diagnostic runs: in folders below one that has finished runs)"""
+    agree(runs)
+    homes = {run.path.parent for run in runs if run.finished}
+    inner = [run for run in runs if homes & set(run.path.parent.parents)]
+    outer = [run for run in runs if not homes & set(run.path.parent.parents)]
+    agree(outer)
+    return outer, inner
 
 
 def find_logs(path):
@@ -249,19 +373,19 @@ def why_left_out(run, seen):
     """Why a run does not count, or ""; seen: {what makes a run the same: its name} of those before it."""
     loss = run.value("val_loss")
     if not run.curves["val"] and not run.finals:
-        return f"{run.path.name} has no validation and no final score"
+        return f"{run.file} has no validation and no final score"
     if not run.finished:
-        return f"{run.path.name} was cut off at step {run.steps}"
+        return f"{run.file} was cut off at step {run.steps}"
     if loss is not None and not math.isfinite(loss):
-        return f"{run.path.name} ended with a loss of {loss}"
+        return f"{run.file} ended with a loss of {loss}"
     if identity(run) in seen:
-        return f"{run.path.name} is the same run as {seen[identity(run)]}"
+        return f"{run.file} is the same run as {seen[identity(run)]}"
     return ""
 
 
 def identity(run):
     """Two logs for which this is equal are of the same run."""
-    return (run.source and hash(run.source), tuple(run.finals), tuple(run.curves["val"]), run.time)
+    return tuple(run.finals), tuple(run.curves["val"][-1:]), run.time
 
 
 def load_runs(paths, say=lambda line: None):
@@ -269,20 +393,24 @@ def load_runs(paths, say=lambda line: None):
     runs, seen = [], {}
     for path in paths:
         logs = find_logs(path)
+        found = []
         for log in logs:
             try:
-                run = read_log(log)
+                found += read_logs(log)
             except Refused as error:
                 if len(logs) == 1:
                     raise
                 say(f"left out: {error}")
-                continue
+        found, inner = outermost(found)
+        for run in inner:
+            say(f"left out: {run.path.relative_to(path)} is in a folder below runs that are counted")
+        for run in found:
             if why := why_left_out(run, seen):
                 say(f"left out: {why}")
                 continue
             if run.steps_repeat:
-                say(f"warning: step numbers repeat in {log.name}")
-            seen[identity(run)] = log.name
+                say(f"warning: step numbers repeat in {run.file}")
+            seen[identity(run)] = run.file
             runs.append(run)
     exact = [any(tag.endswith("exact") for tag, *_ in run.finals) for run in runs]
     if any(exact):      # then a log without such a line ended before it

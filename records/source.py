@@ -3,10 +3,13 @@
 Both look at the syntax tree. They find mistakes and lazy tricks, not every way to hide something.
 """
 import ast
+import re
 from functools import cache
 
 RUNNERS = {"exec", "eval", "compile", "FunctionType"}   # what turns text or bytes into code
 DECODERS = {"bytes", "bytearray", "chr", "fromhex", "unhexlify", "loads", "translate", "reversed"}
+# A script without any of these words runs no text as code
+WORDS = re.compile(r"(?<![.\w])(?:exec|eval|compile)\b|marshal|FunctionType|builtins|globals")
 DECODER_PARTS = ("decompress", "decode", "a2b_")        # of names such as b85decode
 
 
@@ -120,6 +123,8 @@ def runners_of(tree):
 def packed_line(source):
     """The line on which decoded text is run as code, exec(zlib.decompress(...)) in any of its usual forms, or
     None. Raises SyntaxError for what is no Python."""
+    if not WORDS.search(source):
+        return None
     tree = parse(source)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:
@@ -138,6 +143,21 @@ def packed_line(source):
                 decoded |= names
     lines = [call.lineno for call in calls if is_decoded(code_argument(call), decoded)]
     return min(lines, default=None)
+
+
+def line_of_file(source):
+    """The line on which the text of another file is run as code, or None. Raises SyntaxError for what is no
+    Python."""
+    if not WORDS.search(source):
+        return None
+    tree = ast.parse(source)
+    runners = runners_of(tree)
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and is_runner(call.func, runners) and code_argument(call):
+            parts = [last_name(part) for part in ast.walk(code_argument(call))]
+            if {"open", "read_text", "read_bytes"} & set(parts):
+                return call.lineno
+    return None
 
 
 def compiler_flags(source):

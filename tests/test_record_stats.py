@@ -240,7 +240,7 @@ def test_two_runs_in_one_file_and_other_line_ends(tool, tmp_path):
     first.write_text(first.read_text() + first.read_text().replace("3.2772", "3.2779"))
     second.write_bytes(second.read_bytes().replace(b"\n", b"\r\n"))
     out = tool("stats", tmp_path)[1]
-    assert "n=1 mean 3.2781" in out and "00000000-run.txt holds more than one run" in out
+    assert "n=3 mean 3.2777" in out and "00000000-run.txt (run 2 of 2): val_loss 3.2779" in out
 
 
 def huge(folder):
@@ -296,31 +296,31 @@ def test_audit_of_the_speedrun_record(tool, speedrun):
     code, out, _ = tool("audit", speedrun.parent)
     assert code == 1
     assert "3.2772 on the page (time 132.259), 3.2777 in 132.259 s in 00000000-run.txt" in out
-    assert "finished run 9 of the same script is not there: 00000008-run.txt, 3.2768 in 132.286 s" in out
+    assert "lists 8 runs of a script, not its finished run 00000008-run.txt, 3.2768 in 132.286 s" in out
     assert "std 0.00281 on the page, its times give 0.0281" in out
-    assert len([line for line in out.splitlines() if line.startswith("    ")]) == 4  # and that scripts differ
+    assert len([line for line in out.splitlines() if line.startswith("    ")]) == 3
 
 
 def test_audit_and_check_of_the_golf_record(tool, golf):
     code, out, _ = tool("audit", golf.parent)
-    assert code == 1 and len([line for line in out.splitlines() if line.startswith("    ")]) == 3
-    assert "train.log: its source (47642 bytes) differs from train_gpt.py (47759 bytes)" in out
-    assert "bytes_total 15868326 is model 15820684 and 47642 of code, but train_gpt.py has 47759 bytes" in out
-    assert "t=9.06 on the page, the logs give t=9.04 df=2 p=0.0060" in out
+    assert code == 1 and len([line for line in out.splitlines() if line.startswith("    ")]) == 2
+    assert "1 of 3 logs hold another script than train_gpt.py (47759 bytes): train.log (47642 bytes)" in out
+    assert "contradiction: README: t=9.06 on the page, the logs give t=9.04 df=2 p=0.0060" in out
     _, out, _ = tool("check", golf)     # which says what it cannot know
     assert re.search(r"n/a +data", out) and re.search(r"n/a +README", out)
     assert "one script" in failed_rules(out) and re.search(r"pass +time cap", out)
     edit(golf / "submission.json", val_bpb=1.19945102)
     page = (golf / "README.md").read_text().replace("p=0.006", "p=0.0006")
-    (golf / "README.md").write_text(page + "The mean of three runs is `1.19936009`.\n")
+    (golf / "README.md").write_text(f"# Mean val_bpb: 1.19936009\n{page}")
     out = tool("audit", golf.parent)[1]
-    assert "val_bpb 1.19945102 is the best of 3 runs, their mean is 1.20136009" in out
-    assert "p=0.0006 on the page, the logs give p=0.0060" in out and "mean 1.19936009 on the page" in out
+    assert "val_bpb 1.19945102 is of train_seed1338.log, bytes_total 15868326 of train.log" in out
+    assert "p=0.0006 on the page, the logs give p=0.0060" in out
+    assert "contradiction: README: val_bpb 1.19936009 is in no log and no mean of logs" in out
 
 
 def test_audit_of_clean_folders_finds_nothing_and_reads_each_log_once(tool, tmp_path, monkeypatch):
-    read, opened = folders.read_log, []
-    monkeypatch.setattr(folders, "read_log", lambda path: opened.append(path) or read(path))
+    read, opened = folders.read_logs, []
+    monkeypatch.setattr(folders, "read_logs", lambda path: opened.append(path) or read(path))
     for name in ("a", "b", "c"):
         speedrun_logs(tmp_path / name, [3.24, 3.24, 3.25], TIMES[:3])       # two with the same loss
         (tmp_path / name / "README.md").write_text(f"losses = [3.25, 3.24, 3.24]\ntimes = {TIMES[2::-1]}\n")
@@ -333,15 +333,16 @@ def test_audit_names_packed_scripts_missing_files_and_wrong_seeds(tool, tmp_path
     source = "import lzma, base64\nexec(lzma.decompress(base64.b85decode('" + "A" * 1000 + "')))\n"
     golf_log(tmp_path / "packed" / "train.log", 42, 1.9, 1.1, 15_000_000, source)
     (tmp_path / "packed" / "train_gpt.py").write_text(source)
-    (tmp_path / "packed" / "README.md").write_text("| seed | bpb |\n| 42 | 1.0900 |\n")
+    (tmp_path / "packed" / "README.md").write_text("| seed | bpb |\n| - | - |\n| 42 | 1.0900 |\n")
     for name, text in (("empty", "{}"), ("broken", '{"val_bpb": 1.')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "submission.json").write_text(text)
     speedrun_log(tmp_path / "cut" / "x.txt", 3.2, 132.0, cut=True)
     code, out, _ = tool("audit", tmp_path)
-    assert code == 1 and "train_gpt.py is packed: line 2" in out and "1.0900 on the page for seed 42" in out
-    assert "holds no log of a run" in out and "submission.json is no JSON" in out
-    assert "x.txt was cut off at step 2160" in out and "README.md: there is none" in out
+    assert code == 1 and "train_gpt.py is packed: line 2" in out
+    assert "no evidence: README: seed 42: 1.0900, but train.log has 1.0966 score" in out
+    assert "there is no log of a run" in out and "submission.json is no JSON" in out
+    assert "x.txt: cut off at step 2160" in out and "README.md: there is none" in out
 
 
 @pytest.mark.parametrize("spoil", [

@@ -1,0 +1,231 @@
+"""`record audit`: a tree of record folders of other projects, each against its own files and its game's
+rules.
+
+A finding has a rank: a contradiction in the evidence or with a rule, a claim without evidence, a formality.
+What a folder's path, date and files do not tell is not judged.
+"""
+import contextlib
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pages
+import source
+from checks import DAMAGE, LOOK_ONLY, check
+from folders import Folder
+from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
+from runs import FINAL, RULER, STEP, Refused, demand, describe, test_target
+
+RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
+DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")
+# Names of folders of runs beside those of the record
+BESIDE = re.compile(r"(?i)base|ablat|prior|previous|before|master|\bmain\b|old|control|retim|extra|sweep")
+
+
+class Game(NamedTuple):
+    """Rules of a public game. 0, "" and False: no such rule, or the folder does not tell."""
+    target: float = 0       # the mean val_loss must not be above it
+    test: str = ""          # of the mean: t (p < 0.01), z (std 0.0013, p < 0.001)
+    no_flags: bool = False  # of the compiler
+    byte_cap: int = 0       # model and code
+    time_cap: float = 0     # seconds of training
+    ranks: int = 0          # GPUs
+
+
+def game_of(folder):
+    """The Game of a folder by the names of the folders around it, its date, its page and submission.json."""
+    path, said = folder.path.resolve(), folder.submission
+    if "val_bpb" in str(said) or any(run.value("val_bpb") for run in folder.runs):
+        told = [str(said.get(key)) for key in ("track", "name")]
+        words = " ".join([*path.parts[-4:], *told, folder.readme[:200]])
+        record = "10min" in words and not re.search(r"(?i)non.?record|not a record", words)
+        return Game(byte_cap=16_000_000, time_cap=600 * record, ranks=8 * record)
+    track = next((part.lower() for part in reversed(path.parts) if "track" in part), "")
+    if "medium" in track:
+        return Game(target=2.92, ranks=8)
+    if "optim" in track:
+        return Game(target=3.28, test="z")
+    if "short" in track:
+        date = DATE.match(path.name)
+        late = bool(date) and "".join(date.groups()) > "20250201"      # after the 21st record
+        return Game(target=3.28, test="t" if late else "", no_flags=late, ranks=8)
+    return Game()
+
+
+# ------------------------------------------------------------ findings
+def findings(path):
+    """[Finding] of a record folder that its files show, the gravest first."""
+    folder = Folder(path, logs=False)
+    if folder.ours:
+        lines = []
+        check(folder, LOOK_ONLY, lines.append)
+        return [Finding(CONTRADICTION, f"{line[8:34].strip()}: {line[36:]}") for line in lines
+                if line.startswith("  FAIL")]
+    game, runs, page = game_of(folder), folder.runs + folder.inner, folder.readme
+    for run in runs:        # a page may count a model and a script that no log adds up
+        run.sizes |= {size + code for size in run.sizes for code in pages.code_sizes(folder)}
+    found = [*file_findings(folder), *script_findings(folder, game), *run_findings(folder, game),
+             *target_findings(runs, game), *pages.summary_findings(page)]
+    if runs:
+        found += [*pages.score_findings(folder), *pages.size_findings(folder)]
+        found += pages.seed_findings("README", pages.page_rows(page), runs)
+        found += pages.seed_findings("submission.json", pages.submission_rows(folder.submission), runs)
+        found += [*pages.list_findings(page, runs), *pages.claim_findings(page, folder.runs)]
+    return sorted(dict.fromkeys(found), key=lambda finding: finding.rank)
+
+
+def file_findings(folder):
+    """What a record folder must hold."""
+    scripts = [name for name in folder.files if name.endswith(".py")]
+    if not folder.runs:
+        rank = NO_EVIDENCE if isinstance(folder.submission.get("val_bpb"), float) else FORMALITY
+        yield Finding(rank, "there is no log of a run")
+    for name in scripts:
+        if "train" in name and not folder.read(name).strip():
+            yield Finding(NO_EVIDENCE, f"{name} is empty")
+    if not scripts and not any(run.source for run in folder.runs):
+        rank = NO_EVIDENCE if folder.submission else FORMALITY
+        yield Finding(rank, "there is no script, not in the logs either")
+    elif folder.submission and "train_gpt.py" not in folder.files:
+        yield Finding(FORMALITY, "train_gpt.py: there is none")
+    if not folder.readme:
+        yield Finding(FORMALITY, "README.md: there is none")
+
+
+def script_findings(folder, game):
+    """The script that ran, what it hides, and flags that the game forbids."""
+    scripts = [folder.read(name).decode("utf-8", "replace").split() for name in folder.files
+               if name.endswith(".py")]
+    last = {run.path: run for run in folder.runs if run.source}        # of several runs in one log
+    others = [run for run in last.values() if run.source.split() not in scripts]
+    if folder.script and others:
+        size = len(others[0].source.encode())
+        yield Finding(NO_EVIDENCE, f"{len(others)} of {len(last)} logs hold another script than train_gpt.py "
+                      f"({len(folder.script)} bytes): {others[0].file} ({size} bytes)")
+    counts = " + ".join(str(len(group)) for group in pages.groups(folder.runs))
+    if not scripts and "+" in counts:
+        yield Finding(FORMALITY, f"the {len(folder.runs)} logs hold different scripts ({counts})")
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        text = folder.source() or ""
+        if game.byte_cap and (line := source.line_of_file(text)):
+            yield Finding(CONTRADICTION, f"train_gpt.py ({len(folder.script)} bytes) executes the text of "
+                          f"another file (line {line}), which its size leaves out")
+        if line := source.packed_line(text):
+            yield Finding(FORMALITY, f"train_gpt.py is packed: line {line} runs decoded text as code")
+        if game.no_flags and (flags := source.compiler_flags(text)):
+            yield Finding(CONTRADICTION, f"a flag that the rules forbid: {flags[0]}")
+
+
+def run_findings(folder, game):
+    """Caps and hardware of single runs; runs that are there twice. One finding of each kind."""
+    seen, found, whole = {}, {}, {run.path for run in folder.runs if run.finished}
+
+    def add(good, rank, kind, text):
+        if not good:
+            found.setdefault((rank, kind), []).append(f"{run.file}: {text}")
+
+    for run in folder.runs:
+        total, ranks = run.facts.get("bytes_total", 0), int(run.facts.get("world_size", 0))
+        hardware = run.facts.get("hardware", "")
+        add(not game.byte_cap or not run.finished or total <= game.byte_cap, CONTRADICTION, "size",
+            f"{total:.0f} bytes by its own count, the cap is {game.byte_cap}")
+        # a last step may end after the cap
+        add(not game.time_cap or (run.time or 0) <= game.time_cap + 1, CONTRADICTION, "time",
+            f"{run.time} s of training, the cap is {game.time_cap} s")
+        add(not game.ranks or ranks in (0, game.ranks), CONTRADICTION, "GPUs",
+            f"{ranks} GPUs, the rules: {game.ranks}")
+        add(not game.ranks or not hardware or "H100" in hardware, FORMALITY, "hardware",
+            f"{hardware}, the rules: {game.ranks}x NVIDIA H100")
+        add(-1 in (run.seed, run.seed_in_name) or run.seed == run.seed_in_name, CONTRADICTION, "seed",
+            f"by its lines the seed is {run.seed}")
+        add(run.path in whole or not run.curves["val"], FORMALITY, "cut", f"cut off at step {run.steps}")
+        exact = tuple(final for final in run.finals if final[0].endswith("exact"))
+        other = seen.setdefault(exact or tuple(run.curves["val"]), run)
+        twice = run.seed != other.seed and -1 not in (run.seed, other.seed)
+        add(other is run or not exact and len(run.curves["val"]) < 2, CONTRADICTION if twice else FORMALITY,
+            "same", f"the same run as {other.file}")
+    for (rank, _), texts in found.items():
+        yield Finding(rank, texts[0] + (f", and {len(texts) - 1} more like it" if len(texts) > 1 else ""))
+
+
+def target_findings(runs, game):
+    """The target, against the best group of runs that may be the record's: of a script, a subfolder, both."""
+    best = None
+    keys = (lambda run: run.path.parent, lambda run: run.source, lambda run: (run.path.parent, run.source))
+    for group in [group for key in keys for group in pages.groups(runs, key)]:
+        losses = [run.value("val_loss") for run in pages.different(group) if run.value("val_loss")]
+        if not game.target or not losses or all(BESIDE.search(os.path.dirname(run.file)) for run in group):
+            continue
+        mean, n, test = describe(losses).mean, len(losses), test_target(losses, game.target, "val_loss")
+        z = (game.target - mean) * n ** 0.5
+        if {"z": z >= 0.004, "t": bool(test) and test.p < 0.01, "": mean <= game.target}[game.test]:
+            return
+        best = min(best or (mean, n, z, test), (mean, n, z, test), key=lambda one: one[0])
+    if best:
+        mean, n, z, test = best
+        logs = f"the mean of {n} run{'s' * (n > 1)}, {mean:.5f},"
+        if mean > game.target:
+            yield Finding(CONTRADICTION, f"{logs} is above the target {game.target}")
+        elif game.test == "z":
+            yield Finding(NO_EVIDENCE, f"{logs} is too near the target {game.target}: {z:.5f} by the z-test, "
+                          "the rule asks for 0.004")
+        else:
+            p = f"p={test.p:.4f}" if test else "no test"
+            yield Finding(FORMALITY, f"{logs} against {game.target}: {p}; p < 0.01 is waived for pure "
+                          "systems changes only")
+
+
+# ------------------------------------------------------------ folders
+def looks_like_log(path):
+    """Does a file begin or end as a log of some run does?"""
+    with contextlib.suppress(OSError):
+        if path.suffix in (".log", ".txt") and path.is_file():
+            with open(path, "rb") as file:
+                start = file.read(1 << 18)
+                file.seek(max(0, path.stat().st_size - (1 << 16)))
+                text = (start + b"\n" + file.read()).decode("utf-8", "replace")
+            return RULER in text or bool(STEP.search(text) or FINAL.search(text))
+    return False
+
+
+def record_folders(root):
+    """Folders below root that hold a record: a submission.json, a name that begins with a date, logs beside a
+    README; or logs that no folder above claims by one of these."""
+    found, claimed = [], set()
+    for here, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        here = Path(here)
+        if claimed & {*here.parents}:
+            continue
+        has_page = any(name.lower() == "readme.md" for name in names)
+        has_log = any(looks_like_log(here / name) for name in names)
+        dated = DATE.match(here.name) and (has_page or has_log or any(map(looks_like_log, here.rglob("*"))))
+        if "submission.json" in names or dated or has_log:
+            found.append(here)
+        if "submission.json" in names or dated or has_log and has_page:
+            claimed.add(here)
+    return found
+
+
+def audit(root, say):
+    """One row a folder. Returns how many have findings."""
+    folders, bad, ranks = record_folders(root), 0, Counter()
+    demand(folders, f"no record folder below {root}")
+    for path in folders:
+        try:
+            found = findings(path)
+        except Refused as error:
+            found = [Finding(CONTRADICTION, str(error))]
+        except (OSError, *DAMAGE) as error:
+            text = f"what is there is damaged: {type(error).__name__} {str(error)[:120]}"
+            found = [Finding(CONTRADICTION, text)]
+        bad += bool(found)
+        ranks.update(finding.rank for finding in found)
+        name = path.relative_to(root) if path != Path(root) else path.name
+        count = f"{len(found) or 'no'} finding" + ("" if len(found) == 1 else "s")
+        say(f"{name}: {count}", *[f"    {RANKS[rank]}: {text}" for rank, text in found])
+    counts = ", ".join(f"{ranks[rank]} {name}" for rank, name in RANKS.items())
+    say(f"{len(folders)} folders, {bad} with findings: {counts}")
+    return bad
