@@ -16,10 +16,9 @@ import source
 from checks import DAMAGE, LOOK_ONLY, check
 from folders import Folder
 from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from runs import FINAL, RULER, STEP, Refused, demand, describe, test_target
+from runs import DATE, FINAL, RULER, STEP, Refused, demand, describe, test_target
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
-DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")
 # Names of folders of runs beside those of the record
 BESIDE = re.compile(r"(?i)base|ablat|prior|previous|before|master|\bmain\b|old|control|retim|extra|sweep")
 
@@ -78,11 +77,11 @@ def findings(path):
 
 def file_findings(folder):
     """What a record folder must hold."""
-    scripts = [name for name in folder.files if name.endswith(".py")]
+    scripts = [path.name for path in folder.path.rglob("*.py")]
     if not folder.runs:
         rank = NO_EVIDENCE if isinstance(folder.submission.get("val_bpb"), float) else FORMALITY
         yield Finding(rank, "there is no log of a run")
-    for name in scripts:
+    for name in set(scripts) & set(folder.files):
         if "train" in name and not folder.read(name).strip():
             yield Finding(NO_EVIDENCE, f"{name} is empty")
     if not scripts and not any(run.source for run in folder.runs):
@@ -96,10 +95,13 @@ def file_findings(folder):
 
 def script_findings(folder, game):
     """The script that ran, what it hides, and flags that the game forbids."""
-    scripts = [folder.read(name).decode("utf-8", "replace").split() for name in folder.files
+    def code_of(text):      # but for comments and blanks
+        return re.sub("#.*", "", text).split()
+
+    scripts = [code_of(folder.read(name).decode("utf-8", "replace")) for name in folder.files
                if name.endswith(".py")]
     last = {run.path: run for run in folder.runs if run.source}        # of several runs in one log
-    others = [run for run in last.values() if run.source.split() not in scripts]
+    others = [run for run in last.values() if code_of(run.source) not in scripts]
     if folder.script and others:
         size = len(others[0].source.encode())
         yield Finding(NO_EVIDENCE, f"{len(others)} of {len(last)} logs hold another script than train_gpt.py "

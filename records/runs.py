@@ -42,6 +42,7 @@ def show(metric, value):
 RULER = "=" * 100               # stands before and after the versions and the hardware
 MAX_LOG = 64 << 20              # bytes of one log
 MAX_LOGS = 3000                 # logs in one call
+DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")     # how the folder of a record begins
 HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
 NUMBER = r"\d+(?:\.\d+)?|nan|inf"
 STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s
@@ -346,9 +347,14 @@ def ends_with_validation(run):
 def outermost(runs):
     """(runs of a record, made comparable; diagnostic runs: in folders below one that has finished runs)"""
     agree(runs)
-    homes = {run.path.parent for run in runs if run.finished}
-    inner = [run for run in runs if homes & set(run.path.parent.parents)]
-    outer = [run for run in runs if not homes & set(run.path.parent.parents)]
+    copies, outer, inner = Counter(map(identity, runs)), [], []
+    homes = {run.path.parent for run in runs if run.finished and copies[identity(run)] == 1}
+    for run in runs:
+        here = run.path.parent
+        while here != here.parent and not DATE.match(here.name) and here.parent not in homes:
+            here = here.parent
+        diagnostic = here.parent in homes and not DATE.match(here.name)     # a date begins another record
+        (inner if diagnostic else outer).append(run)
     agree(outer)
     return outer, inner
 
@@ -412,12 +418,12 @@ def load_runs(paths, say=lambda line: None):
                 say(f"warning: step numbers repeat in {run.file}")
             seen[identity(run)] = run.file
             runs.append(run)
-    exact = [any(tag.endswith("exact") for tag, *_ in run.finals) for run in runs]
-    if any(exact):      # then a log without such a line ended before it
-        for run, has_exact in zip(runs, exact):
-            if not has_exact:
-                say(f"left out: {run.file} was cut off before its final score")
-        runs = [run for run, has_exact in zip(runs, exact) if has_exact]
+    exact = [run for run in runs if any(tag.endswith("exact") for tag, *_ in run.finals)]
+    homes = {run.path.parent for run in exact}
+    cut = [run for run in runs if run.path.parent in homes and run not in exact]    # before such a line
+    for run in cut:
+        say(f"left out: {run.file} was cut off before its final score")
+    runs = [run for run in runs if run not in cut]
     demand(runs, f"no finished run in {', '.join(str(path) for path in paths)}")
     return runs
 

@@ -165,7 +165,7 @@ SOUND = {
     "a last step after the cap": replaced("train_seed7.log", ("599921", "600061")),
     "the mean of two runs": submitted(val_bpb=(SCORES[7] + SCORES[8]) / 2),
     "the mean of all sizes": submitted(bytes_total=15_000_008 + CODE),
-    "blanks in the script": replaced("train_gpt.py", ("x = 1  #", "x = 1 #")),
+    "blanks and comments": replaced("train_gpt.py", ("x = 1  # a", "x = 1 # another")),
     "a mean of rounded rows": replaced("README.md", ("1.20033855", "1.20033856")),
     "approximate steps": replaced("README.md", ("| 8 | 8,394", "| 8 | ~8,400")),
     "another table of the seeds": replaced("README.md", (
@@ -275,9 +275,19 @@ def test_runs_that_end_at_one_step_by_plan_are_whole(tool, tmp_path):
     assert "cut off at step 2000" in "".join(tool("stats", tmp_path)[1:])
 
 
+def test_a_copy_above_the_runs_hides_none(tool, tmp_path):
+    """An excerpt of one run stands above the folders of all."""
+    for seed in (1, 2, 3):
+        speedrun_log(tmp_path / f"seed_{seed}" / "x.txt", 3.27 + seed / 1000, 132.0 + seed)
+    (tmp_path / "excerpt.txt").write_text((tmp_path / "seed_2" / "x.txt").read_text())
+    assert "n=3 mean 3.2720" in tool("stats", tmp_path)[1]
+
+
 def test_diagnostic_runs_are_not_pooled_and_one_kind_of_score_counts(tool, entry):
     strided(entry)
     golf_log(entry / "ablation" / "train_seed1.log", 1, 3.0, 1.7, 15_000_000, SOURCE)
+    golf_log(entry.parent / "loose.log", 2, 3.0, 1.7, 15_000_000, SOURCE)
+    assert "n=4 mean 1.3" in tool("stats", entry.parent)[1]         # a folder with a date is its own record
     out = tool("stats", entry)[1]
     assert "n=3 mean 1.10033855" in out
     assert "ablation/train_seed1.log is in a folder below runs that are counted" in out
