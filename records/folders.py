@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runs import (
-    HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
     read_logs, show, stats_line, test_line, test_target, test_welch)
 
 HOME = Path(__file__).resolve().parent      # records/
@@ -165,6 +165,8 @@ class Folder:
 
     def open_foreign(self):
         for log in find_logs(self.path):
+            if any(DATE.match(name) for name in log.relative_to(self.path).parts[:-1]):
+                continue        # of another record
             with contextlib.suppress(Refused, OSError):
                 for run in read_logs(log):
                     run.label = str(log.relative_to(self.path).with_name(run.file))

@@ -330,12 +330,13 @@ def read_run(path, source, head, body):
 
 
 def agree(runs):
-    """Makes the runs of a record comparable: which of their final scores counts is that which all have, and a
-    validation that ends several logs of a folder before their last step ends them there."""
-    kinds = [[score_kind(tag) for tag, *_ in run.finals] for run in runs if run.finals]
-    common = [kind for kind in (kinds or [[]])[0] if all(kind in other for other in kinds)]
+    """Makes the runs of a record comparable: which of their final scores counts is that which all of a script
+    have, and a validation that ends several logs of a folder before their last step ends them there."""
     ends = Counter((run.path.parent, run.steps) for run in runs if ends_with_validation(run))
     for run in runs:
+        kinds = [[score_kind(tag) for tag, *_ in other.finals] for other in runs
+                 if other.finals and other.source == run.source and other.path.parent == run.path.parent]
+        common = [kind for kind in (kinds or [[]])[0] if all(kind in other for other in kinds)]
         run.kind = common[-1] if common else ""
         run.finished |= ends_with_validation(run) and ends[run.path.parent, run.steps] > 1
 
