@@ -98,10 +98,13 @@ def script_findings(folder, game):
     def code_of(text):      # but for comments and blanks
         return re.sub("#.*", "", text).split()
 
+    def is_here(source):    # a launcher may have printed something before it
+        return any(code_of(source)[-len(script):] == script for script in scripts if script)
+
     scripts = [code_of(folder.read(name).decode("utf-8", "replace")) for name in folder.files
                if name.endswith(".py")]
     last = {run.path: run for run in folder.runs if run.source}        # of several runs in one log
-    others = [run for run in last.values() if code_of(run.source) not in scripts]
+    others = [run for run in last.values() if not is_here(run.source)]
     if folder.script and others:
         size = len(others[0].source.encode())
         yield Finding(NO_EVIDENCE, f"{len(others)} of {len(last)} logs hold another script than train_gpt.py "

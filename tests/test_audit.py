@@ -131,6 +131,12 @@ def stamped(folder):
         path.write_text("".join(f"177614234{i}.135 {line}\n" for line in lines))
 
 
+def launched(folder):
+    """A launcher's words stand before the script."""
+    for path in folder.glob("*.log"):
+        path.write_text("Running with:\n  LR=0.1\n" + path.read_text())
+
+
 def restarted(folder):
     """A first try ended early; its lines and the script again stand before the run."""
     path = folder / "train_seed7.log"
@@ -161,7 +167,7 @@ def strided(folder):
 
 SOUND = {
     "as it is": lambda folder: None, "time stamps and settings": stamped, "a try before": restarted,
-    "evaluated in a subfolder": evaluated_again, "stride and sliding": strided,
+    "launcher": launched, "evaluated in a subfolder": evaluated_again, "stride and sliding": strided,
     "a last step after the cap": replaced("train_seed7.log", ("599921", "600061")),
     "the mean of two runs": submitted(val_bpb=(SCORES[7] + SCORES[8]) / 2),
     "the mean of all sizes": submitted(bytes_total=15_000_008 + CODE),
@@ -287,7 +293,7 @@ def test_diagnostic_runs_are_not_pooled_and_one_kind_of_score_counts(tool, entry
     strided(entry)
     golf_log(entry / "ablation" / "train_seed1.log", 1, 3.0, 1.7, 15_000_000, SOURCE)
     golf_log(entry.parent / "loose.log", 2, 3.0, 1.7, 15_000_000, SOURCE)
-    assert "n=4 mean 1.3" in tool("stats", entry.parent)[1]         # a folder with a date is its own record
+    assert "n=4 mean 1.25" in tool("stats", entry.parent)[1]         # a folder with a date is its own record
     out = tool("stats", entry)[1]
     assert "n=3 mean 1.10033855" in out
     assert "ablation/train_seed1.log is in a folder below runs that are counted" in out
