@@ -63,8 +63,9 @@ def findings(path):
         return [Finding(CONTRADICTION, f"{line[8:34].strip()}: {line[36:]}") for line in lines
                 if line.startswith("  FAIL")]
     game, runs, page = game_of(folder), folder.runs + folder.inner, folder.readme
+    scripts = pages.code_sizes(folder)
     for run in runs:        # a page may count a model and a script that no log adds up
-        run.sizes |= {size + code for size in run.sizes for code in pages.code_sizes(folder)}
+        run.sizes |= {size + code for size in run.sizes for code in scripts}
     found = [*file_findings(folder), *script_findings(folder, game), *run_findings(folder, game),
              *target_findings(runs, game), *pages.summary_findings(page)]
     if runs:

@@ -60,37 +60,39 @@ def nearest(text, values):
 
 
 # ------------------------------------------------------------ scores and sizes of the record as a whole
-def known_scores(runs):
-    """Scores of logs since their last step, and the means that a record may tell: of each kind of final
-    score, over the runs of a group or over any choice of runs."""
-    found, once = {value for run in runs for value in run.scores}, different(runs)
+def known_scores(runs, metric):
+    """val_loss or val_bpb of logs since their last step, and the means that a record may tell: of each kind
+    of final score, over the runs of a group or over any choice of runs."""
+    found = {value for run in runs for name, value in run.scores if name == metric}
+    once = different(runs)
     choices = (itertools.combinations(once, n) for n in range(2, len(once) + 1))
     pools = itertools.islice(itertools.chain.from_iterable(choices), CHOICES)
     for pool in [once, *map(different, groups(runs)), *pools]:
-        for i, kind in itertools.product((1, 2), ("ttt", "sliding", "plain")):
-            values = [[final[i] for final in run.finals if score_kind(final[0]) == kind and final[i]]
-                      for run in pool]
-            if pool and all(values):
-                found.add(float(np.mean([scores[-1] for scores in values])))
-        losses = [run.value("val_loss") for run in pool]
-        if losses and None not in losses:
-            found.add(float(np.mean(losses)))
+        for kind in ("ttt", "sliding", "plain", ""):
+            values = [run.value(metric) if not kind else next(
+                (final[1 + (metric == "val_bpb")] for final in reversed(run.finals)
+                 if score_kind(final[0]) == kind), None) for run in pool]
+            if pool and None not in values:
+                found.add(float(np.mean(values)))
     return found
 
 
 def score_findings(folder):
     """Scores of the submission and of the page's first lines that neither a log nor a mean of logs has."""
-    known, said = known_scores(folder.runs + folder.inner), folder.submission
-    told = {key: repr(said[key]) for key in ("val_loss", "val_bpb") if isinstance(said.get(key), float)}
-    wrong = [key for key, text in told.items() if known and not about(text, known)]
-    for key in wrong:
-        yield Finding(NO_EVIDENCE, f"submission.json: {key} {told[key]} is in no log and no mean of logs, "
-                      f"the nearest is {nearest(told[key], known):.8f}")
+    said, wrong = folder.submission, []
+    for key in ("val_loss", "val_bpb"):
+        known = known_scores(folder.runs + folder.inner, key)
+        if known and isinstance(said.get(key), float) and not about(repr(said[key]), known):
+            wrong.append(key)
+            closest = nearest(repr(said[key]), known)
+            yield Finding(NO_EVIDENCE, f"submission.json: {key} {said[key]} is in no log and no mean of "
+                          f"logs, the nearest is {closest:.8f}")
     for line in folder.readme.splitlines()[:12]:
         first = re.search(r"(?i)^([^\d]*?)val[\\_ ]*bpb\W{0,8}(\d\.\d{3,})", line)
         if known and first and not OTHERS.search(first[1]):
             if not about(first[2], known):
-                rank = CONTRADICTION if "val_bpb" in told and "val_bpb" not in wrong else NO_EVIDENCE
+                agreed = isinstance(said.get("val_bpb"), float) and "val_bpb" not in wrong
+                rank = CONTRADICTION if agreed else NO_EVIDENCE
                 yield Finding(rank, f"README: val_bpb {first[2]} is in no log and no mean of logs, the "
                               f"nearest is {nearest(first[2], known):.8f}")
             return
@@ -111,7 +113,8 @@ def size_findings(folder):
     score = score if isinstance(score, float) else 0.0
     if isinstance(total, int) and totals and total % 1000 and total not in sizes:
         if abs(total - describe(totals).mean) > 1:
-            rank = CONTRADICTION if score and about(repr(score), known_scores(runs)) else NO_EVIDENCE
+            of_these = score and about(repr(score), known_scores(runs, "val_bpb"))
+            rank = CONTRADICTION if of_these else NO_EVIDENCE
             yield Finding(rank, f"submission.json: bytes_total {total} is in no log, the nearest is "
                           f"{nearest(str(total), totals):.0f}")
     if isinstance(told, int) and told % 1000 and code and sizes and told not in sizes | code:
@@ -139,7 +142,8 @@ class Claim(NamedTuple):
             return [run.steps] * known
         values, share = run.sizes, 0.2
         if self.kind == "score":
-            values, share = run.scores + [point.loss for point in run.curves["val"]], 0.06
+            values = [value for _, value in run.scores] + [point.loss for point in run.curves["val"]]
+            share = 0.06
         return [value for value in values if abs(value / number - 1) < share]
 
     def holds(self, run):

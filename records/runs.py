@@ -106,7 +106,7 @@ class Run:
     config: dict = dataclasses.field(default_factory=dict)
     eval: dict = dataclasses.field(default_factory=dict)
     summary: dict = dataclasses.field(default_factory=dict)     # the table that ends a log of ours
-    scores: list = dataclasses.field(default_factory=list)      # losses and bits per byte since the last step
+    scores: list = dataclasses.field(default_factory=list)      # [(metric, value since the last step)]
     sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
     steps: int = 0
     finished: bool = False
@@ -261,7 +261,8 @@ def read_curves(run, body):
             curve.append(Point(step, seconds, float(loss), int(rate) * seconds if rate else None))
         if bpb:
             run.facts["last_bpb"] = float(bpb)
-    run.scores = [float(value) for value in re.findall(r"val_\w*?(?:loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:])]
+    for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
+        run.scores.append((f"val_{metric}", float(value)))
     run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
     if not run.steps:
         for step, kind, loss in LLMC.findall(body):

@@ -78,6 +78,8 @@ FAULTS = {      # what is altered, and what is said
         f"contradiction: submission.json: val_bpb {SCORES[8]} is of train_seed8.log, bytes_total"),
     "score of no log": (submitted(val_bpb=1.1907),
                         "no evidence: submission.json: val_bpb 1.1907 is in no log"),
+    "bits per byte called a loss": (
+        submitted(val_loss=MEAN), f"no evidence: submission.json: val_loss {MEAN} is in no log and no mean"),
     "size of no log": (submitted(bytes_total=15_432_111),
                        "contradiction: submission.json: bytes_total 15432111 is in no log"),
     "code size": (submitted(bytes_code=51_234),
@@ -222,7 +224,7 @@ def test_each_track_has_its_target_and_test(tool, tmp_path, track, date, losses,
 def test_flags_are_banned_since_a_date_and_on_one_track(tool, tmp_path, track, date, forbidden):
     source = SOURCE + "torch._inductor.config.coordinate_descent_tuning = True\n"
     speedrun_logs(tmp_path / track / f"{date}_x", [2.91] * 3, [132.0, 132.1, 132.2], source=source)
-    assert any("a flag that the rules forbid" in line for line in audited(tool, tmp_path)) == forbidden
+    assert any("_inductor" in line for line in audited(tool, tmp_path)) == forbidden
 
 
 def test_lists_are_compared_with_all_logs_and_in_fp32(tool, tmp_path):
