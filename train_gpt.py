@@ -976,10 +976,9 @@ class Bank:
             return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
 class SparseTable:
-    """The n-gram embedding, of which a step reads and changes the rows that its tokens touch: what was looked
-    up is an input of the compiled step. Adam without a first moment and with one second moment per row, the
-    sum of the mean squares so far, as an untouched row must not change. Each rank has the whole table and
-    applies the gradients of all ranks' tokens. data (rows, C), v (rows,)."""
+    """The n-gram embedding, of which a step costs the rows that its tokens touch: what was looked up is an
+    input of the compiled step. Adam without a first moment and with one second moment per row, a sum, as an
+    untouched row must not change. Each rank applies all ranks' gradients. data (rows, C), v (rows,)."""
     def __init__(self, p, world_size, dtype):
         p.data = self.data = p.data.to(dtype)
         self.v, self.world_size = torch.zeros(len(p), device=p.device), world_size
@@ -990,12 +989,13 @@ class SparseTable:
         parts = [torch.cat(part).flatten(0, 1) for part in zip(*self.parts)]
         ids, grads = (gather(part, self.world_size, group) for part in parts)
         self.parts = []
-        # 1. gradients of one row are added up; all shapes are those of ids, so that no GPU is waited for
+        # 1. gradients of one row are added up; a GPU keeps the size of ids, as it would be waited for
         rows, order = ids.flatten().long().sort(stable=True)
-        place, none = F.pad(rows[1:] != rows[:-1], (1, 0)).cumsum(0), len(self.v) - 1
-        total = torch.zeros(len(rows), grads.size(1), device=grads.device)
-        total.index_add_(0, place, grads.index_select(0, order // ids.size(1)).float())
-        rows = torch.full_like(rows, none).scatter_(0, place, rows)
+        first, none = F.pad(rows[1:] != rows[:-1], (1, 0), value=True), len(self.v) - 1
+        size = len(rows) if rows.is_cuda else int(first.sum())
+        starts = first.nonzero_static(size=size, fill_value=len(rows))[:, 0]
+        total = F.embedding_bag(order // ids.size(1), grads.float(), starts, mode="sum")
+        rows = F.pad(rows, (0, 1), value=none)[starts]
         # 2. the update; the last row stays 0
         total *= (grad_scale * (rows != none))[:, None]
         v = self.v[rows] + total.square().mean(1)
