@@ -820,7 +820,7 @@ def parameter_table(cfg):
                  second=("long", "rows", "columns"),
                  lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
     for cell in cfg.parameters:
-        kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell).groups()
+        kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell, re.DOTALL).groups()
         require(kind in table and column in Parameter._fields[2:],
                 f"parameters={cell!r} names no cell: kinds are {', '.join(table)}; columns are "
                 f"{', '.join(Parameter._fields[2:])}")
@@ -1512,7 +1512,7 @@ def evaluate(model, cfg, data, team, window=None, protocol="plain"):
     sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
     bits = [None, None]
     if data.val_bytes and len(tokens) == len(data.val):
-        bits = (sums / math.log(2) / data.val_bytes).tolist()
+        bits = [nat / math.log(2) / data.val_bytes for nat in sums.tolist()]
     return Score(sums[0].item() / (len(tokens) - 1), *bits)
 
 def loss_name(cfg):
