@@ -180,7 +180,7 @@ class Config(ModelConfig):
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: untied head", 0, 10)
-    ngram_lr: float = option(0.1, "row-wise: n-gram embedding", 0, 10)
+    ngram_lr: float = option(0.1, "SparseTable: n-gram embedding", 0, 10)
     tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
     tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
     scalar_lr: float = option(0.04, "Adam: gains, scales, mixes, gates", 0, 10)
@@ -388,7 +388,7 @@ def check_config(cfg):
         (all(re.fullmatch(r"(\w[\w.,=+-]*)?", name) for name in (c.run_id, c.resume)),
          "run_id resume", "letters, digits and .,=+- only"),
         (c.model_dim % (2 * c.num_heads) == 0, "model_dim num_heads", "heads need even numbers of channels"),
-        (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "it must be a multiple"),
+        (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "the first is no multiple"),
         (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim) <= c.model_dim,
          "smear_dim attn_gate_dim value_gate_dim model_dim", "none may exceed model_dim"),
         (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
@@ -821,9 +821,9 @@ def parameter_table(cfg):
                  lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
     for cell in cfg.parameters:
         kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell, re.DOTALL).groups()
-        require(kind in table and column in Parameter._fields[2:],
-                f"parameters={cell!r} names no cell: kinds are {', '.join(table)}; columns are "
-                f"{', '.join(Parameter._fields[2:])}")
+        columns = ("artifact_step",) if kind == "ngram_embed" else Parameter._fields[2:]  # see SparseTable
+        require(kind in table and column in columns,
+                f"parameters={cell!r} is no cell; kinds: {', '.join(table)}; columns: {', '.join(columns)}")
         if column in texts:
             require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
         else:
@@ -989,7 +989,7 @@ class SparseTable:
         parts = [torch.cat(part).flatten(0, 1) for part in zip(*self.parts)]
         ids, grads = (gather(part, self.world_size, group) for part in parts)
         self.parts = []
-        # 1. gradients of one row are added up; a GPU keeps the size of ids, as it would be waited for
+        # 1. gradients of one row are added up; on a GPU all shapes are fixed, so that the host need not wait
         rows, order = ids.flatten().long().sort(stable=True)
         first, none = F.pad(rows[1:] != rows[:-1], (1, 0), value=True), len(self.v) - 1
         size = len(rows) if rows.is_cuda else int(first.sum())

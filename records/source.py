@@ -1,6 +1,6 @@
 """What the source of a script shows without running it: packed code, flags of the compiler.
 
-Both look at the syntax tree. They find mistakes and lazy tricks, not every way to hide something.
+All look at the syntax tree. They find mistakes and lazy tricks, not every way to hide something.
 """
 import ast
 import re
@@ -150,7 +150,7 @@ def line_of_file(source):
     Python."""
     if not WORDS.search(source):
         return None
-    tree = ast.parse(source)
+    tree = parse(source)
     runners = runners_of(tree)
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and is_runner(call.func, runners) and code_argument(call):

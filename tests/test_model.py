@@ -356,7 +356,8 @@ def test_a_parameter_without_a_row_raises():
     "gain.lr_mult=2", "query=2", "query.kind=key", "query.lr_mult=fast", "query.scale=nan",
     "query.optimizer=sgd", "query.lr=seed", "query.init=ones", "query.group=", "qk_gain.optimizer=muon",
     "backout.init=uniform", "resid_lambda.init=normal", "x0_lambda.optimizer=muon",
-    "layer_scale.optimizer=muon", "query.second=diagonal", "x0_lambda.beta1=fast", "residual_mix.lr_mult=2"])
+    "layer_scale.optimizer=muon", "query.second=diagonal", "x0_lambda.beta1=fast", "residual_mix.lr_mult=2",
+    "ngram_embed.optimizer=adam", "ngram_embed.lr_mult=2", "ngram_embed.scale=1"])
 def test_an_impossible_cell_is_refused(cell):
     with pytest.raises(train_gpt.Refused):
         train_gpt.load_config({"PARAMETERS": cell})
