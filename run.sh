@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG …
+# ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
 # data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
@@ -103,7 +104,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help) sed -n '2,6s/^# //p' run.sh ;;
+    -h | --help) sed -n '2,7s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)
@@ -122,5 +123,6 @@ case "${1:-}" in
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
     static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
+    depths) shift; setup; exec "$PYTHON" records/depths.py "$@" ;;
     *) train "$@" ;;
 esac

@@ -127,7 +127,7 @@ class Config(ModelConfig):
     dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
     fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
                       choices=("off", "head", "all", "auto-head", "auto-all"))
-    sdpa_backend: str = option("flash3", "attention on a GPU; if it is missing or fails, the next one",
+    sdpa_backend: str = option("flash3", "attention on a GPU; if it is missing, the next one",
                                choices=("flash3", "flash", "cudnn", "efficient", "math"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
     triton_kernels: bool = option(True, "our own kernels on a GPU; 0: what torch.compile makes")
@@ -2473,8 +2473,8 @@ def help_text():
         yield f"  --{name.replace('_', '-'):28} {doc}  [{' | '.join([show(f.default), *rows])}]"
     yield "Aliases: " + ", ".join(" = ".join(pair) for pair in ALIASES.items())
 
-def plan_lines(cfg, team, micro, argv, env):
-    """Size, cost and memory of the run, its schedules; of a dry run by depth also other depths."""
+def plan_lines(cfg, team, micro):
+    """Size, cost and memory of the run, its schedules."""
     counts, flops = parameter_counts(cfg), flops_per_token(cfg)
     batch, T, last = cfg.train_batch_tokens, cfg.train_seq_len, total_steps(cfg)
     yield f"parameters:{counts.total()} ({listed(counts)})"
@@ -2489,14 +2489,6 @@ def plan_lines(cfg, team, micro, argv, env):
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
     yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
     yield from stage_lines(cfg)
-    for depth in range(4, 33, 4) if cfg.depth and cfg.dry_run else ():
-        with suppress(Refused):  # something given may not fit this depth
-            cfg = load_config(env, [*argv, f"--depth={depth}"])
-            tokens, each = planned_tokens(cfg), flops_per_token(cfg)
-            hours = each * tokens / (8 * H100_FLOPS * cfg.plan_mfu) / 3600
-            yield (f"depth:{depth} parameters:{parameter_counts(cfg).total()} flops_per_token:{each:.4g} "
-                   f"tokens:{tokens} batch:{cfg.train_batch_tokens} steps:{cfg.iterations} "
-                   f"flops:{each * tokens:.4g} hours:{hours:.2f} (8xH100 at mfu {cfg.plan_mfu:g})")
 
 def stage_lines(cfg):
     """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
@@ -2621,8 +2613,8 @@ def rows_at_once(rows, most):
 def rehearse(run):
     """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
     first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
-    attention by the next of SDPA_BACKENDS, the compiled step by the eager one. Sets run.loss_fn; returns the
-    seconds of the slowest micro-step after the first round, times those of a step."""
+    the compiled step by the eager one. Sets run.loss_fn; returns the seconds of the slowest micro-step after
+    the first round, times those of a step."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
     changing += [optimizer.table.data, optimizer.table.v] if optimizer.table else []
@@ -2638,17 +2630,11 @@ def rehearse(run):
             slowest = rehearse_stages(run)
             break
         except Exception as error:  # a compiler's back end may raise anything
-            names = [*SDPA_BACKENDS]
-            rest = names[names.index(run.cfg.sdpa_backend) + 1:] if run.team.on_gpu else []
             if out_of_memory(error) and run.micro > 1:
                 run.micro = rows_at_once(run.micro, run.micro - 1)
                 run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
             elif out_of_memory(error) or not compiled:
                 raise
-            elif rest:
-                run.cfg = replace(run.cfg, sdpa_backend=rest[0])
-                run.log(f"rehearsal: {brief(error)}; now sdpa_backend:{rest[0]}")
-                model.use(choose_kernels(run.cfg, True, run.log))
             else:
                 compiled = False
                 run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
@@ -2818,7 +2804,7 @@ def first_result(run, changed, resumed):
         overrides=changed, data=run.data.about, eval=settings, stop_reason="eval_from",
         started=run.started, resumed=resumed)
 
-def prepare(run, argv, env):
+def prepare(run):
     """Opens the dataset and prints the plan; a dry run does without data. Raises Refused."""
     cfg, team, log = run.cfg, run.team, run.log
     try:
@@ -2836,7 +2822,7 @@ def prepare(run, argv, env):
         log(f"data: {error}; planning with {cfg.vocab_size} tokens")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
-        log(*plan_lines(cfg, team, run.micro, argv, env))
+        log(*plan_lines(cfg, team, run.micro))
         run.kernels = choose_kernels(cfg, team.on_gpu, log)
     elif team.on_gpu:
         run.model.use(choose_kernels(replace(cfg, fp8="off"), True, log))
@@ -2919,7 +2905,7 @@ def run_once(argv, env, log, saver):
             require(show(getattr(asked, name)) == there, f"the model has {name}={there}: give that")
     run = Run(cfg, cfg, team, log, saver, started, model=model)
     saver.run = run
-    prepare(run, argv, env)
+    prepare(run)
     if cfg.dry_run:
         return
     if model and "sample" in changed:

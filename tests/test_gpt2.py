@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
+import depths
 import train_gpt
 import trials
 from core_reference import write_bundle
@@ -128,18 +129,13 @@ def test_what_the_dial_refuses(flags, words, capsys):
     assert words in err and len(err.strip().splitlines()) == 1
 
 
-def test_the_miniseries_of_the_plan(tmp_path, monkeypatch, capsys):
-    """Without data, every depth by itself; what was given holds for all, and depths that it does not suit are
-    left out."""
-    monkeypatch.chdir(tmp_path)
-
+def test_depths_beside_each_other(capsys):
+    """What was given holds for all, and depths that it does not suit are left out."""
     def rows(*flags):
-        assert train_gpt.main(["--preset=gpt2", "--dry-run", "--device=cpu", *flags], {}) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert any("./run.sh data fineweb-edu" in line for line in lines)
-        return [dict(re.findall(r"(\w+):([\d.e+]+)", line)) for line in lines if line[:6] == "depth:"]
+        assert depths.main([*flags], {}) == 0
+        return [dict(re.findall(r"(\w+):([\d.e+]+)", line)) for line in capsys.readouterr().out.splitlines()]
 
-    found = rows("--depth=26", "--plan-mfu=0.25")
+    found = rows("--plan-mfu=0.25")
     assert [int(row["depth"]) for row in found] == [*range(4, 33, 4)]
     for row in found:
         cfg = dialled(f"--depth={row['depth']}")
@@ -149,7 +145,8 @@ def test_the_miniseries_of_the_plan(tmp_path, monkeypatch, capsys):
         assert float(row["hours"]) == pytest.approx(flops / (8 * 0.25 * 989.4e12 * 3600), abs=0.005)
         assert float(row["flops"]) == pytest.approx(flops, rel=1e-3)
         assert int(row["parameters"]) == sum(train_gpt.parameter_counts(cfg).values())
-    assert [row["depth"] for row in rows("--depth=20", "--num-kv-heads=5")] == ["20"]
+    assert [row["depth"] for row in rows("--num-kv-heads=5")] == ["20"]
+    assert depths.main(["--num-heads=7.5"], {}) == 2 and "num_heads" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------- a run
