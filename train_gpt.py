@@ -2392,7 +2392,7 @@ class Log:
     def seal(self):
         """Rank 0: the sha256 of all that train.log holds so far, so that no line can change unnoticed."""
         if self.lead and self.path:
-            self(f"log sha256:{file_sha256(self.path)}", echo=False)
+            self(f"log sha256:{file_sha256(self.path)}")
 
     def last_line(self, line):
         """Any rank: why it ends. Other ranks than 0 add their line to train.log if they see the file."""
@@ -2813,7 +2813,7 @@ def open_folder(run, again):
     lines = "".join(f"config {name}={show(value)}\n" for name, value in vars(run.cfg).items())
     config = hashlib.sha256(lines.encode()).hexdigest()
     inputs = {"train_gpt.py": script_sha256(), "config": config} | run.data.about["sha256"]
-    log(*(f"sha256 {name}:{digest}" for name, digest in inputs.items()), echo=False)
+    log(*(f"sha256 {name}:{digest}" for name, digest in inputs.items()))
 
 def first_result(run, changed, resumed):
     """result.json as far as it is known before training."""
@@ -2904,7 +2904,7 @@ def finish(run, result, report, scores, curves, began):
             value = f"{value:{'.4g' if 'flops' in key else '.8f' if 'bpb' in key else '.4f'}}"
         log(f"{key:>21}  {listed(value) if isinstance(value, dict) else value}")
     models = sorted(run.folder.glob("final_model.*"))
-    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in models), echo=False)
+    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in models))
     log.seal()
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))

@@ -13,7 +13,8 @@ It finds mistakes and lazy tricks. Code that looks out for the probe can hide fr
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
 tokens: {"shape": [B, T]} asks for log-probabilities, {"size": n, "row": T, "protocol": name, "bos": BOS,
-"step": m} for the nats of a stream of n tokens, in rows of T, with steps of training on m of them.
+"step": m} for the nats of a stream of n tokens, in rows of T, with steps of training on m of them,
+{"configs": [environment, ...]} for the configurations that the script makes of them.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
@@ -40,6 +41,9 @@ SUM_VOCAB = 1 << 13     # tokens up to which this is done: such a stream has 2 *
 KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
 
 
+NO_MODEL = "none"       # in place of an artifact: only configurations are asked for
+
+
 class ProbeFailed(Exception):
     """The model leaks, is no distribution, or could not be asked."""
 
@@ -49,7 +53,9 @@ class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
     log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
     def __init__(self, module, artifact, env):
-        self.module, self.env = module, env
+        self.module, self.env, self.cfg = module, env, None
+        if artifact == NO_MODEL:
+            return
         if artifact:
             self.model, self.cfg = module.load_model(artifact)
         else:
@@ -59,8 +65,14 @@ class Script:
 
     def about(self):
         """{"T": tokens of a row, "V": of the vocabulary, "windows": those whose edges are worth a try}"""
+        if not self.cfg:
+            return {}
         windows = [*self.cfg.window_schedule, self.eval_window()]
         return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": windows}
+
+    def config(self, env):
+        """{constant: text} of an environment, as a log of the script shows it."""
+        return {name: self.module.show(value) for name, value in vars(self.module.load_config(env)).items()}
 
     def eval_window(self):
         return self.module.eval_window(self.cfg)
@@ -159,7 +171,9 @@ def serve(path, artifact):
     answer(script.about())
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
-        if "shape" in asked:
+        if "configs" in asked:
+            answer([script.config(env) for env in asked["configs"]])
+        elif "shape" in asked:
             found = script.log_probs(read_tokens(int(np.prod(asked["shape"]))).reshape(asked["shape"]))
             answer(list(found.shape), found.tobytes())
         else:
@@ -440,6 +454,12 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
     text = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
             f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
     return "; ".join([text, *streams])
+
+
+def configurations(script, envs, seconds):
+    """[{constant: text}] that the script makes of environments. Raises ProbeFailed."""
+    with contextlib.closing(Model(script, NO_MODEL, {}, seconds)) as model:
+        return model.ask({"configs": envs}, np.zeros(0))
 
 
 def score(script, artifact, env, val, seconds):
