@@ -461,7 +461,7 @@ def test_a_second_record_is_shown_against_the_first(tool, home):
     third = make(tool, "Third", "logs/b0", "logs/b1", "--before", "none")
     out = tool("check", "--no-exec", third)[1]
     assert f"the record before is None, but the best in this repository by then is '{first.name}'" in out
-    assert "the first of its track" in tool("check", "--no-exec", first)[1]
+    assert "the first of its track" in tool("check", "--no-exec", "--verbose", first)[1]
     shutil.rmtree(first)
     assert "but the best in this repository by then is 'none'" in tool("check", "--no-exec", second)[1]
 
