@@ -304,14 +304,16 @@ def scored_part(result):
 
 
 def artifacts_of(folder, options):
-    """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: in the folder, or where
-    --artifact says. Whose one is, its sha256 says: that of a log or, before rules version 3, of train.log."""
-    ours = our_runs(folder)
+    """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
+    their names, those of --artifact by the sha256 of a log or, before rules version 3, of submission.json."""
+    ours, found = our_runs(folder), []
+    names = [name for name in folder.files if name.endswith(".ptz")]
+    if not options.artifact:
+        named = [(run, artifact_name(run.run, names)) for run in ours]
+        return [(run, folder.path / name) for run, name in named if name]
     owners = {digest: run for run in ours for digest in run.run.digests.values()}
     owners.setdefault(folder.submission["artifact_sha256"], ours[0])
-    paths = [Path(path) for path in options.artifact] or sorted(folder.path.glob("final_model*.ptz"))
-    found = []
-    for path in paths:
+    for path in map(Path, options.artifact):
         owner = owners.get(sha256(path.read_bytes()))
         require(owner, f"{path.name}: its sha256 is in no log and not in submission.json")
         found.append((owner, path))

@@ -322,12 +322,16 @@ def check_digests(folder, options):
     ours = our_runs(folder)
     if not folder.rules.digests:
         return None
-    count = 0
+    count, models = 0, {}
     for run, log, result, name in ours:
         config = "".join(f"config {key}={value}\n" for key, value in run.config.items())
         wanted = {"train_gpt.py": sha256(folder.script), "config": sha256(config.encode())}
         for key, digest in (wanted | result["data"]["sha256"]).items():
             same(log, f"sha256 {key}", run.digests.get(key), "what it stands for", digest)
+        for key, digest in run.digests.items():
+            if key.startswith("final_model"):
+                other = models.setdefault(digest, log)
+                require(other == log, f"{log} names the {key} of {other}")
         count += check_own_lines(run, log)
     model = [name for name in ours[0].run.digests if name.startswith("final_model.")]
     packed = ours[0].result["config"]["score_artifact"] == "1"

@@ -291,6 +291,7 @@ def parse(argv):
         ("--before", text), ("--baseline", several), ("--into", text), ("--systems-change", on))
     add("check", ("folder", {}), ("--rerun-eval", on), ("--no-exec", on), ("--artifact", several),
         ("--verbose", on), ("--replay", {"type": int, "default": 0, "metavar": "N"}),
+        ("--seed", {"type": int, "help": "with --replay: which run, if not train.log's"}),
         ("--seconds", {"type": float, "default": 600}))     # golf at its own size: 195 on 2 cores
     add("audit", ("folder", {}))
     add("stats", paths, as_json, metric, ("--target", {"type": float}), ("--baseline", text))

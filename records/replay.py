@@ -35,10 +35,12 @@ LEAST = 10              # losses that must be compared, where N asks for so many
 
 @rule("strict", "replay")
 def check_replay(folder, options):
-    """--replay N: train.log's run, trained again for N steps."""
+    """--replay N: the run of train.log, or of --seed, trained again for N steps."""
     if not options.replay:
         return None
-    run, log, result, _ = our_runs(folder)[0]
+    ours = our_runs(folder)
+    asked = [one for one in ours if one.result["seed"] == options.seed] or ours
+    run, log, result, _ = asked[0]
     if options.no_exec:
         raise LeftOut
     ranks, threads = cpus_of(result)
@@ -49,7 +51,7 @@ def check_replay(folder, options):
         raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
     with tempfile.TemporaryDirectory() as scratch:
         again = train_again(folder, result, ranks, threads, options, Path(scratch))
-    return compare(log, lines_of(run), again, options.replay)
+    return f"{log}: {compare(log, lines_of(run), again, options.replay)}"
 
 
 def cpus_of(result):
@@ -79,7 +81,7 @@ def train_again(folder, result, ranks, threads, options, scratch):
 def environment(result, threads, scratch):
     """The run's preset, seed and overrides, and nothing of ours that a run could see."""
     env = {name.upper(): text for name, (_, text) in result["overrides"].items()
-           if name not in OF_ONE_RUN or name == "dtype"}
+           if name not in OF_ONE_RUN or name in ("device", "dtype")}
     if "/" not in env.get("DATA_PATH", "/"):            # a log shows the last part of an absolute path
         env["DATA_PATH"] = str(ROOT / "data" / "datasets" / env["DATA_PATH"])
     env |= {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
