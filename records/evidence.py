@@ -84,18 +84,27 @@ def check_steps(folder, options):
     """Steps and times rise, no report is missing, and every rate is what steps and times make."""
     count = 0
     for run, log, result, name in our_runs(folder):
-        segments = segments_of(run, log)
+        segments = check_lines(run, log, result)
         require((len(segments) > 1) == result["resumed"],
                 f"{name} says resumed {result['resumed']}, {log} was resumed {len(segments) - 1} times")
-        for begin, steps in segments:
-            check_order(log, begin, steps)
-            check_reports(log, begin[0], steps, result)
-            for step in steps:
-                check_rates(f"{log}, step {step.step}", step, result)
-                count += 1
         check_end(log, name, segments[-1][1], result)
         check_said_once(run, log, result)
+        count += sum(len(steps) for _, steps in segments)
+    for run in folder.baseline:         # without results
+        scores = {metric: run.value(metric) for metric in ("val_loss", "val_bpb")}
+        check_lines(run, run.file, scores | {"config": run.config, "steps": run.steps})
     return f"{count} lines rise and agree with step_avg, tok/s, eta and val_bpb"
+
+
+def check_lines(run, log, result):
+    """The step lines of a log by themselves. Returns its segments."""
+    segments = segments_of(run, log)
+    for begin, steps in segments:
+        check_order(log, begin, steps)
+        check_reports(log, begin[0], steps, result)
+        for step in steps:
+            check_rates(f"{log}, step {step.step}", step, result)
+    return segments
 
 
 def check_order(log, begin, steps):
@@ -184,7 +193,7 @@ def check_end(log, name, steps, result):
         gain = result["trained"]["val_loss"] - result["artifact"]["val_loss"]
         require(gain < GAIN_BY_PACKING, f"{name}: the artifact is better than the weights that it was made "
                 f"from, by {gain:.4f} nats")
-    if result.get("min_val_bpb"):
+    if result.get("min_val_bpb") and not result["resumed"]:
         best = min(step.bpb for step in steps if step.bpb is not None)
         same(name, "min_val_bpb", round(result["min_val_bpb"], 4), log, best)
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,7 @@ import record
 import replay
 import train_gpt
 from helpers import ROOT, TOY
-from test_record import BASELINE, RECORDS, bit, digit, edit, renew, sealed
+from test_record import BASELINE, RECORDS, bit, digit, edit, failed_rules, renew, sealed
 
 LATEST = RECORDS[-1]
 RUN = argparse.Namespace(no_exec=False, rerun_eval=False, artifact=(), replay=0, seed=None, seconds=86_400)
@@ -538,6 +539,28 @@ def test_not_found(copy_of, case, tool):
     folder = copy_of(case.base)
     seal(case, folder)
     assert found_by(case, folder, tool)[0] == []
+
+
+# ------------------------------------------------------------ runs that were not one piece
+def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, tool):
+    """Its log, with the digests of its lines, goes on in the same file; one step line less, and it does not."""
+    def check_finite(loss, name, step, curve):
+        if step == 12 and name == "train_loss":
+            signal.raise_signal(signal.SIGTERM)
+
+    settings = SETTINGS | {"SEED": "3"}
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "check_finite", check_finite)
+        first = train(settings)
+    assert first.code == 1 and first.last == f"RESUME={first.run_id}"
+    done = train({}, RESUME=first.run_id)
+    assert done.code == 0 and done.result["resumed"], done.err
+    assert tool("new", "--name", "Resumed", "--into", tmp_path, done.folder)[0] == 0
+    made = next(tmp_path.glob("track_tiny/*"))
+    assert failed_rules(tool("check", "--no-exec", made)[1]) == {"data", "runs"}
+    assert len(evidence.LOG_DIGEST.findall((made / "train.log").read_bytes())) == 6
+    in_files(r"^step:14/.*\n", "")(made)
+    assert {"steps and times", "digests"} <= failed_rules(tool("check", "--no-exec", made)[1])
 
 
 # ------------------------------------------------------------ what BENCH.md says
