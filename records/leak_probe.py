@@ -191,9 +191,10 @@ class Model:
     """The worker seen from the judge: a function from tokens to log-probabilities."""
     def __init__(self, script, artifact, env, seconds):
         command = [sys.executable, __file__, str(script), str(artifact or "-")]
-        unwritten = {"PYTHONDONTWRITEBYTECODE": "1"}        # the folder stays as it is
+        # The folder stays as it is, and threads of a waiting worker sleep
+        own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, env=clean_environment() | unwritten | env)
+                                        stderr=subprocess.PIPE, env=clean_environment() | own | env)
         self.errors, self.late, self.seconds = [], False, seconds
         self.timer = threading.Timer(seconds, self.stop)
         self.timer.daemon = True
