@@ -38,9 +38,13 @@ def check_replay(folder, options):
     """--replay N: the run of train.log, or of --seed, trained again for N steps."""
     if not options.replay:
         return None
-    ours = our_runs(folder)
-    asked = [one for one in ours if one.result["seed"] == options.seed] or ours
+    asked = [one for one in our_runs(folder) if options.seed in (None, one.result["seed"])]
+    require(asked, f"no run has seed {options.seed}")
     run, log, result, _ = asked[0]
+    lines = lines_of(run)
+    told = [int(found[1]) for found in map(COMPARED.match, lines) if found]
+    last = max((step for step in told if step <= options.replay), default=0)
+    require(last, f"{log} has no loss up to step {options.replay}")
     if options.no_exec:
         raise LeftOut
     ranks, threads = cpus_of(result)
@@ -50,8 +54,8 @@ def check_replay(folder, options):
     if not (ROOT / "data" / "datasets" / result["data"]["name"]).exists():
         raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
     with tempfile.TemporaryDirectory() as scratch:
-        again = train_again(folder, result, ranks, threads, options, Path(scratch))
-    return f"{log}: {compare(log, lines_of(run), again, options.replay)}"
+        again = train_again(folder, result, ranks, threads, last, options.seconds, Path(scratch))
+    return f"{log}: {compare(log, lines, again, last)}"
 
 
 def cpus_of(result):
@@ -62,8 +66,8 @@ def cpus_of(result):
     return int(found[1]), int(found[2])
 
 
-def train_again(folder, result, ranks, threads, options, scratch):
-    """The lines of the log of a new run up to step N, of at most options.seconds."""
+def train_again(folder, result, ranks, threads, last, seconds, scratch):
+    """The lines of the log of a new run up to the step `last`, or for so many seconds."""
     for name in ("train_gpt.py", *folder.companions()):
         shutil.copyfile(folder.path / name, scratch / name)
     (scratch / "start.py").write_text(START)
@@ -72,7 +76,7 @@ def train_again(folder, result, ranks, threads, options, scratch):
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     env = environment(result, threads, scratch)
-    said = until_step(options.replay, command, scratch, env, options.seconds)
+    said = until_step(last, command, scratch, env, seconds)
     log = scratch / "logs" / "replay" / "train.log"
     require(log.exists(), f"train_gpt.py does not train: {said[-1][:200] if said else 'no word'}")
     return log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2].split("\n")
@@ -87,7 +91,8 @@ def environment(result, threads, scratch):
     env |= {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
     return env | dict(
         PRESET=result["preset"], SEED=str(result["seed"]), RUN_ID="replay", CUDA_VISIBLE_DEVICES="",
-        OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", HOME=str(scratch), TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
+        OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", HOME=str(scratch),
+        TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
 
 
 def until_step(steps, command, folder, env, seconds):
