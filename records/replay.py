@@ -81,7 +81,8 @@ def train_again(folder, result, ranks, threads, last, seconds, scratch):
     said = until_step(last, command, scratch, env, seconds)
     log = scratch / "logs" / "replay" / "train.log"
     require(log.exists(), f"train_gpt.py does not train: {said[-1][:200] if said else 'no word'}")
-    return log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2].split("\n")
+    body = log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2]
+    return [*body.split("\n"), *said]      # the last line may have reached the terminal only
 
 
 def environment(result, threads, scratch):
