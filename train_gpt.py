@@ -2389,6 +2389,11 @@ class Log:
         early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
         print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
 
+    def seal(self):
+        """Rank 0: the sha256 of all that train.log holds so far, so that no line can change unnoticed."""
+        if self.lead and self.path:
+            self(f"log sha256:{file_sha256(self.path)}")
+
     def last_line(self, line):
         """Any rank: why it ends. Other ranks than 0 add their line to train.log if they see the file."""
         if not self.lead and self.path and self.path.exists():
@@ -2743,6 +2748,7 @@ def validate(run, state, window, done, measure, sample):
     score = evaluate(run.model, cfg, run.data, run.team, window)
     state.curves["val"].append((step, state.seconds, score.val_loss))
     log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
+    log.seal()
     check_finite(score.val_loss, "val_loss", step, state.curves["train"])
     if measure and not done:
         core_metric(run.model, cfg, run.data, run.team, log)
@@ -2790,6 +2796,10 @@ def open_folder(run, again):
     log.path, run.folder = folder / "train.log", folder
     run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)
     log(f"run folder: {folder}")
+    lines = "".join(f"config {name}={show(value)}\n" for name, value in vars(run.cfg).items())
+    config = hashlib.sha256(lines.encode()).hexdigest()
+    inputs = {"train_gpt.py": script_sha256(), "config": config} | run.data.about["sha256"]
+    log(*(f"sha256 {name}:{digest}" for name, digest in inputs.items()))
 
 def first_result(run, changed, resumed):
     """result.json as far as it is known before training."""
@@ -2879,6 +2889,9 @@ def finish(run, result, report, scores, curves, began):
         if isinstance(value, float):
             value = f"{value:{'.4g' if 'flops' in key else '.8f' if 'bpb' in key else '.4f'}}"
         log(f"{key:>21}  {listed(value) if isinstance(value, dict) else value}")
+    models = sorted(run.folder.glob("final_model.*"))
+    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in models))
+    log.seal()
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
 

@@ -30,7 +30,7 @@ PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an ar
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Constants of a run that are not repeated when its model is probed or scored again
 OF_ONE_RUN = ("run_id", "resume", "eval_from", "sample", "dry_run", "device", "dtype")
-LOOK_ONLY = argparse.Namespace(no_exec=True, rerun_eval=False, artifact="", seconds=60)
+LOOK_ONLY = argparse.Namespace(no_exec=True, rerun_eval=False, artifact=(), replay=0, seconds=60)
 
 
 class Broken(Exception):
@@ -42,7 +42,7 @@ class NoEvidence(Exception):
 
 
 class LeftOut(Exception):
-    """--no-exec: the rule would run the folder's code."""
+    """The rule cannot be tried here; why, or nothing where it would run the folder's code under --no-exec."""
 
 
 class Rule(NamedTuple):
@@ -213,6 +213,8 @@ def check_data(folder, options):
                 require(value in str(want).split(" or "),
                         f"{log}: {key} is {value!r}, in the rules {str(want)!r}")
         same(name, "train_tokens", str(result["data"]["train_tokens"]), log, run.facts.get("train_tokens"))
+        for file, digest in track.sha256.items():
+            same(name, f"sha256 {file}", result["data"]["sha256"].get(file), "the rules", digest)
     return f"{track.data}: the same text and split in every run"
 
 
@@ -271,10 +273,12 @@ def check_hardware(folder, options):
 @rule("public", "leak probe")
 def check_leaks(folder, options):
     """Runs the folder's code, in a process of its own."""
-    result = our_runs(folder)[0].result
+    result, artifact = our_runs(folder)[0].result, None
     if options.no_exec:
         raise LeftOut
-    artifact, env = artifact_of(folder, options), environment_of(result) | {"DEVICE": "cpu"}
+    for owner, artifact in artifacts_of(folder, options)[:1]:
+        result = owner.result
+    env = environment_of(result) | {"DEVICE": "cpu"}
     try:
         return leak_probe.judge(
             folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
@@ -299,15 +303,21 @@ def scored_part(result):
     return result.get("artifact") or result["trained"]
 
 
-def artifact_of(folder, options):
-    """The artifact of train.log's run, or its weights where none was packed: in the folder, or where
-    --artifact says; None if it is not at hand."""
-    here = sorted(folder.path.glob("final_model.*.ptz"))
-    path = Path(options.artifact) if options.artifact else here[0] if here else None
-    if path:
-        want = folder.submission["artifact_sha256"]
-        same(path.name, "sha256", sha256(path.read_bytes()), "submission.json", want)
-    return path
+def artifacts_of(folder, options):
+    """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
+    their names, those of --artifact by the sha256 of a log or, before rules version 3, of submission.json."""
+    ours, found = our_runs(folder), []
+    names = [name for name in folder.files if name.endswith(".ptz")]
+    if not options.artifact:
+        named = [(run, artifact_name(run.run, names)) for run in ours]
+        return [(run, folder.path / name) for run, name in named if name]
+    owners = {digest: run for run in ours for digest in run.run.digests.values()}
+    owners.setdefault(folder.submission["artifact_sha256"], ours[0])
+    for path in map(Path, options.artifact):
+        owner = owners.get(sha256(path.read_bytes()))
+        require(owner, f"{path.name}: its sha256 is in no log and not in submission.json")
+        found.append((owner, path))
+    return found
 
 
 def val_files(result):
@@ -389,11 +399,23 @@ def check_config(folder, options):
             same(name, key, str(result[key]), "its config", config.get(key))
         for key in sorted({*config, *run.config}):
             same(name, f"config {key}", config.get(key), log, run.config.get(key))
+        for key, want in folder.track.config.items():
+            same(log, f"config {key}", config.get(key), "the rules", want)
         for key in sorted({*first, *shared_config(config)}):
             same(name, f"config {key}", shared_config(config).get(key), "that of train.log", first.get(key))
         for key, (_, value) in result["overrides"].items():
             same(name, f"override {key}", value, "its config", config.get(key))
+        check_eval_settings(log, run.eval, config)
     return f"{len(first)} constants, the same but for the seed"
+
+
+def check_eval_settings(log, told, config):
+    """What a score depends on is what the constants make it; 0 stands for the rest of the line."""
+    row = config["train_seq_len"]
+    wanted = {"eval_tokens": [config["val_tokens"], "full"], "eval_context": [config["eval_context"], row],
+              "eval_stride": [config["eval_stride"], config["eval_context"], row]}
+    for key, values in wanted.items():
+        same(log, key, told.get(key), "its config", next(value for value in values if value != "0"))
 
 
 @rule("strict", "numbers of the results")
@@ -509,17 +531,18 @@ def is_member(name, companions):
     """May a record folder list this file?"""
     stem, _, end = name.partition(".")
     kind, _, seed = stem.partition("_seed")
+    if kind == "final_model":
+        return end in ("int8.ptz", "lzma.ptz") and (stem == kind or seed.isdigit())
     if name in ("train.log", "result.json", "train_gpt.py", "loss.png", "changes.diff", *companions):
         return True
-    if stem == "final_model":
-        return end.endswith(".ptz")
     return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()
 
 
 @rule("strict", "files")
 def check_files(folder, options):
     """Each file that submission.json lists is there, unaltered, and no other is."""
-    first, listed = our_runs(folder)[0].result, folder.submission["files"]
+    our_runs(folder)
+    listed = folder.submission["files"]
     for name, digest in listed.items():
         require(name in folder.files, f"{name} is missing, submission.json lists it")
         same(name, "sha256", sha256(folder.read(name)), "submission.json", digest)
@@ -529,14 +552,31 @@ def check_files(folder, options):
     require(not strange, f"{', '.join(strange[:3])}: no part of a record, a script must run alone")
     for name in ("train.log", "result.json", "train_gpt.py", "loss.png"):
         require(name in listed, f"{name} is not part of the record")
-    artifact = [name for name in listed if name.endswith(".ptz")]
-    packed = first["config"]["score_artifact"] == "1"
-    require(artifact or not packed or first["bytes_model"] >= ARTIFACT_LIMIT,
-            "the artifact of train.log is not there")
-    for name in artifact:
-        same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], name, listed[name])
-        same(name, "bytes", len(folder.read(name)), "result.json", first["bytes_model"])
+    check_artifacts(folder, [name for name in listed if name.endswith(".ptz")])
     return f"{len(listed)}, with the sha256 that submission.json lists"
+
+
+def check_artifacts(folder, names):
+    """Small artifacts are there, those of two seeds since rules version 3, as large as the results say."""
+    ours = our_runs(folder)
+    for run, _, result, json_name in ours[:2 if folder.rules.digests else 1]:
+        name = artifact_name(run, names)
+        packed = result["config"]["score_artifact"] == "1"
+        require(name or not packed or result["bytes_model"] >= ARTIFACT_LIMIT,
+                f"the artifact of {run.file} is not there")
+        if name:
+            names = [other for other in names if other != name]
+            same(name, "bytes", len(folder.read(name)), json_name, result["bytes_model"])
+            if run is ours[0].run:
+                same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], name,
+                     sha256(folder.read(name)))
+    require(not names, f"{', '.join(names)}: no artifact of the first two runs")
+
+
+def artifact_name(run, names):
+    """That of a run's artifact among names, or None: train_seed5.log has final_model_seed5.int8.ptz."""
+    stem = run.path.stem.replace("train", "final_model")
+    return next((name for name in names if name.partition(".")[0] == stem), None)
 
 
 @rule("strict", "README")
@@ -631,42 +671,64 @@ def check_baseline(folder, before):
                 f"against the baseline logs: {test_line(test)}, the rule asks for p < {track.p}")
 
 
-@rule("strict", "rerun of the evaluation")
-def check_rerun(folder, options):
-    """--rerun-eval: the artifact's score by the folder's script and, where small, added up here."""
-    if not options.rerun_eval:
-        return None
-    _, _, result, name = our_runs(folder)[0]
+@rule("strict", "score of the artifact")
+def check_artifact_score(folder, options):
+    """val_loss of the first artifact at hand, added up here from log_probs alone."""
+    our_runs(folder)
     if options.no_exec:
         raise LeftOut
-    artifact, files, want = artifact_of(folder, options), val_files(result), scored_part(result)
-    require(artifact, "the artifact is not in the folder: give it, or final_model.pt, with --artifact PATH")
+    for owner, artifact in artifacts_of(folder, options)[:1]:
+        nats = score_added_up(folder, artifact, owner, options)
+        if nats is None:
+            raise LeftOut("too large, or not one row after the other")
+        return f"val_loss {nats:.8f} added up here from log_probs, {artifact.name}"
+    raise LeftOut("no artifact is here; --artifact PATH gives one")
+
+
+@rule("strict", "rerun of the evaluation")
+def check_rerun(folder, options):
+    """--rerun-eval: the score of each artifact at hand by the folder's script."""
+    if not options.rerun_eval:
+        return None
+    our_runs(folder)
+    if options.no_exec:
+        raise LeftOut
+    found = artifacts_of(folder, options)
+    require(found, "the artifact is not in the folder: give it, or final_model.pt, with --artifact PATH")
+    return "; ".join(rerun_one(folder, artifact, owner, options) for owner, artifact in found)
+
+
+def tolerance_of(result):
+    """Nats by which a score may differ: CPUs score in fp32, GPUs in bf16."""
+    return 2e-5 if "threads" in result["hardware"] else 2e-3
+
+
+def rerun_one(folder, artifact, owner, options):
+    """The score of one artifact by the folder's script, against that of its run."""
+    _, _, result, name = owner
+    files, want = val_files(result), scored_part(result)
     require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
-    on_cpu = "threads" in result["hardware"]
-    tolerance = 2e-5 if on_cpu else 2e-3        # CPUs score in fp32, GPUs in bf16
     again = rerun(folder, artifact, result, options)
     wanted = {"val_loss": want["val_loss"], "val_bpb": want["val_bpb"]}
     for protocol in protocols_of(result):
         for key in (f"val_loss_{protocol}", f"val_bpb_{protocol}"):
             wanted[key] = result[key]
     for key, value in wanted.items():
-        limit = tolerance
-        if key.endswith("_ttt") and on_cpu:     # steps enlarge rounding
-            limit = 5 * tolerance
+        limit = tolerance_of(result)
+        if key.endswith("_ttt") and limit < 1e-3:       # steps enlarge rounding
+            limit *= 5
         close = again[key] == value or abs(again[key] - value) < limit
         require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
-    added = score_added_up(folder, artifact, result, files, options, tolerance)
-    if added is None:
-        how = " (too large or another protocol than one row after the other: not added up here)"
-    else:
-        how = f", added up here from log_probs {added:.8f}"
-    return f"val_loss {again['val_loss']:.8f}{how}, in {name} {want['val_loss']:.8f}"
+    return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
 
 
-def score_added_up(folder, artifact, result, files, options, tolerance):
+def score_added_up(folder, artifact, owner, options):
     """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
     too long or the rows overlap."""
-    config, want = result["config"], scored_part(result)["val_loss"]
+    result, name = owner.result, owner.json
+    config, files, want = result["config"], val_files(result), scored_part(result)["val_loss"]
+    if not files:
+        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
     row = int(config["train_seq_len"])
     plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
     tokens = np.memmap(files[0], "<u2", "r", 1024)
@@ -676,8 +738,8 @@ def score_added_up(folder, artifact, result, files, options, tolerance):
         nats = leak_probe.score(folder.path / "train_gpt.py", artifact, {}, tokens, options.seconds)
     except leak_probe.ProbeFailed as error:
         raise Broken(f"train_gpt.py: {error}") from None
-    require(abs(nats - want) < tolerance, f"{artifact.name}: val_loss added up here from log_probs "
-            f"is {nats:.8f}, in result.json {want:.8f}")
+    require(abs(nats - want) < tolerance_of(result), f"{artifact.name}: val_loss added up here from "
+            f"log_probs is {nats:.8f}, in {name} {want:.8f}")
     return nats
 
 
@@ -700,23 +762,27 @@ def rerun(folder, artifact, result, options):
 
 # ------------------------------------------------------------ all of them
 def check(folder, options, say):
-    """Says one line a rule. Returns the names of the rules that fail."""
+    """Says a line for each rule that fails or was left out, one for all that hold, and one for those of which
+    a foreign folder has no evidence; with options.verbose a line for each. Returns the names of those that
+    fail."""
     if not folder.ours:
         likely = "golf" if "val_bpb" in folder.submission else "speedrun"
         folder.track = RULES[NEWEST].tracks[likely]
     elif not options.no_exec:
         say("this runs the folder's own train_gpt.py, a stranger's code, in a process of its own "
             f"(limit {options.seconds:.0f} s); --no-exec leaves that out")
-    failed = []
-    for heading, rules in itertools.groupby(CHECKS, key=lambda rule: rule.heading):
-        say(heading)
-        for rule in rules:
-            word, text = outcome(rule, folder, options)
-            if text is not None:
-                say(f"  {word:4}  {rule.name:26}  {text}")
-            if word == "FAIL":
-                failed.append(rule.name)
-    return failed
+    names = {word: [] for word in ("pass", "FAIL", "n/a", "----")}
+    for rule in CHECKS:
+        word, text = outcome(rule, folder, options)
+        if text is None:            # the track has no such rule
+            continue
+        names[word].append(rule.name)
+        if getattr(options, "verbose", False) or word in ("FAIL", "----"):
+            say(f"  {word:4}  {rule.name:26}  {text}")
+    if names["n/a"]:
+        say(f"  n/a   {len(names['n/a'])} rules, no evidence in the folder: {', '.join(names['n/a'])}")
+    say(f"  pass  {len(names['pass'])} rules hold: {', '.join(names['pass'])}")
+    return names["FAIL"]
 
 
 def outcome(rule, folder, options):
@@ -725,9 +791,11 @@ def outcome(rule, folder, options):
         return "pass", rule.function(folder, options)
     except NoEvidence:
         return "FAIL" if folder.ours else "n/a", "there is no evidence of it"
-    except LeftOut:
-        return "----", "LEFT OUT by --no-exec"
+    except LeftOut as why:
+        return "----", f"LEFT OUT: {why}" if str(why) else "LEFT OUT by --no-exec"
     except (Broken, Refused) as error:
         return "FAIL", str(error)
+    except leak_probe.ProbeFailed as error:
+        return "FAIL", f"train_gpt.py: {error}"
     except (OSError, *DAMAGE) as error:
         return "FAIL", f"what is there is damaged: {type(error).__name__} {str(error)[:120]}"

@@ -41,7 +41,9 @@ class Track(NamedTuple):
     eval_cap: float = 0             # seconds of everything after training
     fingerprint: str = ""           # of the dataset's text
     val: tuple = (0, 0)             # tokens and bytes of the val split
+    sha256: dict = {}               # of the files that a score is computed from
     eval: dict = {}                 # settings that the score depends on; "=x": the same as x
+    config: dict = {}               # constants that no run may change
     hardware: str = ""              # how the hardware line begins; "": any, compared within its kind
     start: float | None = None      # what the first record here must beat: the metric, or seconds
     start_name: str = ""
@@ -53,30 +55,37 @@ class Rules(NamedTuple):
     max_lines: int                  # of train_gpt.py
     max_columns: int                # of its longest line
     companions: tuple = ()          # other files that it may load from beside it; they count as code
+    until: str = ""                 # the last day on which runs could end that are judged by it
+    digests: bool = False           # do logs name the sha256 of what they were made from, and of their lines?
 
 
 TRACKS = {
     "tiny": Track(
         "val_bpb", "lower", "metric", "embedded", time_cap=120,
         fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-        eval={"eval_tokens": "full", "eval_stride": "=eval_context"}),
+        val=(429_104, 1_021_844), sha256={
+            "embedded.model": "67dbde5d90d2cc87aa0dab8a361fb96e93368774dd3c99dfb314991617c449f1",
+            "embedded_val_000000.bin": "bd8b97edd6caf59f96b6952fe80eb335850213bbbc2dbd36a212ac72e8fad9a9"},
+        eval={"eval_tokens": "full", "eval_stride": "=eval_context"}, config={"score_artifact": "1"}),
     "golf": Track(
         "val_bpb", "lower", "metric", "fineweb10B_sp1024", margin=0.005, unit="nats", min_runs=3,
         byte_cap=16_000_000, time_cap=600, eval_cap=600, val=(62_021_632, 151_080_363),
-        eval={"eval_tokens": "full"}, hardware="8x NVIDIA H100",
+        eval={"eval_tokens": "full"}, config={"score_artifact": "1"}, hardware="8x NVIDIA H100",
         start=1.20143417, start_name="parameter-golf 2026-03-19_TrainingOptSeq4096"),
     "speedrun": Track(
         "val_loss", "lower", "time", "fineweb10B_gpt2", target=3.28, eval={"eval_tokens": "10485760"},
-        hardware="8x NVIDIA H100", start=132.2144, start_name="modded-nanogpt 2025-11-29_BatchSizeSchedule"),
+        config={"score_artifact": "0"}, hardware="8x NVIDIA H100", start=132.2144,
+        start_name="modded-nanogpt 2025-11-29_BatchSizeSchedule"),
     "gpt2": Track(
-        "core", "higher", "time", "climbmix", target=0.256525, p=0.025, hardware="8x NVIDIA H100",
-        start=8967, start_name="nanochat, depth 26, ratio 7.25"),
+        "core", "higher", "time", "climbmix", target=0.256525, p=0.025, config={"score_artifact": "0"},
+        hardware="8x NVIDIA H100", start=8967, start_name="nanochat, depth 26, ratio 7.25"),
 }
+LATER_TRACKS = TRACKS | {"gpt2": TRACKS["gpt2"]._replace(data="fineweb_edu or climbmix")}
 RULES = {       # a record is judged by the version that its submission.json names
-    1: Rules(TRACKS, max_lines=1500, max_columns=110,
+    1: Rules(TRACKS, max_lines=1500, max_columns=110, until="2026-11-22",
              companions=("core.py", "dial.py", "golf.py", "kernels.py")),
-    2: Rules(TRACKS | {"gpt2": TRACKS["gpt2"]._replace(data="fineweb_edu or climbmix")},
-             max_lines=4000, max_columns=200),
+    2: Rules(LATER_TRACKS, max_lines=4000, max_columns=200, until="2026-11-22"),
+    3: Rules(LATER_TRACKS, max_lines=4000, max_columns=200, digests=True),
 }
 NEWEST = max(RULES)
 
@@ -122,6 +131,25 @@ def read_json(path):
     return found
 
 
+def demand_strict(path):
+    """Raises Altered for JSON that two readers may take for different things: a key twice, NaN, Infinity."""
+    def pairs(found):
+        keys = [key for key, _ in found]
+        twice = [key for key in keys if keys.count(key) > 1]
+        demand(not twice, f"{path.name}: the key {twice and twice[0]!r} is there twice", Altered)
+        return dict(found)
+
+    def constant(name):
+        raise Altered(f"{path.name}: {name} is no number")
+
+    json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+
+
+def is_plain(text):
+    """Is a text shown as it is, by whatever shows Markdown or HTML?"""
+    return text.isprintable() and not re.search(r"[<>|`*#\\\[\]]|://|&\w+;", text)
+
+
 class Folder:
     """A record folder, ours or a foreign one: submission.json, the script, logs, results of ours. Without
     `logs`, a foreign one may have none."""
@@ -157,6 +185,10 @@ class Folder:
     def open_ours(self):
         demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
         self.rules, self.track = rules_of(self.submission)
+        links = [name for name in self.names if (self.path / name).is_symlink()]
+        demand(not links, f"{links and links[0]} is a symbolic link, no file of the record", Altered)
+        for name in ("submission.json", *self.results):
+            demand_strict(self.path / name)
         for name in self.files:
             if re.fullmatch(r"train(_seed\d+)?\.log", name):
                 self.runs.append(read_log(self.path / name))
@@ -440,6 +472,8 @@ def render(folder):
         "## Against the record before", "", *before_lines(folder), "",
         "## Where", "", where_table(folder), "",
         "## Files", "", table(["file", "sha256"], s["files"].items()), ""]
+    if folder.rules.digests:
+        lines += ["## Notes of the author, which nothing checks", ""]
     return "\n".join(lines), "\nMade by `record.py new`; `record.py check` on this folder recomputes it.\n"
 
 

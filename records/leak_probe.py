@@ -13,7 +13,8 @@ It finds mistakes and lazy tricks. Code that looks out for the probe can hide fr
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
 tokens: {"shape": [B, T]} asks for log-probabilities, {"size": n, "row": T, "protocol": name, "bos": BOS,
-"step": m} for the nats of a stream of n tokens, in rows of T, with steps of training on m of them.
+"step": m} for the nats of a stream of n tokens, in rows of T, with steps of training on m of them,
+{"configs": [environment, ...]} for the configurations that the script makes of them.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
@@ -40,6 +41,9 @@ SUM_VOCAB = 1 << 13     # tokens up to which this is done: such a stream has 2 *
 KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
 
 
+NO_MODEL = "none"       # in place of an artifact: only configurations are asked for
+
+
 class ProbeFailed(Exception):
     """The model leaks, is no distribution, or could not be asked."""
 
@@ -49,7 +53,9 @@ class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
     log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
     def __init__(self, module, artifact, env):
-        self.module, self.env = module, env
+        self.module, self.env, self.cfg = module, env, None
+        if artifact == NO_MODEL:
+            return
         if artifact:
             self.model, self.cfg = module.load_model(artifact)
         else:
@@ -59,8 +65,14 @@ class Script:
 
     def about(self):
         """{"T": tokens of a row, "V": of the vocabulary, "windows": those whose edges are worth a try}"""
+        if not self.cfg:
+            return {}
         windows = [*self.cfg.window_schedule, self.eval_window()]
         return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": windows}
+
+    def config(self, env):
+        """{constant: text} of an environment, as a log of the script shows it."""
+        return {name: self.module.show(value) for name, value in vars(self.module.load_config(env)).items()}
 
     def eval_window(self):
         return self.module.eval_window(self.cfg)
@@ -159,7 +171,9 @@ def serve(path, artifact):
     answer(script.about())
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
-        if "shape" in asked:
+        if "configs" in asked:
+            answer([script.config(env) for env in asked["configs"]])
+        elif "shape" in asked:
             found = script.log_probs(read_tokens(int(np.prod(asked["shape"]))).reshape(asked["shape"]))
             answer(list(found.shape), found.tobytes())
         else:
@@ -177,9 +191,10 @@ class Model:
     """The worker seen from the judge: a function from tokens to log-probabilities."""
     def __init__(self, script, artifact, env, seconds):
         command = [sys.executable, __file__, str(script), str(artifact or "-")]
-        unwritten = {"PYTHONDONTWRITEBYTECODE": "1"}        # the folder stays as it is
+        # The folder stays as it is, and threads of a waiting worker sleep
+        own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, env=clean_environment() | unwritten | env)
+                                        stderr=subprocess.PIPE, env=clean_environment() | own | env)
         self.errors, self.late, self.seconds = [], False, seconds
         self.timer = threading.Timer(seconds, self.stop)
         self.timer.daemon = True
@@ -279,13 +294,18 @@ def documents(T, V, val_files, rng):
     return found
 
 
-def check_rows(rows, kind):
-    """Every (V,) of rows (…, V) is a distribution. Raises ProbeFailed."""
+def check_finite(rows, kind):
+    """Raises ProbeFailed; -inf is the log of 0."""
     if np.isnan(rows).any() or (rows == np.inf).any():
         raise ProbeFailed(f"log_probs are not finite ({kind})")
-    parts = max(1, rows.size >> 24)     # fp64 of all at once would not fit
+
+
+def check_rows(rows, kind):
+    """Every (V,) of rows (…, V) is a distribution. Raises ProbeFailed."""
+    check_finite(rows, kind)
+    parts = max(1, rows.size >> 19)     # fp64 of so many fits into the cache
     for part in np.array_split(rows.reshape(-1, rows.shape[-1]), parts):
-        sums = np.exp(part.astype(np.float64)).sum(-1)
+        sums = np.exp(part).sum(-1, dtype=np.float64)
         worst = float(sums[np.abs(sums - 1).argmax()])
         if abs(worst - 1) > SUM_TOLERANCE:
             raise ProbeFailed(f"log_probs are no distribution ({kind}): the probabilities of a position sum "
@@ -330,9 +350,9 @@ def try_places(fresh, kind, document, base, V, places, limit, rng):
         rows = np.tile(document, (size, 1))
         for row, t in zip(rows, batch):
             row[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
-        found = fresh.log_probs(rows)
-        check_rows(found, f"{kind}, changed")
-        for t, row in zip(batch, found):
+        for t, row in zip(batch, fresh.log_probs(rows)):
+            check_finite(row[:t + 1], f"{kind}, changed")   # if they are those of base, they sum to 1, too
+            check_rows(row[t + 1:], f"{kind}, changed")
             effect = largest_change(row[:t + 1], base[:t + 1])
             worst = max(worst, effect)
             if effect > limit:
@@ -345,11 +365,11 @@ def probe(fresh, seen, T, V, windows, val_files, rng):
     """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
     tried, the largest effect, kinds of documents). Raises ProbeFailed."""
     tried, worst, kinds = 0, 0.0, []
-    for kind, document in documents(T, V, val_files, rng):
+    for i, (kind, document) in enumerate(documents(T, V, val_files, rng)):
         base = seen.log_probs(document[None])[0].copy()
         check_rows(base, kind)
         noise = try_company(seen, kind, document, base, V, rng)
-        every = T <= 513 and T * V < 1 << 21        # small enough to try all places
+        every = i == 0 and T <= 513 and T * V < 1 << 21     # small enough to try all places, once
         places = range(T - 1) if every else some_places(T, windows, rng)
         limit = max(LEAST, 10 * noise)
         worst = max(worst, try_places(fresh, kind, document, base, V, places, limit, rng))
@@ -442,11 +462,17 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
     return "; ".join([text, *streams])
 
 
+def configurations(script, envs, seconds):
+    """[{constant: text}] that the script makes of environments. Raises ProbeFailed."""
+    with contextlib.closing(Model(script, NO_MODEL, {}, seconds)) as model:
+        return model.ask({"configs": envs}, np.zeros(0))
+
+
 def score(script, artifact, env, val, seconds):
     """Mean nats over every target of val (N,), rows of T tokens, added up here from log_probs alone."""
     with contextlib.closing(Model(script, artifact, env, seconds)) as model:
         T, V, n, nats = model.about["T"], model.about["V"], len(val) - 1, 0.0
-        rows = max(1, (1 << 24) // (T * V))
+        rows = max(1, (1 << 22) // (T * V))     # more is no faster: their memory is new at each answer
         for start in range(0, n, T * rows):
             piece = val[start:start + T * rows + 1].astype(np.int64)
             count = len(piece) - 1

@@ -11,10 +11,11 @@
     ./run.sh record plot PATH…                    curves of any logs
     ./run.sh record board                         the leaderboards of records/README.md
 
-Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), folders.py (the games' rules, folders
-on disk, their README), runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of
-other projects), pages.py (claims of their pages), source.py (what a script shows without running it),
-leak_probe.py. Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
+Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
+themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README), runs.py
+(logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects), pages.py (claims of
+their pages), source.py (what a script shows without running it), leak_probe.py.
+Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import contextlib
@@ -28,12 +29,14 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import replay  # noqa: E402, F401  its rule, and those of evidence.py
 import trials  # noqa: E402
 from audit import audit  # noqa: E402
-from checks import ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, json_text  # noqa: E402
+from checks import (  # noqa: E402
+    ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, first_difference, json_text, require, rule)
 from folders import (  # noqa: E402
-    HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, open_run,
-    rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
+    HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, is_plain,
+    open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
 from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, show  # noqa: E402
 
 
@@ -103,18 +106,25 @@ def excluded_runs(args, opened):
             for name, other in others.items()]
 
 
-def copy_files(folder, opened, baseline, artifact):
-    """Logs, results, the script, and the artifact if there is one and it is small."""
-    home = opened[0][0].path.parent
+def model_of(run, result):
+    """The file that a run is scored by. Raises Refused."""
+    packed = result["config"]["score_artifact"] == "1"
+    found = sorted(run.path.parent.glob("final_model.*.ptz" if packed else "final_model.pt"))
+    demand(found, f"run {result['run_id']} has no artifact")
+    return found[0]
+
+
+def copy_files(folder, opened, baseline, models):
+    """Logs, results, the script, and small artifacts of the first two runs: both can be scored again."""
     for i, (run, result) in enumerate(opened):
         end = f"_seed{result['seed']}" if i else ""
         shutil.copyfile(run.path, folder / f"train{end}.log")
         shutil.copyfile(run.path.parent / "result.json", folder / f"result{end}.json")
+        if i < len(models) and models[i].suffix == ".ptz" and models[i].stat().st_size < ARTIFACT_LIMIT:
+            shutil.copyfile(models[i], folder / models[i].name.replace("final_model", f"final_model{end}"))
     for run, result in baseline:
         shutil.copyfile(run.path, folder / f"baseline_seed{result['seed']}.log")
-    shutil.copyfile(home / "train_gpt.py", folder / "train_gpt.py")
-    if artifact.suffix == ".ptz" and artifact.stat().st_size < ARTIFACT_LIMIT:
-        shutil.copyfile(artifact, folder / artifact.name)
+    shutil.copyfile(opened[0][0].path.parent / "train_gpt.py", folder / "train_gpt.py")
 
 
 def new(args, say):
@@ -122,10 +132,12 @@ def new(args, say):
     # 1. which runs
     opened = sorted((open_run(path) for path in args.runs), key=lambda pair: pair[1]["seed"])
     check_alike(opened)
-    first, home = opened[0][1], opened[0][0].path.parent
+    first = opened[0][1]
     track = track_of(first["preset"])
     demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
     excluded = excluded_runs(args, opened)
+    for text in (args.name, args.author, args.github_id, args.blurb, args.ai_disclosure, *args.exclude):
+        demand(is_plain(text), f"{text[:60]!r} holds markup, which a record's page does not show")
     baseline = [open_run(path) for path in args.baseline]
     seeds = {result["seed"] for _, result in baseline}
     demand(len(seeds) == len(baseline), "two baseline runs have the same seed")
@@ -134,9 +146,7 @@ def new(args, say):
     before = args.before or best_before(earlier, first["hardware"])
     demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
     # 3. the files
-    packed = first["config"]["score_artifact"] == "1"
-    artifacts = sorted(home.glob("final_model.*.ptz" if packed else "final_model.pt"))
-    demand(artifacts, f"run {first['run_id']} has no artifact")
+    models = [model_of(run, result) for run, result in opened[:2]]
     date = max(result["finished"] for _, result in opened)[:10]
     short_name = re.sub(r"[^A-Za-z0-9]+", "", args.name)
     final = Path(args.into or HOME) / f"track_{track}" / f"{date}_{short_name}"
@@ -144,12 +154,12 @@ def new(args, say):
     folder = final.with_name(f".{final.name}.tmp")      # whole or not at all
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    copy_files(folder, opened, baseline, artifacts[0])
+    copy_files(folder, opened, baseline, models)
     script = (folder / "train_gpt.py").read_bytes()
     submission = dict(
         author=args.author, github_id=args.github_id, name=args.name, blurb=args.blurb, date=date,
         track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=git_commit(script),
-        systems_change=args.systems_change, artifact_sha256=sha256(artifacts[0].read_bytes()), before=None,
+        systems_change=args.systems_change, artifact_sha256=sha256(models[0].read_bytes()), before=None,
         code_change="", excluded=excluded)
     curves = {args.name: [run for run, _ in opened]}
     if before != "none":
@@ -169,7 +179,14 @@ def new(args, say):
 
 
 # ------------------------------------------------------------ 2 board
-def board_table(name, folders):
+def verdict_of(folder):
+    """The last cell of a record's row."""
+    failed = check(folder, LOOK_ONLY, lambda line: None)
+    said = f"fails {', '.join(failed)}" if failed else "passes, code not run"
+    return f"version {folder.submission['rules_version']}: {said}"
+
+
+def board_table(name, folders, last_cell=verdict_of):
     """A leaderboard: the best first, then what there was to start from."""
     track, rows = RULES[NEWEST].tracks[name], []
     by = "time" if track.rank == "time" else track.metric
@@ -178,10 +195,8 @@ def board_table(name, folders):
         return "" if track.hardware else folder.hardware(), rank_key(folder)
 
     for folder in sorted(folders.values(), key=order):
-        failed = check(folder, LOOK_ONLY, lambda line: None)
         s, (_, test) = describe(folder.values(by)), folder.test()
         spread = "one run" if s.std is None else f"± {show(by, s.std)}"
-        version = folder.submission["rules_version"]
         rows.append([
             f"[{folder.path.name}]({folder.path.parent.name}/{folder.path.name})",
             f"{show(by, s.mean)} {spread}",
@@ -190,7 +205,7 @@ def board_table(name, folders):
             f"{test.p:.4f}" if test else "first",
             folder.hardware(),
             folder.submission["author"],
-            f"version {version}: " + (f"fails {', '.join(failed)}" if failed else "passes, code not run")])
+            last_cell(folder)])
     if track.start is not None:
         rows.append([track.start_name, show(by, track.start), "", "", "", track.hardware, "", "the start"])
     column = "time (s)" if by == "time" else by
@@ -233,6 +248,26 @@ def board(say):
     say(f"wrote {os.path.relpath(path)}")
 
 
+@rule("strict", "rules and boards")
+def check_boards(folder, options):
+    """The tables of records/README.md are what rules and records make; verdicts and a record that the board
+    does not list yet apart."""
+    page, name = HOME / "README.md", folder.submission.get("track")
+    if not folder.ours or not page.exists() or options is LOOK_ONLY:      # with which board() asks
+        return None
+    text = page.read_text(encoding="utf-8")
+    records = {other: found for other, found in records_of(name).items()
+               if other != folder.path.name or f"[{other}]" in text}
+    parts = {f"rules version {version}": rules_table(version) for version in RULES}
+    parts[f"board {name}"] = board_table(name, records, lambda folder: "")
+    for part, content in parts.items():
+        told = text.partition(f"<!-- {part} -->\n")[2].partition(f"\n<!-- /{part} -->")[0]
+        told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", told)
+        found = first_difference(told, content)
+        require(not found, f"records/README.md, {part} (line, as it is, as it is recomputed): {found}")
+    return f"the rules and the board of {name} are what rules and records make"
+
+
 # ------------------------------------------------------------ 3 main
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
             "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot}
@@ -255,7 +290,9 @@ def parse(argv):
     add("new", ("runs", {"nargs": "+"}), ("--name", {"required": True}), ("--author", text),
         ("--github-id", text), ("--blurb", text), ("--ai-disclosure", text), ("--exclude", several),
         ("--before", text), ("--baseline", several), ("--into", text), ("--systems-change", on))
-    add("check", ("folder", {}), ("--rerun-eval", on), ("--no-exec", on), ("--artifact", text),
+    add("check", ("folder", {}), ("--rerun-eval", on), ("--no-exec", on), ("--artifact", several),
+        ("--verbose", on), ("--replay", {"type": int, "default": 0, "metavar": "N"}),
+        ("--seed", {"type": int, "help": "with --replay: which run, if not train.log's"}),
         ("--seconds", {"type": float, "default": 600}))     # golf at its own size: 195 on 2 cores
     add("audit", ("folder", {}))
     add("stats", paths, as_json, metric, ("--target", {"type": float}), ("--baseline", text))

@@ -105,6 +105,7 @@ class Run:
     facts: dict = dataclasses.field(default_factory=dict)       # of NUMBERS and WORDS
     config: dict = dataclasses.field(default_factory=dict)
     eval: dict = dataclasses.field(default_factory=dict)
+    digests: dict = dataclasses.field(default_factory=dict)     # {name: sha256} of inputs and models
     summary: dict = dataclasses.field(default_factory=dict)     # the table that ends a log of ours
     scores: list = dataclasses.field(default_factory=list)      # [(metric, value since the last step)]
     sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
@@ -317,6 +318,7 @@ def read_run(path, source, head, body):
     for protocol, scores in PROTOCOL.findall(rest):
         run.protocols.setdefault(protocol, []).append(scores)
     run.config = dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M))
+    run.digests = dict(re.findall(r"^sha256 (\S+):([0-9a-f]{64})$", rest, re.M))
     if settings := re.search(r"^eval settings: (.+)$", rest, re.M):
         for pair in settings[1].split():
             name, _, value = pair.partition(":")

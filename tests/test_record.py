@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import checks
+import evidence
 import folders
 import leak_probe
 import record
@@ -39,7 +41,7 @@ def test_records_of_version_1_stay_valid(tool, path, monkeypatch):
     """Their scripts, with files beside them or without, can still be probed."""
     monkeypatch.setattr(leak_probe, "SHORT_ROW", 64)
     probed = path in (BASELINE, WITH_COMPANION)
-    code, out, _ = tool("check", path, *(["--seconds", LONG] if probed else ["--no-exec"]))
+    code, out, _ = tool("check", "--verbose", path, *(["--seconds", LONG] if probed else ["--no-exec"]))
     assert code == 0 and "nothing fails" in out and "n/a" not in out, out
     assert json.loads((path / "submission.json").read_text())["rules_version"] == 1
     weights = "the artifact" if list(path.glob("*.ptz")) else "random weights"
@@ -50,7 +52,7 @@ def test_no_exec_runs_no_code_of_the_folder(tool, folder):
     mark = folder.parent / "it ran"
     (folder / "train_gpt.py").write_text(f"open({str(mark)!r}, 'w')\n")
     code, out, _ = tool("check", "--no-exec", "--rerun-eval", folder)
-    assert code == 1 and out.count("LEFT OUT by --no-exec") == 2 and not mark.exists()
+    assert code == 1 and out.count("LEFT OUT by --no-exec") == 4 and not mark.exists()
     tool("check", "--seconds", LONG, folder)
     assert mark.exists()
 
@@ -119,6 +121,14 @@ def renew(folder):
         (folder / "submission.json").write_text(checks.json_text(submission))
         submission |= folders.computed(folders.Folder(folder))
     (folder / "README.md").write_text(folders.readme_of(folders.Folder(folder)))
+
+
+def sealed(log):
+    """The bytes of a log with the sha256 of its lines computed anew, as a liar would."""
+    for found in evidence.LOG_DIGEST.finditer(log):
+        digest = folders.sha256(log[:found.start()])
+        log = log[:found.start(1)] + digest.encode() + log[found.end(1):]
+    return log
 
 
 def better_scores(folder):
@@ -348,7 +358,11 @@ def toy(tiny_data, tmp_path_factory):
             rate = "0.03" if run_id.startswith("a") else "0.01"
             env = SETTINGS | {"RUN_ID": run_id, "SEED": run_id[1], "MATRIX_LR": rate}
             assert train_gpt.main([], env) == 0
-            edit(root / "logs" / run_id / "result.json", finished=f"2026-01-01T00:00:0{i}Z")
+            result = json.loads((root / "logs" / run_id / "result.json").read_text())
+            began = datetime(2026, 1, 1, 0, i, tzinfo=UTC)
+            ended = began + timedelta(milliseconds=result["process_ms"])
+            edit(root / "logs" / run_id / "result.json", started=f"{began:%FT%TZ}",
+                 finished=f"{ended:%FT%TZ}")
     finally:
         os.chdir(here)
         torch.set_num_threads(threads)
@@ -375,12 +389,12 @@ def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkey
     """The toy is too small for the track's own rules: data and number of runs; all else passes."""
     monkeypatch.setattr(leak_probe, "SUM_VOCAB", 0)
     made = make(tool, "First", *THREE)
-    out = tool("check", "--seconds", LONG, made)[1]
+    out = tool("check", "--verbose", "--seconds", LONG, made)[1]
     assert failed_rules(out) == {"data", "runs"}, out
     assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens .*; ttt: 10 changes", out)
     submission = json.loads((made / "submission.json").read_text())
     result = json.loads((made / "result.json").read_text())
-    assert submission["rules_version"] == 2 and submission["seeds"] == [0, 1, 2]
+    assert submission["rules_version"] == 3 and submission["seeds"] == [0, 1, 2]
     assert list(submission["files"]) == sorted(submission["files"]) and set(folders.KEYS) <= set(submission)
     assert [path.name for path in made.glob("*.py")] == ["train_gpt.py"] and "companions" not in result
     script = (made / "train_gpt.py").read_bytes()
@@ -415,14 +429,16 @@ def test_scores_by_other_protocols_are_checked(tool, home):
 def test_the_evaluation_can_be_run_again(tool, home, toy, monkeypatch):
     """By the folder's script in an empty folder, and added up from log_probs alone."""
     folder = folders.Folder(make(tool, "First", *THREE))
-    options = SimpleNamespace(rerun_eval=True, no_exec=False, artifact="", seconds=LONG)
+    options = SimpleNamespace(rerun_eval=True, no_exec=False, artifact=(), seconds=LONG)
     monkeypatch.setattr(checks, "ROOT", home)
     with pytest.raises(checks.Broken, match="data/datasets/toy is not here"):
         checks.check_rerun(folder, options)
     monkeypatch.setattr(checks, "ROOT", toy)
-    said = checks.check_rerun(folder, options)
-    again, added, stated = (float(number) for number in re.findall(r"\d\.\d{8}", said))
-    assert again == pytest.approx(stated, abs=2e-5) and added == pytest.approx(stated, abs=2e-5)
+    said = [float(number) for number in re.findall(r"\d\.\d{8}", checks.check_rerun(folder, options))]
+    assert len(said) == 4 and len({*said}) > 1, "two seeds' artifacts"
+    assert said[::2] == pytest.approx(said[1::2], abs=2e-5)
+    added = float(re.search(r"\d\.\d{8}", checks.check_artifact_score(folder, options))[0])
+    assert added == pytest.approx(said[1], abs=2e-5)
     other = folder.results["result.json"] | {"val_bpb_ttt": 9.0}
     monkeypatch.setattr(checks, "rerun", lambda *args: other)
     with pytest.raises(checks.Broken, match="val_bpb_ttt is 9.0 evaluated again"):
@@ -445,7 +461,7 @@ def test_a_second_record_is_shown_against_the_first(tool, home):
     third = make(tool, "Third", "logs/b0", "logs/b1", "--before", "none")
     out = tool("check", "--no-exec", third)[1]
     assert f"the record before is None, but the best in this repository by then is '{first.name}'" in out
-    assert "the first of its track" in tool("check", "--no-exec", first)[1]
+    assert "the first of its track" in tool("check", "--no-exec", "--verbose", first)[1]
     shutil.rmtree(first)
     assert "but the best in this repository by then is 'none'" in tool("check", "--no-exec", second)[1]
 
@@ -457,11 +473,13 @@ def test_a_changed_script_is_shown_as_a_diff(tool, home):
     for run in (home / "logs/b0", home / "logs/b1"):
         result, log = json.loads((run / "result.json").read_text()), (run / "train.log").read_bytes()
         total = result["bytes_model"] + len(changed)
+        digests = [folders.sha256(text) for text in (script, changed)]
         for old, new in ((f"Code size: {len(script)}", f"Code size: {len(changed)}"),
                          (f"{result['bytes_total']}", f"{total}")):
             log = log.replace(old.encode(), new.encode())
         (run / "train_gpt.py").write_bytes(changed)
-        (run / "train.log").write_bytes(log.replace(script, changed))
+        log = log.replace(script, changed).replace(*(digest.encode() for digest in digests))
+        (run / "train.log").write_bytes(sealed(log))
         edit(run / "result.json", code_sha256=folders.sha256(changed), bytes_code=len(changed),
              bytes_total=total)
     second = make(tool, "Second", "logs/b0", "logs/b1")
@@ -528,7 +546,7 @@ def test_the_board_lists_records_best_first(tool, home):
     text = page.read_text()
     tiny = text.split("<!-- board tiny -->")[1].split("<!-- /board tiny -->")[0]
     assert re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny) == [path.name for path in made]
-    assert "version 2: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
+    assert "version 3: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
     assert tool("board")[0] == 0 and page.read_text() == text
 
 

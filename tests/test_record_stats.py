@@ -306,7 +306,9 @@ def test_audit_and_check_of_the_golf_record(tool, golf):
     assert code == 1 and len([line for line in out.splitlines() if line.startswith("    ")]) == 2
     assert "1 of 3 logs hold another script than train_gpt.py (47759 bytes): train.log (47642 bytes)" in out
     assert "contradiction: README: t=9.06 on the page, the logs give t=9.04 df=2 p=0.0060" in out
-    _, out, _ = tool("check", golf)     # which says what it cannot know
+    out = tool("check", golf)[1]
+    assert re.search(r"n/a .*: .*\bdata\b.*\bREADME\b", out) and out.count("n/a") == 1
+    _, out, _ = tool("check", "--verbose", golf)        # which says what it cannot know
     assert re.search(r"n/a +data", out) and re.search(r"n/a +README", out)
     assert "one script" in failed_rules(out) and re.search(r"pass +time cap", out)
     edit(golf / "submission.json", val_bpb=1.19945102)

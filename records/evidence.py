@@ -1,0 +1,447 @@
+"""Rules of `check` on what a log shows by itself: lines that follow from each other, digests, runs that are
+copies of one another, names, dates, texts, and the picture. Whoever alters a number must alter all that
+follow from it; a log that is made up consistently from end to end passes (README.md: what raises its price).
+"""
+import contextlib
+import hashlib
+import itertools
+import re
+import subprocess
+import tempfile
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import leak_probe
+import trials
+from checks import OF_ONE_RUN, LeftOut, artifacts_of, our_runs, require, rule, same
+from folders import NOTES, ROOT, is_plain, records_of, sha256
+from runs import DATE, log_text, split_log
+
+STEP_LINE = re.compile(
+    r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
+    r"step_avg:(\d+\.\d\d)ms(?: tok/s:(\d+) lr_factor:\d\.\d{3} eta:(\d+)s)?")
+RESUMED = re.compile(r"resume: from step (\d+) at train_time:(\d+)ms")
+# A run says these once; a resumed one says those of SAID_AGAIN again
+SAID_ONCE = re.compile(
+    r"(config \w+|override \w+|sha256 \S+(?=:[0-9a-f]{64}$)|data: \w+|parameters|world_size|eval settings"
+    r"|run folder|setup|stopping_early|Code size|Serialized model|Total submission size"
+    r"|peak memory|final_\w+(?= val_loss))[ :=]")
+SAID_AGAIN = ("config", "override", "sha256 config", "data", "parameters", "world_size", "run folder",
+              "setup")
+LOG_DIGEST = re.compile(rb"^log sha256:([0-9a-f]{64})\n", re.M)
+# Residuals in nats of one curve fitted to another, by SHUFFLE: those of two seeds are over 2.5 times as large
+SAME_CURVE = {"1": 4e-3, "0": 5e-4}
+LEAST_POINTS = 12       # of two curves that can be compared
+UNUSED_STEPS = 5        # of the slowest, that a run may end before its cap
+GAIN_BY_PACKING = 5e-3  # nats by which an artifact may be better than the weights that it was made from
+CLOCKS_DIFFER = timedelta(hours=1)
+# Headings, HTML, pictures, and how generated lines begin
+NOT_IN_NOTES = re.compile(r"(?m)^ {0,3}(?:#|=+ *$|-{2,} *$|\| *(?:seed|mean|std) *\||Test: |Exact metric"
+                          r"|Training time: |(?:val_bpb|val_loss|core): n=)|<[A-Za-z!/?]|!\[")
+
+
+class Step(NamedTuple):
+    """A step line of a log. rate, eta: None at a validation."""
+    step: int
+    total: int
+    kind: str           # train or val
+    loss: float
+    bpb: float | None
+    ms: int
+    average: float
+    rate: int | None
+    eta: int | None
+
+
+def lines_of(run):
+    """The lines of a run, without script and versions."""
+    return split_log(log_text(run.path))[2].split("\n")
+
+
+def segments_of(run, log):
+    """[((step, ms) at which the run began or was resumed, its Steps)]. Raises Broken for other step lines."""
+    found = [((0, 0), [])]
+    for line in lines_of(run):
+        if resumed := RESUMED.match(line):
+            found.append(((int(resumed[1]), int(resumed[2])), []))
+        elif re.match(r"step:\d", line):
+            parts = STEP_LINE.fullmatch(line)
+            require(parts, f"{log}: no run writes the line {line[:80]!r}")
+            step, total, kind, loss, bpb, ms, average, rate, eta = parts.groups()
+            found[-1][1].append(Step(
+                int(step), int(total), kind, float(loss), float(bpb) if bpb else None, int(ms),
+                float(average), int(rate) if rate else None, int(eta) if eta else None))
+    return found
+
+
+# ------------------------------------------------------------ steps
+@rule("strict", "steps and times")
+def check_steps(folder, options):
+    """Steps and times rise, no report is missing, and every rate is what steps and times make."""
+    count = 0
+    for run, log, result, name in our_runs(folder):
+        segments = check_lines(run, log, result)
+        require((len(segments) > 1) == result["resumed"],
+                f"{name} says resumed {result['resumed']}, {log} was resumed {len(segments) - 1} times")
+        check_end(log, name, segments[-1][1], result)
+        check_said_once(run, log, result)
+        count += sum(len(steps) for _, steps in segments)
+    for run in folder.baseline:         # without results
+        scores = {metric: run.value(metric) for metric in ("val_loss", "val_bpb")}
+        check_lines(run, run.file, scores | {"config": run.config, "steps": run.steps})
+    return f"{count} lines rise and agree with step_avg, tok/s, eta and val_bpb"
+
+
+def check_lines(run, log, result):
+    """The step lines of a log by themselves. Returns its segments."""
+    segments = segments_of(run, log)
+    for begin, steps in segments:
+        check_order(log, begin, steps)
+        check_reports(log, begin[0], steps, result)
+        for step in steps:
+            check_rates(f"{log}, step {step.step}", step, result)
+    return segments
+
+
+def check_order(log, begin, steps):
+    """Neither steps nor time go back; begin: (step, ms) of what came before."""
+    last_step, last_ms = begin
+    for step in steps:
+        where = f"{log}, step {step.step}"
+        again = step.step == last_step and step.kind == "val"
+        require(step.step > last_step or again, f"{where} comes after step {last_step}")
+        require(step.ms > last_ms or again and step.ms == last_ms or step.ms < 10,
+                f"{where}: train_time {step.ms} ms comes after {last_ms} ms")
+        same(where, "the last step", step.total, "its first line", steps[0].total)
+        last_step, last_ms = step.step, step.ms
+
+
+def check_reports(log, first, steps, result):
+    """Every line is there that the run wrote after step `first`, and no other."""
+    config, last = result["config"], steps[-1].step if steps else first
+    every = int(config["train_log_every"]) or 100
+    wanted = {n for n in range(first + 1, last + 1) if n <= 10 or n % every == 0}
+    odd = sorted({step.step for step in steps if step.kind == "train"} ^ wanted)
+    require(not odd, f"{log}: train_loss of step {odd and odd[0]} is missing, or is no step to be reported "
+            f"(TRAIN_LOG_EVERY={every})")
+    if any(config.get(name, "0") != "0" for name in ("core_metric_every", "sample_every")):
+        return                      # these validate, too
+    every = int(config["val_loss_every"])
+    wanted = {n for n in range(0, last + 1, every or last + 1) if every and n > first or every and not first}
+    odd = {step.step for step in steps if step.kind == "val"} ^ wanted
+    odd = sorted(odd - {first, result["steps"]})
+    require(not odd, f"{log}: val_loss of step {odd and odd[0]} is missing, or is no step to be validated "
+            f"(VAL_LOSS_EVERY={every})")
+
+
+def check_rates(where, step, result):
+    """step_avg, val_bpb, tok/s and eta of one Step."""
+    config, seconds, done = result["config"], step.ms / 1e3, max(step.step, 1)
+    require(abs(step.ms / done - step.average) <= 0.5 / done + 0.006,
+            f"{where}: step_avg {step.average} ms, but train_time and steps make {step.ms / done:.2f}")
+    if step.bpb is not None:
+        ratio = result["val_bpb"] / result["val_loss"]
+        require(abs(step.loss * ratio - step.bpb) < 6e-5 * (1 + ratio),
+                f"{where}: val_bpb {step.bpb}, but val_loss makes {step.loss * ratio:.4f}")
+    if step.rate is None or step.ms < 2:
+        return
+    # 1. tokens of the steps so far, between those of the smallest and of the largest batches
+    batches = [int(config["train_batch_tokens"]) * int(n) for n in config["batch_schedule"].split(",")]
+    low = step.step * min(batches) / (seconds + 5e-4) - 0.6
+    high = step.step * max(batches) / (seconds - 5e-4) + 0.6
+    require(low <= step.rate <= high, f"{where}: tok/s {step.rate}, but steps and train_time make "
+            f"{low:.0f} to {high:.0f}")
+    # 2. the rest of the run by steps or by the cap, whichever comes first
+    cap = float(config["max_wallclock_seconds"])
+    by_steps, by_seconds = step.step / step.total, seconds / cap if cap else 0
+    progress = [max(by_steps, by_seconds), by_seconds if cap else by_steps]
+    etas = [seconds / min(1, part) - seconds for part in progress]
+    slack = 0.6 + 5e-4 / by_steps
+    require(any(abs(eta - step.eta) <= slack for eta in etas),
+            f"{where}: eta {step.eta} s, but train_time, steps and cap make {etas[0]:.0f} s")
+
+
+def check_end(log, name, steps, result):
+    """What the last step says of the whole run."""
+    config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
+    mean_ms, stop = result["train_time_ms"] / result["steps"], result["stop_reason"]
+    require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
+    if stop == "iterations":
+        same(name, "steps", result["steps"], f"{log}, whose steps end at", steps[-1].total)
+    else:
+        cap = float(config["max_wallclock_seconds"])
+        unused = cap - seconds - UNUSED_STEPS * pace["max"] / 1e3
+        require(unused < 1, f"{name}: stopped by the cap of {cap} s after {seconds} s, with steps of at most "
+                f"{pace['max']} ms")
+    ordered = pace["p50"] <= pace["p95"] <= pace["max"]
+    require(ordered and (result["resumed"] or mean_ms < 1.01 * pace["max"] + 1),
+            f"{name}: step_ms {pace}, but {result['steps']} steps took {mean_ms:.2f} ms on average")
+    least = sum(result[key] for key in ("setup_ms", "compile_ms", "train_time_ms"))
+    require(result["resumed"] or result["process_ms"] >= least,
+            f"{name}: process_ms is {result['process_ms']}, its parts make {least}")
+    if "," not in config["batch_schedule"]:
+        made = result["steps"] * int(config["train_batch_tokens"]) * int(config["batch_schedule"])
+        same(name, "tokens", result["tokens"], "steps and batch", made)
+    rate = result["tokens"] / seconds
+    require(abs(rate - result["tok_per_s"]) < 1 + rate * 1e-3 / seconds,
+            f"{name}: tok_per_s is {result['tok_per_s']}, but tokens and time make {rate:.0f}")
+    if "artifact" in result:
+        gain = result["trained"]["val_loss"] - result["artifact"]["val_loss"]
+        require(gain < GAIN_BY_PACKING, f"{name}: the artifact is better than the weights that it was made "
+                f"from, by {gain:.4f} nats")
+    if result.get("min_val_bpb") and not result["resumed"]:
+        best = min(step.bpb for step in steps if step.bpb is not None)
+        same(name, "min_val_bpb", round(result["min_val_bpb"], 4), log, best)
+
+
+def check_said_once(run, log, result):
+    """A line that a run writes once is not there twice with two values, of which a reader sees one."""
+    said = {}
+    for line in lines_of(run):
+        found = SAID_ONCE.match(line)
+        if found and not (result["resumed"] and found[1].startswith(SAID_AGAIN)):
+            key = found[1] if found[1] != "peak memory" else line[:20]
+            require(said.setdefault(key, line) == line,
+                    f"{log} says both {said[key][:80]!r} and {line[:80]!r}")
+
+
+# ------------------------------------------------------------ copies
+@rule("strict", "independent runs")
+def check_independent(folder, options):
+    """No run's curve, times or pace is that of another one with another seed."""
+    our_runs(folder)
+    shuffle = folder.result(folder.runs[0])["config"].get("shuffle", "1")
+    for runs in (folder.runs, folder.baseline):
+        for one, other in itertools.combinations(runs, 2):
+            if why := likeness(one, other, SAME_CURVE[shuffle]):
+                raise_same(one, other, why)
+    for one, other in itertools.combinations(folder.runs, 2):
+        paces = [[folder.result(run)["step_ms"][key] for key in ("p50", "p95", "max")]
+                 for run in (one, other)]
+        if sum(a == b for a, b in zip(*paces)) > 1:
+            raise_same(one, other, f"step_ms {paces[0]} and {paces[1]}")
+    return "curves, times and paces differ"
+
+
+def raise_same(one, other, why):
+    require(False, f"{other.file} is hardly another run than {one.file}: {why}")
+
+
+def likeness(one, other, limit):
+    """Why two runs look like the same one, or ""."""
+    a, b = ({point.step: point for point in run.curves["train"]} for run in (one, other))
+    steps = sorted({*a, *b} & {*a} & {*b} - {1})        # the first loss is that of the uniform distribution
+    if len(steps) < LEAST_POINTS:
+        return ""
+    losses = np.array([[a[n].loss for n in steps], [b[n].loss for n in steps]])
+    equal = int((losses[0] == losses[1]).sum())
+    if equal > 2 + len(steps) // 10:
+        return f"{equal} of {len(steps)} losses are equal"
+    rest = np.std(losses[1] - np.polyval(np.polyfit(*losses, 1), losses[0]))
+    if rest < limit:
+        return f"its losses are those of the other on a line, but for {rest:.4f} nats"
+    late = [n for n in steps if a[n].seconds > 1]
+    equal = sum(a[n].seconds == b[n].seconds for n in late)
+    return f"{equal} of {len(late)} times are equal" if equal > 2 + len(late) // 5 else ""
+
+
+# ------------------------------------------------------------ names and dates
+@rule("strict", "names")
+def check_names(folder, options):
+    """File names, seeds, run ids, overrides and hardware say the same."""
+    ours = our_runs(folder)
+    same("the results", "files", sorted(folder.results), "the logs", sorted(run.json for run in ours))
+    ids = [result["run_id"] for _, _, result, _ in ours]
+    require(len({*ids}) == len(ids), f"two runs have one run_id: {', '.join(sorted(ids))}")
+    first = ours[0].result["seed"]
+    defaults = {}
+    for run, log, result, name in ours:
+        if "_seed" in log:
+            same(log, "seed", result["seed"], "its name", int(re.search(r"_seed(\d+)", log)[1]))
+        require(result["seed"] >= first, f"{name}: seed {result['seed']} is below that of train.log, {first}")
+        told, run_id = run.summary.get("run folder"), result["run_id"]
+        require(told in (None, f"logs/{run_id}"), f"{log}: run folder is {told!r}, in {name} {run_id!r}")
+        ranks = re.match(r"(\d+)(?: ranks )?x ", result["hardware"])
+        same(name, "ranks of the hardware", ranks and int(ranks[1]), "world_size", result["world_size"])
+        lines = re.findall(r"(?m)^override (\w+) (.*) -> (.*)$", "\n".join(lines_of(run)))
+        said = {constant: [old, new] for constant, old, new in lines}
+        wanted = {constant: list(texts) for constant, texts in result["overrides"].items()}
+        same(log, "overrides", said, name, wanted)
+        for constant, (old, _) in wanted.items():
+            same(name, f"default of {constant}", old, "another run", defaults.setdefault(constant, old))
+    for _, _, result, name in ours:         # what a run did not override is the default
+        for constant in {*defaults} - {*result["overrides"]}:
+            same(name, constant, result["config"][constant], "the default that others override",
+                 defaults[constant])
+    return "files, seeds, run ids, overrides and ranks agree"
+
+
+def utc(text):
+    """A time as our results write it."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+
+
+@rule("strict", "dates")
+def check_dates(folder, options):
+    """No run ended before it began or after today, or took another time than its process."""
+    now = datetime.now(UTC) + CLOCKS_DIFFER
+    for _, _, result, name in our_runs(folder):
+        began, ended = utc(result["started"]), utc(result["finished"])
+        require(began <= ended <= now, f"{name}: started {began}, finished {ended}, it is {now:%F %H:%M}")
+        differ = (ended - began).total_seconds() - result["process_ms"] / 1e3
+        require(result["resumed"] or abs(differ) < 3, f"{name}: from start to finish is {differ:+.1f} s "
+                f"more than process_ms, {result['process_ms']}")
+    date, told = folder.submission["date"], DATE.match(folder.path.name)
+    require(not told or "-".join(told.groups()) == date, f"{folder.path.name} is of {date}")
+    until, version = folder.rules.until, folder.submission["rules_version"]
+    require(not until or date <= until, f"submission.json: runs of {date} are judged by the newest rules; "
+            f"version {version} ended on {until}")
+    return f"the last run ended on {date}"
+
+
+@rule("strict", "git commit")
+def check_commit(folder, options):
+    """The commit holds the script, where this repository knows it."""
+    our_runs(folder)
+    commit = folder.submission["git_commit"]
+    if commit == "not committed":
+        return None
+    require(re.fullmatch(r"[0-9a-f]{40}", commit), f"submission.json: git_commit {commit!r} is no commit")
+
+    def git(*words, **more):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, **more)
+
+    with contextlib.suppress(OSError):      # no git here
+        if git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
+            return None                     # another repository
+        there = git("show", f"{commit}:train_gpt.py").stdout
+        same("submission.json", f"train_gpt.py of {commit[:9]}", sha256(there), "the folder",
+             sha256(folder.script))
+    return f"{commit[:9]} holds the script"
+
+
+# ------------------------------------------------------------ digests
+@rule("strict", "digests")
+def check_digests(folder, options):
+    """Since rules version 3 a log names the sha256 of what it was made from and of its own lines."""
+    ours = our_runs(folder)
+    if not folder.rules.digests:
+        return None
+    count, models = 0, {}
+    for run, log, result, name in ours:
+        config = "".join(f"config {key}={value}\n" for key, value in run.config.items())
+        wanted = {"train_gpt.py": sha256(folder.script), "config": sha256(config.encode())}
+        for key, digest in (wanted | result["data"]["sha256"]).items():
+            same(log, f"sha256 {key}", run.digests.get(key), "what it stands for", digest)
+        for key, digest in run.digests.items():
+            if key.startswith("final_model"):
+                other = models.setdefault(digest, log)
+                require(other == log, f"{log} names the {key} of {other}")
+        count += check_own_lines(run, log)
+    model = [name for name in ours[0].run.digests if name.startswith("final_model.")]
+    packed = ours[0].result["config"]["score_artifact"] == "1"
+    counts = [name for name in model if name.endswith(".ptz") == packed]
+    require(len(counts) == 1, f"{ours[0].log} names {len(counts)} files with the weights that count")
+    same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], ours[0].log,
+         ours[0].run.digests[counts[0]])
+    for owner, path in artifacts_of(folder, options):
+        same(path.name, "sha256", sha256(path.read_bytes()), owner.log, owner.run.digests.get(counts[0]))
+    return f"inputs, models and lines have the sha256 that the logs name, {count} times their own"
+
+
+def check_own_lines(run, log):
+    """Each `log sha256` line is right, and the last line is one. Returns their number."""
+    raw, digest, at, count = run.path.read_bytes(), hashlib.sha256(), 0, 0
+    for found in LOG_DIGEST.finditer(raw):
+        digest.update(raw[at:found.start()])
+        line = raw.count(b"\n", 0, found.start()) + 1
+        require(digest.hexdigest().encode() == found[1], f"{log}: the lines before line {line} are not those "
+                "whose sha256 it is")
+        at, count = found.start(), count + 1
+    require(count and found.end() == len(raw), f"{log} does not end with the sha256 of its lines")
+    return count
+
+
+@rule("strict", "constants")
+def check_constants(folder, options):
+    """The script makes the configuration of a run from the preset and the overrides."""
+    ours = our_runs(folder)
+    if options.no_exec:
+        raise LeftOut
+    asked = [{"PRESET": result["preset"]} | {
+        key.upper(): new for key, (_, new) in result["overrides"].items() if key not in OF_ONE_RUN}
+        for _, _, result, _ in ours]
+    found = leak_probe.configurations(folder.path / "train_gpt.py", asked, options.seconds)
+    for made, (_, log, result, name) in zip(found, ours):
+        for key, value in result["config"].items():
+            by_data = key in ("vocab_size", "bos_id") and made.get(key) == "0"
+            if not by_data and key not in OF_ONE_RUN:
+                same(name, f"config {key}", value, "train_gpt.py with these overrides", made.get(key))
+    return "are what train_gpt.py makes of preset and overrides"
+
+
+# ------------------------------------------------------------ texts
+@rule("strict", "plain text")
+def check_text(folder, options):
+    """No markup in anything that the page shows, and notes that nobody takes for results."""
+    our_runs(folder)
+    for where, content in [("submission.json", folder.submission), *folder.results.items()]:
+        for key, value in content.items():
+            shown_as_code = key in ("config", "overrides", "before")
+            for text in strings_of(value):
+                good = is_plain(text) or shown_as_code and text.isprintable() and "`" not in text
+                require(good, f"{where}: {key} holds markup: {text[:60]!r}")
+    notes = folder.readme.partition(NOTES[0])[2].partition(NOTES[1])[0]
+    found = NOT_IN_NOTES.search(notes)
+    require(not found, "README.md: the notes hold a heading, HTML, a picture or a line like those of the "
+            f"result: {found and notes[found.start():][:60]!r}")
+    return "no markup; notes look like notes"
+
+
+def strings_of(value):
+    """All strings of a JSON value, keys too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [*value, *itertools.chain.from_iterable(map(strings_of, value.values()))]
+    return [*itertools.chain.from_iterable(map(strings_of, value))] if isinstance(value, list) else []
+
+
+# ------------------------------------------------------------ the picture
+def record_picture(folder, earlier, path):
+    """Draws a record's loss.png: its runs and those of the record before, of `earlier` {name: Folder}."""
+    s, curves = folder.submission, {folder.submission["name"]: folder.runs}
+    if s["before"]:
+        name = s["before"]["name"]
+        require(name in earlier, f"loss.png shows {name}, which is not here")
+        curves = {name: earlier[name].runs} | curves
+    trials.draw(curves, path, f"{folder.result(folder.runs[0])['preset']}: {s['name']}")
+
+
+def pinned(package):
+    """Its version in requirements.txt."""
+    return re.search(rf"(?m)^{package}==(\S+)", (ROOT / "requirements.txt").read_text())[1]
+
+
+@rule("strict", "picture")
+def check_picture(folder, options):
+    """loss.png is what the logs draw, pixel by pixel."""
+    our_runs(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        again = Path(scratch, "loss.png")
+        record_picture(folder, records_of(folder.submission["track"]), again)
+        if again.read_bytes() != folder.read("loss.png"):
+            from matplotlib import image
+            here, want = metadata.version("matplotlib"), pinned("matplotlib")
+            if here != want:
+                raise LeftOut(f"matplotlib {here} draws otherwise than {want}")
+            try:
+                pictures = [image.imread(path) for path in (again, folder.path / "loss.png")]
+            except SyntaxError:             # of PIL, for what is no PNG
+                pictures = [0, 1]
+            require(np.array_equal(*pictures), "loss.png is not the picture of these logs")
+    return "loss.png, drawn again, is the same"

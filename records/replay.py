@@ -1,0 +1,153 @@
+"""`check --replay N`: the first N steps trained again by the folder's own script, their losses compared.
+
+A CPU run in fp32 of one torch build, dataset, and number of ranks and threads repeats itself to the printed
+digits, one in bf16 nearly: whoever makes a log up has to train for it after all. The run starts in an empty
+folder that holds the script, what old ones loaded from beside it, and data/. What the clock decides cannot be
+repeated: the clock of the replay stands almost still, and losses are compared up to the first line whose
+learning rate differs.
+"""
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib import metadata
+from pathlib import Path
+
+from checks import OF_ONE_RUN, LeftOut, our_runs, require, rule
+from evidence import lines_of
+from folders import ROOT
+
+SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
+START = f"""import runpy, time
+counter = time.perf_counter
+time.perf_counter = lambda: {SLOWER} * counter()
+runpy.run_path("train_gpt.py", run_name="__main__")
+"""
+COMPARED = re.compile(r"step:(\d+)/\d+ (train_loss:\S+|val_loss:\S+) .*?(?:lr_factor:(\S+) |$)")
+# Lines of a log from before training that do not depend on the machine
+PLAN = re.compile(r"(?:data: |parameters:|matmul FLOPs|eval settings:|config (?!run_id)|sha256 (?!config)).*")
+MACHINE = re.compile(r"world_size:.* (activations:\S+ micro_batch:\S+)")    # what it decides
+BF16_LOSS = 5e-3        # CPUs round products of bfloat16 differently: by this part a loss may differ
+LEAST = 10              # losses that must be compared, where N asks for so many
+
+
+@rule("strict", "replay")
+def check_replay(folder, options):
+    """--replay N: the run of train.log, or of --seed, trained again for N steps."""
+    if not options.replay:
+        return None
+    asked = [one for one in our_runs(folder) if options.seed in (None, one.result["seed"])]
+    require(asked, f"no run has seed {options.seed}")
+    run, log, result, _ = asked[0]
+    lines = lines_of(run)
+    told = [int(found[1]) for found in map(COMPARED.match, lines) if found]
+    last = max((step for step in told if step <= options.replay), default=0)
+    require(last, f"{log} has no loss up to step {options.replay}")
+    if options.no_exec:
+        raise LeftOut
+    ranks, threads = cpus_of(result)
+    here = metadata.version("torch")
+    if here.partition("+")[0] != result["torch"].partition("+")[0]:
+        raise LeftOut(f"the run has torch {result['torch']}, this machine {here}")
+    if not (ROOT / "data" / "datasets" / result["data"]["name"]).exists():
+        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
+    with tempfile.TemporaryDirectory() as scratch:
+        again = train_again(folder, result, ranks, threads, last, options.seconds, Path(scratch))
+    return f"{log}: {compare(log, lines, again, last)}"
+
+
+def cpus_of(result):
+    """(ranks, threads) of a run on CPUs; those of GPUs do not repeat to the digit."""
+    found = re.match(r"(\d+) ranks x (\d+) threads of ", result["hardware"])
+    if not found:
+        raise LeftOut(f"a run on {result['hardware']} does not repeat itself to the printed digits")
+    return int(found[1]), int(found[2])
+
+
+def train_again(folder, result, ranks, threads, last, seconds, scratch):
+    """The lines of the log of a new run up to the step `last`, or for so many seconds."""
+    for name in ("train_gpt.py", *folder.companions()):
+        shutil.copyfile(folder.path / name, scratch / name)
+    (scratch / "start.py").write_text(START)
+    (scratch / "data").symlink_to(ROOT / "data")
+    command = [sys.executable, "start.py"]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = environment(result, threads, scratch)
+    said = until_step(last, command, scratch, env, seconds)
+    log = scratch / "logs" / "replay" / "train.log"
+    require(log.exists(), f"train_gpt.py does not train: {said[-1][:200] if said else 'no word'}")
+    body = log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2]
+    return [*body.split("\n"), *said]      # the last line may have reached the terminal only
+
+
+def environment(result, threads, scratch):
+    """The run's preset, seed and overrides, and nothing of ours that a run could see."""
+    env = {name.upper(): text for name, (_, text) in result["overrides"].items()
+           if name not in OF_ONE_RUN or name in ("device", "dtype")}
+    if "/" not in env.get("DATA_PATH", "/"):            # a log shows the last part of an absolute path
+        env["DATA_PATH"] = str(ROOT / "data" / "datasets" / env["DATA_PATH"])
+    env |= {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
+    return env | dict(
+        PRESET=result["preset"], SEED=str(result["seed"]), RUN_ID="replay", CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", HOME=str(scratch),
+        TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
+
+
+def until_step(steps, command, folder, env, seconds):
+    """Runs a command until it prints the loss of that step, at most so many seconds. Returns its lines."""
+    said = []
+    process = subprocess.Popen(command, cwd=folder, env=env, text=True, errors="replace",
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    late = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
+    try:
+        for line in process.stdout:
+            said.append(line.rstrip("\n"))
+            found = COMPARED.match(said[-1])
+            if found and int(found[1]) >= steps:
+                break
+    finally:
+        late.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    return said
+
+
+def compare(log, lines, again, steps):
+    """Lines of a log against those of the replay. Raises Broken where they differ."""
+    for line in filter(PLAN.fullmatch, again):
+        key = re.match(r"[\w ]+[^:=]*[:=]", line)[0]
+        told = next((other for other in lines if other.startswith(key)), None)
+        require(line in lines, f"{log} has {told!r}, its script on this data writes {line!r}")
+    here, there = (next(filter(None, map(MACHINE.match, text)), [None] * 2)[1] for text in (again, lines))
+    if here and here != there:
+        raise LeftOut(f"the run has {there}, this machine {here}")
+    made = {loss_of(found): found for found in map(COMPARED.match, again) if found}
+    compared, last, limit = 0, 0, BF16_LOSS if there and "bfloat16" in there else 0
+    for found in filter(None, map(COMPARED.match, lines)):
+        other = made.get(loss_of(found))
+        if not other or int(found[1]) > steps:
+            break
+        if other[3] != found[3]:        # the clock's doing, but hardly so early
+            require(compared >= min(LEAST, steps), f"{log}, step {found[1]}: lr_factor {found[3]}, with a "
+                    f"clock that stands still {other[3]}: its schedule cannot be replayed")
+            break
+        loss, repeated = (float(one[2].partition(":")[2]) for one in (found, other))
+        require(abs(loss - repeated) <= limit * loss,
+                f"{log}, step {found[1]}: {found[2]}, in the replay {other[2]}")
+        compared, last = compared + 1, found[1]
+    if compared < min(LEAST, steps):
+        raise LeftOut(f"only {compared} losses were trained in time; --seconds gives it more")
+    how = f"within {limit:.1%}, as bfloat16 rounds on other CPUs" if limit else "to the printed digits"
+    return f"{compared} losses up to step {last} are the same {how}"
+
+
+def loss_of(found):
+    """(step, name of its loss) of a match of COMPARED."""
+    return found[1], found[2].partition(":")[0]

@@ -1,0 +1,577 @@
+"""Record folders altered by somebody who has our code: after each alteration every digest, number, page and
+picture that can be made anew is made anew. What `check` finds and what it cannot is a table in
+records/BENCH.md, which the last test compares with the list here."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import checks
+import evidence
+import folders
+import record
+import replay
+import train_gpt
+from helpers import ROOT, TOY
+from test_record import BASELINE, RECORDS, bit, digit, edit, failed_rules, renew, sealed
+
+LATEST = RECORDS[-1]
+RUN = argparse.Namespace(no_exec=False, rerun_eval=False, artifact=(), replay=0, seed=None, seconds=86_400)
+SETTINGS = TOY | dict(TRAIN_LOG_EVERY="1", VAL_TOKENS="0", VAL_LOSS_EVERY="5", SAMPLE_TOKENS="0")
+
+
+# ------------------------------------------------------------ what is altered
+@pytest.fixture(scope="module")
+def toy(tiny_data, tmp_path_factory):
+    """A record of rules version 3 that holds all rules of its small track, with data/ beside it."""
+    root, here, threads = tmp_path_factory.mktemp("toy_record"), os.getcwd(), torch.get_num_threads()
+    (root / "data").symlink_to(tiny_data / "data")
+    os.chdir(root)
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            for seed in "12":
+                assert train_gpt.main([], SETTINGS | {"RUN_ID": f"run{seed}", "SEED": seed}) == 0
+            made = SimpleNamespace(root=root, rules=toy_rules(json.loads(
+                (root / "logs/run1/result.json").read_text())))
+            go_to(made, patch)
+            assert record.main(["new", "--name", "Toy", "logs/run1", "logs/run2"]) == 0
+        finally:
+            os.chdir(here)
+            torch.set_num_threads(threads)
+    made.folder = next(root.glob("records/track_tiny/*_Toy"))
+    return made
+
+
+def go_to(made, patch):
+    """The tools in the toy's repository, with its rules."""
+    patch.setitem(folders.RULES, 3, made.rules)
+    for module in (folders, record):
+        patch.setattr(module, "HOME", made.root / "records")
+    for module in (checks, replay):
+        patch.setattr(module, "ROOT", made.root)
+
+
+def toy_rules(result):
+    """Rules version 3 with a track of the toy's data and two runs."""
+    data, rules = result["data"], folders.RULES[3]
+    track = rules.tracks["tiny"]._replace(
+        data="toy", fingerprint="toy", val=(data["val_tokens"], data["val_bytes"]), sha256=data["sha256"],
+        min_runs=2)
+    return rules._replace(tracks={"tiny": track})
+
+
+def reseal(folder):
+    """Everything anew that follows from the logs and results of an altered folder."""
+    for log in folder.glob("train*.log"):
+        raw = log.read_bytes()
+        lines = b"".join(re.findall(rb"^config \w+=.*\n", raw, re.M))
+        raw = re.sub(rb"(?m)^(sha256 config:).*", rb"\g<1>" + folders.sha256(lines).encode(), raw)
+        script = folders.sha256((folder / "train_gpt.py").read_bytes()).encode()
+        raw = re.sub(rb"(?m)^(sha256 train_gpt.py:).*", rb"\g<1>" + script, raw)
+        artifact = folder / log.name.replace("train", "final_model").replace(".log", ".int8.ptz")
+        if artifact.exists():
+            digest = folders.sha256(artifact.read_bytes()).encode()
+            raw = re.sub(rb"(?m)^(sha256 final_model.int8.ptz:).*", rb"\g<1>" + digest, raw)
+        log.write_bytes(sealed(raw))
+    artifact = folder / "final_model.int8.ptz"
+    if artifact.exists():
+        edit(folder / "submission.json", artifact_sha256=folders.sha256(artifact.read_bytes()))
+    opened = folders.Folder(folder)
+    evidence.record_picture(opened, folders.records_of("tiny"), folder / "loss.png")
+    notes = opened.readme.partition(folders.NOTES[0])[2].partition(folders.NOTES[1])[0]
+    renew(folder)
+    page = folder / "README.md"
+    page.write_text(page.read_text().replace("\nNotes of the author go here.\n", notes))
+
+
+def in_files(pattern, text, names=("train*.log",), count=0):
+    """Replaces a pattern in files of a folder; text: as re.sub takes it."""
+    def alter(folder):
+        found = 0
+        for name in names:
+            for path in sorted(folder.glob(name)):
+                changed, times = re.subn(pattern, text, path.read_text(), count=count, flags=re.M)
+                path.write_text(changed)
+                found += times
+        assert found, pattern
+    return alter
+
+
+def together(*parts):
+    return lambda folder: [part(folder) for part in parts]
+
+
+def result(name, *keys, **values):
+    return lambda folder: edit(folder / name, *keys, **values)
+
+
+def results(*keys, **values):
+    return lambda folder: [edit(path, *keys, **values) for path in folder.glob("result*.json")]
+
+
+def submission(**values):
+    return lambda folder: edit(folder / "submission.json", **values)
+
+
+STEP = re.compile(r"(?m)^step:(\d+)/(\d+) (\w+):(\d\.\d{4})( val_bpb:\S+)? train_time:(\d+)ms step_avg:\S+ms"
+                  r"(?: tok/s:\d+ (lr_factor:\S+) eta:\d+s)?$")
+
+
+def result_of(log):
+    return log.replace("train", "result").replace(".log", ".json")
+
+
+def step_lines(name, change):
+    """Rewrites the step lines of a log: change(kind, step, loss, ms) -> loss, ms; all rates follow."""
+    def alter(folder):
+        text = (folder / name).read_text()
+        config = dict(re.findall(r"(?m)^config (\w+)=(.*)$", text))
+        batch, cap = int(config["train_batch_tokens"]), float(config["max_wallclock_seconds"])
+        score = json.loads((folder / result_of(name)).read_text())
+
+        def line(found):
+            step, total, kind = int(found[1]), int(found[2]), found[3]
+            loss, ms = change(kind, step, float(found[4]), int(found[6]))
+            ms = max(1, round(ms))
+            bpb = f" val_bpb:{loss / score['val_loss'] * score['val_bpb']:.4f}" if found[5] else ""
+            said = (f"step:{step}/{total} {kind}:{loss:.4f}{bpb} train_time:{ms}ms "
+                    f"step_avg:{ms / max(step, 1):.2f}ms")
+            if found[7]:
+                part = max(step / total, ms / 1e3 / cap if cap else 0)
+                eta = ms / 1e3 / part - ms / 1e3
+                said += f" tok/s:{step * batch / ms * 1e3:.0f} {found[7]} eta:{eta:.0f}s"
+            return said
+
+        (folder / name).write_text(STEP.sub(line, text))
+    return alter
+
+
+def lowered(*parts, train=False, names="result*.json"):
+    """Final scores of parts (trained, artifact) 1 % lower wherever they stand, and of the trained weights the
+    validations before; train: the training losses, too."""
+    def alter(folder):
+        for path in sorted(folder.glob(names)):
+            content = json.loads(path.read_text())
+            log = path.name.replace("result", "train").replace(".json", ".log")
+            lines = [(rf"^{tag}(_exact)? .*$", part) for part, tag in (
+                ("trained", "final_model"), ("artifact", "final_int8_zlib_roundtrip"))]
+            for part in parts:
+                content[part] |= {key: 0.99 * content[part][key] for key in ("val_loss", "val_bpb")}
+            head, ruler, text = (folder / log).read_text().rpartition("=" * 100 + "\n")
+            for pattern, part in lines:
+                text = re.sub(f"(?m){pattern}", lambda found: found[0].split(" ")[0] + score_text(
+                    content[part], 8 if found[1] else 4), text)
+            text = re.sub(r"(?m)^( +score ).*$", rf"\g<1>{score_text(content['artifact'], 4)}", text)
+            content |= {key: content["artifact"][key] for key in ("val_loss", "val_bpb")}
+            if "min_val_bpb" in content and "trained" in parts:
+                content["min_val_bpb"] *= 0.99
+                text = re.sub(r"(?m)^( +min_val_bpb  ).*$", rf"\g<1>{content['min_val_bpb']:.8f}", text)
+            path.write_text(json.dumps(content, indent=1) + "\n")
+            (folder / log).write_text(head + ruler + text)
+
+            def change(kind, step, loss, ms):
+                if step == content["steps"] and kind == "val_loss":
+                    return content["trained"]["val_loss"], ms
+                return loss * (0.99 if train or kind == "val_loss" and "trained" in parts else 1), ms
+            step_lines(log, change)(folder)
+    return alter
+
+
+def score_text(score, digits):
+    return "".join(f" {key}:{score[key]:.{digits}f}" for key in ("val_loss", "val_bpb"))
+
+
+def noise(size, seed=0):
+    rng = np.random.default_rng(seed)
+    return lambda: size * float(rng.uniform(-1, 1))
+
+
+def copied(change):
+    """train_seed1340's run as a new one of seed 1342, by change(kind, step, loss, ms), with other totals."""
+    def alter(folder):
+        for kind, end in (("train", ".log"), ("result", ".json")):
+            shutil.copy(folder / f"{kind}_seed1340{end}", folder / f"{kind}_seed1342{end}")
+        log = folder / "train_seed1342.log"
+        log.write_text(log.read_text().replace("baseline_seed1340", "x").replace("1340", "1342"))
+        name = "result_seed1342.json"
+        was = json.loads((folder / name).read_text())
+        result(name, seed=1342, run_id="x", process_ms=was["process_ms"] + 311,
+               step_ms={key: value + 0.5 for key, value in was["step_ms"].items()})(folder)
+        result(name, "config", seed="1342", run_id="x")(folder)
+        result(name, "overrides", seed=["1337", "1342"], run_id=["", "x"])(folder)
+        ms = " ".join(f"'{key}': {value + 0.5}," for key, value in was["step_ms"].items()).rstrip(",")
+        log.write_text(re.sub(r"(?m)^( +step_ms  ).*$", rf"\g<1>{{{ms}}}", log.read_text()))
+        in_files(r"^( +process_ms  ).*$", rf"\g<1>{was['process_ms'] + 311}", (log.name,))(folder)
+        last = was["steps"]
+        step_lines(log.name, lambda kind, step, loss, ms: (
+            (loss, ms) if step == last else change(kind, step, loss, ms)))(folder)
+    return alter
+
+
+def swapped(folder):
+    for kind, end in (("train", ".log"), ("result", ".json")):
+        one, other = (folder / f"{kind}_seed{seed}{end}" for seed in (1338, 1339))
+        text = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(text)
+
+
+def link(name):
+    def alter(folder):
+        elsewhere = shutil.move(folder / name, folder.parent / "elsewhere")
+        (folder / name).symlink_to(elsewhere)
+    return alter
+
+
+def twice(name, key, value):
+    """Adds a second `key` to a JSON object, which Python's reader takes for the only one."""
+    def alter(folder):
+        text = (folder / name).read_text().rstrip().removesuffix("}").rstrip()
+        (folder / name).write_text(f'{text},\n "{key}": {json.dumps(value)}\n}}\n')
+    return alter
+
+
+def notes(text):
+    return in_files(r"Notes of the author go here\.", text, ("README.md",))
+
+
+def boards(pattern, text):
+    return in_files(pattern, text, ("../../README.md",), 1)
+
+
+def script(old, new):
+    """The folder's script and the source in its logs, and all that tells their size."""
+    def alter(folder):
+        was = (folder / "train_gpt.py").read_text()
+        assert was.count(old) == 1
+        text = was.replace(old, new)
+        (folder / "train_gpt.py").write_text(text)
+        size = len(text.encode())
+        for log in folder.glob("train*.log"):
+            model = json.loads((folder / result_of(log.name)).read_text())
+            total = model["bytes_model"] + size
+            body = log.read_text().replace(was, text).replace(f"{model['bytes_total']}", f"{total}")
+            log.write_text(re.sub(r"(?m)^Code size: \d+", f"Code size: {size}", body))
+            result(result_of(log.name), bytes_code=size, bytes_total=total,
+                   code_sha256=folders.sha256(text.encode()))(folder)
+    return alter
+
+
+def other_picture(folder):
+    shutil.copy(LATEST / "loss.png", folder / "loss.png")
+
+
+def one_pixel(folder):
+    from matplotlib import image
+    pixels = image.imread(folder / "loss.png")
+    pixels[200, 300] = 0, 0, 0, 1
+    image.imsave(folder / "loss.png", pixels)
+
+
+def fewer_runs(folder):
+    for name in ("train_seed1339.log", "result_seed1339.json"):
+        (folder / name).unlink()
+
+
+def version_1(folder):
+    """As if it had been made before there were digests."""
+    in_files(r"^(log )?sha256 .*\n", "")(folder)
+    submission(rules_version=1)(folder)
+
+
+def times(factor):
+    """All training times scaled, in logs, results and summaries."""
+    def alter(folder):
+        for path in folder.glob("result*.json"):
+            log = path.name.replace("result", "train").replace(".json", ".log")
+            was = json.loads(path.read_text())
+            ms = round(was["train_time_ms"] * factor)
+            edit(path, train_time_ms=ms, tok_per_s=round(was["tokens"] / ms * 1e3))
+            step_lines(log, lambda kind, step, loss, then: (loss, round(then * factor)))(folder)
+            rate = round(was["tokens"] / ms * 1e3)
+            for pattern, text in ((r"^( +train_time_ms  ).*$", ms), (r"^( +tok_per_s  ).*$", rate),
+                                  (r"(stopping_early: .* train_time:)\d+", ms)):
+                in_files(pattern, rf"\g<1>{text}", (log,))(folder)
+    return alter
+
+
+def end_of_log(line):
+    """A line put before the table that ends train.log."""
+    return in_files(r"^( +steps  \d+\n)", line + r"\n\1", ("train.log",))
+
+
+class Case:
+    """An alteration, of which record, and the rule that finds it or why none can.
+
+    sealed: "after": all is made anew; "listed": all but the picture; "hashes": the list of files; "before":
+    nothing."""
+    def __init__(self, name, alter, rule, base="Baseline", sealed="after"):
+        self.name, self.alter, self.rule, self.base, self.sealed = name, alter, rule, base, sealed
+
+
+LOOKS_AHEAD = """
+honest = log_probs
+def log_probs(model, tokens):
+    return honest(model, tokens.roll(-1, 1))
+if __name__"""
+STEPS, SCORE, CONFIG, COPIES = ("steps and times", "score of the artifact", "one configuration",
+                                "independent runs")
+LOG, ALL = ("train.log",), ("train*.log", "result*.json")
+FIND = [
+    # steps, times, rates
+    Case("a step line is taken out", in_files(r"^step:300/.*\n", "", LOG), STEPS),
+    Case("a step line is added", in_files(r"^(step:)300(/.*\n)", r"\g<0>\g<1>325\2", LOG), STEPS),
+    Case("two step lines change places", in_files(r"^(step:300/.*\n)(step:350/.*\n)", r"\2\1", LOG),
+         STEPS),
+    Case("time goes back at one step, its rates follow", step_lines(
+        "train.log", lambda kind, step, loss, ms: (loss, ms - 9000 * (step == 300))), STEPS),
+    Case("one train_time", in_files(r"^(step:300/.*train_time:)\d+", r"\g<1>41000", LOG), STEPS),
+    Case("one step_avg", in_files(r"^(step:300/.*step_avg:)[\d.]+", r"\g<1>130.00", LOG), STEPS),
+    Case("one tok/s", in_files(r"^(step:300/.*tok/s:)\d+", r"\g<1>15541", LOG), STEPS),
+    Case("one eta", in_files(r"^(step:300/.*eta:)\d+", r"\g<1>60", LOG), STEPS),
+    Case("all times 5 % lower, all rates follow", times(0.95), STEPS),
+    Case("all times 1 % higher", times(1.01), "time cap"),
+    Case("process_ms", together(results(process_ms=160_000), in_files(
+        r"^( +process_ms  ).*", r"\g<1>160000")), "dates"),
+    Case("tokens of a run", together(result("result.json", tokens=1_900_000), in_files(
+        r"^( +tokens  ).*", r"\g<1>1900000", LOG)), STEPS),
+    Case("slowest step faster than the mean", together(
+        results(step_ms=dict(p50=90.0, p95=91.0, max=92.0)),
+        in_files(r"^( +step_ms  ).*", r"\1{'p50': 90.0, 'p95': 91.0, 'max': 92.0}")), STEPS),
+    Case("a second, better final line", end_of_log(
+        "final_int8_zlib_roundtrip_exact val_loss:2.00000000 val_bpb:1.21000000"), STEPS),
+    Case("val_bpb of a validation on the way", in_files(
+        r"^(step:10/20 val_loss:\S+ val_bpb:)\S+", r"\g<1>1.5000"), STEPS, "toy"),
+    Case("a validation on the way is taken out", in_files(r"^step:10/20 val_loss.*\n", ""),
+         STEPS, "toy"),
+    # scores
+    Case("the artifacts' scores 1 % lower", lowered("artifact"), STEPS),
+    Case("all final scores and validations 1 % lower", lowered("trained", "artifact"), SCORE, "toy"),
+    Case("all losses 1 % lower", lowered("trained", "artifact", train=True), SCORE, "toy"),
+    Case("training losses 1 % lower", step_lines("train.log", lambda kind, step, loss, ms: (
+        loss * (0.99 if kind == "train_loss" else 1), ms)), "replay", "toy"),
+    Case("val_bpb alone lower", in_files(r"1\.475540", "1.465540", ("train.log", "result.json")),
+         "evaluation"),
+    Case("val_bytes", together(
+        results("data", val_bytes=1_121_844), in_files(r"val_bytes:1021844", "val_bytes:1121844")), "data"),
+    Case("val_tokens", together(results("data", val_tokens=400_000), in_files(
+        r"val tokens:429104", "val tokens:400000")), "data"),
+    Case("score_artifact=0", together(results("config", score_artifact="0"), in_files(
+        r"^(config score_artifact=)1", r"\g<1>0")), CONFIG),
+    Case("eval_context of the score", together(results("eval", eval_context=512, eval_stride=512), in_files(
+        r"eval_context:256 eval_stride:256", "eval_context:512 eval_stride:512")), CONFIG),
+    Case("VAL_TOKENS", together(results("config", val_tokens="4096"), in_files(
+        r"^(config val_tokens=)0", r"\g<1>4096")), CONFIG),
+    # inputs
+    Case("sha256 of the tokenizer", in_files("67dbde5d", "77dbde5d", ALL[1:]), "data"),
+    Case("sha256 of the val tokens", in_files("bd8b97ed", "cd8b97ed", ALL[1:]), "data"),
+    Case("sha256 of the val tokens in a log", in_files(r"^(sha256 toy_val\S+:)....", r"\1abcd"),
+         "digests", "toy"),
+    Case("a constant, in logs and results", together(results("config", matrix_lr="0.05"), in_files(
+        r"^(config matrix_lr=).*", r"\g<1>0.05")), "constants", "toy"),
+    Case("a constant's default in the script", script(
+        'weight_decay: float = optional(0.0,', 'weight_decay: float = optional(0.1,'), "constants", "toy"),
+    Case("a line of the script in one log", digit("train.log", r"return (\d+)"), "one script"),
+    Case("the artifact of another seed", lambda folder: shutil.copy(
+        folder / "final_model_seed2.int8.ptz", folder / "final_model.int8.ptz"), SCORE, "toy"),
+    Case("one bit of the artifact", bit("final_model.int8.ptz"), SCORE, "toy"),
+    Case("a script that looks ahead", script("\nif __name__", LOOKS_AHEAD), "leak probe", "toy"),
+    Case("a packed script", script("\nif __name__", "\nexec(zlib.decompress(b''))\nif __name__"),
+         "readable", "toy"),
+    Case("rules version 1, and no digests", version_1, "dates", "toy"),
+    # seeds, names, overrides
+    Case("the seed in a log and its result", together(
+        in_files(r"^config seed=1340", "config seed=1345", ("train_seed1340.log",)),
+        in_files(r"^override seed.*", "override seed 1337 -> 1345", ("train_seed1340.log",)),
+        result("result_seed1340.json", seed=1345), result("result_seed1340.json", "config", seed="1345"),
+        result("result_seed1340.json", "overrides", seed=["1337", "1345"])), "names"),
+    Case("two seeds' files change places", swapped, "names"),
+    Case("an override line is taken out", in_files(r"^override seed.*\n", "", ("train_seed1340.log",)),
+         "names"),
+    Case("an override line is added", in_files(
+        r"^(override run_id.*\n)", r"\1override matrix_lr 0.03 -> 0.02\n"), "names"),
+    Case("an override in results only", results("overrides", matrix_lr=["0.02", "0.03"]), "names"),
+    Case("the default that an override names", together(
+        in_files(r"^override seed 1337", "override seed 1330", ("train_seed1340.log",)),
+        result("result_seed1340.json", "overrides", seed=["1330", "1340"], run_id=["", "baseline_seed1340"])),
+        "names"),
+    Case("one constant of one log", in_files(r"^(config head_lr=).*", r"\g<1>0.009", LOG), CONFIG),
+    Case("ranks", together(results(world_size=2), in_files(r"world_size:1", "world_size:2")), "names"),
+    # copies of runs
+    Case("a run copied, a step's loss altered", copied(lambda kind, step, loss, ms: (
+        loss + 0.01 * (step == 50), ms)), "distinct runs"),
+    Case("copied, losses 0.01 lower, times longer", copied(
+        lambda kind, step, loss, ms: (loss - 0.01, ms + step * 0.2)), COPIES),
+    Case("copied, losses with noise of 0.003", copied(
+        lambda kind, step, loss, ms, more=noise(0.003): (loss + more(), ms + step * 0.2)), COPIES),
+    Case("copied, new losses, old times", copied(
+        lambda kind, step, loss, ms, more=noise(0.1): (loss + more(), ms)), COPIES),
+    # files, JSON, dates, texts
+    Case("a log is a symbolic link", link("train.log"), "rules", sealed="before"),
+    Case("the artifact is a symbolic link", link("final_model.int8.ptz"), "rules", sealed="before"),
+    Case("a key twice in submission.json", twice("submission.json", "val_bpb", 1.1), "rules",
+         sealed="before"),
+    Case("a key twice in result.json", twice("result.json", "val_bpb", 1.1), "rules", sealed="hashes"),
+    Case("NaN in a result", in_files(r'"core": null', '"core": NaN', ("result.json",)), "rules",
+         sealed="hashes"),
+    Case("a file more", lambda folder: (folder / "weights.bin").write_bytes(b"1"), "files"),
+    Case("a result without a log", lambda folder: shutil.copy(
+        folder / "result_seed1338.json", folder / "result_seed1350.json"), "names"),
+    Case("dates in the future", results(
+        started="2099-01-01T00:00:00Z", finished="2099-01-01T00:02:53Z"), "dates"),
+    Case("finished before it started", results(started="2026-11-22T00:00:00Z"), "dates"),
+    Case("markup in the name", submission(name="Best <b>ever</b>"), "plain text"),
+    Case("a link in the blurb", submission(blurb="see [the proof](x.md)"), "plain text"),
+    Case("a heading in the author", submission(author="me\n\n## Result\n\nval_bpb: 1.1"), "plain text"),
+    Case("a result section in the notes", notes("\n## Result\n\nval_bpb: n=5 mean 1.1"), "plain text"),
+    Case("a comment in the notes that hides what follows", notes("<!-- x"), "plain text"),
+    # pictures, pages, boards
+    Case("the picture of another record", other_picture, "picture", sealed="listed"),
+    Case("one pixel of the picture", one_pixel, "picture", sealed="listed"),
+    Case("a number of README.md", in_files(r"mean 1\.449", "mean 1.349", ("README.md",)), "README",
+         sealed="before"),
+    Case("a number of the boards", boards(r"1\.44915319 ±", "1.34915319 ±"), "rules and boards", "tree"),
+    Case("a number of the rules", boards(r"< 0\.01 \| 5", "< 0.1 | 2"), "rules and boards", "tree"),
+    Case("the commit", submission(git_commit="7500b4231d1015ea6cc51bc38d247952e0c79888"), "git commit"),
+    Case("the record before", in_files(r'"mean": 1\.304', '"mean": 1.404', ("submission.json",)),
+         "record before", "latest"),
+    Case("changes.diff", in_files(r"^\+.*\n", "", ("changes.diff",), 1), "record before", "latest"),
+    Case("a run less than the rules ask for", fewer_runs, "runs"),
+]
+MISS = [
+    Case("torch build, in logs and results", in_files(r"2\.13\.0\+cpu", "2.12.0+cpu", ALL),
+         "nothing else depends on it; a replay refuses to compare, which says that it could not be shown"),
+    Case("hardware, in logs and results", in_files("AMD EPYC", "Intel Xeon", ALL),
+         "nothing in a folder proves on which machine a log was written"),
+    Case("peak memory, in logs and results", in_files(r"(peak memory resident: )\d+", r"\g<1>500", ALL),
+         "nothing else depends on it"),
+    Case("all runs ten hours earlier", in_files("2026-11-21T1", "2026-11-21T0", ALL[1:]),
+         "nobody has signed the time; the history of the repository that takes the record does"),
+    Case("all losses 1 % lower, no artifact in the folder", lowered("trained", "artifact", train=True),
+         "consistent; `--replay` finds it, and the artifact whose sha256 is listed", "latest"),
+    Case("final scores of a seed 1 % lower, whose artifact is not in the folder", lowered(
+        "trained", "artifact", names="result_seed1341.json"),
+         "consistent; since rules version 3 its log names the sha256 of the artifact that must score so"),
+    Case("one training loss", in_files(r"^(step:400/\S+ train_loss:3\.1)\d", r"\g<1>9", LOG, 1),
+         "nothing follows from it but the picture; `--replay` finds it"),
+]
+
+
+# ------------------------------------------------------------ what is found
+def seal(case, folder):
+    """Alters a folder and makes anew what the liar can."""
+    before = {path.name: folders.sha256(path.read_bytes()) for path in folder.iterdir()}
+    case.alter(folder)
+    if case.sealed == "after":
+        reseal(folder)
+    elif case.sealed == "listed":
+        renew(folder)
+    elif case.sealed == "hashes":
+        for name in ("submission.json", "README.md"):
+            text = (folder / name).read_text()
+            for other, digest in before.items():
+                text = text.replace(digest, folders.sha256((folder / other).read_bytes()))
+            (folder / name).write_text(text)
+
+
+@pytest.fixture
+def copy_of(request, tmp_path, monkeypatch):
+    """A copy of a base: Baseline, latest, toy, or tree, the Baseline among all records and their boards."""
+    def copy(base):
+        if base == "tree":
+            shutil.copytree(ROOT / "records", tmp_path / "records")
+            for module in (folders, record):
+                monkeypatch.setattr(module, "HOME", tmp_path / "records")
+            return tmp_path / "records" / "track_tiny" / BASELINE.name
+        path = {"Baseline": BASELINE, "latest": LATEST}.get(base)
+        if base == "toy":
+            made = request.getfixturevalue("toy")
+            go_to(made, monkeypatch)
+            path = made.folder
+        return shutil.copytree(path, tmp_path / path.name)
+    return copy
+
+
+def found_by(case, folder, tool):
+    """The rules that fail."""
+    by_code = {"score of the artifact", "leak probe", "constants", "replay"}
+    if case.rule in by_code:
+        rule = next(rule for rule in checks.CHECKS if rule.name == case.rule)
+        options = argparse.Namespace(**vars(RUN) | {"replay": 5})
+        word, text = checks.outcome(rule, folders.Folder(folder), options)
+        return [rule.name] * (word == "FAIL"), text
+    out = tool("check", "--no-exec", folder)[1]
+    failed = re.search(r"rules fail: (.*)", out)
+    return failed[1].split(", ") if failed else [], out
+
+
+def name_of(case):
+    return f"{case.base}: {case.name}"
+
+
+@pytest.mark.parametrize("base", ["Baseline", "latest", "tree", "toy"])
+def test_what_is_only_made_anew_holds(copy_of, base, tool):
+    """And all rules that run the toy's code."""
+    folder = copy_of(base)
+    reseal(folder)
+    code, out, _ = tool("check", folder, *(["--replay", 5] if base == "toy" else ["--no-exec"]))
+    assert code == 0 and "nothing fails" in out, out
+
+
+@pytest.mark.parametrize("case", FIND, ids=name_of)
+def test_found(copy_of, case, tool):
+    folder = copy_of(case.base)
+    seal(case, folder)
+    failed, said = found_by(case, folder, tool)
+    assert case.rule in failed, said
+
+
+@pytest.mark.parametrize("case", MISS, ids=name_of)
+def test_not_found(copy_of, case, tool):
+    folder = copy_of(case.base)
+    seal(case, folder)
+    assert found_by(case, folder, tool)[0] == []
+
+
+# ------------------------------------------------------------ runs that were not one piece
+def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, tool):
+    """Its log, with the digests of its lines, goes on in the same file; without one step line it fails."""
+    def check_finite(loss, name, step, curve):
+        if step == 12 and name == "train_loss":
+            signal.raise_signal(signal.SIGTERM)
+
+    settings = SETTINGS | {"SEED": "3"}
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "check_finite", check_finite)
+        first = train(settings)
+    assert first.code == 1 and first.last == f"RESUME={first.run_id}"
+    done = train({}, RESUME=first.run_id)
+    assert done.code == 0 and done.result["resumed"], done.err
+    assert tool("new", "--name", "Resumed", "--into", tmp_path, done.folder)[0] == 0
+    made = next(tmp_path.glob("track_tiny/*"))
+    failed = failed_rules(tool("check", "--no-exec", made)[1])      # of the rules of tiny itself
+    assert failed == {"data", "runs", "score", "record before"}
+    assert len(evidence.LOG_DIGEST.findall((made / "train.log").read_bytes())) == 6
+    in_files(r"^step:14/.*\n", "")(made)
+    assert {"steps and times", "digests"} <= failed_rules(tool("check", "--no-exec", made)[1])
+
+
+# ------------------------------------------------------------ what BENCH.md says
+def table():
+    """The list as a table."""
+    rows = [[case.name, case.base, f"`{case.rule}`"] for case in FIND]
+    rows += [[case.name, case.base, f"**not found**: {case.rule}"] for case in MISS]
+    return folders.table(["alteration", "of", "found by"], rows)
+
+
+def test_the_table_in_bench_is_this_list():
+    assert len(FIND) + len(MISS) >= 69 and len({case.name for case in FIND + MISS}) == len(FIND) + len(MISS)
+    assert table() in (ROOT / "records" / "BENCH.md").read_text(encoding="utf-8"), table()
