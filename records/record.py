@@ -12,9 +12,9 @@
     ./run.sh record board                         the leaderboards of records/README.md
 
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
-themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README),
-runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects),
-pages.py (claims of their pages), source.py (what a script shows without running it), leak_probe.py.
+themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README), runs.py
+(logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects), pages.py (claims
+of their pages), source.py (what a script shows without running it), leak_probe.py.
 Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse

@@ -159,7 +159,8 @@ def test_what_cannot_be_fetched(folder):
 def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 6 and all(word in done.stdout for word in ("sp1024", "climbmix", "core", "depths", "PYTHON="))
+    words = "sp1024", "climbmix", "core", "depths", "PYTHON="
+    assert len(lines) == 6 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])
