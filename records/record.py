@@ -27,6 +27,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import trials  # noqa: E402
 from audit import audit  # noqa: E402
@@ -34,7 +36,7 @@ from checks import ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, json_text  # noqa: 
 from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, open_run,
     rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
-from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, show  # noqa: E402
+from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, mean_curve, show  # noqa: E402
 
 
 # ------------------------------------------------------------ 1 new
@@ -169,6 +171,11 @@ def new(args, say):
 
 
 # ------------------------------------------------------------ 2 board
+# A plain GPT within the limits of a game, as measured: records/BENCH.md, "`tiny` on other text, times and sizes"
+PLAIN = {"tiny": ["a plain GPT of 2 layers of 128 in 120 s: val_bpb 1.4594 and 1.7484 (two seeds, 2 threads of "
+                  "AMD EPYC)"]}
+
+
 def board_table(name, folders):
     """A leaderboard: the best first, then what there was to start from."""
     track, rows = RULES[NEWEST].tracks[name], []
@@ -216,8 +223,28 @@ def rules_table(version):
     return table(head.split(", "), rows)
 
 
+def target_of(name, folders):
+    """What a run of a track is shown against at its end (watch.py) and in its loss.png."""
+    track, words = RULES[NEWEST].tracks[name], []
+    best, curve = best_before(folders, ""), []
+    if best != "none":
+        record = folders[best]
+        s = describe(record.values(track.metric))
+        words.append(f"the record: {track.metric} {s.mean:.4f}, the mean of {s.n} seeds ({best}, "
+                     f"{record.hardware()})")
+        end = min(run.curves["train"][-1].seconds for run in record.runs)
+        grid = np.geomspace(1, end, 80)
+        losses = np.median(mean_curve(record.runs, "train", "seconds", grid), 0)
+        curve = np.column_stack([grid, losses]).round(4).tolist()
+    elif track.start is not None:
+        goal = f" s to {track.metric} {track.target}" if track.rank == "time" else ""
+        by = "" if goal else f"{track.metric} "
+        words.append(f"the record: {by}{track.start:.10g}{goal} ({track.start_name}, {track.hardware})")
+    return {"compare": words + PLAIN.get(name, []), "curve": curve}
+
+
 def board(say):
-    """Rewrites what stands between the markers of records/README.md."""
+    """Rewrites what stands between the markers of records/README.md, and targets.json."""
     path = HOME / "README.md"
     text = path.read_text(encoding="utf-8")
     parts = {f"rules version {version}": rules_table(version) for version in RULES}
@@ -230,7 +257,9 @@ def board(say):
         _, _, bottom = rest.partition(end)
         text = f"{top}{start}\n{content}\n{end}{bottom}"
     path.write_text(text, encoding="utf-8")
-    say(f"wrote {os.path.relpath(path)}")
+    targets = {name: target_of(name, records_of(name)) for name in RULES[NEWEST].tracks}
+    (HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
+    say(f"wrote {os.path.relpath(path)} and targets.json")
 
 
 # ------------------------------------------------------------ 3 main
