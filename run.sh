@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
-# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG …
+# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
 # data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
@@ -155,5 +155,6 @@ case "${1:-}" in
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
     static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
+    board) setup; exec "$PYTHON" records/record.py "$@" ;;
     *) train "$@" ;;
 esac

@@ -2844,9 +2844,9 @@ def prepare(run, argv, env):
     cfg, team, log = run.cfg, run.team, run.log
     seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
     if seconds > 60 and not (team.on_gpu or cfg.eval_from):
-        why = (f"{cfg.preset} is made for GPUs: here a step takes about {seconds / 60:.0f} min, all "
-               f"{total_steps(cfg)} {seconds * total_steps(cfg) / 86400:.0f} days; PRESET=tiny trains for 2 min "
-               "anywhere; DEVICE=cpu insists")
+        minutes, days = seconds / 60, seconds * total_steps(cfg) / 86400
+        why = (f"{cfg.preset} is made for GPUs: a step takes {minutes:.0f} min here, all {total_steps(cfg)} "
+               f"{days:.0f} days (estimate); PRESET=tiny trains for 2 min; DEVICE=cpu insists")
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
     try:

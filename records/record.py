@@ -8,13 +8,16 @@
     ./run.sh record sweep NAME=a,b,c -n K         settings against the first of them, interleaved
     ./run.sh record ablate RUN -n K               each changed constant reverted alone, interleaved
     ./run.sh record noise PRESET -n K             the spread, and what n runs can detect
-    ./run.sh record plot PATH…                    curves of any logs
+    ./run.sh record plot PATH…                    curves of any logs: --by seconds, tokens or step
     ./run.sh record board                         the leaderboards of records/README.md
+    ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
+    ./run.sh record export RUN                    the model as safetensors and config.json
 
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), folders.py (the games' rules, folders
 on disk, their README), runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of
 other projects), pages.py (claims of their pages), source.py (what a script shows without running it),
-leak_probe.py. Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
+leak_probe.py; board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh
+shows of a run). Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import contextlib
@@ -32,7 +35,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import trials  # noqa: E402
 from audit import audit  # noqa: E402
+from board_page import write_page  # noqa: E402
 from checks import ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, json_text  # noqa: E402
+from export import export  # noqa: E402
 from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, open_run,
     rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
@@ -171,9 +176,9 @@ def new(args, say):
 
 
 # ------------------------------------------------------------ 2 board
-# A plain GPT within the limits of a game, as measured: records/BENCH.md, "`tiny` on other text, times and sizes"
-PLAIN = {"tiny": ["a plain GPT of 2 layers of 128 in 120 s: val_bpb 1.4594 and 1.7484 (two seeds, 2 threads of "
-                  "AMD EPYC)"]}
+# A plain GPT within the limits of a game, as BENCH.md has it ("`tiny` on other text, times and sizes")
+PLAIN = {"tiny": ["a plain GPT of 2 layers of 128 in 120 s: val_bpb 1.4594 and 1.7484 (two seeds, 2 threads "
+                  "of AMD EPYC)"]}
 
 
 def board_table(name, folders):
@@ -264,7 +269,7 @@ def board(say):
 
 # ------------------------------------------------------------ 3 main
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
-            "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot}
+            "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot, "export": export}
 
 
 def parse(argv):
@@ -295,8 +300,9 @@ def parse(argv):
     add("ablate", ("run", {}), count, ("--before", text), as_json, seed)
     add("noise", ("preset", {}), count, metric, as_json, seed)
     add("plot", paths, ("--out", {"default": "loss.png"}),
-        ("--by", {"choices": ["seconds", "tokens"], "default": "seconds"}))
-    add("board")
+        ("--by", {"choices": [*trials.AXES], "default": "seconds"}))
+    add("board", ("paths", {"nargs": "*"}), ("--html", on), ("--out", {"default": "board.html"}))
+    add("export", ("run", {}), ("--out", text))
     return parser.parse_args(argv)
 
 
@@ -318,7 +324,12 @@ def run(args, say):
     if args.what == "audit":
         return 1 if audit(Path(args.folder), say) else 0
     if args.what == "board":
-        board(say)
+        demand(args.html or not args.paths, "board of PATH needs --html")
+        if args.html:
+            places = args.paths or [path for path in ("logs", HOME) if Path(path).exists()]
+            write_page(places, args.out, say)
+        else:
+            board(say)
         return 0
     found = COMMANDS[args.what](args, say)
     if getattr(args, "json", False):

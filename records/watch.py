@@ -28,9 +28,10 @@ STAGES = {
     "Serialized": "evaluating the artifact", "peak memory": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
-    r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |warmdown:|"
-    r"evaluation:|eval settings:|attention: |run folder:|rehearsal before|setup:|step:\d+/\d+ train_loss|"
-    r"stopping_early:|Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_")
+    r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
+    r"warmdown:|evaluation:|eval settings:|attention: |run folder:|rehearsal before|setup:|"
+    r"step:\d+/\d+ train_loss|stopping_early:|Serialized |Code size:|Total submission|peak memory|"
+    r"scoring the artifact|final_")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
 
 
@@ -57,8 +58,8 @@ class Progress:
         for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
                              ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
                              ("data", r"data: (\S+) train tokens:\d+"),
-                             ("train", r"data: \S+ train tokens:(\d+)"), ("val", r"data: .* val tokens:(\d+)"),
-                             ("bytes", r"data: val_bytes:(\d+)")):
+                             ("train", r"data: \S+ train tokens:(\d+)"),
+                             ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
             if found := re.match(pattern, line):
                 self.seen.setdefault(key, found[1])
         if found := STEP.match(line):
@@ -122,7 +123,8 @@ class Screen:
         """The live line: with a bar where the part that is done is known."""
         if self.bar is not None and time.monotonic() > self.ticked + 0.2:
             self.ticked = time.monotonic()
-            self.bar.bar_format = "{desc}" if part is None else "training {percentage:3.0f}% |{bar:20}| {desc}"
+            known = "training {percentage:3.0f}% |{bar:20}| {desc}"
+            self.bar.bar_format = "{desc}" if part is None else known
             self.bar.ncols = shutil.get_terminal_size().columns - 1     # 79 where the terminal does not say
             self.bar.n = min(part or 0.0, 1.0)
             self.bar.set_description_str(text)

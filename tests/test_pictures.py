@@ -19,7 +19,8 @@ def drawn(monkeypatch, tmp_path):
     def draw(train=TRAIN, val=VAL, **settings):
         said.clear()
         cfg = train_gpt.load_config(settings)
-        train_gpt.plot_curves({"train": train, "val": val}, cfg, "a title", tmp_path / "loss.png", said.append)
+        curves = {"train": train, "val": val}
+        train_gpt.plot_curves(curves, cfg, "a title", tmp_path / "loss.png", said.append)
         return *(figures.pop().axes if not said else (None, None)), said
 
     return draw

@@ -172,7 +172,8 @@ def test_what_cannot_be_fetched(folder):
 def test_a_run_is_watched_a_plan_is_not(folder):
     have(folder, EMBEDDED)
     program(folder, "stub", 'echo "$LOGGER|$*" >> calls')
-    assert run(folder, "LOGGER=wandb", "--seed=1", PYTHON="stub")[2] == [f"wandb|{WATCH}train_gpt.py --seed=1"]
+    calls = run(folder, "LOGGER=wandb", "--seed=1", PYTHON="stub")[2]
+    assert calls == [f"wandb|{WATCH}train_gpt.py --seed=1"]
     assert run(folder, "--dry-run", PYTHON="stub")[2] == ["|train_gpt.py --dry-run"]
 
 
@@ -186,7 +187,7 @@ def test_uv_installs_where_there_is_one(folder):
 
 def test_no_room_for_the_install(folder):
     program(folder, "python3", "exit 0")
-    program(folder, "uv", '[ "$1" = venv ] && mkdir -p .venv/bin || { echo "No space left on device"; exit 1; }')
+    program(folder, "uv", '[ "$1" = venv ] && mkdir -p .venv/bin || { echo No space left on it; exit 1; }')
     refused(folder, ["disk is full"], "setup")
     program(folder, "uv", "exit 1")
     refused(folder, ["could not create .venv"], "setup")
@@ -229,4 +230,5 @@ def test_the_other_commands(folder):
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
     assert run(folder, "static", "golf", PYTHON="stub")[2] == ["tests/static_gpu.py golf"]
     assert run(folder, "record", "check", "x", PYTHON="stub")[2] == ["records/record.py check x"]
+    assert run(folder, "board", "--html", "x", PYTHON="stub")[2] == ["records/record.py board --html x"]
     assert os.access(ROOT / "run.sh", os.X_OK)

@@ -95,9 +95,9 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     assert max(map(len, live)) < 100
     text = "\n".join(lines)
     assert text.startswith("override matrix_lr 0.03 -> 0.02\ndata: this is another game")
-    assert ("data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on\nplan: 9,241,732 parameters, "
-            "4,096 tokens per step, at most 100,000 steps, at most 120 s of training\nstep:1033/100000 val_loss"
-            in text)
+    assert ("data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on\n"
+            "plan: 9,241,732 parameters, 4,096 tokens per step, at most 100,000 steps, at most 120 s of "
+            "training\nstep:1033/100000 val_loss" in text)
     assert "step:50/" not in text and "train_time_ms" not in text and "peak memory" not in text
     assert "sample 1: def »f(x):\n    return x\n   x  step:9/9 train_loss:1.0000\n\nval_bpb 1.2164" in text
 
@@ -140,8 +140,9 @@ def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
 
 @pytest.mark.parametrize("sent, received", [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
 def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
-    command = f"trap 'echo got {received}; sleep 0.2; exit 7' {received}; echo ready; while :; do sleep 0.05; done"
-    process = subprocess.Popen([*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    command = f"trap 'echo got {received}; exit 7' {received}; echo ready; while sleep 0.1; do :; done"
+    process = subprocess.Popen([*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, text=True,
+                               cwd=tmp_path)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(getattr(signal, f"SIG{sent}"))
     assert process.communicate(timeout=30)[0] == f"got {received}\n" and process.returncode == 7
@@ -152,7 +153,8 @@ def test_a_real_run(tiny_data, tmp_path):
     env = TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
     done = in_pipe([*WATCH, sys.executable, str(SCRIPT)], tmp_path, **env)
     assert done.returncode == 0 and "in logs/r/: train.log" in done.stdout
-    code, lines, live = on_terminal([*WATCH, sys.executable, str(SCRIPT)], tmp_path, env=env | {"RUN_ID": "s"})
+    env["RUN_ID"] = "s"
+    code, lines, live = on_terminal([*WATCH, sys.executable, str(SCRIPT)], tmp_path, env=env)
     assert code == 0 and any(text.startswith("writing samples") for text in live)
     said = [line.split(":")[0] for line in lines if line and not line.startswith("override ")]
     assert said[:4] == ["data", "plan", "step", "sample 1"] and len(said) < 40
