@@ -63,7 +63,10 @@ def siblings(paths, chosen, first):
 def git_commit(script):
     """The newest commit whose train_gpt.py is script, or "not committed"."""
     def git(*words, **options):
-        done = subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **options)
+        try:
+            done = subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **options)
+        except FileNotFoundError:       # a machine without git
+            return []
         return done.stdout.decode().split()
 
     blob = git("hash-object", "--stdin", input=script)
