@@ -1185,7 +1185,7 @@ def open_shard(path, tokens=None):
     Format: 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then uint16 tokens."""
     held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
     require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
-            f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): ./run.sh data mends it")
+            f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): rerun ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens, vocab_size, name):

@@ -62,8 +62,9 @@ def run(tmp_path):
     return [*WATCH, sys.executable, "run.py", "lines"]
 
 
-def on_terminal(command, cwd, columns=100, env=None):
-    """(exit code, lines that stay, every state of the line that is rewritten) on a terminal."""
+def on_terminal(command, cwd, columns=100, env=None, stamps=None):
+    """(exit code, lines that stay, every state of the line that is rewritten) on a terminal. stamps: gets
+    (time, text) of whatever comes."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
@@ -72,11 +73,15 @@ def on_terminal(command, cwd, columns=100, env=None):
     out = b""
     while True:
         try:
-            out += os.read(terminal, 65536)
+            new = os.read(terminal, 65536)
         except OSError:     # it has ended
             break
+        out += new
+        if stamps is not None:
+            stamps.append((time.time(), new.decode(errors="replace")))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    rows = [row.split("\r") for row in out.decode().replace("\r\n", "\n").split("\n")]
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", out.decode(errors="replace")).replace("\r\n", "\n")
+    rows = [row.split("\r") for row in text.split("\n")]
     return code, [row[-1].rstrip() for row in rows], [text for row in rows for text in row[:-1]]
 
 
