@@ -13,6 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
+import train_gpt
 from test_board_page import CHROMIUM
 from test_docs import ROOT
 from test_watch import on_terminal
@@ -26,7 +27,16 @@ STEPS = [       # command, what it is
     ("./run.sh record plot logs/tiny_* --out runs.png", "both beside the record"),
     ("./run.sh board --html", "and as a page"),
 ]
+MARK = "<!-- measured -->"      # what follows on a page is written here
 LIVE = re.compile(r"training +\d+% ")
+
+
+def conditions():
+    """On what kind of machine, how busy, and with which constants from the environment."""
+    cores, busy = os.cpu_count(), os.getloadavg()[0]
+    beside = ", other work beside it" if busy > cores + 1 else ""
+    given = " ".join(f"{name}={value}" for name, value in os.environ.items() if name in train_gpt.NAMES)
+    return f"on {cores} cores (load average {busy:.1f}{beside})" + (f", with {given}" if given else "")
 
 
 def shown(lines):
@@ -52,7 +62,7 @@ def picture(page, path, width, height):
                         f"--user-data-dir={profile}", f"--window-size={width},{height}",
                         "--virtual-time-budget=10000", f"--screenshot={path}", Path(page).resolve().as_uri()],
                        check=True, capture_output=True, timeout=300)
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
 
 def terminal_picture(lines, path, folder):
@@ -72,6 +82,7 @@ def fill(page, home, env):
         return f"```sh\n{found[1]}```\n\n```\n" + "\n".join(shown(lines)) + "\n```\n"
 
     text = re.sub(r"^```sh\n(.*?)^```\n\n```\n.*?\n```\n", run, text, flags=re.M | re.S)
+    text = text.partition(MARK)[0] + f"{MARK}\nPrinted {conditions()}.\n"
     (ROOT / page).write_text(text, encoding="utf-8")
     return time.time() - began
 
@@ -81,7 +92,7 @@ def main(folder):
     folder = Path(folder) / "a first hour"
     folder.mkdir(parents=True)
     env = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    home, rows, parts, load = folder, [], [], os.getloadavg()[0]
+    home, rows, parts = folder, [], []
     for command, what in STEPS:
         seconds, first, lines, live = step(command.format(root=f"'{ROOT}'"), home, env)
         home = folder / "train_gpt"
@@ -101,12 +112,10 @@ def main(folder):
         seconds = fill(page, home, env)
         rows.append(f"| [{Path(page).name}]({Path(page).name}) | the tutorial, all its commands | {seconds:.0f} | |")
         print(rows[-1], flush=True)
-    cores, busy = os.cpu_count(), max(load, os.getloadavg()[0])
-    note = f"{cores} cores, load average {busy:.1f}" + (", so other work ran beside it" if busy > cores else "")
     path = ROOT / "docs/first_hour.md"
-    head = path.read_text(encoding="utf-8").partition("<!-- measured -->")[0]
+    head = path.read_text(encoding="utf-8").partition(MARK)[0]
     table = "\n".join(["| command | what | seconds | to the first training loss |", "|---|---|---:|---:|", *rows])
-    path.write_text(f"{head}<!-- measured -->\nBy `python tests/first_hour.py`, {note}:\n\n{table}\n\n"
+    path.write_text(f"{head}{MARK}\nBy `python tests/first_hour.py`, {conditions()}:\n\n{table}\n\n"
                     "## What it printed\n\n" + "\n".join(parts), encoding="utf-8")
 
 

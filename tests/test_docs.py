@@ -25,7 +25,7 @@ INSTEAD = [
     (r"--depth=4", "--depth=1"), (r"NUM_ITERATIONS=120", "NUM_ITERATIONS=2"),
     # a game's own shapes do not fit the toy data: its plan
     (r"(train_gpt\.py --preset=\w+|run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
-    (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_run_sh.py"),
+    (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_gpu.py"),
     (r"run\.sh static .*", "run.sh static --help"), (r"run\.sh bench .*", "run.sh bench --help")]
 NETWORK = re.compile(r"run\.sh data (?:sp1024|gpt2|fineweb-edu|climbmix|core)\b")
 # What a run needs that some command asks for by a name
