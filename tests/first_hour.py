@@ -1,5 +1,5 @@
-"""A newcomer's first hour on a fresh clone, timed: writes docs/first_hour.md, the output of the tutorials and the
-pictures in docs/. On a quiet machine: python tests/first_hour.py [FOLDER to clone into]. Takes about an hour.
+"""A newcomer's first hour on a fresh clone, timed: writes docs/first_hour.md, the output of the tutorials and
+the pictures in docs/. On a quiet machine: python tests/first_hour.py [FOLDER to clone into]. Takes about an hour.
 """
 import html
 import os
@@ -47,8 +47,8 @@ def shown(lines):
 
 def step(command, home, env):
     """(seconds, seconds to the first training loss or None, lines, states of the live line)"""
-    began = time.time()
-    code, lines, live = on_terminal(["bash", "-c", command], home, columns=118, env=env, stamps=(stamps := []))
+    began, stamps = time.time(), []
+    code, lines, live = on_terminal(["bash", "-c", command], home, columns=118, env=env, stamps=stamps)
     seconds = time.time() - began
     assert code == 0, (command, lines[-5:])
     first = next((at - began for at, text in stamps if LIVE.search(text)), None)
@@ -110,11 +110,13 @@ def main(folder):
     picture(home / "board.html", ROOT / "docs/board.png", 1280, 1250)
     for page in ("docs/first_change.md", "docs/own_text.md"):
         seconds = fill(page, home, env)
-        rows.append(f"| [{Path(page).name}]({Path(page).name}) | the tutorial, all its commands | {seconds:.0f} | |")
+        name = Path(page).name
+        rows.append(f"| [{name}]({name}) | the tutorial, all its commands | {seconds:.0f} |  |")
         print(rows[-1], flush=True)
     path = ROOT / "docs/first_hour.md"
     head = path.read_text(encoding="utf-8").partition(MARK)[0]
-    table = "\n".join(["| command | what | seconds | to the first training loss |", "|---|---|---:|---:|", *rows])
+    heads = ["| command | what | seconds | to the first training loss |", "|---|---|---:|---:|"]
+    table = "\n".join([*heads, *rows])
     path.write_text(f"{head}{MARK}\nBy `python tests/first_hour.py`, {conditions()}:\n\n{table}\n\n"
                     "## What it printed\n\n" + "\n".join(parts), encoding="utf-8")
 

@@ -76,7 +76,7 @@ def small(command):
 
 def resumable(home, run_id):
     """A run that was stopped, for RESUME."""
-    done = run(home, f"RUN_ID={run_id} SAVE_EVERY=2 ITERATIONS=400 TRAIN_LOG_EVERY=1 .venv/bin/python train_gpt.py"
+    done = run(home, f"RUN_ID={run_id} SAVE_EVERY=2 ITERATIONS=400 .venv/bin/python train_gpt.py"
                      f" & sleep 1; for i in $(seq 300); do [ -f logs/{run_id}/checkpoint.pt ] && break; "
                      "sleep 0.1; done; kill -TERM $!; wait $!")
     assert "RESUME=" in done.stderr, done.stderr

@@ -44,7 +44,7 @@ def test_a_game_for_gpus_on_a_laptop(tmp_path, monkeypatch, capsys, preset):
     monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: False)
     assert train_gpt.main([], {"PRESET": preset}) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"train_gpt: {preset} is made for GPUs: a step takes ") and len(err.splitlines()) == 1
+    assert err.startswith(f"train_gpt: {preset} is made for GPUs: a step takes ") and err.count("\n") == 1
     assert " days (estimate)" in err and "PRESET=tiny" in err and "DEVICE=cpu" in err
     assert train_gpt.main([], {"PRESET": preset, "DEVICE": "cpu"}) == 2
     assert "./run.sh data" in capsys.readouterr().err       # the next thing that is missing
@@ -67,8 +67,8 @@ def test_a_port_in_use(place):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        env = TOY | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                         MASTER_PORT=str(taken.getsockname()[1]))
+        env = TOY | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2",
+                         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
         done = run_cli(place, env=env)
     assert done.code == 1 and "Traceback" not in done.err, done.err
     assert done.err.splitlines()[-1] == (
@@ -91,7 +91,7 @@ def test_data_half_downloaded(tiny_data, tmp_path, damage, words):
 
 @pytest.mark.slow
 def test_a_home_that_cannot_be_written(place):
-    """Nothing needs it: not a word on stderr. A folder that is none stands for it, as root may write anywhere."""
+    """Nothing needs it. A folder that cannot exist stands for it, as root may write anywhere."""
     done = run_cli(place, env=TOY | dict(HOME="/proc/nowhere", ITERATIONS="2", RUN_ID="r"))
     assert done.code == 0 and "Traceback" not in done.out + done.err, done.err
     assert (place / "logs/r/loss.png").exists()
@@ -117,6 +117,7 @@ def test_no_git_and_no_nvidia_smi_for_a_run(place):
     (place / "records").symlink_to(folders.HOME)
     env = TOY | dict(PATH=str(bare), PYTHON=sys.executable, OMP_NUM_THREADS="1", ITERATIONS="2", RUN_ID="r",
                      HOME=os.environ.get("HOME", ""))
-    done = subprocess.run([shutil.which("bash"), "run.sh"], cwd=place, capture_output=True, text=True, env=env)
+    done = subprocess.run([shutil.which("bash"), "run.sh"], cwd=place, capture_output=True, text=True,
+                          env=env)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "in logs/r/: train.log" in done.stdout and SCRIPT.exists()
