@@ -1,5 +1,5 @@
 """A newcomer's first hour on a fresh clone, timed: writes docs/first_hour.md, the output of the tutorials and
-the pictures in docs/. On a quiet machine: python tests/first_hour.py [FOLDER to clone into]. Takes about an hour.
+the pictures in docs/. On a quiet machine: python tests/first_hour.py [FOLDER to clone into]. Takes an hour.
 """
 import html
 import os
