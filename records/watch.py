@@ -110,7 +110,7 @@ class Screen:
         with suppress(ImportError):
             if terminal:
                 from tqdm import tqdm
-                self.bar = tqdm(total=1.0, bar_format="{desc}", file=sys.stdout, leave=False)
+                self.bar = tqdm(total=1.0, bar_format="{desc}", file=sys.stdout, leave=False, ascii=" #")
 
     def show(self, line, stream):
         if self.bar is not None:

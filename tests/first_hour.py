@@ -59,10 +59,11 @@ def picture(page, path, width, height):
     """A screenshot of an HTML file, in 64 colours."""
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-                        f"--user-data-dir={profile}", f"--window-size={width},{height}",
+                        f"--user-data-dir={profile}", f"--window-size={width},{max(height, 600)}",
                         "--virtual-time-budget=10000", f"--screenshot={path}", Path(page).resolve().as_uri()],
                        check=True, capture_output=True, timeout=300)
-    Image.open(path).convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(path, optimize=True)
+    image = Image.open(path).convert("RGB").crop((0, 0, width, height))
+    image.quantize(64, Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
 
 def terminal_picture(lines, path, folder):
