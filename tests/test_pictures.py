@@ -63,3 +63,24 @@ def test_a_copy_of_the_script_has_no_record(drawn, monkeypatch, tmp_path):
 
 def test_what_cannot_be_drawn_is_said(drawn):
     assert drawn(train=[])[2][0].startswith("loss.png: not drawn")
+
+
+# ---------------------------------------------------------------- record plot
+@pytest.mark.parametrize("by, end", [("seconds", 119.98), ("tokens", 2.2e6), ("step", 1060)])
+def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
+    """And the record of their track is grey, unless it is what is drawn; all inside the frame."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    home = ROOT / "records/track_tiny"
+    assert tool("plot", home / "2026-11-21_Baseline", "--by", by, "--out", "x.png")[0] == 0
+    axes = figures.pop().axes[0]
+    names = [name.partition(":")[0] for name in labels(axes)]
+    assert names == 2 * ["record 2026-11-22_FastStepsWindows"] + 2 * ["2026-11-21_Baseline"]
+    record, _, median, finals = axes.get_lines()
+    assert record.get_color() == "0.5" != median.get_color() and len(finals.get_xdata()) == 5
+    band = axes.collections[1].get_paths()[0].get_extents()
+    (low, high), (_, right) = axes.get_ylim(), axes.get_xlim()
+    assert low < band.y0 < median.get_ydata().min() < median.get_ydata().max() <= band.y1 < high
+    assert max(finals.get_xdata()) == pytest.approx(end, rel=0.02) and right > max(finals.get_xdata())
+    assert tool("plot", home / "2026-11-22_FastStepsWindows", "--by", by, "--out", "x.png")[0] == 0
+    assert not any(name.startswith("record") for name in labels(figures.pop().axes[0]))
