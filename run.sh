@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
-# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG …
+# ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
 # ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
 # data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
@@ -8,7 +8,7 @@
 set -u
 cd "$(dirname "$0")" || exit 1
 
-refuse() { echo "run.sh: $1" >&2; exit 2; }
+refuse() { echo "run.sh: $*" >&2; exit 2; }
 
 setup() {
     if [ -n "${PYTHON:-}" ]; then
@@ -30,14 +30,37 @@ setup() {
 install() {
     PYTHON=$2/bin/python
     [ "$(cat "$2/installed.txt" 2>/dev/null)" = "$3" ] && "$PYTHON" -c '' 2>/dev/null && return
-    "$1" -c 'import venv, ensurepip' 2>/dev/null ||
-        refuse "Python's venv module is missing: install the package python3-venv (Debian, Ubuntu) or set PYTHON=path"
+    local make=("$1" -m venv "$2") fetch=("$PYTHON" -m pip install --disable-pip-version-check)
+    if command -v uv >/dev/null; then
+        make=(uv venv -q --clear --python "$1" "$2") fetch=(uv pip install --python "$PYTHON")
+    else
+        "$1" -c 'import venv, ensurepip' 2>/dev/null ||
+            refuse "Python's venv module is missing: install the package python3-venv (Debian, Ubuntu) or uv, or" \
+                "set PYTHON=path"
+    fi
     echo "setting up $2: installs $(echo "$3" | grep '^torch') and the rest of requirements.txt, once"
-    "$1" -m venv "$2" >/dev/null || refuse "could not create $2"
+    "${make[@]}" >/dev/null || refuse "could not create $2: is the disk full, or may you not write here?"
     echo "$3" >"$2/requirements.txt"
-    "$PYTHON" -m pip install --disable-pip-version-check -r "$2/requirements.txt" >"$2/install.log" 2>&1 ||
+    installing "$2" "${fetch[@]}" -r "$2/requirements.txt" || {
+        grep -qi "no space left" "$2/install.log" && refuse "the disk is full: $2 takes some gigabytes"
         refuse "requirements.txt could not be installed: is there a network? $2/install.log has the details"
+    }
     echo "$3" >"$2/installed.txt"
+}
+
+# installing FOLDER COMMAND…: runs it; on a terminal a line tells the seconds and what has arrived so far
+installing() {
+    local folder=$1 began=$SECONDS
+    shift
+    "$@" >"$folder/install.log" 2>&1 &
+    trap 'kill $!; exit 130' INT TERM
+    while [ -t 2 ] && kill -0 $! 2>/dev/null; do
+        local size=$(du -sh "$folder" 2>/dev/null | cut -f1)
+        printf '\r\033[Kinstalling: %s s, %s' $((SECONDS - began)) "$size" >&2
+        sleep 1
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    wait $! && trap - INT TERM
 }
 
 # A CUDA build of torch beside the one that trains here, 6 GB: for `static`, which needs no GPU
@@ -79,6 +102,7 @@ train() {
     for argument in "$@"; do
         case $argument in
             --*) ;;
+            LOGGER=*) export LOGGER="${argument#*=}"; continue ;;
             *=*) argument="--$(echo "${argument%%=*}" | tr 'A-Z_' 'a-z-')=${argument#*=}" ;;
             *) argument="--preset=$argument" ;;
         esac
@@ -92,15 +116,24 @@ train() {
         flags+=("$argument")
     done
     setup
-    [ -n "$path$plan_only" ] || preset_data "$preset"
+    local run=("$PYTHON" records/watch.py "$PYTHON")
+    [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
+    if [ -z "$path$plan_only" ]; then
+        # What needs a GPU is refused before its gigabytes are fetched
+        if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then
+            machine=$("$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run | sed -n 's/^machine: //p')
+            [ -z "$machine" ] || refuse "$machine"
+        fi
+        preset_data "$preset"
+    fi
     if [ "$n" -gt 1 ] && [ "$device" != cpu ]; then
         # What is refused is refused here: torchrun would add a traceback and make exit code 2 a 1
         "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run >/dev/null || exit $?
-        exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$n" train_gpt.py \
+        exec "${run[@]}" -m torch.distributed.run --standalone --nproc_per_node="$n" train_gpt.py \
             ${flags[@]+"${flags[@]}"}
     fi
-    exec "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"}
+    exec "${run[@]}" train_gpt.py ${flags[@]+"${flags[@]}"}
 }
 
 case "${1:-}" in
@@ -124,5 +157,6 @@ case "${1:-}" in
     static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
     depths) shift; setup; exec "$PYTHON" records/depths.py "$@" ;;
+    board) setup; exec "$PYTHON" records/record.py "$@" ;;
     *) train "$@" ;;
 esac

@@ -1185,7 +1185,7 @@ def open_shard(path, tokens=None):
     Format: 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then uint16 tokens."""
     held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
     require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
-            f"{path.name} is truncated or damaged: {held} tokens, header {head}, manifest {tokens}")
+            f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): rerun ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens, vocab_size, name):
@@ -1752,7 +1752,9 @@ def show_samples(model, cfg, data, team, log):
         ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
         ids = [token for token in ids if token < sp.vocab_size()]  # the rest is padding of the vocabulary
         text = sp.decode(prompt)
-        log(f"sample {i}: {text}»{sp.decode(ids)[len(text):]}")
+        said = sp.decode(ids)[len(text):]
+        whole_lines = said.rpartition("\n")[0]
+        log(f"sample {i}: {text}»{whole_lines or said}")
 
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
@@ -2317,6 +2319,7 @@ def choose_kernels(cfg, on_gpu, log):
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank that hangs
 SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
+CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (records/BENCH.md), for the time that a step would take
 H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
 
 class Team:
@@ -2512,19 +2515,37 @@ def stage_lines(cfg):
     yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
            f"long_window:{sizes['L']} short_window:{sizes['S']}")
 
-def plot_curves(curves, title, path, log):
-    """loss.png of {split: [(step, training seconds, loss)]}; says why where it cannot be drawn."""
+def plot_curves(curves, cfg, title, path, log):
+    """loss.png of {split: [(step, training seconds, loss)]}, raw and smoothed, with stages as bands, the LR
+    factor and the record of the game; says why where it cannot be drawn."""
     try:
         from matplotlib.figure import Figure
-        figure = Figure()
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
-        for split, points in curves.items():
-            _, seconds, losses = zip(*points)
-            axes.plot(seconds, losses, ".-", label=split)
-        limits = 0.9 * losses[-1], 1.9 * losses[-1]
-        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, ylim=limits)
+        right = axes.twinx()
+        (steps, seconds, losses), (_, val_seconds, val) = (zip(*curves[split]) for split in ("train", "val"))
+        reach = len(losses) // 20 + 1  # neighbours on either side
+        padded = np.pad(losses, reach, "edge")
+        smooth = np.convolve(padded, np.ones(2 * reach + 1) / (2 * reach + 1), "valid")
+        targets = Path(__file__).with_name("records") / "targets.json"  # not beside a copy of this script
+        if targets.exists() and not {"data_path", "data_fingerprint"} & {*overrides(cfg)}:
+            record = json.loads(targets.read_text()).get(cfg.preset, {}).get("curve", ())
+            axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
+        axes.plot(seconds, losses, ".", color="tab:blue", alpha=0.35, label="train")
+        axes.plot(seconds, smooth, color="tab:blue", label="train, smoothed")
+        axes.plot(val_seconds, val, "o-", color="tab:red", label=f"val, at the end {val[-1]:.4f}")
+        progress = [run_progress(cfg, step, now) for step, now in zip(steps, seconds)]
+        right.plot(seconds, [lr_factor(cfg, *at) for at in zip(steps, progress)], ":", color="tab:green")
+        right.set(ylabel="LR factor (dotted)", ylim=(0, None))
+        firsts = [stage_at(cfg, at).first_step for at in progress]
+        edges = [now for now, a, b in zip(seconds, [-1, *firsts], firsts) if a != b] + [seconds[-1]]
+        for low, high in zip(edges[1::2], edges[2::2]):  # every second stage
+            axes.axvspan(low, high, color="0.5", alpha=0.12)
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log", xlim=(0, None))
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        axes.grid(alpha=0.3, which="both")
         axes.legend()
-        figure.savefig(path)
+        figure.savefig(path, dpi=110)
     except Exception as error:
         log(f"loss.png: not drawn ({brief(error)})")
 
@@ -2817,6 +2838,13 @@ def first_result(run, changed, resumed):
 def prepare(run):
     """Opens the dataset and prints the plan; a dry run does without data. Raises Refused."""
     cfg, team, log = run.cfg, run.team, run.log
+    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
+    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
+        minutes, days = seconds / 60, seconds * total_steps(cfg) / 86400
+        why = (f"{cfg.preset} is made for GPUs: a step takes {minutes:.0f} min here, all {total_steps(cfg)} "
+               f"{days:.0f} days (estimate); PRESET=tiny trains for 2 min; DEVICE=cpu insists")
+        require(cfg.dry_run or cfg.device == "cpu", why)
+        log(f"machine: {why}")
     try:
         run.data = open_data(cfg, log)
         bos = cfg.bos_id or max(run.data.bos, 0)
@@ -2880,7 +2908,7 @@ def finish(run, result, report, scores, curves, began):
     text = score_text(cfg, score)
     show_samples(run.model, cfg, run.data, run.team, log)
     if curves:
-        plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+        plot_curves(curves, cfg, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
     process_ms, finished = round(1e3 * (time.perf_counter() - began)), f"{datetime.now(UTC):%FT%TZ}"
     report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
     result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}
@@ -2986,6 +3014,8 @@ def explain(error, log, saver):
     why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
+    elif "EADDRINUSE" in str(error):
+        why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
     elif lost_peer(error):
         why = f"another rank is gone or hangs ({brief(error)})"
     elif not (refused or interrupted or isinstance(error, OSError)):

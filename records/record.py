@@ -8,14 +8,17 @@
     ./run.sh record sweep NAME=a,b,c -n K         settings against the first of them, interleaved
     ./run.sh record ablate RUN -n K               each changed constant reverted alone, interleaved
     ./run.sh record noise PRESET -n K             the spread, and what n runs can detect
-    ./run.sh record plot PATH…                    curves of any logs
+    ./run.sh record plot PATH…                    curves of any logs: --by seconds, tokens or step
     ./run.sh record board                         the leaderboards of records/README.md
+    ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
+    ./run.sh record export RUN                    the model as safetensors and config.json
 
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
-themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README), runs.py
-(logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects), pages.py (claims
-of their pages), source.py (what a script shows without running it), leak_probe.py.
-Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
+themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README),
+runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects),
+pages.py (claims of their pages), source.py (what a script shows without running it), leak_probe.py;
+board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh shows of a
+run), depths.py (./run.sh depths). Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import contextlib
@@ -28,16 +31,20 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import replay  # noqa: E402, F401  its rule, and those of evidence.py
 import trials  # noqa: E402
 from audit import audit  # noqa: E402
+from board_page import write_page  # noqa: E402
 from checks import (  # noqa: E402
     ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, first_difference, json_text, require, rule)
+from export import export  # noqa: E402
 from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, is_plain,
     open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
-from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, show  # noqa: E402
+from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, mean_curve, show  # noqa: E402
 
 
 # ------------------------------------------------------------ 1 new
@@ -59,7 +66,10 @@ def siblings(paths, chosen, first):
 def git_commit(script):
     """The newest commit whose train_gpt.py is script, or "not committed"."""
     def git(*words, **options):
-        done = subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **options)
+        try:
+            done = subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **options)
+        except FileNotFoundError:       # a machine without git
+            return []
         return done.stdout.decode().split()
 
     blob = git("hash-object", "--stdin", input=script)
@@ -179,6 +189,11 @@ def new(args, say):
 
 
 # ------------------------------------------------------------ 2 board
+# A plain GPT within the limits of a game, as BENCH.md has it ("`tiny` on other text, times and sizes")
+PLAIN = {"tiny": ["a plain GPT of 2 layers of 128 in 120 s: val_bpb 1.4594 and 1.7484 (two seeds, 2 threads "
+                  "of AMD EPYC)"]}
+
+
 def verdict_of(folder):
     """The last cell of a record's row."""
     failed = check(folder, LOOK_ONLY, lambda line: None)
@@ -231,8 +246,28 @@ def rules_table(version):
     return table(head.split(", "), rows)
 
 
+def target_of(name, folders):
+    """What a run of a track is shown against at its end (watch.py) and in its loss.png."""
+    track, words = RULES[NEWEST].tracks[name], []
+    best, curve = best_before(folders, ""), []
+    if best != "none":
+        record = folders[best]
+        s = describe(record.values(track.metric))
+        words.append(f"the record: {track.metric} {s.mean:.4f}, the mean of {s.n} seeds ({best}, "
+                     f"{record.hardware()})")
+        end = min(run.curves["train"][-1].seconds for run in record.runs)
+        grid = np.geomspace(1, end, 80)
+        losses = np.median(mean_curve(record.runs, "train", "seconds", grid), 0)
+        curve = np.column_stack([grid, losses]).round(4).tolist()
+    elif track.start is not None:
+        goal = f" s to {track.metric} {track.target}" if track.rank == "time" else ""
+        by = "" if goal else f"{track.metric} "
+        words.append(f"the record: {by}{track.start:.10g}{goal} ({track.start_name}, {track.hardware})")
+    return {"compare": words + PLAIN.get(name, []), "curve": curve}
+
+
 def board(say):
-    """Rewrites what stands between the markers of records/README.md."""
+    """Rewrites what stands between the markers of records/README.md, and targets.json."""
     path = HOME / "README.md"
     text = path.read_text(encoding="utf-8")
     parts = {f"rules version {version}": rules_table(version) for version in RULES}
@@ -245,7 +280,9 @@ def board(say):
         _, _, bottom = rest.partition(end)
         text = f"{top}{start}\n{content}\n{end}{bottom}"
     path.write_text(text, encoding="utf-8")
-    say(f"wrote {os.path.relpath(path)}")
+    targets = {name: target_of(name, records_of(name)) for name in RULES[NEWEST].tracks}
+    (HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
+    say(f"wrote {os.path.relpath(path)} and targets.json")
 
 
 @rule("strict", "rules and boards")
@@ -270,7 +307,7 @@ def check_boards(folder, options):
 
 # ------------------------------------------------------------ 3 main
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
-            "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot}
+            "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot, "export": export}
 
 
 def parse(argv):
@@ -303,8 +340,9 @@ def parse(argv):
     add("ablate", ("run", {}), count, ("--before", text), as_json, seed)
     add("noise", ("preset", {}), count, metric, as_json, seed)
     add("plot", paths, ("--out", {"default": "loss.png"}),
-        ("--by", {"choices": ["seconds", "tokens"], "default": "seconds"}))
-    add("board")
+        ("--by", {"choices": [*trials.AXES], "default": "seconds"}))
+    add("board", ("paths", {"nargs": "*"}), ("--html", on), ("--out", {"default": "board.html"}))
+    add("export", ("run", {}), ("--out", text))
     return parser.parse_args(argv)
 
 
@@ -326,7 +364,12 @@ def run(args, say):
     if args.what == "audit":
         return 1 if audit(Path(args.folder), say) else 0
     if args.what == "board":
-        board(say)
+        demand(args.html or not args.paths, "board of PATH needs --html")
+        if args.html:
+            places = args.paths or [path for path in ("logs", HOME) if Path(path).exists()]
+            write_page(places, args.out, say)
+        else:
+            board(say)
         return 0
     found = COMMANDS[args.what](args, say)
     if getattr(args, "json", False):

@@ -298,7 +298,8 @@ def against_baseline(baseline, metric, values, times, say):
 
 # ------------------------------------------------------------ curves
 def draw_curves(axes, label, runs, axis, color):
-    """Loss over an axis, the mean thick and single runs thin. Returns some of the losses drawn."""
+    """Loss over an axis: the median of the runs, and a band from the lowest to the highest. Returns the least
+    and the largest loss drawn."""
     few_validations = any(len(run.curves["val"]) < 4 for run in runs)
     split = "train" if axis == "tokens" or few_validations else "val"
     drawn = [run for run in runs if len(points_with(run, split, axis)) > 1]
@@ -307,47 +308,69 @@ def draw_curves(axes, label, runs, axis, color):
     end = min(getattr(run.curves[split][-1], axis) for run in drawn)
     grid = np.linspace(0.02 * end, end, 400)
     rows = mean_curve(drawn, split, axis, grid)
-    axes.plot(grid, rows.T, color=color, alpha=0.2, linewidth=0.7)
-    axes.plot(grid, rows.mean(0), color=color, linewidth=1.4, label=f"{label}: {split}, {len(drawn)} runs")
-    return [rows.min(), np.median(rows)]
+    count = f"{len(drawn)} runs" if len(drawn) > 1 else "one run"
+    axes.fill_between(grid, rows.min(0), rows.max(0), color=color, alpha=0.2, linewidth=0)
+    axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=f"{label}: {split}, {count}")
+    return [rows.min(), rows.max()]
 
 
 def draw_ends(axes, label, runs, axis, color, marker):
     """The final val_loss of each run, where it ended. Returns the losses drawn."""
     points = []
     for run in runs:
-        tokens = int(run.summary.get("tokens", 0)) or None
-        end, loss = tokens if axis == "tokens" else run.time, run.value("val_loss")
-        if end is not None and loss is not None:
-            points.append((end, loss))
+        ends = {"tokens": int(run.summary.get("tokens", 0)) or None, "seconds": run.time, "step": run.steps}
+        loss = run.value("val_loss")
+        if ends[axis] is not None and loss is not None:
+            points.append((ends[axis], loss))
     if points:
         axes.plot(*zip(*points), marker, color=color, markersize=4, label=f"{label}: final val")
     return [loss for _, loss in points]
 
 
-def draw(curves, path, title, by="seconds"):
-    """{label: [Run]} -> a picture of loss over training seconds or tokens."""
+AXES = {"seconds": "train_time (s)", "tokens": "tokens", "step": "steps"}
+
+
+def draw(curves, path, title, by="seconds", grey=()):
+    """{label: [Run]} -> a picture of loss over training seconds, tokens or steps. grey: labels of records."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     losses = []
     for i, (label, runs) in enumerate(curves.items()):
-        losses += draw_curves(axes, label, runs, by, f"C{i}")
-        losses += draw_ends(axes, label, runs, by, f"C{i}", "os^dv"[i % 5])
+        color = "0.5" if label in grey else f"C{i - len(grey)}"
+        losses += draw_curves(axes, label, runs, by, color)
+        losses += draw_ends(axes, label, runs, by, color, "os^dv"[i % 5])
     demand(losses, "there are no curves to draw")
-    low, high = min(losses), max(losses)
-    axes.set(xlabel="tokens" if by == "tokens" else "train_time (s)", ylabel="nats per token", title=title,
-             ylim=(low - 0.1 * (high - low) - 0.01, high + 0.6 * (high - low) + 0.05))
+    axes.set(xlabel=AXES[by], ylabel="nats per token", title=title, yscale="log",
+             ylim=(0.98 * min(losses), 1.02 * max(losses)), xlim=(0, None))
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
 
+def record_to_beat(runs):
+    """{name: runs} of the best record of the track that the runs play, on the same text; or {}."""
+    texts = {run.facts.get("fingerprint") for run in runs}
+    presets = {run.config.get("preset", "") for run in runs}
+    if len(presets) > 1 or presets == {""}:
+        return {}
+    records = records_of(track_of(*presets))
+    name = best_before(records, runs[0].facts.get("hardware"))
+    same = name != "none" and {run.facts.get("fingerprint") for run in records[name].runs} == texts
+    return {f"record {name}": records[name].runs} if same else {}
+
+
 def plot(args, say):
-    """Curves of the runs at each path."""
+    """Curves of the runs at each path, and in grey those of their track's record."""
     curves = {}
     for path in args.paths:
         curves[Path(path).stem or path] = load_runs([path], say)
-    draw(curves, args.out, " / ".join(curves), args.by)
+    title = " / ".join(curves)
+    record = record_to_beat([run for runs in curves.values() for run in runs])
+    if any(name.endswith(label) for name in record for label in curves):
+        record = {}     # it is drawn already
+    draw(record | curves, args.out, title, args.by, record)
     say(f"curves: {args.out}")

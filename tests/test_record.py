@@ -551,12 +551,13 @@ def test_the_board_lists_records_best_first(tool, home):
 
 
 def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
-    before = (ROOT / "records" / "README.md").read_text()
+    written = ("README.md", "targets.json")
+    before = [(ROOT / "records" / name).read_text() for name in written]
     shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("__pycache__"))
     for module in (folders, record):
         monkeypatch.setattr(module, "HOME", tmp_path / "records")
     assert tool("board")[0] == 0
-    assert (tmp_path / "records" / "README.md").read_text() == before
+    assert [(tmp_path / "records" / name).read_text() for name in written] == before
 
 
 def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):

@@ -9,6 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = "data/datasets/embedded/manifest.json"
 GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
+WATCH = "records/watch.py stub "        # what shows a run
+ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
 
 
 @pytest.fixture
@@ -29,12 +31,13 @@ def program(folder, name, body):
 
 
 def run(folder, *args, **env):
-    """-> (exit code, stderr, the stub's calls)"""
+    """-> (exit code, stderr, the stub's calls, those of records/watch.py as what it runs)"""
     (folder / "calls").unlink(missing_ok=True)
     done = subprocess.run(["bash", "run.sh", *args], cwd=folder, capture_output=True, text=True, timeout=60,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)} | env)
     calls = folder / "calls"
-    return done.returncode, done.stderr.strip(), calls.read_text().splitlines() if calls.exists() else []
+    calls = calls.read_text().splitlines() if calls.exists() else []
+    return done.returncode, done.stderr.strip(), [call.removeprefix(WATCH) for call in calls]
 
 
 def sees_gpus(folder, count):
@@ -99,17 +102,27 @@ def test_an_installation_is_made_once(folder):
 def test_missing_data_is_made_then_trained_on(folder):
     """The trainer runs once: it prints the plan itself."""
     assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
-    assert run(folder, "golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 80"
-    assert run(folder, "--preset=golf", PYTHON="stub")[2][0] == "data/download.py sp1024 -n 80"
-    assert run(folder, PYTHON="stub", PRESET="golf")[2][0] == "data/download.py sp1024 -n 80"
+    assert run(folder, "golf", PYTHON="stub")[2][1] == "data/download.py sp1024 -n 80"
+    assert run(folder, "--preset=golf", PYTHON="stub")[2][1] == "data/download.py sp1024 -n 80"
+    assert run(folder, PYTHON="stub", PRESET="golf")[2][1] == "data/download.py sp1024 -n 80"
     for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
         fetched = [f"data/download.py {source}", "data/download.py core"]
-        assert run(folder, preset, PYTHON="stub")[2][:2] == fetched
+        assert run(folder, preset, PYTHON="stub")[2][1:3] == fetched
     have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
     have(folder, "data/datasets/fineweb_edu/manifest.json")
     for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
-        calls = run(folder, *args, PYTHON="stub")[2]
+        calls = run(folder, *args, PYTHON="stub", DEVICE="cpu")[2]
         assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
+
+
+def test_a_game_for_gpus_is_refused_before_its_data_are_fetched(folder):
+    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *--dry-run) echo "machine: takes a GPU";; esac')
+    code, err, calls = run(folder, "gpt2", PYTHON="stub")
+    assert (code, err, calls) == (2, "run.sh: takes a GPU", [ASKED])
+    assert run(folder, "gpt2", "DEVICE=cpu", PYTHON="stub")[2][0] == "data/download.py fineweb-edu"
+    program(folder, "nvidia-smi", "echo 'GPU 0: x'")
+    program(folder, "stub", 'case "$*" in *device_count*) echo 1;; *) echo "$*" >> calls;; esac')
+    assert run(folder, "gpt2", PYTHON="stub")[2][0] == "data/download.py fineweb-edu"
 
 
 def test_own_data_is_not_prepared(folder):
@@ -150,10 +163,34 @@ def test_every_gpu_is_used(folder):
 def test_what_cannot_be_fetched(folder):
     """Without data there is no run; without CORE's tasks there is one."""
     program(folder, "stub", 'echo "$*" >> calls; case "$*" in *fineweb-edu) exit 3;; *core) exit 1;; esac')
-    assert run(folder, "gpt2", PYTHON="stub") == (3, "", ["data/download.py fineweb-edu"])
+    assert run(folder, "gpt2", PYTHON="stub") == (3, "", [ASKED, "data/download.py fineweb-edu"])
     have(folder, "data/datasets/fineweb_edu/manifest.json")
     code, _, calls = run(folder, "gpt2", PYTHON="stub")
-    assert code == 0 and calls[0] == "data/download.py core" and calls[-1] == "train_gpt.py --preset=gpt2"
+    assert code == 0 and calls[1] == "data/download.py core" and calls[-1] == "train_gpt.py --preset=gpt2"
+
+
+def test_a_run_is_watched_a_plan_is_not(folder):
+    have(folder, EMBEDDED)
+    program(folder, "stub", 'echo "$LOGGER|$*" >> calls')
+    calls = run(folder, "LOGGER=wandb", "--seed=1", PYTHON="stub")[2]
+    assert calls == [f"wandb|{WATCH}train_gpt.py --seed=1"]
+    assert run(folder, "--dry-run", PYTHON="stub")[2] == ["|train_gpt.py --dry-run"]
+
+
+def test_uv_installs_where_there_is_one(folder):
+    program(folder, "python3", "exit 0")
+    program(folder, "uv", 'echo "uv $*" >> calls; [ "$1" != venv ] || mkdir -p .venv/bin')
+    assert run(folder, "setup") == (0, "", [
+        "uv venv -q --clear --python python3 .venv",
+        "uv pip install --python .venv/bin/python -r .venv/requirements.txt"])
+
+
+def test_no_room_for_the_install(folder):
+    program(folder, "python3", "exit 0")
+    program(folder, "uv", '[ "$1" = venv ] && mkdir -p .venv/bin || { echo No space left on it; exit 1; }')
+    refused(folder, ["disk is full"], "setup")
+    program(folder, "uv", "exit 1")
+    refused(folder, ["could not create .venv"], "setup")
 
 
 def test_help_names_the_data(folder):
@@ -194,4 +231,5 @@ def test_the_other_commands(folder):
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
     assert run(folder, "static", "golf", PYTHON="stub")[2] == ["tests/static_gpu.py golf"]
     assert run(folder, "record", "check", "x", PYTHON="stub")[2] == ["records/record.py check x"]
+    assert run(folder, "board", "--html", "x", PYTHON="stub")[2] == ["records/record.py board --html x"]
     assert os.access(ROOT / "run.sh", os.X_OK)

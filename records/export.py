@@ -1,0 +1,44 @@
+"""A trained model for other programs: ./run.sh record export RUN writes safetensors and config.json."""
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from folders import ROOT
+from runs import Refused, demand
+
+
+def model_file(run):
+    """What a run is scored by: its artifact, else its weights; or the file itself. Raises Refused."""
+    path = Path(run) if Path(run).exists() else Path("logs", run)
+    if path.is_dir():
+        found = [*sorted(path.glob("final_model.*.ptz")), path / "final_model.pt"]
+        path = next((file for file in found if file.exists()), path / "final_model.pt")
+    demand(path.is_file(), f"{run} holds no model: give a run folder, a record folder or a model file")
+    return path
+
+
+def export(args, say):
+    """model.safetensors and config.json beside the model, or in --out. Returns their folder."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise Refused("export needs safetensors: pip install -r requirements.txt") from None
+    sys.path.insert(0, str(ROOT))
+    import train_gpt
+    path = model_file(args.run)
+    try:
+        model, cfg = train_gpt.load_model(path)
+    except train_gpt.Refused as error:
+        raise Refused(str(error)) from None
+    folder = Path(args.out or path.parent / "export")
+    folder.mkdir(parents=True, exist_ok=True)
+    # A tied head is the embedding, which named_parameters() lists once
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    shape = {name: value for name, value in asdict(cfg).items() if name in train_gpt.MODEL_FIELDS}
+    (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+    weights = sum(t.numel() for t in tensors.values())
+    say(f"wrote {folder}/model.safetensors ({len(tensors)} tensors, {weights:,} weights) and config.json; "
+        "docs/load_model.py reads those of the preset tiny")
+    return str(folder)

@@ -1,0 +1,301 @@
+"""records/watch.py COMMAND…: runs the trainer's command and shows what it does; ./run.sh calls it.
+
+On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
+bits per byte, tok/s and the time left. Elsewhere every line passes as it is. The end is one screen about the
+result. LOGGER=tensorboard | wandb hands scalars, constants and samples on. The exit code is the command's.
+"""
+import json
+import math
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from folders import HOME, track_of
+from runs import STEP
+
+# How the line begins with which a stage of a run begins
+STAGES = {
+    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "compiling, about a minute "
+    "the first time", "setup:": "training", "stopping_early:": "evaluating",
+    "Serialized": "evaluating the artifact", "peak memory": "writing samples"}
+# Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
+QUIET = re.compile(
+    r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
+    r"warmdown:|evaluation:|eval settings:|attention: |run folder:|rehearsal before|setup:|"
+    r"step:\d+/\d+ train_loss|stopping_early:|Serialized |Code size:|Total submission|peak memory|"
+    r"scoring the artifact|final_")
+SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
+
+
+class Progress:
+    """What the lines of a run have said so far."""
+    def __init__(self):
+        self.stage, self.began, self.seen = "starting", time.monotonic(), {}
+        self.step = None        # (step, of how many, loss, training seconds, seconds left, tok/s, when)
+        self.in_samples = self.in_summary = False
+        self.sample = []
+
+    def read(self, line):
+        """Takes a line in. Is it one to show?"""
+        for start, stage in STAGES.items():
+            if line.startswith(start) and not self.in_samples:
+                self.enter(stage)
+        if line.startswith("sample 1: "):
+            self.in_samples = True
+        if self.in_samples and SUMMARY.match(line) and line.strip().startswith("train_time_ms"):
+            self.in_samples, self.in_summary = False, True
+        if self.in_samples:
+            self.sample.append(line)
+            return True
+        for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
+                             ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
+                             ("data", r"data: (\S+) train tokens:\d+"),
+                             ("train", r"data: \S+ train tokens:(\d+)"),
+                             ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
+            if found := re.match(pattern, line):
+                self.seen.setdefault(key, found[1])
+        if found := STEP.match(line):
+            left = re.search(r"eta:(\d+)s", line)
+            if found[3] == "train_loss" and found[6] and left:
+                self.step = (int(found[1]), int(found[2]), float(found[4]), float(found[6]) / 1e3,
+                             int(left[1]), int(found[8] or 0), time.monotonic())
+            elif found[3] != "train_loss" and found[1] == found[2]:
+                self.enter("writing the model")
+        return not (QUIET.match(line) or self.in_summary)
+
+    def enter(self, stage):
+        if stage != self.stage:
+            self.stage, self.began = stage, time.monotonic()
+
+    def plan(self):
+        """What is going to happen, in two lines."""
+        seen = {key: f"{int(text):,}" if text.isdigit() else text for key, text in self.seen.items()}
+        limits = re.sub(r" \(\d+ tokens\);", ",", seen.get("limits", ""))
+        limits = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", limits)
+        if "data" in seen:
+            yield f"data: {seen['data']}, {seen['train']} tokens to train on, {seen['val']} to be scored on"
+        yield f"plan: {seen.get('parameters')} parameters, {seen.get('batch')} tokens per step, {limits}"
+
+    def bits_per_byte(self, loss):
+        """Of a loss in nats per token, by the val split's bytes per token; None where they are unknown."""
+        if not {"val", "bytes"} <= {*self.seen}:
+            return None
+        return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
+
+    def live(self):
+        """(part done or None, text) of the live line now."""
+        now = time.monotonic()
+        if self.stage != "training" or not self.step:
+            return None, f"{self.stage}: {now - self.began:.0f} s"
+        step, last, loss, seconds, left, rate, then = self.step
+        since = min(now - then, left)
+        bpb = self.bits_per_byte(loss)
+        words = [f"step {step:,}", f"loss {loss:.4f}", f"about {bpb:.3f} bpb" if bpb else "",
+                 f"{rate:,} tok/s", f"{left - since:.0f} s left"]
+        return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
+
+
+class Screen:
+    """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
+    def __init__(self, terminal):
+        self.bar, self.ticked = None, 0.0
+        with suppress(ImportError):
+            if terminal:
+                from tqdm import tqdm
+                self.bar = tqdm(total=1.0, bar_format="{desc}", file=sys.stdout, leave=False, ascii=" #")
+
+    def show(self, line, stream):
+        if self.bar is not None:
+            self.bar.clear()
+        print(line, file=stream, flush=True)
+        if self.bar is not None:
+            self.bar.refresh()
+
+    def tick(self, part, text):
+        """The live line: with a bar where the part that is done is known."""
+        if self.bar is not None and time.monotonic() > self.ticked + 0.2:
+            self.ticked = time.monotonic()
+            known = "training {percentage:3.0f}% |{bar:20}| {desc}"
+            self.bar.bar_format = "{desc}" if part is None else known
+            self.bar.ncols = shutil.get_terminal_size().columns - 1     # 79 where the terminal does not say
+            self.bar.n = min(part or 0.0, 1.0)
+            self.bar.set_description_str(text)
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def pump(stream, name, lines):
+    for line in stream:
+        lines.put((name, line.rstrip("\n")))
+    lines.put((name, None))
+
+
+def follow(child, screen, progress, logger):
+    """Shows the child's lines until it closes both of its streams."""
+    lines, open_streams = queue.Queue(), {"stdout", "stderr"}
+    for name in open_streams:
+        threading.Thread(target=pump, args=(getattr(child, name), name, lines), daemon=True).start()
+    while open_streams:
+        try:
+            name, line = lines.get(timeout=0.2)
+        except queue.Empty:
+            screen.tick(*progress.live())
+            continue
+        if line is None:
+            open_streams = open_streams - {name}
+            continue
+        shown = progress.read(line) if name == "stdout" else True
+        if name == "stdout":
+            logger.line(line, progress)
+        if shown or screen.bar is None:
+            screen.show(line, getattr(sys, name))
+        if line.startswith("run folder:") and screen.bar is not None:
+            for row in progress.plan():
+                screen.show(row, sys.stdout)
+        screen.tick(*progress.live())
+
+
+# ------------------------------------------------------------ the end
+def size_text(size):
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+
+
+def score_text(result):
+    """The score that counts and what it took, in one line."""
+    names = [name for name in ("core", "val_bpb", "val_loss", "val_loss_partial")
+             if result.get(name) is not None]
+    score = ", ".join(f"{name} {result[name]:.4f}" for name in names)
+    return (f"{score} after {result['steps']:,} steps, {result['tokens']:,} tokens and "
+            f"{result['train_time_ms'] / 1e3:.1f} s of training ({result['tok_per_s']:,} tok/s)")
+
+
+def comparison(result):
+    """What records/targets.json has for the run's game; nothing where the run played another one."""
+    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "max_wallclock_seconds"}
+    if not other_game & {*result["overrides"]}:
+        targets = json.loads((HOME / "targets.json").read_text(encoding="utf-8"))
+        yield from targets[track_of(result["preset"])]["compare"]
+
+
+def end_lines(folder):
+    """The screen after a run that trained: score, what it compares with, the files, what to try next."""
+    result = json.loads((folder / "result.json").read_text())
+    if not result["steps"]:
+        return
+    model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
+    yield ""
+    yield score_text(result)
+    yield from (f"  {line}" for line in comparison(result))
+    yield (f"in {folder}/: train.log, result.json, loss.png, "
+           f"{model} ({size_text((folder / model).stat().st_size)}), train_gpt.py as it ran")
+    if result["overrides"].keys() - {"run_id", "seed"}:
+        yield ("next: is it better, or luck? ./run.sh record compare trains both with several seeds: "
+               "docs/first_change.md")
+    else:
+        yield "next: change a number, say ./run.sh MATRIX_LR=0.02, and compare: docs/first_change.md"
+
+
+# ------------------------------------------------------------ LOGGER
+class Logger:
+    """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody."""
+    def __init__(self, kind):
+        self.kind, self.run, self.opened = kind, None, False
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            self.module = SummaryWriter
+        elif kind == "wandb":
+            import wandb
+            self.module = wandb
+
+    def open(self, folder):
+        log = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
+        config = dict(re.findall(r"^config (\w+)=(.*)$", log, re.M))
+        if self.kind == "tensorboard":
+            self.run = self.module(str(folder / "tensorboard"))
+            rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
+            self.run.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
+        else:
+            self.run = self.module.init(project="train_gpt", name=folder.name, dir=str(folder), config=config)
+
+    def line(self, line, progress):
+        """A line of the run's output: scalars of a step."""
+        if not self.kind:
+            return
+        if line.startswith("rehearsal before") and not self.run and "folder" in progress.seen:
+            self.open(Path(progress.seen["folder"]))
+        found = STEP.match(line)
+        if self.run and found and not progress.in_samples:
+            pairs = re.findall(r"(\w+(?:/s)?):(-?\d+(?:\.\d+)?)(?=ms\b|s\b|\s|$)", line)
+            self.scalars(int(found[1]), {name: float(value) for name, value in pairs if name != "step"})
+
+    def scalars(self, step, values):
+        if self.kind == "wandb":
+            self.run.log(values, step=step)
+        else:
+            for name, value in values.items():
+                self.run.add_scalar(name, value, step)
+
+    def close(self, samples):
+        """Hands on the samples, as one text, and ends."""
+        if not self.run:
+            return
+        text = "\n".join(samples)
+        if self.kind == "wandb":
+            self.run.summary["samples"] = text
+            self.run.finish()
+        else:
+            self.run.add_text("samples", f"```\n{text}\n```")
+            self.run.close()
+
+
+def open_logger(kind):
+    """Logger, or None after saying why there cannot be one."""
+    if kind not in ("", "tensorboard", "wandb"):
+        why = f"LOGGER={kind} is none of tensorboard, wandb"
+    else:
+        try:
+            return Logger(kind)
+        except ImportError:
+            why = (f"LOGGER={kind} needs the package {kind}: "
+                   f"{os.path.relpath(sys.executable)} -m pip install {kind}")
+    print(f"run.sh: {why}", file=sys.stderr)
+    return None
+
+
+def main(command):
+    logger = open_logger(os.environ.get("LOGGER", ""))
+    if not logger:
+        return 2
+    progress, screen = Progress(), Screen(sys.stdout.isatty())
+    # A session of its own, so that a signal reaches it once: from here
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             errors="replace", start_new_session=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            passed = signal.SIGTERM if number == signal.SIGHUP else number
+            signal.signal(number, lambda *_, passed=passed: child.send_signal(passed))
+    try:
+        follow(child, screen, progress, logger)
+        code = child.wait()
+    finally:
+        screen.close()
+    logger.close(progress.sample)
+    if code == 0 and "folder" in progress.seen:
+        with suppress(OSError, ValueError, KeyError):
+            print(*end_lines(Path(progress.seen["folder"])), sep="\n", flush=True)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""README and docs/: every command in them runs, at small size, in a copy of the repository whose path has a
+space; their links lead somewhere."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT, TOY
+
+PAGES = ["README.md", "docs/first_change.md", "docs/own_text.md", "docs/first_gpu.md"]
+NOWHERE = "http://127.0.0.1:9"
+SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2")
+SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE)
+# What stands for something else, or is too large: a pattern and what it becomes
+INSTEAD = [
+    (r"git clone <this repository> train_gpt", f"git clone -q '{ROOT}' train_gpt"),
+    (r"<run_id>|\bRUN\b", "first"), (r"logs/first …", "logs/alone"), (r"\bPATH\b", "tests"),
+    (r"--nproc_per_node=8", "--nproc_per_node=2"), (r"--nnodes=2", "--nnodes=1"), (r"\bHOST:", "localhost:"),
+    (r"-n [35]\b", "-n 2"), (r"--iterations=100\b", "--iterations=4"), (r"\bITERATIONS=100", "ITERATIONS=4"),
+    (r"--vocab-size 2048", "--vocab-size 400"), (r"\.venv/lib/python3\*/site-packages/matplotlib", "tests"),
+    (r"VOCAB_SIZE=1024 ", "VOCAB_SIZE=512 "), (r"data/datasets/embedded", "data/datasets/toy"),
+    (r"--depth=4", "--depth=1"), (r"NUM_ITERATIONS=120", "NUM_ITERATIONS=2"),
+    # a game's own shapes do not fit the toy data: its plan
+    (r"(train_gpt\.py --preset=\w+|run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
+    (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_gpu.py"),
+    (r"run\.sh static .*", "run.sh static --help"), (r"run\.sh bench .*", "run.sh bench --help")]
+NETWORK = re.compile(r"run\.sh data (?:sp1024|gpt2|fineweb-edu|climbmix|core)\b")
+# What a run needs that some command asks for by a name
+BEFORE = [("first", "RUN_ID=first ./run.sh"), ("logs/alone", "RUN_ID=alone MATRIX_LR=0.0123 ./run.sh")]
+
+
+def commands_of(page):
+    """The commands of a page: of its blocks marked sh, and those in the second column of its tables."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    for row in re.findall(r"^\| \d+ \| (.*?) \|", text, re.M):
+        lines += re.findall(r"`(\./run\.sh [^`]*)`", row)
+    return [line for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines) if line]
+
+
+@pytest.fixture(scope="module")
+def home(tiny_data, tmp_path_factory):
+    """A copy of the repository with the toy data, and `python`, `torchrun` and .venv of this interpreter."""
+    home = tmp_path_factory.mktemp("a path") / "train gpt"
+    skip = shutil.ignore_patterns(".git", ".venv*", "logs", "datasets", "tokenizers", "__pycache__", "golden",
+                                  "shared", "*.html")
+    shutil.copytree(ROOT, home, ignore=skip)
+    shutil.copytree(tiny_data / "data", home / "data", dirs_exist_ok=True)
+    shutil.copy(home / "data/tokenizers/toy.model", home / "data/tokenizers/embedded.model")
+    (home / ".venv/bin").mkdir(parents=True)
+    for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
+        (home / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (home / ".venv/bin" / name).chmod(0o755)
+    (home / ".venv/bin/activate").write_text(f'PATH="{home}/.venv/bin:$PATH"\n')
+    return home
+
+
+def run(home, command, settings=SMALL):
+    clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    clean["PATH"] = f"{home}/.venv/bin:{clean['PATH']}"
+    return subprocess.run(["bash", "-c", command], cwd=home, capture_output=True, text=True, timeout=300,
+                          errors="replace", env=clean | settings | {"PYTHON": sys.executable})
+
+
+def small(command):
+    for pattern, other in INSTEAD:
+        command = re.sub(pattern, other, command)
+    if command.startswith("./run.sh gpt2 --depth"):
+        command += " DEPTH=1"
+    return command
+
+
+def resumable(home, run_id):
+    """A run that was stopped, for RESUME."""
+    done = run(home, f"RUN_ID={run_id} SAVE_EVERY=2 ITERATIONS=400 .venv/bin/python train_gpt.py"
+                     f" & sleep 1; for i in $(seq 300); do [ -f logs/{run_id}/checkpoint.pt ] && break; "
+                     "sleep 0.1; done; kill -TERM $!; wait $!")
+    assert "RESUME=" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page(home, page):
+    commands = commands_of(page)
+    assert len(commands) >= 3
+    for command in commands:
+        command = small(command)
+        for name, first in BEFORE:
+            if name in command and not (home / "logs" / name.removeprefix("logs/")).exists():
+                assert run(home, first).returncode == 0
+        if command.startswith("RESUME="):
+            resumable(home, "stopped")
+            command = command.replace("first", "stopped")
+        # A resumed run has its constants from the checkpoint, a plan those of its game
+        as_it_is = "RESUME" in command or "--dry-run" in command
+        done = run(home, command, {"OMP_NUM_THREADS": "1", "DEVICE": "cpu"} if as_it_is else SMALL)
+        said = done.stdout[-2000:] + done.stderr[-2000:]
+        if NETWORK.search(command):     # there is none here: as far as that, not refused
+            assert done.returncode == 1 and "refused" in said.splitlines()[-1], (command, said)
+        elif "record check " in command:    # as the record in the repository, or with rules that fail
+            assert done.returncode in (0, 1) and "fail" in said.splitlines()[-1], (command, said)
+        else:
+            assert done.returncode == 0, (command, said)
+            assert "Traceback" not in said, (command, said)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "records/README.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_readme_fits():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 180

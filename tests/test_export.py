@@ -1,0 +1,101 @@
+"""A model outside of the trainer: the export, docs/load_model.py, the eight lines of README."""
+import json
+import re
+import struct
+import sys
+
+import pytest
+import torch
+
+import train_gpt
+from helpers import ROOT, init_parameters, toy_environment
+
+sys.path.insert(0, str(ROOT / "docs"))
+import load_model  # noqa: E402
+
+
+def save(path, **settings):
+    """final_model.pt of a model with made-up weights, none of which is 0 or 1."""
+    cfg = train_gpt.load_config(settings | dict(VOCAB_SIZE="512", BOS_ID="1", BIGRAM_ROWS="4096"))
+    model = train_gpt.GPT(cfg)
+    init_parameters(model, 7)
+    generator = torch.Generator().manual_seed(7)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=generator)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(train_gpt.to_bytes(cfg, train_gpt.stored(model)))
+    return path
+
+
+SHAPES = [{}, dict(WINDOW_SCHEDULE="0"), dict(NUM_LAYERS="5", VALUE_EMBED_LAYERS="0,1", TIE_EMBEDDINGS="1"),
+          dict(NUM_HEADS="4", NUM_KV_HEADS="2", UNET_SKIPS="0", KEY_OFFSET="0", QK_GAIN_INIT="0",
+               LAYER_SCALE="0", RESIDUAL_MIX="0", LOGIT_SOFTCAP="0")]
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=["tiny", "all tokens", "five layers", "plain"])
+def test_the_loader_gives_the_same_log_probs(tool, tmp_path, one_thread, settings):
+    path = save(tmp_path / "run" / "final_model.pt", **settings)
+    code, _, err = tool("export", path.parent)
+    assert code == 0, err
+    model, _ = train_gpt.load_model(path)
+    loaded = load_model.load(path.parent / "export")
+    for T in (1, 2, 129, 300, 700):
+        tokens = torch.randint(512, (2, T), generator=torch.Generator().manual_seed(T))
+        with torch.no_grad():
+            want = train_gpt.log_probs(model, tokens)
+        assert torch.allclose(loaded(tokens), want, atol=2e-5), (T, (loaded(tokens) - want).abs().max())
+        changed = tokens.clone()
+        changed[:, -1] = (changed[:, -1] + 1) % 512
+        assert T == 1 or not torch.allclose(loaded(changed), want, atol=2e-2)
+
+
+def test_the_files(tool, tmp_path):
+    """safetensors' own reader and ours agree; config.json holds what the artifact does."""
+    from safetensors.torch import load_file
+    path = save(tmp_path / "final_model.pt")
+    assert tool("export", path, "--out", tmp_path / "out")[0] == 0
+    theirs, ours = (read(tmp_path / "out/model.safetensors") for read in (
+        load_file, load_model.read_safetensors))
+    model, cfg = train_gpt.load_model(path)
+    assert {*theirs} == {*ours} == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert {name: getattr(cfg, name) for name in train_gpt.MODEL_FIELDS} == {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    size = struct.unpack("<Q", (tmp_path / "out/model.safetensors").read_bytes()[:8])[0]
+    assert size % 8 == 0
+
+
+def test_the_loader_is_short_and_refuses_what_it_leaves_out(tool, tmp_path):
+    text = (ROOT / "docs/load_model.py").read_text()
+    assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 110
+    assert {*re.findall(r"(?m)^(?:import|from) (\w+)", text)} == {"json", "pathlib", "torch"}
+    for settings in (dict(NGRAM_ROWS="3000"), dict(SMEAR_DIM="12"), dict(MAX_DOC_LEN="64"),
+                     dict(ATTN_GATE_DIM="12"), dict(ROPE_FRACTION="0.5"), dict(SKIP_LAYERS="0,1")):
+        path = save(tmp_path / "run" / "final_model.pt", **settings)
+        assert tool("export", path)[0] == 0
+        with pytest.raises(AssertionError):
+            load_model.load(path.parent / "export")
+
+
+def test_what_is_no_model(tool, tmp_path):
+    code, _, err = tool("export", tmp_path)
+    assert code == 2 and "holds no model" in err
+    (tmp_path / "final_model.pt").write_bytes(b"x")
+    code, _, err = tool("export", tmp_path)
+    assert code == 2 and "damaged or no model" in err and len(err.splitlines()) == 1
+
+
+def test_the_lines_of_readme(tiny_data, tmp_path, monkeypatch, capsys):
+    """They load a run's artifact, score a text, and continue it."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert len(code.strip().splitlines()) <= 8
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").symlink_to(tiny_data / "data")
+    assert train_gpt.main([], toy_environment(run_id="RUN", iterations=2)) == 0
+    capsys.readouterr()
+    code = code.replace("embedded.model", "toy.model")
+    compiled = compile(code, "README.md", "exec")
+    names = {}
+    exec(compiled, names)
+    assert "def " in capsys.readouterr().out and names["nats"] > 0

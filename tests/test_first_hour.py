@@ -1,0 +1,123 @@
+"""What a newcomer's machine may lack, and what is said then."""
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import folders
+import record
+import train_gpt
+from helpers import ROOT, SCRIPT, TOY, run_cli
+
+
+@pytest.fixture
+def place(tiny_data, tmp_path):
+    (tmp_path / "data").symlink_to(tiny_data / "data")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_no_compiler(place):
+    """It trains uncompiled, says so once, and the result says it, too."""
+    bare = place / "bin"
+    bare.mkdir()
+    for name in ("grep", "uname", "sh"):
+        (bare / name).symlink_to(shutil.which(name))
+    env = TOY | dict(COMPILE="1", RUN_ID="r", ITERATIONS="2", PATH=str(bare),
+                     TORCHINDUCTOR_CACHE_DIR=str(place / "cache"))
+    done = run_cli(place, env=env)
+    assert done.code == 0, done.err
+    lines = [line for line in done.out.splitlines() if line.startswith("compile: not possible here")]
+    assert len(lines) == 1 and "C++ compiler" in lines[0] and lines[0].endswith("training uncompiled")
+    assert json.loads((place / "logs/r/result.json").read_text())["compiled"] is False
+
+
+@pytest.mark.parametrize("preset", ["golf", "speedrun", "gpt2", "golf_plus"])
+def test_a_game_for_gpus_on_a_laptop(tmp_path, monkeypatch, capsys, preset):
+    """Refused with what it would take, unless the CPU is asked for; a plan has a line about it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: False)
+    assert train_gpt.main([], {"PRESET": preset}) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"train_gpt: {preset} is made for GPUs: a step takes ") and err.count("\n") == 1
+    assert " days (estimate)" in err and "PRESET=tiny" in err and "DEVICE=cpu" in err
+    assert train_gpt.main([], {"PRESET": preset, "DEVICE": "cpu"}) == 2
+    assert "./run.sh data" in capsys.readouterr().err       # the next thing that is missing
+    assert train_gpt.main(["--dry-run"], {"PRESET": preset}) == 0
+    assert f"machine: {preset} is made for GPUs" in capsys.readouterr().out
+
+
+def test_games_that_fit_a_laptop_are_not_refused(tmp_path, monkeypatch, capsys):
+    """tiny, and README's gpt2 for one: only their data are missing."""
+    monkeypatch.chdir(tmp_path)
+    laptop = dict(PRESET="gpt2", DEPTH="4", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="4096", PACKING="rows",
+                  VOCAB_SIZE="1024")
+    for env in ({}, laptop):
+        assert train_gpt.main([], env) == 2
+        assert "GPUs" not in (err := capsys.readouterr().err) and "no train and val shards" in err
+
+
+def test_a_port_in_use(place):
+    """By hand; torchrun --standalone takes a free one."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = TOY | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2",
+                         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+        done = run_cli(place, env=env)
+    assert done.code == 1 and "Traceback" not in done.err, done.err
+    assert done.err.splitlines()[-1] == (
+        "train_gpt: MASTER_PORT is in use: give torchrun --standalone or another --master-port")
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda path: path.unlink(), "is damaged or missing"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "toy_train_000001.bin")])
+def test_data_half_downloaded(tiny_data, tmp_path, damage, words):
+    """The command that completes them is named; a .part file is no shard."""
+    shutil.copytree(tiny_data / "data", tmp_path / "data")
+    shard = tmp_path / TOY["DATA_PATH"] / "toy_train_000001.bin"
+    damage(shard)
+    shard.with_name("toy_train_000009.bin.part").write_bytes(b"x")
+    done = run_cli(tmp_path, env=TOY)
+    assert done.code == 2 and words in done.err and "./run.sh data" in done.err, done.err
+    assert len(done.err.splitlines()) == 1 and not (tmp_path / "logs").exists()
+
+
+@pytest.mark.slow
+def test_a_home_that_cannot_be_written(place):
+    """Nothing needs it. A folder that cannot exist stands for it, as root may write anywhere."""
+    done = run_cli(place, env=TOY | dict(HOME="/proc/nowhere", ITERATIONS="2", RUN_ID="r"))
+    assert done.code == 0 and "Traceback" not in done.out + done.err, done.err
+    assert (place / "logs/r/loss.png").exists()
+
+
+def test_no_git(monkeypatch):
+    """A record says that its script is not committed."""
+    def run(command, **_):
+        raise FileNotFoundError(2, "No such file or directory", command[0])
+
+    monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=run))
+    assert record.git_commit(b"x") == "not committed"
+
+
+def test_no_git_and_no_nvidia_smi_for_a_run(place):
+    """run.sh asks for neither."""
+    bare = place / "bin"
+    bare.mkdir()
+    for name in ("bash", "dirname", "sed", "tr", "head", "grep", "cat", "sh"):
+        (bare / name).symlink_to(shutil.which(name))
+    for name in ("run.sh", "train_gpt.py", "requirements.txt"):
+        shutil.copy(ROOT / name, place)
+    (place / "records").symlink_to(folders.HOME)
+    env = TOY | dict(PATH=str(bare), PYTHON=sys.executable, OMP_NUM_THREADS="1", ITERATIONS="2", RUN_ID="r",
+                     HOME=os.environ.get("HOME", ""))
+    done = subprocess.run([shutil.which("bash"), "run.sh"], cwd=place, capture_output=True, text=True,
+                          env=env)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "in logs/r/: train.log" in done.stdout and SCRIPT.exists()

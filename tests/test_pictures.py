@@ -1,0 +1,86 @@
+"""loss.png of a run: everything that it promises is drawn, inside its frame."""
+import matplotlib.figure
+import pytest
+
+import train_gpt
+from helpers import ROOT
+
+TRAIN = [(1, 0.1, 10.9), (2, 0.2, 9.0), (250, 8.4, 4.5), (707, 23.8, 4.0), (1000, 41.0, 3.7),
+         (1414, 66.0, 3.6), (2000, 118.0, 3.3), (2130, 129.0, 3.29), (2160, 132.0, 3.28)]
+VAL = [(0, 0.0, 11.0), (1000, 41.0, 3.7), (2160, 132.0, 3.27)]
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """settings, curves -> (axes of the losses, axes of the LR, what was logged)"""
+    figures, said = [], []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+
+    def draw(train=TRAIN, val=VAL, **settings):
+        said.clear()
+        cfg = train_gpt.load_config(settings)
+        curves = {"train": train, "val": val}
+        train_gpt.plot_curves(curves, cfg, "a title", tmp_path / "loss.png", said.append)
+        return *(figures.pop().axes if not said else (None, None)), said
+
+    return draw
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_a_run_with_stages(drawn):
+    axes, right, said = drawn(PRESET="speedrun")
+    assert said == [] and labels(axes) == ["train", "train, smoothed", "val, at the end 3.2700"]
+    (low, high), (left, end) = axes.get_ylim(), axes.get_xlim()
+    for line in axes.get_lines():
+        assert low < min(line.get_ydata()) and max(line.get_ydata()) < high
+        assert left <= min(line.get_xdata()) and max(line.get_xdata()) < end
+    raw, smooth, _ = (line.get_ydata() for line in axes.get_lines())
+    assert list(raw) == [loss for *_, loss in TRAIN] and smooth[1] == pytest.approx((10.9 + 9.0 + 4.5) / 3)
+    # the second and the fourth of four stages are shaded: from the first log line in each to that of the next
+    spans = [(band.get_x(), band.get_x() + band.get_width()) for band in axes.patches]
+    assert spans == [pytest.approx((23.8, 66.0)), pytest.approx((129.0, 132.0))]
+    lr = right.get_lines()[0].get_ydata()
+    assert list(lr[:2]) == [1.0, 1.0] and max(lr) > 1.4 and lr[-1] == pytest.approx(0.1)
+
+
+def test_the_record_of_the_game_is_grey_where_the_game_is_the_same(drawn):
+    assert labels(drawn()[0])[0].startswith("record")
+    assert not any(label.startswith("record") for label in labels(drawn(DATA_PATH="data/datasets/mine")[0]))
+
+
+def test_a_run_of_one_step(drawn):
+    axes, _, said = drawn([(1, 0.1, 7.0)], [(1, 0.1, 6.0)], ITERATIONS="1")
+    assert said == [] and len(axes.get_lines()) == 4
+
+
+def test_a_copy_of_the_script_has_no_record(drawn, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_gpt, "__file__", str(tmp_path / "train_gpt.py"))
+    assert labels(drawn()[0])[0] == "train" and (ROOT / "records/targets.json").exists()
+
+
+def test_what_cannot_be_drawn_is_said(drawn):
+    assert drawn(train=[])[2][0].startswith("loss.png: not drawn")
+
+
+# ---------------------------------------------------------------- record plot
+@pytest.mark.parametrize("by, end", [("seconds", 119.98), ("tokens", 2.2e6), ("step", 1060)])
+def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
+    """And the record of their track is grey, unless it is what is drawn; all inside the frame."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    home = ROOT / "records/track_tiny"
+    assert tool("plot", home / "2026-11-21_Baseline", "--by", by, "--out", "x.png")[0] == 0
+    axes = figures.pop().axes[0]
+    names = [name.partition(":")[0] for name in labels(axes)]
+    assert names == 2 * ["record 2026-11-22_FastStepsWindows"] + 2 * ["2026-11-21_Baseline"]
+    record, _, median, finals = axes.get_lines()
+    assert record.get_color() == "0.5" != median.get_color() and len(finals.get_xdata()) == 5
+    band = axes.collections[1].get_paths()[0].get_extents()
+    (low, high), (_, right) = axes.get_ylim(), axes.get_xlim()
+    assert low < band.y0 < median.get_ydata().min() < median.get_ydata().max() <= band.y1 < high
+    assert max(finals.get_xdata()) == pytest.approx(end, rel=0.02) and right > max(finals.get_xdata())
+    assert tool("plot", home / "2026-11-22_FastStepsWindows", "--by", by, "--out", "x.png")[0] == 0
+    assert not any(name.startswith("record") for name in labels(figures.pop().axes[0]))

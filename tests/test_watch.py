@@ -1,0 +1,214 @@
+"""records/watch.py: what a run looks like on a terminal and in a pipe, its end, signals, LOGGER."""
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+import watch
+from helpers import ROOT, SCRIPT, TOY
+
+WATCH = [sys.executable, str(ROOT / "records" / "watch.py")]
+RUN = """
+import sys, time
+for line in open(sys.argv[1]).read().splitlines():
+    print(line, flush=True)
+    time.sleep(0.25 if line.startswith(("step:50/", "rehearsal")) else 0)
+"""
+LINES = """override matrix_lr 0.03 -> 0.02
+data: embedded train tokens:25176420 in 1 shards, val tokens:429104
+data: val_bytes:1021844
+data: this is another game than tiny, whose text is abc
+parameters:9241732 (embed:131072)
+limits: at most 100000 steps (409600000 tokens); at most 120 s of training
+stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor
+                     0            4096        512         256          128    1.0000
+run folder: logs/a
+rehearsal before the clock, compiling: about a minute
+setup:1752ms compile:25111ms
+step:50/100000 train_loss:2.0000 train_time:60000ms step_avg:114.90ms tok/s:35649 lr_factor:1.000 eta:60s
+stopping_early: wallclock_cap train_time:119969ms step:1033/100000
+step:1033/100000 val_loss:2.0077 val_bpb:1.2163 train_time:119969ms step_avg:116.14ms
+peak memory resident: 840 MiB
+final_model val_loss:2.0077 val_bpb:1.2163
+sample 1: def »f(x):
+    return x
+   x  step:9/9 train_loss:1.0000
+        train_time_ms  119969
+           run folder  logs/a
+"""
+RESULT = dict(
+    preset="tiny", val_loss=2.0077, val_bpb=1.21635559, core=None, steps=1033, tokens=4231168,
+    train_time_ms=119969, tok_per_s=35269, overrides={"matrix_lr": ["0.03", "0.02"]})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run's folder and output in tmp_path; the command that prints it."""
+    (tmp_path / "logs/a").mkdir(parents=True)
+    (tmp_path / "logs/a/result.json").write_text(json.dumps(RESULT))
+    (tmp_path / "logs/a/final_model.int8.ptz").write_bytes(bytes(2_500_000))
+    (tmp_path / "logs/a/train.log").write_text(f"import x\n{'=' * 100}\nconfig seed=7\nconfig dtype=auto\n")
+    (tmp_path / "lines").write_text(LINES)
+    (tmp_path / "run.py").write_text(RUN)
+    return [*WATCH, sys.executable, "run.py", "lines"]
+
+
+def on_terminal(command, cwd, columns=100, env=None, stamps=None):
+    """(exit code, lines that stay, every state of the line that is rewritten) on a terminal. stamps: gets
+    (time, text) of whatever comes."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execvpe(command[0], command, os.environ | (env or {}))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    out = b""
+    while True:
+        try:
+            new = os.read(terminal, 65536)
+        except OSError:     # it has ended
+            break
+        out += new
+        if stamps is not None:
+            stamps.append((time.time(), new.decode(errors="replace")))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", out.decode(errors="replace")).replace("\r\n", "\n")
+    rows = [row.split("\r") for row in text.split("\n")]
+    return code, [row[-1].rstrip() for row in rows], [text for row in rows for text in row[:-1]]
+
+
+def in_pipe(command, cwd, **env):
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=os.environ | env)
+
+
+def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
+    code, lines, live = on_terminal(run, tmp_path)
+    assert code == 0
+    training = [text for text in live if text.startswith("training")]
+    assert any(text.startswith("compiling, about a minute") for text in live)
+    # bits per byte: 2 / ln 2 * 429104 / 1021844
+    assert re.match(r"training  50% \|.+\| step 50, loss 2.0000, about 1.212 bpb, 35,649 tok/s, 60 s left",
+                    training[0])
+    assert max(map(len, live)) < 100
+    text = "\n".join(lines)
+    assert text.startswith("override matrix_lr 0.03 -> 0.02\ndata: this is another game")
+    assert ("data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on\n"
+            "plan: 9,241,732 parameters, 4,096 tokens per step, at most 100,000 steps, at most 120 s of "
+            "training\nstep:1033/100000 val_loss" in text)
+    assert "step:50/" not in text and "train_time_ms" not in text and "peak memory" not in text
+    assert "sample 1: def »f(x):\n    return x\n   x  step:9/9 train_loss:1.0000\n\nval_bpb 1.2164" in text
+
+
+def test_a_narrow_terminal(run, tmp_path):
+    assert max(map(len, on_terminal(run, tmp_path, columns=50)[2])) < 50
+
+
+def test_without_tqdm_a_terminal_gets_the_log_lines(run, tmp_path):
+    (tmp_path / "tqdm.py").write_text("raise ImportError")
+    code, lines, live = on_terminal(run, tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert code == 0 and not any(live) and LINES in "\n".join(lines)
+
+
+def test_a_pipe_has_every_line_then_the_end(run, tmp_path):
+    done = in_pipe(run, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines, _, end = done.stdout.partition("\n\nval_bpb")
+    assert lines + "\n" == LINES
+    assert end.splitlines() == [
+        " 1.2164, val_loss 2.0077 after 1,033 steps, 4,231,168 tokens and 120.0 s of training (35,269 tok/s)",
+        *(f"  {line}" for line in json.loads((ROOT / "records/targets.json").read_text())["tiny"]["compare"]),
+        "in logs/a/: train.log, result.json, loss.png, final_model.int8.ptz (2.5 MB), train_gpt.py as it ran",
+        "next: is it better, or luck? ./run.sh record compare trains both with several seeds: "
+        "docs/first_change.md"]
+
+
+@pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds"])
+def test_another_game_is_not_compared(name):
+    assert list(watch.comparison(RESULT))
+    assert not list(watch.comparison(RESULT | {"overrides": {name: ["a", "b"]}}))
+
+
+def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
+    done = in_pipe([*WATCH, "bash", "-c", "echo a; echo why >&2; exit 2"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "a\n", "why\n")
+    code, lines, _ = on_terminal([*WATCH, "bash", "-c", "echo why >&2; exit 1"], tmp_path)
+    assert code == 1 and "why" in lines
+
+
+@pytest.mark.parametrize("sent, received", [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
+def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
+    command = f"trap 'echo got {received}; exit 7' {received}; echo ready; while sleep 0.1; do :; done"
+    process = subprocess.Popen([*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, text=True,
+                               cwd=tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    assert process.communicate(timeout=30)[0] == f"got {received}\n" and process.returncode == 7
+
+
+def test_a_real_run(tiny_data, tmp_path):
+    (tmp_path / "data").symlink_to(tiny_data / "data")
+    env = TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
+    done = in_pipe([*WATCH, sys.executable, str(SCRIPT)], tmp_path, **env)
+    assert done.returncode == 0 and "in logs/r/: train.log" in done.stdout
+    env["RUN_ID"] = "s"
+    code, lines, live = on_terminal([*WATCH, sys.executable, str(SCRIPT)], tmp_path, env=env)
+    assert code == 0 and any(text.startswith("writing samples") for text in live)
+    said = [line.split(":")[0] for line in lines if line and not line.startswith("override ")]
+    assert said[:4] == ["data", "plan", "step", "sample 1"] and len(said) < 40
+
+
+# ---------------------------------------------------------------- LOGGER
+WANDB = """
+import json
+class Run:
+    summary = {}
+    def log(self, values, step): print("logged", step, json.dumps(values), flush=True)
+    def finish(self): print("samples", self.summary["samples"][:20], flush=True)
+def init(project, name, dir, config):
+    print("init", project, name, dir, config, flush=True)
+    return Run()
+"""
+
+
+def test_wandb_gets_scalars_config_and_samples(run, tmp_path):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    done = in_pipe(run, tmp_path, LOGGER="wandb", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "init train_gpt a logs/a {'seed': '7', 'dtype': 'auto'}" in done.stdout
+    logged = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("logged")]
+    assert [(step, json.loads(values)) for _, step, values in logged] == [
+        ("50", {"train_loss": 2.0, "train_time": 60000, "step_avg": 114.9, "tok/s": 35649, "lr_factor": 1.0,
+                "eta": 60}),
+        ("1033", {"val_loss": 2.0077, "val_bpb": 1.2163, "train_time": 119969, "step_avg": 116.14})]
+    assert "samples sample 1: def »f(x):" in done.stdout
+
+
+def test_tensorboard_gets_the_same(run, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    assert in_pipe(run, tmp_path, LOGGER="tensorboard").returncode == 0
+    events = EventAccumulator(str(tmp_path / "logs/a/tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(50, 2.0)]
+    assert events.Scalars("val_bpb")[0].value == pytest.approx(1.2163)
+    assert {"config/text_summary", "samples/text_summary"} <= {*events.Tags()["tensors"]}
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("tensorboard", "-m pip install tensorboard"), ("wandb", "-m pip install wandb"), ("mlflow", "none of")])
+def test_a_logger_that_is_missing_is_refused(run, tmp_path, kind, words):
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    began = time.monotonic()
+    done = in_pipe(run, tmp_path, LOGGER=kind, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and done.stdout == "" and words in done.stderr, done.stderr
+    assert done.stderr.startswith("run.sh: LOGGER=") and len(done.stderr.splitlines()) == 1
+    assert time.monotonic() - began < 60
