@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 triton = None  # of a build of torch without CUDA
@@ -127,8 +126,8 @@ class Config(ModelConfig):
     dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
     fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
                       choices=("off", "head", "all", "auto-head", "auto-all"))
-    sdpa_backend: str = option("flash3", "attention on a GPU; if it is missing, the next one",
-                               choices=("flash3", "flash", "cudnn", "efficient", "math"))
+    sdpa_backend: str = option("flash3", "on a GPU: FlashAttention 3 if it is there; auto: flex and torch's",
+                               choices=("flash3", "auto"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
     triton_kernels: bool = option(True, "our own kernels on a GPU; 0: what torch.compile makes")
     dry_run: bool = option(False, "print the plan only")
@@ -164,7 +163,6 @@ class Config(ModelConfig):
     eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
     eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
     eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
-    eval_documents: int = optional(0, "targets per row of val_bpb_documents; 0: no such score")
     eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
     core: bool = option(False, "score CORE at the end")
@@ -283,7 +281,7 @@ PRESETS = {
     "golf_plus": GOLF | dict(
         tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
         value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
-        eval_sliding=1024, eval_documents=1024, eval_ttt=131_072),
+        eval_sliding=1024, eval_ttt=131_072),
     "speedrun_plus": SPEEDRUN | dict(key_offset=True, bigram_rows=131_072),
     "gpt2_plus": GPT2 | dict(key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix"),
 }
@@ -1508,7 +1506,7 @@ def evaluate(model, cfg, data, team, window=None, protocol="plain"):
     eval_context tokens score their last eval_stride targets, the first row all of them, or of PROTOCOLS."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
     compiled = protocol == "plain" and team.on_gpu and cfg.compile
-    nats = target_nats(model, cfg, tokens, cfg.bos_id or data.bos, protocol, team, window, compiled)
+    nats = target_nats(model, cfg, tokens, protocol, team, window, compiled)
     sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
     bits = [None, None]
     if data.val_bytes and len(tokens) == len(data.val):
@@ -1527,12 +1525,10 @@ def score_text(cfg, score, digits=4):
 # Named scores: the same text by other protocols, each under a name of its own. Every token but the first is a
 # target once, scored by log_probs given tokens of its row before it.
 #   sliding    EVAL_SLIDING=n: rows of eval_context tokens, each n after the one before, score their last n.
-#   documents  EVAL_DOCUMENTS=n: the same, but no row reaches back beyond the start of its document, whose
-#              last target is the BOS of the next one.
-#   ttt        EVAL_TTT=n, score-first test-time training on the rows of documents, sliding or else the plain
-#              ones. Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR of the learning
-#              rates trains on whole rows of them: weights that score a token have seen nothing from it on.
-PROTOCOLS = ("sliding", "documents", "ttt")
+#   ttt        EVAL_TTT=n, score-first test-time training on the rows of sliding or else the plain ones.
+#              Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR of the learning rates
+#              trains on whole rows of them: weights that score a token have seen nothing from it on.
+PROTOCOLS = ("sliding", "ttt")
 TTT_TOKENS = 16_384  # tokens per micro-step of test-time training: what fits beside a model of golf's size
 
 class Row(NamedTuple):
@@ -1540,20 +1536,15 @@ class Row(NamedTuple):
     first: int  # and scores those from here
     last: int  # to here
 
-def protocol_rows(cfg, protocol, tokens, bos):
-    """[Row] of a protocol, in the order of the text. The first row of the text, or of a document, scores as
-    many as it holds, then stride each. Where a row begins must not depend on the end: that is later text."""
+def protocol_rows(cfg, protocol, count):
+    """[Row] of a protocol for so many tokens, in order. The first row scores as many as it holds, the others
+    stride each."""
     context = cfg.eval_context or cfg.train_seq_len
-    by_document = protocol in ("documents", "ttt") and cfg.eval_documents
-    sliding = protocol != "plain" and cfg.eval_sliding
-    stride = min(by_document or sliding or cfg.eval_stride or context, context)
-    begins, rows = np.flatnonzero(tokens == bos).tolist() if by_document else [], []
-    edges = sorted({0, *begins, len(tokens) - 1})
-    for start, end in zip(edges, edges[1:]):
-        first, count = start + 1, context
-        while first <= end:
-            rows.append(Row(max(start, first + count - 1 - context), first, min(end, first + count - 1)))
-            first, count = first + count, stride
+    stride = min(protocol != "plain" and cfg.eval_sliding or cfg.eval_stride or context, context)
+    rows, first, size = [], 1, context
+    while first < count:
+        rows.append(Row(max(0, first + size - 1 - context), first, min(count, first + size) - 1))
+        first, size = first + size, stride
     return rows
 
 def test_time_step(model, optimizer, cfg, tokens, team):
@@ -1569,10 +1560,10 @@ def test_time_step(model, optimizer, cfg, tokens, team):
         optimizer.backward(loss * (len(part) * ranks / len(rows)))  # it divides by the ranks
     optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
 
-def target_nats(model, cfg, tokens, bos, protocol, team, *how):
+def target_nats(model, cfg, tokens, protocol, team, *how):
     """float64 (len(tokens),): nats of each token given those before it by a protocol; 0 for the first one and
     for the targets of other ranks. The model stays as it is. how: window and compiled of score_rows."""
-    nats, rows, every = np.zeros(len(tokens)), protocol_rows(cfg, protocol, tokens, bos), math.inf
+    nats, rows, every = np.zeros(len(tokens)), protocol_rows(cfg, protocol, len(tokens)), math.inf
     if protocol == "ttt":
         every, trained_model = cfg.eval_ttt, GPT(cfg).to(team.device)
         trained_model.load_state_dict(model.state_dict())
@@ -2068,9 +2059,6 @@ class Saver:
 # Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
 # gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
-SDPA_BACKENDS = dict(flash3=SDPBackend.FLASH_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
-                     cudnn=SDPBackend.CUDNN_ATTENTION, efficient=SDPBackend.EFFICIENT_ATTENTION,
-                     math=SDPBackend.MATH)
 
 def to_fp8(x, scale, dtype):
     """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, or None: max |x| fills the range."""
@@ -2167,16 +2155,6 @@ def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=F
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
 
-def cpu_loss(x, head, targets, cap, linear):
-    """lm_loss in one pass: capped logits need no maximum before exp, and the target's is picked before the
-    cap, so nothing of their size is kept in fp32 (a compiled step of `tiny`: 89 ms, 94 without)."""
-    if not 0 < cap <= 50:
-        return lm_loss(x, head, targets, cap, linear)
-    logits = linear(x, head).float()
-    picked = torch.where(torch.arange(len(head), device=x.device) == targets[..., None], logits, 0).sum(-1)
-    logits, picked = (2 * cap * torch.sigmoid(x * (2 / cap)) for x in (logits, picked))  # softcap + cap
-    return ((logits - cap).exp().sum(-1).log() - picked + cap).mean()
-
 def gpu_window_mask(window, T, documents, device):
     """window_mask in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The
     blocks that a block of queries sees follow one another, and so do those that it sees whole, so their lists
@@ -2212,16 +2190,11 @@ def gpu_window_mask(window, T, documents, device):
     tables = [x for count, blocks in lists for x in (count[..., 0].int(), blocks.clamp(max=n - 1).int())]
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
-def gpu_attention(q, k, v, mask, backend="flash"):
-    """attention by flex attention for block masks; for the whole past by this backend, or the next of
-    SDPA_BACKENDS that takes such tensors. Not measured."""
+def gpu_attention(q, k, v, mask):
+    """attention by flex attention for block masks; else by the kernel that torch chooses. Not measured."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
-    if mask is not None:
-        return attention(q, k, v, mask)
-    rest = [*SDPA_BACKENDS.values()][[*SDPA_BACKENDS].index(backend):]
-    with sdpa_kernel([*dict.fromkeys(rest)], set_priority=True):
-        return attention(q, k, v, None)
+    return attention(q, k, v, mask)
 
 @cache
 def flash_attention_3(cfg):
@@ -2308,12 +2281,12 @@ def choose_kernels(cfg, on_gpu, log):
     """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
     linears = choose_fp8(cfg, on_gpu, log)
     if not on_gpu:
-        return Kernels(*linears, attention=cpu_attention, loss=cpu_loss)
+        return Kernels(*linears, attention=cpu_attention)
     loss, module = gpu_loss if cfg.triton_kernels and triton else lm_loss, flash_attention_3(cfg)
-    log("attention: " + ("FlashAttention 3" if module else f"flex, of the whole past {cfg.sdpa_backend}"))
+    log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
     if module:
         return Kernels(*linears, flash_mask, partial(flash_attention, module=module), loss)
-    return Kernels(*linears, gpu_window_mask, partial(gpu_attention, backend=cfg.sdpa_backend), loss)
+    return Kernels(*linears, gpu_window_mask, gpu_attention, loss)
 
 # ---------- 12 ranks, log, memory, plan
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
@@ -2524,9 +2497,8 @@ def plot_curves(curves, cfg, title, path, log):
         axes = figure.subplots()
         right = axes.twinx()
         (steps, seconds, losses), (_, val_seconds, val) = (zip(*curves[split]) for split in ("train", "val"))
-        reach = len(losses) // 20 + 1  # neighbours on either side
-        padded = np.pad(losses, reach, "edge")
-        smooth = np.convolve(padded, np.ones(2 * reach + 1) / (2 * reach + 1), "valid")
+        width = len(losses) // 20 * 2 + 3  # points
+        smooth = np.convolve(np.pad(losses, width // 2, "edge"), np.full(width, 1 / width), "valid")
         targets = Path(__file__).with_name("records") / "targets.json"  # not beside a copy of this script
         if targets.exists() and not {"data_path", "data_fingerprint"} & {*overrides(cfg)}:
             record = json.loads(targets.read_text()).get(cfg.preset, {}).get("curve", ())
@@ -2840,9 +2812,9 @@ def prepare(run):
     cfg, team, log = run.cfg, run.team, run.log
     seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
     if seconds > 60 and not (team.on_gpu or cfg.eval_from):
-        minutes, days = seconds / 60, seconds * total_steps(cfg) / 86400
-        why = (f"{cfg.preset} is made for GPUs: a step takes {minutes:.0f} min here, all {total_steps(cfg)} "
-               f"{days:.0f} days (estimate); PRESET=tiny trains for 2 min; DEVICE=cpu insists")
+        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, all "
+               f"{total_steps(cfg)} {seconds * total_steps(cfg) / 86400:.0f} days (estimate); "
+               "PRESET=tiny trains for 2 min; DEVICE=cpu insists")
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
     try:
@@ -2917,8 +2889,7 @@ def finish(run, result, report, scores, curves, began):
         if isinstance(value, float):
             value = f"{value:{'.4g' if 'flops' in key else '.8f' if 'bpb' in key else '.4f'}}"
         log(f"{key:>21}  {listed(value) if isinstance(value, dict) else value}")
-    models = sorted(run.folder.glob("final_model.*"))
-    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in models))
+    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))))
     log.seal()
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))

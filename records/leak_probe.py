@@ -97,7 +97,8 @@ class Script:
 
     def call_target_nats(self, cfg, tokens, bos, protocol):
         team = self.module.Team(cfg, {})
-        return self.module.target_nats(self.model, cfg, tokens, bos, protocol, team)
+        by_document = [bos] if "documents" in self.module.PROTOCOLS else []     # a protocol of older scripts
+        return self.module.target_nats(self.model, cfg, tokens, *by_document, protocol, team)
 
 
 def random_weights(model):
@@ -111,7 +112,7 @@ def random_weights(model):
 def shortened(cfg, row, step):
     """A configuration with rows of so many tokens, whose protocols train on so many at a step."""
     protocols = dict(eval_sliding=row // 4, eval_documents=row // 4, eval_ttt=step)
-    wanted = {name: value for name, value in protocols.items() if getattr(cfg, name)}
+    wanted = {name: value for name, value in protocols.items() if getattr(cfg, name, 0)}
     return dataclasses.replace(cfg, train_seq_len=row, train_batch_tokens=row, eval_context=row,
                                eval_stride=0, **wanted)
 

@@ -61,13 +61,13 @@ CASES = {
         PRESET="golf", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="256", MAX_DOC_LEN="96", NUM_LAYERS="4",
         VALUE_EMBED_LAYERS="1,0,0,2", MODEL_DIM="64", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="64,0",
         BATCH_SCHEDULE="1,2", BIGRAM_ROWS="1024", ATTN_GATE_DIM="8", SMEAR_DIM="8", GRAD_CLIP_NORM="0.1",
-        WARMDOWN_ITERS="20", ARTIFACT_STEP="0.2", EVAL_SLIDING="96", EVAL_DOCUMENTS="96", EVAL_TTT="4096"),
+        WARMDOWN_ITERS="20", ARTIFACT_STEP="0.2", EVAL_SLIDING="96", EVAL_TTT="4096"),
     # the public record: tied embeddings, plain causal attention, no documents; int8 and zlib
     "golf_record": dict(
         PRESET="golf", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="256", NUM_LAYERS="5", MODEL_DIM="64",
         TIE_EMBEDDINGS="1", TIED_EMBED_LR="0.03", LOGIT_SOFTCAP="30", KEY_OFFSET="0", BIGRAM_ROWS="0",
         VALUE_EMBED_LAYERS="0", WARMDOWN_ITERS="20", VAL_TOKENS="4096", ARTIFACT_STEP="0",
-        EVAL_SLIDING="0", EVAL_DOCUMENTS="0", EVAL_TTT="0"),
+        EVAL_SLIDING="0", EVAL_TTT="0"),
     # twelve layers with one skip, backout, YaRN, Adam every second step, four stages and the extension
     "speedrun": dict(
         PRESET="speedrun", VOCAB_SIZE="528", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="512",

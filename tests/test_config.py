@@ -38,7 +38,7 @@ PINNED = {
         score_artifact=True, data_path="data/datasets/embedded", tokenizer_path="",
         data_fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
         train_batch_tokens=4096, shuffle=True, packing="rows", max_epochs=0, device_batch_size=0,
-        val_tokens=0, val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0, eval_documents=0,
+        val_tokens=0, val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0,
         eval_ttt=0, eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
         core_metric_max_per_task=0, depth=0, target_param_data_ratio=0.0, target_flops=0.0, plan_mfu=0.5,
         parameters=(), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
@@ -104,7 +104,7 @@ PINNED = {
 PINNED["golf_plus"] = PINNED["golf"] | dict(
     tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
     value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
-    eval_sliding=1024, eval_documents=1024, eval_ttt=131_072)
+    eval_sliding=1024, eval_ttt=131_072)
 PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(key_offset=True, bigram_rows=131_072)
 PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(
     key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix")

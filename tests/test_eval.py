@@ -323,10 +323,10 @@ def test_the_file_scores_what_the_run_said(first, root, train, go):
     """On one rank and on two, in other batches: the exact line of the run; each named score and CORE, which
     the ranks share, in the log and in the result."""
     write_bundle(root / "bundle", small_tasks(["copa", "winograd", "jeopardy"]))
-    named = dict(EVAL_SLIDING="32", EVAL_DOCUMENTS="32", EVAL_TTT="1024", CORE="1", CORE_BUNDLE="bundle")
+    named = dict(EVAL_SLIDING="32", EVAL_TTT="1024", CORE="1", CORE_BUNDLE="bundle")
     one, two = train(AGAIN | named, EVAL_FROM=FILE), go(
         AGAIN | named | {"EVAL_FROM": FILE, "VAL_BATCH_SIZE": "1000"}, ranks=2)
-    names = "", "_sliding", "_documents", "_ttt"
+    names = "", "_sliding", "_ttt"
     keys = [f"val_{kind}{name}" for kind in ("loss", "bpb") for name in names]
     for done in (one, two):
         assert done.code == 0, done.err

@@ -133,7 +133,7 @@ def drawn_together(rng, T):
     context = rng.choice((0, 2, T, 2 * T, 100))
     evaluation = {"eval_context": context} | {
         name: rng.choice((0, max(1, context // 4), context))
-        for name in ("eval_stride", "eval_sliding", "eval_documents")}
+        for name in ("eval_stride", "eval_sliding")}
     packing = rng.choice(("rows", "spans", "documents", "best_fit"))
     longer = rng.choice((1, 2)) if packing in ("documents", "spans") else 1
     rows = dict(

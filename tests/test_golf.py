@@ -16,8 +16,7 @@ from train_gpt import eval_window, log_probs, make_context, preset_config, proto
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, V, BOS = 16, 64, 1
 PROTOCOLS = {
-    "sliding": dict(eval_sliding=4), "documents": dict(eval_documents=5),
-    "ttt": dict(eval_ttt=40, eval_ttt_lr=0.5)}
+    "sliding": dict(eval_sliding=4), "ttt": dict(eval_ttt=40, eval_ttt_lr=0.5)}
 
 
 def team_of(rank=0, ranks=1):
@@ -41,7 +40,7 @@ def stream():
 
 
 def nats_of(cfg, model, tokens, name, module=train_gpt, team=None):
-    return module.target_nats(model, cfg, tokens, BOS, name, team or team_of())
+    return module.target_nats(model, cfg, tokens, name, team or team_of())
 
 
 @torch.no_grad()
@@ -60,55 +59,43 @@ def one_by_one(cfg, model, tokens, rows):
 # -------------------------------------------------------------------------------- rows
 @pytest.mark.parametrize("name, settings", [
     ("sliding", dict(eval_sliding=4)), ("sliding", dict(eval_sliding=1)), ("sliding", dict(eval_sliding=16)),
-    ("sliding", dict(eval_sliding=7, eval_context=40)), ("documents", dict(eval_documents=1)),
-    ("documents", dict(eval_documents=5)), ("documents", dict(eval_documents=16)),
-    ("documents", dict(eval_documents=5, eval_context=24)), ("ttt", dict(eval_ttt=40))])
+    ("sliding", dict(eval_sliding=7, eval_context=40)), ("ttt", dict(eval_ttt=40))])
 def test_rows(cfg, stream, name, settings):
     """Every target once, in order. A row holds the context and has at least context - stride tokens before
-    its targets, unless the text, or its document, begins there; only its last target may begin another one.
-    Where it begins was decided by what precedes its targets: no text from there on changes it."""
+    its targets, unless the text begins there. Where it begins does not depend on the end of the text."""
     cfg = replace(cfg, **settings)
     longest, stride = cfg.eval_context or T, settings.get(f"eval_{name}", T) if name != "ttt" else T
-    begins = [0, *np.flatnonzero(stream == BOS)] if name == "documents" else [0]
     targets, views = [], {}
-    for row in protocol_rows(cfg, name, stream, BOS):
+    for row in protocol_rows(cfg, name, len(stream)):
         targets += range(row.first, row.last + 1)
-        own = max(begin for begin in begins if begin < row.first)
-        assert row.low >= own and row.last - row.low <= longest
-        assert row.low == own or row.first - row.low >= longest - stride + 1
-        assert len(begins) == 1 or not (stream[row.low + 1:row.last] == BOS).any()
+        assert row.low >= 0 and row.last - row.low <= longest
+        assert row.low == 0 or row.first - row.low >= longest - stride + 1
         views |= {i: row.low for i in range(row.first, row.last + 1)}
     assert targets == [*range(1, len(stream))]
-    rng = np.random.default_rng(0)
-    for place in range(2, len(stream), 3):
-        other = stream.copy()
-        other[place:] = np.where(rng.random(len(stream) - place) < 0.1, BOS, 5)
-        other[place] = BOS
-        for row in protocol_rows(cfg, name, other, BOS):
-            assert all(row.low == views[i] for i in range(row.first, min(row.last + 1, place)))
+    for end in range(2, len(stream), 3):
+        for row in protocol_rows(cfg, name, end):
+            assert all(row.low == views[i] for i in range(row.first, row.last + 1)) and row.last < end
 
 
 def test_rows_of_several_settings(cfg, stream):
-    """ttt takes the rows of documents, else those of sliding; a stride beyond the row is the row, so that
-    TRAIN_SEQ_LEN can be lowered alone on a preset that has them."""
+    """ttt takes the rows of sliding; a stride beyond the row is the row, so that TRAIN_SEQ_LEN can be lowered
+    alone on a preset that has them."""
     def rows(name, **settings):
-        return protocol_rows(replace(cfg, **settings), name, stream, BOS)
+        return protocol_rows(replace(cfg, **settings), name, len(stream))
 
-    both = dict(eval_ttt=40, eval_documents=5, eval_sliding=4)
-    assert rows("ttt", **both) == rows("documents", **both) != rows("sliding", **both)
-    assert rows("ttt", **both | {"eval_documents": 0}) == rows("sliding", **both)
-    for name in ("sliding", "documents"):
-        assert rows(name, **{f"eval_{name}": 1000}) == rows(name, **{f"eval_{name}": T})
+    both = dict(eval_ttt=40, eval_sliding=4)
+    assert rows("ttt", **both) == rows("sliding", **both) != rows("plain", **both)
+    assert rows("ttt", **both | {"eval_sliding": 0}) == rows("plain", **both)
+    assert rows("sliding", eval_sliding=1000) == rows("sliding", eval_sliding=T)
 
 
-@pytest.mark.parametrize("name", ["sliding", "documents"])
 @pytest.mark.parametrize("settings", [
     {}, dict(window_pattern="SL", window_schedule=(8,), eval_window=11), dict(val_batch_size=1)])
-def test_nats_are_those_of_single_forwards(cfg, stream, name, settings):
-    cfg = replace(cfg, **PROTOCOLS[name], **settings)
+def test_nats_are_those_of_single_forwards(cfg, stream, settings):
+    cfg = replace(cfg, **PROTOCOLS["sliding"], **settings)
     model = randomised(cfg)
-    want = one_by_one(cfg, model, stream, protocol_rows(cfg, name, stream, BOS))
-    assert np.allclose(nats_of(cfg, model, stream, name), want, rtol=1e-5, atol=1e-6)
+    want = one_by_one(cfg, model, stream, protocol_rows(cfg, "sliding", len(stream)))
+    assert np.allclose(nats_of(cfg, model, stream, "sliding"), want, rtol=1e-5, atol=1e-6)
     assert (want[1:] > 0).all() and want[0] == 0
 
 
@@ -124,21 +111,17 @@ def test_named_scores(cfg, stream, tiny_data):
     stride, on a text that its rows fill. Of a part of the split there are no bits per byte."""
     data = train_gpt.open_data(toy_config(tiny_data), lambda *lines: None)
     data = data._replace(val=stream[:16 + 4 * 30 + 1], val_bytes=100, bos=BOS)
-    cfg = replace(cfg, eval_sliding=4, eval_documents=5)
+    cfg = replace(cfg, eval_sliding=4)
     model = randomised(cfg)
     found = train_gpt.named_scores(model, cfg, data, team_of(), lambda line: None)
     score = train_gpt.evaluate(model, replace(cfg, eval_stride=4), data, fake_team())
     assert found["val_loss_sliding"] == pytest.approx(score.val_loss, rel=1e-6)
     assert found["val_bpb_sliding"] == pytest.approx(score.val_bpb, rel=1e-6)
-    nats = nats_of(cfg, model, data.val, "documents").sum()
-    assert found["val_loss_documents"] == pytest.approx(nats / 136)
-    assert found["val_bpb_documents"] == pytest.approx(nats / np.log(2) / 100) and "val_loss_ttt" not in found
+    nats = nats_of(cfg, model, data.val, "sliding").sum()
+    assert found["val_loss_sliding"] == pytest.approx(nats / 136) and "val_loss_ttt" not in found
     part = train_gpt.named_scores(model, replace(cfg, val_tokens=50), data, team_of(), lambda line: None)
     assert part["val_bpb_sliding"] is None and part["val_loss_partial_sliding"] > 0
-    one = train_gpt.named_scores(model, replace(cfg, bos_id=0, eval_documents=4), data._replace(bos=-1),
-                                 team_of(), lambda line: None)      # no token begins a document
-    assert one["val_loss_sliding"] == one["val_loss_documents"] == found["val_loss_sliding"]
-    off = replace(cfg, eval_sliding=0, eval_documents=0)
+    off = replace(cfg, eval_sliding=0)
     assert train_gpt.named_scores(model, off, data, None, None) == {}
 
 
@@ -179,7 +162,7 @@ def test_ttt_is_the_trainers_own_step(cfg, stream):
     cfg = replace(cfg, eval_ttt=64, eval_ttt_lr=0.3, ngram_rows=0)
     model = randomised(cfg)
     kept = {name: p.clone() for name, p in model.state_dict().items()}
-    nats, rows = nats_of(cfg, model, stream, "ttt"), protocol_rows(cfg, "ttt", stream, BOS)
+    nats, rows = nats_of(cfg, model, stream, "ttt"), protocol_rows(cfg, "ttt", len(stream))
     assert all(torch.equal(p, kept[name]) for name, p in model.state_dict().items())
     assert [row.last for row in rows[:4]] == [16, 32, 48, 64]
     assert np.allclose(nats[:65], one_by_one(cfg, model, stream, rows[:4])[:65], rtol=1e-5)
@@ -220,11 +203,9 @@ PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its pl
         "ttt", "        trained_model.load_state_dict(model.state_dict())\n",
         "        trained_model = model\n", "a leak"),
     "rows that the whole text decides": (
-        "sliding", "    edges = sorted(",
-        "    stride -= int(tokens.astype(int).sum() % 3)\n    edges = sorted(", "a leak"),
-    "rows that begin where the document's end lets them": (
-        "documents", "max(start, first + count - 1 - context)",
-        "max(start, min(end, first + count - 1) - context)", "a leak"),
+        "sliding", "protocol_rows(cfg, protocol, len(tokens))",
+        "protocol_rows(replace(cfg, eval_sliding=cfg.eval_sliding - int(tokens.astype(int).sum() % 3)), "
+        "protocol, len(tokens))", "a leak"),
     "fewer nats after the first rows": (
         "sliding", "    return nats\n\ndef named",
         "    nats[3 * cfg.train_seq_len:] -= 1e-3\n    return nats\n\ndef named", SUM),

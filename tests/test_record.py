@@ -716,7 +716,7 @@ def old_target_nats(module, model, cfg, tokens, bos, protocol, team):
 
 def test_scripts_of_rules_version_1_are_probed_with_golf_beside_them(monkeypatch):
     """They have set_context, SHAPE and golf.py, whose functions take the module."""
-    values = dict(vocab_size=31, train_seq_len=16, window_schedule=(3, 7), eval_sliding=4, eval_documents=0,
+    values = dict(vocab_size=31, train_seq_len=16, window_schedule=(3, 7), eval_sliding=4,
                   eval_ttt=0, train_batch_tokens=16, eval_context=0, eval_stride=0)
     config = dataclasses.make_dataclass("Config", [(name, object, value) for name, value in values.items()])
     module = SimpleNamespace(SHAPE=["vocab_size"], GPT=OldGPT, log_probs=old_log_probs,

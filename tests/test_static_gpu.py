@@ -255,8 +255,8 @@ def clean(**changed):
         (clean() | {"rehearsal": clean()["rehearsal"] | {"graph_breaks": 2}}, "breaks"),
         (clean() | {"rehearsal": clean()["rehearsal"] | {"slowest_ptxas": ["k", 61.0]}}, "61.0 s"),
         (
-            clean() | {"rehearsal": clean()["rehearsal"] | {"log": ["rehearsal: x; now sdpa_backend:math"]}},
-            "math",
+            clean() | {"rehearsal": clean()["rehearsal"] | {"log": ["rehearsal: x; now micro_batch:1"]}},
+            "micro_batch",
         ),
         (clean() | {"evaluation": {"error": "out of memory"}}, "out of memory"),
     ],

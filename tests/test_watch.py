@@ -65,10 +65,11 @@ def run(tmp_path):
 def on_terminal(command, cwd, columns=100, env=None, stamps=None):
     """(exit code, lines that stay, every state of the line that is rewritten) on a terminal. stamps: gets
     (time, text) of whatever comes."""
+    own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}    # xdist sets it
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
-        os.execvpe(command[0], command, os.environ | (env or {}))
+        os.execvpe(command[0], command, own | (env or {}))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     out = b""
     while True:
