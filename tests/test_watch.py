@@ -147,8 +147,9 @@ def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
 @pytest.mark.parametrize("sent, received", [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
 def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
     command = f"trap 'echo got {received}; exit 7' {received}; echo ready; while sleep 0.1; do :; done"
-    process = subprocess.Popen([*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, text=True,
-                               cwd=tmp_path)
+    process = subprocess.Popen(     # not ignored, as in what a shell runs in the background
+        [*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(getattr(signal, f"SIG{sent}"))
     assert process.communicate(timeout=30)[0] == f"got {received}\n" and process.returncode == 7
