@@ -149,7 +149,7 @@ case "${1:-}" in
         # All tests: a file at a time in each of two processes. Tests that are named run in one, as pytest does
         if [ $# = 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
             export OMP_NUM_THREADS=1
-            set -- -n 2 --dist loadfile
+            set -- -n 2 --dist loadfile --no-loadscope-reorder
         fi
         exec "$PYTHON" -m pytest -q "$@"
         ;;

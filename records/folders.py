@@ -325,7 +325,7 @@ def computed(folder):
     _, test = folder.test()
     seeds = [folder.result(run)["seed"] for run in folder.runs]
     return out | {"date": folder.finished()[:10], "n": len(folder.runs), "seeds": seeds,
-                  "p": rounded(test.p) if test else None}
+                  "p": rounded(test.p) if test and math.isfinite(test.p) else None}
 
 
 def open_run(path):
