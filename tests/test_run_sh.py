@@ -225,7 +225,8 @@ def test_the_other_commands(folder):
     assert run(folder, "data", "sp1024", PYTHON="stub")[2] == ["data/download.py sp1024"]
     assert run(folder, "test", "-k", "x", PYTHON="stub")[2] == ["-m pytest -q -k x"]
     asked = "-c import xdist"
-    assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q -n 2 --dist loadfile --no-loadscope-reorder"]
+    called = "-m pytest -q -n 2 --dist loadfile --no-loadscope-reorder"
+    assert run(folder, "test", PYTHON="stub")[2] == [asked, called]
     program(folder, "stub", 'echo "$*" >> calls; [ "$1" != -c ]')     # a user's own, without it
     assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q"]
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
