@@ -94,6 +94,7 @@ class ModelConfig:
     key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
     attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
     value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
+    value_gate_factor: float = option(2.0, "value embeddings times this at an open gate", 0, 100)
     value_lambdas: bool = option(False, "learnt factors on values and on value embeddings, per layer")
     rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9)
     rope_fraction: float = option(1.0, "part of each head that rotates", 0, 1)
@@ -101,6 +102,7 @@ class ModelConfig:
     rope_yarn: bool = option(False, "RoPE and attn_scale follow the window as it grows (YaRN)")
     smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
     smear_documents: bool = option(False, "the token before may belong to the document before")
+    smear_normed: bool = option(False, "it is added after the embedding's norm, not before")
     bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
     ngram_rows: int = optional(0, "rows of the hashed n-gram embedding: see SparseTable; 0: none", 0, 1 << 28)
     ngram_orders: tuple = option((2, 3, 4), "tokens of the n-grams that share it", 1, 64)
@@ -114,6 +116,7 @@ class ModelConfig:
     value_embed_layers: tuple = option((1, 2), "value embedding table per layer; 0: none", 0, 99)
     window_pattern: str = option("SL", "per layer: L long, S short, - no attention, 0 nothing")
     window_schedule: tuple = option((256,), "long window, tokens before its own, per stage; 0: all")
+    short_window: float = option(0.5, "short window / long one", 0, 1)
     window_block: int = option(1, "tokens that window sizes are multiples of", 1)
     eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
 
@@ -183,19 +186,25 @@ class Config(ModelConfig):
     ngram_lr: float = option(0.1, "SparseTable: n-gram embedding", 0, 10)
     tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
     tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
-    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes, gates", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
+    gate_lr: float = option(0.008, "Adam: gates whose row says so; the same at any depth", 0, 10)
     muon_momentum: float = option(0.95, "after its warm-up", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warm-up")
     muon_momentum_cooldown_steps: int = optional(0, "last steps, back to the start value; 0: none")
+    muon_momentum_end: float = optional(0.0, "what it falls to in LR's warmdown; 0: it stays", 0, 0.9999)
     orthogonalization: str = option("newton_schulz", "Muon's polynomial",
                                     choices=("newton_schulz", "polar_express"))
     muon_backend_steps: int = option(5, "its iterations", 1, 20)
+    polar_margin: float = option(1.02, "polar_express: largest norm of a matrix / its share of 1", 1, 2)
     muon_sum: bool = option(False, "momentum is a sum of gradients, not a mean")
     normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
     weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
-    decay_schedule: str = option("lr", "weight_decay follows the LR factor, or falls linearly to 0",
-                                 choices=("lr", "linear"))
+    decay_schedule: str = option("lr", "decay follows the LR factor; else Muon's falls to 0, Adam's stays",
+                                 choices=("lr", "linear", "cosine"))
+    adam_weight_decay: float = optional(0.0, "Adam: times LR and the table's factor; 0: none", 0, 1e6)
+    cautious_decay: str = option("muon", "where decay spares weights that the update lets grow",
+                                 choices=("none", "muon", "all"))
     beta1: float = option(0.8, "Adam", 0, 0.9999)
     beta2: float = option(0.95, "Adam", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
@@ -209,6 +218,7 @@ class Config(ModelConfig):
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
     warmup_steps: int = optional(2, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    lr_warmup_steps: int = optional(0, "first steps, in which LR grows; 0: none")
     warmdown_iters: int = optional(0, "steps of LR warmdown; 0: warmdown_frac")
     warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
@@ -277,6 +287,27 @@ GPT2 = dict(
     max_wallclock_seconds=0.0, val_tokens=20_971_520, val_loss_every=250, score_artifact=False, core=True,
     sample_temperature=0.0, sample_tokens=16,
     sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is")
+# The same: nanochat a825e63 (run 6 of its board), depth 24, ratio 8, ClimbMix: 1.65 h, from 1.80 h without
+# smear and backout at ratio 8.7. Both start as mended on 13 April 2026; at a825e63 they were never set.
+GPT2_PLUS = GPT2 | dict(
+    depth=24, target_param_data_ratio=8.0, train_batch_tokens=0, data_path="data/datasets/climbmix",
+    smear_dim=24, smear_documents=True, smear_normed=True, backout_layer=12, short_window=0.25,
+    value_gate_dim=12, value_gate_factor=3.0, rope_base=100_000.0,
+    attn_scale=0.12727922,  # 1.2 * 1.2 * 128 ** -0.5: q and k times 1.2 after their norm
+    head_lr=0.008, gate_lr=0.2, weight_decay=14.0, decay_schedule="cosine", adam_weight_decay=0.01,
+    normuon_beta2=0.9, polar_margin=1.01, lr_warmup_steps=40, warmdown_frac=0.65, lr_floor=0.05,
+    muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9,
+    parameters=(
+        "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=0.6928203",
+        "embed.scale=0.8", "embed.beta2=0.995", "embed.decay_mult=0.1", "head.init=normal",
+        "head.scale=0.001", "head.beta2=0.96", "value_embeds.init=uniform", "value_embeds.scale=1.7320508",
+        "value_embeds.beta2=0.995", "value_embeds.lr_mult=0.5", "value_gate.init=positive",
+        "value_gate.scale=0.02", "resid_lambda.lr_mult=0.01", "resid_lambda.scale=1.15",
+        "resid_lambda.change=-0.1", "resid_lambda.decay_mult=5", "x0_lambda.scale=0.2",
+        "x0_lambda.change=-0.15", "x0_lambda.beta1=0.96", "smear_gate.optimizer=adam",
+        "smear_gate.lr=gate_lr", "smear_gate.init=positive", "smear_gate.scale=0.02",
+        "smear_gate.decay_mult=0", "smear.lr=gate_lr", "backout.lr=gate_lr", "backout.scale=0.2"),
+    val_tokens=41_943_040)
 PRESETS = {
     "tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
     # the same games with what we add on top of the record (records/BENCH.md)
@@ -285,7 +316,7 @@ PRESETS = {
         value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
         eval_sliding=1024, eval_documents=1024, eval_ttt=131_072),
     "speedrun_plus": SPEEDRUN | dict(key_offset=True, bigram_rows=131_072),
-    "gpt2_plus": GPT2 | dict(key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix"),
+    "gpt2_plus": GPT2_PLUS,
 }
 
 FIELDS = {f.name: f for f in fields(Config)}
@@ -428,13 +459,14 @@ CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
 BATCH_POWER = 0.383  # of the tokens of a run: its best batch (arXiv:2505.13738)
 HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
 
-def depth_size(depth, train_seq_len):
+def depth_size(cfg, depth):
     """{constant: value} of a depth: 64 channels per layer in whole heads of 128; every fourth layer and the
-    last see everything, others half; every other layer, the last too, has value embeddings."""
+    last see everything; every other layer, the last too, has value embeddings; backout is of the middle."""
     heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
     layers = range(1, depth + 1)
     return dict(
-        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_schedule=(train_seq_len,),
+        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_schedule=(cfg.train_seq_len,),
+        backout_layer=depth // 2 if cfg.backout_layer else 0,
         window_pattern="".join("L" if n % 4 == 0 or n == depth else "S" for n in layers),
         value_embed_layers=tuple(0 if (depth - n) % 2 else (n + 1) // 2 for n in layers))
 
@@ -445,8 +477,8 @@ def depth_dial(cfg, given):
     if horizons:
         cfg = replace(cfg, **{name: 0.0 for name in HORIZONS[1:] if name not in horizons})
     # 2. Size, and that of the reference.
-    reference = replace(cfg, **depth_size(REFERENCE_DEPTH, cfg.train_seq_len))
-    cfg = replace(cfg, **depth_size(cfg.depth, cfg.train_seq_len) | given)
+    reference = replace(cfg, **depth_size(cfg, REFERENCE_DEPTH))
+    cfg = replace(cfg, **depth_size(cfg, cfg.depth) | given)
     weights = horizon_weights(cfg)
     growth = weights / horizon_weights(reference)
     # 3. Batch: a power of the tokens, which grow as the weights do, to the nearest power of 2.
@@ -466,6 +498,9 @@ def depth_dial(cfg, given):
     #    (arXiv:2405.13698).
     factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
     derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
+    # 7. The warmdown in whole steps.
+    steps = derived.get("iterations", cfg.iterations)
+    derived["warmdown_frac"] = round(cfg.warmdown_frac * steps) / steps
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
 
 def parameter_counts(cfg):
@@ -601,9 +636,9 @@ def per_layer(values, num_layers):
 
 def window_sizes(cfg, window, T):
     """{"L": tokens before its own that a long layer sees, of T; "S": a short one}. window: of L; 0: all."""
-    half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
-    half = max(1, half // cfg.window_block) * cfg.window_block
-    return {"L": min(window or T, T), "S": min(T, half)}
+    long = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1]))
+    short = max(1, int(cfg.short_window * long) // cfg.window_block) * cfg.window_block
+    return {"L": min(window or T, T), "S": min(T, short)}
 
 def parameter(*shape, on=True):
     return nn.Parameter(torch.empty(shape)) if on else None
@@ -620,6 +655,7 @@ class Block(nn.Module):
         attends, has_mlp, mix = kind in "LS", kind != "0", 1 if cfg.scalar_mix else C
         self.head_dim = C // H
         self.key_offset = cfg.key_offset and kind == "L"
+        self.value_gate_factor = cfg.value_gate_factor
         self.query = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
         self.key = parameter(KV * C // H, C, on=attends)
@@ -650,7 +686,7 @@ class Block(nn.Module):
         """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
         q, k, v = (self.kernels.linear(h, weight) for weight in (self.query, self.key, self.value))
         if self.value_gate is not None:
-            gates = 2 * gate(h, self.value_gate)[..., None]
+            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
             value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         if self.value_lambdas is not None:
             factors = self.value_lambdas.to(v.dtype)
@@ -728,7 +764,7 @@ class GPT(nn.Module):
         masks = {kind: self.kernels.window_mask(window, T, documents, tokens.device)
                  for kind, window in context.windows.items()}
         ngrams = self.look_up(tokens)[1] if context.ngrams is None else context.ngrams
-        x = x0 = rms_norm(self.embedded(tokens, ngrams, follows, context.dtype))
+        x = x0 = self.embedded(tokens, ngrams, follows, context.dtype)
         outputs = []
         for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
             for row, (source, to) in enumerate(self.skips):
@@ -747,19 +783,20 @@ class GPT(nn.Module):
         return rms_norm(x)
 
     def embedded(self, tokens, ngrams, follows, dtype):
-        """tokens (B, T) -> embedding, with those of hashed n-grams and a part of the token before."""
+        """tokens (B, T) -> embedding, normalised, with hashed n-grams and a part of the token before."""
         x = F.embedding(tokens, self.embed).to(dtype)
         if self.bigram_embed is not None:
             pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
             x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
         if ngrams is not None:
             x = x + ngrams.to(dtype)
+        x = rms_norm(x) if self.cfg.smear_normed else x
         if self.smear is not None:
             before = F.pad(x, (0, 0, 1, -1))
             if not self.cfg.smear_documents:
                 before = before * follows[..., None]
             x = x + self.smear.to(dtype) * gate(x, self.smear_gate) * before
-        return x
+        return x if self.cfg.smear_normed else rms_norm(x)
 
     def logits(self, x):
         """Last activations (..., C) -> fp32 (..., V)."""
@@ -778,12 +815,14 @@ class Parameter(NamedTuple):
     optimizer: str  # muon (matrices only), adam, or rows: SparseTable
     lr: str  # the constant of Config that is its learning rate
     lr_mult: float  # factor on it
-    decay_mult: float  # factor on weight_decay; Adam has none
-    init: str  # uniform: +-scale / sqrt(columns); normal: std scale; constant: scale
+    decay_mult: float  # factor on weight_decay or adam_weight_decay
+    init: str  # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; constant: scale
     scale: float
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
     beta1: float = 0.0  # Adam; 0: that of Config
+    beta2: float = 0.0  # Adam; 0: that of Config
+    change: float = 0.0  # of constant first values: the last layer's less the first's, linear between
 
 def parameter_table(cfg):
     """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
@@ -804,21 +843,21 @@ def parameter_table(cfg):
         ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("ngram_embed",  "ngram_embed", "rows", "ngram_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("smear_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("smear_gate",   "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("resid_lambda", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
-        ("x0_lambda",    "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("value_lambdas", "scalar",     "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
-        ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
-        ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", gain,       0.0),
-        ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("skip_weights", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
-        ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
+        ("resid_lambda", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
+        ("x0_lambda",    "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
+        ("value_lambdas", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 0.5,        0.0),
+        ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
+        ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", gain,       0.0),
+        ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
+        ("skip_weights", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
+        ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.5,        0.0),
     ]
     table = {row[0]: Parameter(*row) for row in rows}
-    texts = dict(optimizer=("muon", "adam"), init=("uniform", "normal", "constant"),
+    texts = dict(optimizer=("muon", "adam"), init=("uniform", "positive", "normal", "constant"),
                  second=("long", "rows", "columns"),
-                 lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
+                 lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr", "gate_lr"))
     for cell in cfg.parameters:
         kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell, re.DOTALL).groups()
         columns = ("artifact_step",) if kind == "ngram_embed" else Parameter._fields[2:]  # see SparseTable
@@ -828,8 +867,8 @@ def parameter_table(cfg):
             require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
         else:
             require(re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", value), f"parameters={cell!r} must be a number")
-            value, least = float(value), -1e12 if column == "scale" else 0
-            most = 0.9999 if column == "beta1" else 1e12
+            value, least = float(value), -1e12 if column in ("scale", "change") else 0
+            most = 0.9999 if column in ("beta1", "beta2") else 1e12
             require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
         table[kind] = table[kind]._replace(**{column: value})
     vectors = {row[0] for row in rows if row[1] == "scalar"}
@@ -854,10 +893,13 @@ def first_values(model, seed):
         if row.init == "uniform":
             bound = row.scale * p.size(1) ** -0.5
             value.uniform_(-bound, bound, generator=generator)
+        elif row.init == "positive":
+            value.uniform_(0, row.scale, generator=generator)
         elif row.init == "normal":
             value.normal_(0, row.scale, generator=generator)
         else:
-            value += row.scale
+            depth = [int(part) for part in name.split(".") if part.isdigit()][:1] or [0]
+            value += row.scale + row.change * depth[0] / max(1, model.cfg.num_layers - 1)
         values[name] = value
     return values
 
@@ -872,13 +914,14 @@ ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b 
                       (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                       (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
 
-def orthogonalize(g, steps, method="newton_schulz", dtype=torch.float32):
-    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. dtype: of its products."""
+def orthogonalize(g, steps, method="newton_schulz", dtype=torch.float32, margin=1.02):
+    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. dtype: of its products. margin: see
+    polar_margin."""
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    factor, eps = (1.02, 1e-6) if method == "polar_express" else (1, 1e-7)  # bf16 rounds up
+    factor, eps = (margin, 1e-6) if method == "polar_express" else (1, 1e-7)  # bf16 rounds up
     x = x / (factor * x.norm(dim=(-2, -1), keepdim=True) + eps)
     table = ORTHOGONALIZERS[method]
     for i in range(steps):
@@ -895,16 +938,19 @@ def normuon_scale(update, v, beta2):
     before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
     return scaled * (before / after.clamp_min(1e-10))
 
-def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
+def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected, decay=None, cautious=False):
     """Adam (arXiv:1412.6980), step from 1; p, m and v change. corrected: v is corrected for its start before
-    eps is added, as in torch; else after. grad_scale, step and lr are 0-dim tensors, so that compiling it
-    once serves every step."""
+    eps is added, as in torch; else after. decay: decoupled (arXiv:1711.05101), or cautious like Muon's.
+    grad_scale, step, lr and decay are 0-dim tensors, so that compiling it once serves every step."""
     grad = grad.to(p.dtype) * grad_scale
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     first, second = 1 - beta1**step, 1 - beta2**step
     root = (v / second).sqrt() + eps if corrected else (v.sqrt() + eps) / second**0.5
-    p.sub_(lr * (m / first / root))
+    update = m / first / root
+    if decay is not None:
+        update = update + decay * (p * (update * p > 0) if cautious else p)
+    p.sub_(lr * update)
 
 def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
     """Muon or NorMuon: Nesterov momentum, orthogonalised; cautious decay, where the update shrinks the weight
@@ -915,11 +961,11 @@ def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
         nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
     else:
         nesterov = grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
-    update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype)
+    update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype, cfg.polar_margin)
     if cfg.normuon_beta2:
         update = normuon_scale(update, v, cfg.normuon_beta2)
     if cfg.weight_decay:
-        p.sub_(lr * decay * p * (p * update >= 0))
+        p.sub_(lr * decay * p * ((p * update >= 0) if cfg.cautious_decay != "none" else 1))
     p.sub_(lr * update)
 
 class Bank:
@@ -1013,7 +1059,7 @@ class Optimizer:
         sparse = known.pop("ngram_embed", None)
         self.table = None if sparse is None else SparseTable(sparse, world_size, dtype)
         for name, p in known.items():
-            row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, artifact_step=0.0)
+            row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, change=0.0, artifact_step=0.0)
             shape = p.shape if row.optimizer == "muon" else None
             kinds.setdefault((row, shape), []).append((name, p))
         self.banks = [Bank(row, *zip(*members), rank, world_size, dtype)
@@ -1066,7 +1112,12 @@ class Optimizer:
                 constants = cfg, bank.data.dtype
             else:  # Adam; its step count is that of its own steps
                 update, numbers = self.adam_step, (grad_scale, float(self.step_count // cfg.adam_every), lr)
-                constants = row.beta1 or cfg.beta1, cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected
+                betas = row.beta1 or cfg.beta1, row.beta2 or cfg.beta2
+                constants = *betas, cfg.adam_eps, cfg.adam_eps_corrected
+                decay = cfg.adam_weight_decay * row.decay_mult
+                if decay:
+                    decay *= lr_factor if cfg.decay_schedule == "lr" else 1
+                    constants += torch.as_tensor(decay), cfg.cautious_decay == "all"
             numbers = [torch.as_tensor(number) for number in numbers]
             update(bank.master, bank.my_grad, *bank.state, *numbers, *constants)
             if bank.master is not bank.my_data:
@@ -1148,20 +1199,25 @@ def scheduled_progress(cfg, progress):
     """Progress through cfg.iterations; the extension stays at 1."""
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
 
+def warmdown(cfg, step, progress):
+    """The part of the warmdown that is done. One in steps is a part of the run, at the pace so far."""
+    length = cfg.warmdown_frac
+    if cfg.warmdown_iters:
+        length = cfg.warmdown_iters * progress / max(step, 1)
+    left = 1 - scheduled_progress(cfg, progress)
+    return max(0.0, 1 - left / length) if length else 0.0
+
 def lr_factor(cfg, step, progress):
     """Factor on every LR at this step and progress."""
-    # 1. a warmdown in steps becomes a part of the run, at the pace so far
-    decay = cfg.warmdown_frac
-    if cfg.warmdown_iters:
-        decay = cfg.warmdown_iters * progress / max(step, 1)
-    # 2. the top until the warmdown begins, then linear down to the floor
-    left = 1 - scheduled_progress(cfg, progress)
-    down = max(0.0, 1 - left / decay) if decay else 0.0
-    return top_lr(cfg, progress) * (1 - down) + cfg.lr_floor * down
+    up = min(1.0, (step + 1) / cfg.lr_warmup_steps) if cfg.lr_warmup_steps else 1.0
+    down = warmdown(cfg, step, progress)
+    return up * (top_lr(cfg, progress) * (1 - down) + cfg.lr_floor * down)
 
 def decay_factor(cfg, step, progress):
     """Factor on weight_decay at this step and progress."""
-    return 1 - progress if cfg.decay_schedule == "linear" else lr_factor(cfg, step, progress)
+    if cfg.decay_schedule == "lr":
+        return lr_factor(cfg, step, progress)
+    return 1 - progress if cfg.decay_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 def muon_momentum(cfg, step, progress):
     """Warms up by steps done, cools down by steps left at the pace so far."""
@@ -1172,7 +1228,9 @@ def muon_momentum(cfg, step, progress):
         part = min(part, step / cfg.muon_momentum_warmup_steps)
     if cfg.muon_momentum_cooldown_steps:
         part = min(part, left / cfg.muon_momentum_cooldown_steps)
-    return first + (cfg.muon_momentum - first) * part
+    top = first + (cfg.muon_momentum - first) * part
+    down = warmdown(cfg, step, progress) if cfg.muon_momentum_end else 0
+    return top + (cfg.muon_momentum_end - top) * down
 
 # ---------- 7 data
 # ./run.sh data ...: what gets a known dataset

@@ -29,8 +29,11 @@ PINNED = {
         ngram_orders=(2, 3, 4), residual_mix=True, scalar_mix=False, layer_scale=True,
         unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(1, 2),
         window_pattern="SL", window_schedule=(256,), window_block=1, eval_window=0,
+        value_gate_factor=2.0, smear_normed=False, short_window=0.5,
         # of the run
         run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash3",
+        gate_lr=0.008, muon_momentum_end=0.0, polar_margin=1.02, adam_weight_decay=0.0,
+        cautious_decay="muon", lr_warmup_steps=0,
         compile=True, triton_kernels=True, dry_run=False,
         eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
         sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
@@ -100,14 +103,30 @@ PINNED = {
         matrix_lr=0.02, embed_lr=0.3 * (768 / 1664)**0.5, head_lr=0.004 * (768 / 1664)**0.5, scalar_lr=0.5,
         orthogonalization="polar_express", normuon_beta2=0.95, weight_decay=1.1988066830515525,
         decay_schedule="linear", adam_eps=1e-10, iterations=12_700, max_wallclock_seconds=0.0)}
-# what we add to the records
-PINNED["golf_plus"] = PINNED["golf"] | dict(
-    tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
-    value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
-    eval_sliding=1024, eval_documents=1024, eval_ttt=131_072)
-PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(key_offset=True, bigram_rows=131_072)
-PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(
-    key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix")
+# the later records
+PINNED["golf_plus"] = PINNED["golf"] | dict(tie_embeddings=False, logit_softcap=15.0, key_offset=True,
+    bigram_rows=16384, value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2,
+    artifact_scale_floor=0.0, eval_sliding=1024, eval_documents=1024, eval_ttt=131072)
+PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(key_offset=True, bigram_rows=131072)
+PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(num_layers=24, model_dim=1536, num_heads=12,
+    attn_scale=0.12727922, value_gate_dim=12, value_gate_factor=3.0, rope_base=100000.0, smear_dim=24,
+    smear_documents=True, smear_normed=True, backout_layer=12, value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4,
+    0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12), window_pattern="SSSLSSSLSSSLSSSLSSSLSSSL",
+    short_window=0.25, data_path="data/datasets/climbmix", train_batch_tokens=1048576, val_tokens=41943040,
+    depth=24, target_param_data_ratio=8.0, parameters=("query.scale=1.7320508", "key.scale=1.7320508",
+    "value.scale=1.7320508", "fc.scale=0.6928203", "embed.scale=0.8", "embed.beta2=0.995",
+    "embed.decay_mult=0.1", "head.init=normal", "head.scale=0.001", "head.beta2=0.96",
+    "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "value_embeds.beta2=0.995",
+    "value_embeds.lr_mult=0.5", "value_gate.init=positive", "value_gate.scale=0.02",
+    "resid_lambda.lr_mult=0.01", "resid_lambda.scale=1.15", "resid_lambda.change=-0.1",
+    "resid_lambda.decay_mult=5", "x0_lambda.scale=0.2", "x0_lambda.change=-0.15", "x0_lambda.beta1=0.96",
+    "smear_gate.optimizer=adam", "smear_gate.lr=gate_lr", "smear_gate.init=positive",
+    "smear_gate.scale=0.02", "smear_gate.decay_mult=0", "smear.lr=gate_lr", "backout.lr=gate_lr",
+    "backout.scale=0.2"), matrix_lr=0.028284271247461905, embed_lr=0.30000000000000004,
+    head_lr=0.008000000000000002, scalar_lr=0.7071067811865476, gate_lr=0.2, muon_momentum=0.97,
+    muon_momentum_warmup_steps=400, muon_momentum_end=0.9, polar_margin=1.01, normuon_beta2=0.9,
+    weight_decay=2.1120722517736326, decay_schedule="cosine", adam_weight_decay=0.01, iterations=5568,
+    lr_warmup_steps=40, warmdown_frac=0.6499640804597702, lr_floor=0.05)
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
 TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple and f.default]
@@ -128,7 +147,7 @@ def other_value(name):
         batch_schedule=(1, 2), seq_schedule=(1, 2), packing="documents", train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8,
         num_kv_heads=2, val_tokens=2, ngram_orders=(2, 5), skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
-        lr_switches=(0.0, 0.25), parameters=("head.init=normal", "head.scale=0.01"))
+        lr_switches=(0.0, 0.25), polar_margin=1.01, parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
         return special[name]
     if f.metadata["choices"]:
@@ -178,7 +197,8 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
     cfg = train_gpt.preset_config(preset)
     values = dict(model_dim=[cfg.num_heads * head for head in (4, 10, 64)], num_layers=[1, 2, 5, 13],
                   train_seq_len=[64, 256, 2048], train_batch_tokens=[n * cfg.train_seq_len for n in (1, 96)])
-    derived = "iterations weight_decay window_schedule embed_lr head_lr scalar_lr matrix_lr".split()
+    derived = ("iterations weight_decay window_schedule embed_lr head_lr scalar_lr matrix_lr warmdown_frac "
+               "train_batch_tokens").split()
     for value in values[name]:
         cfg = load_config({"PRESET": preset, name.upper(): str(value)})
         assert getattr(cfg, name) == value and {*overrides(cfg)} <= {name, *(derived if cfg.depth else ())}
@@ -457,7 +477,7 @@ def test_overrides_are_printed(dry_run):
     ("tiny", "./run.sh data", None, 100_000), ("golf", "./run.sh data sp1024", 17_059_912, 20_000),
     ("golf_plus", "./run.sh data sp1024", 26_497_096, 20_000),
     ("speedrun", "./run.sh data gpt2", None, 2160), ("gpt2", "./run.sh data fineweb-edu", None, 12_700),
-    ("gpt2_plus", "./run.sh data climbmix", None, 12_700)])
+    ("gpt2_plus", "./run.sh data climbmix", 1_384_122_122, 5568)])
 def test_a_dry_run_needs_no_data(preset, command, parameters, steps, dry_run):
     text = "\n".join(dry_run(f"--preset={preset}", "--dry-run"))
     cfg = load_config({"PRESET": preset})

@@ -1,5 +1,6 @@
-"""The presets golf, speedrun and gpt2 against numbers that the public records' own code gave, at toy size and
-at full size: tests/golden/README.md is the specification, the .npz beside it hold the numbers.
+"""The presets golf, speedrun and gpt2, and golf_plus, speedrun_plus and gpt2_plus below, against numbers that
+the public records' own code gave, at toy size and at full size: README.md of tests/golden and of
+tests/golden/plus are the specifications, the .npz beside them hold the numbers.
 
 A table per game says which of our parameters is which of theirs. It is linear with factors 1, so it serves
 weights, gradients and updates alike. Everything else, shapes included, is read from the files.
@@ -7,6 +8,8 @@ weights, gradients and updates alike. Everything else, shapes included, is read 
 import json
 import math
 import os
+import re
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -515,3 +518,326 @@ def test_derived_constants_of_gpt2(one_thread):
         assert cfg.weight_decay * cfg.matrix_lr == pytest.approx(about["weight_decay_scaled"], rel=1e-9)
         assert cfg.matrix_lr == pytest.approx(0.02 * about["batch_lr_scale"], rel=1e-9)
         assert cfg.scalar_lr == pytest.approx(0.5 * about["batch_lr_scale"], rel=1e-9)
+
+
+# ---------------------------------------------------------------- the three later records
+PLUS_NATS, PLUS_GRADIENT, PLUS_UPDATE = 1e-5, 2e-4, 1e-3    # of golden/plus/README.md; Euclidean
+
+
+def layers_of(w, i, names):
+    return {f"blocks.{i}.{name}": w[f"blocks.{i}.{name}"] for name in names if f"blocks.{i}.{name}" in w}
+
+
+MATRICES = ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
+
+
+def gpt2_plus_weights(w, cfg):
+    ours = {"embed": w["embed"], "head": w["head"], "smear_gate": w["smear_gate"],
+            "smear": w["smear_lambda"].view(1, 1), "backout": w["backout_lambda"]} | value_tables(w)
+    # theirs are padded, and their logits cropped
+    ours = {name: a if name.startswith(("smear", "backout")) else a[:cfg.vocab_size]
+            for name, a in ours.items()}
+    for i in range(cfg.num_layers):
+        ours |= layers_of(w, i, (*MATRICES, "value_gate"))
+        ours |= {f"blocks.{i}.resid_lambda": w["resid_lambdas"][i:i + 1],
+                 f"blocks.{i}.x0_lambda": w["x0_lambdas"][i:i + 1]}
+    return ours
+
+
+def value_tables(w):
+    layers = sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))
+    return {f"value_embeds.{n}": w[f"value_embeds.{i}"] for n, i in enumerate(layers)}
+
+
+def layer_tables(layers, num_layers):
+    """value_embed_layers of layers that have a table each."""
+    return ",".join(str(layers.index(i) + 1 if i in layers else 0) for i in range(num_layers))
+
+
+def gpt2_plus_toy(meta, json):
+    """Its constants; rates are those of full size, but for the width's factor."""
+    full, width = json("full_size"), (meta["model_dim"] / 768) ** -0.5
+    rate, adam = full["batch_lr_scale"], full["batch_lr_scale"] * width
+    kinds = "".join("L" if window == meta["seq"] else "S" for window in meta["windows"])
+    return {
+        "DEPTH": "0", "NUM_LAYERS": meta["layers"], "NUM_HEADS": meta["heads"],
+        "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"], "TRAIN_SEQ_LEN": meta["seq"], "WINDOW_SCHEDULE": meta["seq"],
+        "TRAIN_BATCH_TOKENS": meta["seq"] * meta["rows"], "WINDOW_PATTERN": kinds,
+        "VALUE_EMBED_LAYERS": layer_tables(meta["value_embed_layers"], meta["layers"]),
+        "BACKOUT_LAYER": meta["backout_layer"], "ATTN_SCALE": 1.44 * meta["head_dim"] ** -0.5,
+        "TARGET_PARAM_DATA_RATIO": "0", "ITERATIONS": full["steps"], "MATRIX_LR": 0.02 * rate,
+        "EMBED_LR": 0.3 * adam, "HEAD_LR": 0.008 * adam, "SCALAR_LR": 0.5 * rate,
+        "WEIGHT_DECAY": full["weight_decay"] / (0.02 * rate)}
+
+
+MAPS["gpt2_plus"] = gpt2_plus_weights
+TOYS = dict(gpt2_plus=gpt2_plus_toy)
+
+
+class Plus(Golden):
+    def __init__(self, game):
+        self.game, self.npz = game, np.load(GOLDEN / "plus" / f"{game}.npz")
+        self.meta = self.json("meta")
+        toy = {name: str(value) for name, value in TOYS[game](self.meta, self.json).items()}
+        self.cfg = train_gpt.load_config({"PRESET": game} | toy)
+        self.full = train_gpt.load_config({"PRESET": game})
+        self.settings = SETTINGS[game](self)
+
+    def first_step(self, series):
+        """Of a series of five: stated, or found by the LR and momentum of the last one."""
+        if "optimizer_first_steps" in self.npz:
+            return self.json("optimizer_first_steps")[series]
+        raise NotImplementedError
+
+    def batch(self, k, series=""):
+        rows = [torch.from_numpy(self.array(f"{name}_{k}")).long() for name in ("tokens", "targets")]
+        return [row.view(-1, row.size(-1)) for row in rows]
+
+    def numbers(self):
+        """{their name: of each number its place in all of them}"""
+        shapes = {name: w.shape for name, w in self.their_weights("w0").items()}
+        places = torch.arange(sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
+        parts = places.split([shape.numel() for shape in shapes.values()])
+        return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items())}
+
+    def theirs(self, ours):
+        """{our name: tensor} -> {their name: tensor}; nan where ours has no such number."""
+        numbers = self.numbers()
+        flat = torch.full((sum(part.numel() for part in numbers.values()),), math.nan, dtype=torch.float64)
+        for name, places in MAPS[self.game](numbers, self.cfg).items():
+            flat[places.flatten().long()] = ours[name].detach().double().flatten()
+        return {name: flat[places.long()] for name, places in numbers.items()}
+
+    def synthetic_gradients(self, step):
+        """Of golden/plus/README.md, as ours."""
+        found = {}
+        for i, name in enumerate(sorted(self.their_weights("w0"))):
+            draw = np.random.default_rng([self.meta["seed"], step, i]).standard_normal
+            found[name] = torch.from_numpy((0.01 * draw(self.array(f"w0.{name}").shape)).astype(np.float32))
+        return MAPS[self.game](found, self.cfg)
+
+    def schedule_at(self, step):
+        """What Optimizer.step takes."""
+        cfg, progress = self.full, step / train_gpt.total_steps(self.full)
+        return [f(cfg, step, progress) for f in (train_gpt.lr_factor, train_gpt.muon_momentum,
+                                                  train_gpt.decay_factor)]
+
+
+def gpt2_plus_settings(golden):
+    return [SimpleNamespace(prefix="", weights=lambda w: w, losses=golden.array("loss"),
+                            context=golden.context(golden.meta["seq"], golden.meta["seq"]))]
+
+
+SETTINGS = dict(gpt2_plus=gpt2_plus_settings)
+PLUS = tuple(TOYS)
+
+
+@pytest.fixture(scope="module", params=PLUS)
+def plus(request, one_thread):
+    return Plus(request.param)
+
+
+def test_plus_losses_and_nats(plus):
+    """Mean loss of every batch in every setting, the nats of each token of the first one."""
+    for setting in plus.settings:
+        model = plus.model()
+        with torch.no_grad():
+            for name, w in setting.weights(dict(model.named_parameters())).items():
+                model.get_parameter(name).copy_(w)
+            for k, expected in enumerate(setting.losses):
+                tokens, targets = plus.batch(k)
+                assert model(tokens, targets, setting.context).item() == pytest.approx(expected, rel=1e-6)
+                kept = f"nats.{setting.prefix}".rstrip(".")
+                if k == 0 and kept in plus.npz:
+                    scores = model.logits(model.hidden(tokens, setting.context)).flatten(0, 1)
+                    nats = F.cross_entropy(scores.double(), targets.flatten(), reduction="none")
+                    theirs = torch.from_numpy(plus.array(kept)).double().flatten()
+                    assert difference(nats, theirs) < PLUS_NATS, kept
+                    assert (nats - theirs).abs().max() < 10 * PLUS_NATS, kept
+
+
+def test_plus_gradients(plus):
+    """Of the mean loss of the first batch, every parameter."""
+    kept = [setting for setting in plus.settings
+            if any(name.startswith(f"g.{setting.prefix}") for name in plus.npz.files)]
+    assert kept
+    for setting in kept:
+        model = plus.model()
+        with torch.no_grad():
+            for name, w in setting.weights(dict(model.named_parameters())).items():
+                model.get_parameter(name).copy_(w)
+        model(*plus.batch(0), setting.context).backward()
+        ours = plus.theirs({name: torch.zeros_like(p) if p.grad is None else p.grad
+                            for name, p in model.named_parameters()})
+        nothing = {name: torch.zeros_like(grad) for name, grad in ours.items()}
+        compare(plus, f"g.{setting.prefix}", f"gdigest.{setting.prefix}", nothing, ours, PLUS_GRADIENT)
+
+
+@pytest.mark.parametrize("series", ["early", "mid", "late"])
+def test_plus_updates(plus, series):
+    """Weights after one and five steps on given gradients, no optimizer state before."""
+    model, first = plus.model(), plus.first_step(series)
+    optimizer = train_gpt.Optimizer(model, plus.cfg)
+    before = plus.theirs({name: p.clone() for name, p in model.named_parameters()})
+    for k in range(1, 6):
+        add_gradients(optimizer, plus.synthetic_gradients(first + k - 1))
+        optimizer.step(*plus.schedule_at(first + k - 1))
+        if k in (1, 5):
+            after = plus.theirs(dict(model.named_parameters()))
+            compare(plus, f"{series}.dw{k}.", f"{series}.w{k}digest.", before, after, PLUS_UPDATE)
+
+
+def compare(plus, prefix, digest, before, after, tolerance):
+    """What was added to each of their tensors where they kept it, and the digest of every tensor."""
+    seen = Counter()
+    for name in before:
+        moved, there = after[name] - before[name], ~after[name].isnan()
+        if prefix + name in plus.npz:
+            theirs = torch.from_numpy(plus.array(prefix + name)).double()
+            assert difference(moved[there], theirs[there]) < tolerance, prefix + name
+            seen["kept"] += 1
+        if there.all() and digest + name in plus.npz:
+            flat = after[name].flatten()
+            wave = torch.arange(len(flat), dtype=torch.float64).cos()
+            ours = torch.stack([flat.sum(), flat.norm(), (flat * wave).sum()])
+            theirs = torch.from_numpy(plus.array(digest + name))
+            allowed = tolerance * moved.norm() + 1e-6 * flat.norm()
+            assert (ours - theirs).abs().max() <= allowed, (digest + name, ours, theirs)
+            seen["digests"] += 1
+    for kind, start in (("kept", prefix), ("digests", digest)):
+        assert seen[kind] or not any(name.startswith(start) for name in plus.npz.files), (start, seen)
+    assert seen
+
+
+def test_gpt2_plus_at_full_size(one_thread):
+    """Every row of its schedule, derived constants of this and other depths."""
+    golden = Plus("gpt2_plus")
+    cfg, full = golden.full, golden.json("full_size")
+    for step, *theirs in golden.array("schedule"):
+        lr, momentum, decay = golden.schedule_at(int(step))
+        ours = [lr, momentum, decay * cfg.weight_decay * cfg.matrix_lr]
+        assert ours == pytest.approx(theirs, rel=2e-7, abs=1e-9), step
+    sizes = train_gpt.window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
+    counts = train_gpt.parameter_counts(cfg)
+    ours = dict(
+        depth=cfg.depth, ratio=cfg.target_param_data_ratio, model_dim=cfg.model_dim, heads=cfg.num_heads,
+        vocab=cfg.vocab_size, seq=cfg.train_seq_len, steps=cfg.iterations,
+        batch_tokens=cfg.train_batch_tokens,
+        windows=[sizes[kind] for kind in cfg.window_pattern], backout_layer=cfg.backout_layer,
+        scaling_weights=train_gpt.horizon_weights(cfg), weight_decay=cfg.weight_decay * cfg.matrix_lr,
+        value_embed_layers=[i for i, table in enumerate(cfg.value_embed_layers) if table],
+        flops_per_token=train_gpt.flops_per_token(cfg))
+    assert ours == {name: pytest.approx(full[name], rel=1e-6) for name in ours}
+    assert counts.total() == full["parameters"]["total"]
+    for row in golden.json("scaling_table"):
+        cfg = train_gpt.load_config({"PRESET": "gpt2_plus", "DEPTH": str(row["depth"]),
+                                     "TARGET_PARAM_DATA_RATIO": str(row["ratio"])})
+        sizes = cfg.model_dim, cfg.iterations, cfg.train_batch_tokens
+        assert sizes == (row["dim"], row["steps"], row["batch"])
+        assert train_gpt.horizon_weights(cfg) == row["scaling"]
+        assert cfg.weight_decay * cfg.matrix_lr == pytest.approx(row["wd"])
+        assert cfg.scalar_lr == pytest.approx(0.5 * row["lr_scale"])
+
+
+# {our kind: the entry of `init` that it is in}
+PLUS_ENTRIES = {"gpt2_plus": {
+    "embed": "embed", "head": "head", "value_embeds": "value_embeds", "resid_lambda": "resid_lambdas",
+    "x0_lambda": "x0_lambdas", "smear_gate": "smear_gate", "smear": "smear_lambda",
+    "backout": "backout_lambda", "query": "blocks.i.query", "key": "blocks.i.query",
+    "value": "blocks.i.query", "attn_proj": "blocks.i.attn_proj", "fc": "blocks.i.fc",
+    "mlp_proj": "blocks.i.mlp_proj", "value_gate": "blocks.odd.value_gate"}}
+
+
+def stated_law(text):
+    """(init, bound, std or first value, change over the layers) of an entry's text."""
+    text = text.partition("fixed later: ")[2] or text
+    numbers = [float(number) for number in re.findall(r"[-+]?\d+\.?\d*", text.replace("- ", "-"))]
+    if text.startswith("uniform"):
+        return ("positive" if numbers[0] == 0 else "uniform", numbers[1], 0)
+    if text.startswith(("normal", "orthogonal")):
+        return (text[:6] if text[0] == "n" else "orthogonal", numbers[-1], 0)
+    if text.startswith("sqrt"):
+        return ("constant", numbers[0] ** 0.5, 0)
+    return ("constant", 0 if text == "zeros" else numbers[0], numbers[1] if " i/" in text else 0)
+
+
+def test_plus_first_values_optimizers_and_rates(plus):
+    """Of every kind of parameter at full size."""
+    cfg, init, entries = plus.full, plus.json("init"), PLUS_ENTRIES[plus.game]
+    table = train_gpt.parameter_table(cfg)
+    with torch.device("meta"):
+        shapes = {train_gpt.kind_of(name): p.shape for name, p in train_gpt.GPT(cfg).named_parameters()}
+    assert set(shapes) == set(entries)
+    for kind, prefix in entries.items():
+        row, shape = table[kind], shapes[kind]
+        about = next(init[name] for name in init if name.startswith(prefix))
+        muon, lr = row.optimizer == "muon", getattr(cfg, row.lr) * row.lr_mult
+        if muon and plus.game != "golf_plus":       # there the factor is on the update
+            lr *= max(1, shape[0] / shape[1]) ** 0.5
+        assert muon == ("muon" in about["optimizer"]), kind
+        assert lr == pytest.approx(about["lr"], rel=1e-6), kind
+        if not muon:
+            betas = [row.beta1 or cfg.beta1, row.beta2 or cfg.beta2]
+            assert [*betas, cfg.adam_eps] == [*about["betas"], about["eps"]], kind
+        elif "beta2" in about:
+            assert cfg.normuon_beta2 == about["beta2"], kind
+        if "weight_decay" in about:
+            unit = cfg.weight_decay * cfg.matrix_lr if muon else cfg.adam_weight_decay
+            assert unit * row.decay_mult == pytest.approx(about["weight_decay"], rel=1e-6), kind
+        law, size, change = stated_law(about["init"])
+        scale = row.scale * shape[-1] ** -0.5 if law == "uniform" else row.scale
+        assert (row.init, row.change) == (law, pytest.approx(change)), kind
+        assert scale == pytest.approx(size, rel=2e-6), kind
+
+
+def test_first_values_follow_the_table(one_thread):
+    """Drawn: bounds and spread of each law; constants that change over the layers."""
+    cells = ("query.init=uniform", "query.scale=2", "fc.init=positive", "fc.scale=0.5", "key.init=normal",
+             "key.scale=0.3", "x0_lambda.scale=0.2", "x0_lambda.change=-0.15")
+    cfg = train_gpt.load_config({"PARAMETERS": ",".join(cells), "NUM_LAYERS": "4", "VOCAB_SIZE": "64"})
+    values = train_gpt.first_values(train_gpt.GPT(cfg), 1)
+    bound = 2 * cfg.model_dim ** -0.5
+    assert values["blocks.1.query"].abs().max() <= bound
+    assert values["blocks.1.query"].std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.02)
+    fc = values["blocks.2.fc"]
+    assert fc.min() >= 0 and fc.max() <= 0.5 and fc.mean().item() == pytest.approx(0.25, rel=0.02)
+    assert values["blocks.0.key"].std().item() == pytest.approx(0.3, rel=0.02)
+    lambdas = [values[f"blocks.{i}.x0_lambda"][0].item() for i in range(4)]
+    assert lambdas == pytest.approx([0.2, 0.15, 0.1, 0.05])
+
+
+def test_rows_of_packed_documents_plus(tmp_path, monkeypatch):
+    """gpt2_plus: best fit, of one rank."""
+    from helpers import write_shard
+    golden = Plus("gpt2_plus")
+    about, lengths = golden.json("packing"), golden.array("packing.lengths")
+    path = tmp_path / "x_train_000000.bin"
+    write_shard(path, np.concatenate([np.r_[1, np.full(n - 1, 2)] for n in lengths]))
+    train = {path.name: train_gpt.open_shard(path)}
+    monkeypatch.setattr(train_gpt.Loader, "BUFFER", about["buffer"])
+    monkeypatch.setattr(train_gpt.Loader, "READ", about["refill"])
+    T = about["row_tokens"] - 1
+    data = train_gpt.Data(train, None, None, 64, 1, None, {})
+    loader = loader_of(golden, data, 1, 0, {"row_tokens": T, "batch_tokens": T, "bos": 1})
+    numbers = {int(start): number for number, start in enumerate(loader.starts)}
+    for n, row in enumerate(json.loads(str(golden.npz["packing.rows"]))):
+        found = loader.plan(n, 1, T)[0][0]
+        assert [[numbers[start], length] for start, length in found] == row, n
+
+
+def test_gpt2_plus_rope_and_validation(one_thread):
+    golden = Plus("gpt2_plus")
+    cos, sin = golden.context(len(golden.array("rope.toy_cos")), 0).rope
+    for ours, name in ((cos, "cos"), (sin, "sin")):
+        theirs = torch.from_numpy(golden.array(f"rope.toy_{name}"))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert json.loads(str(golden.npz["rope"]))["base"] == golden.full.rope_base
+    assert golden.json("validation")["tokens"] == golden.full.val_tokens
+    model = golden.model()
+    batches = [golden.batch(k) for k in range(len(golden.array("loss")))]
+    tokens, targets = (torch.cat(rows) for rows in zip(*batches))
+    with torch.no_grad():
+        nats = -train_gpt.log_probs(model, tokens).gather(-1, targets[..., None])[..., 0].double()
+    nbytes = torch.from_numpy(golden.array("validation.token_bytes"))[targets]
+    bpb = nats[nbytes > 0].sum() / math.log(2) / nbytes.sum()
+    assert bpb.item() == pytest.approx(float(golden.array("validation.bpb")), rel=1e-6)
