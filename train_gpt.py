@@ -88,14 +88,19 @@ class ModelConfig:
     num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096)
     mlp_mult: int = option(3, "MLP width / model_dim", 1, 64)
     tie_embeddings: bool = option(False, "the head is the embedding")
-    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: none", 0, 1e4)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh((logits + shift) / width); 0: none", 0, 1e4)
+    logit_shift: float = option(0.0, "shift; asymmetric (#54: -2.9 s)", -1e4, 1e4)
+    logit_width: float = optional(0.0, "width; 0: logit_softcap", 0, 1e4)
     qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
     attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
     key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
     attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
     value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
     value_gate_factor: float = option(2.0, "value embeddings times this at an open gate", 0, 100)
+    value_gate_mixed: tuple = option((0,), "1: half of them are the value embedding's, per layer", 0, 1)
     value_lambdas: bool = option(False, "learnt factors on values and on value embeddings, per layer")
+    attn_lambdas: bool = option(False, "learnt factors on values and on attention's output, per layer")
+    attn_source: int = optional(0, "later layers attend to the output of this one (#77: -0.7 s)", 0, 1000)
     rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9)
     rope_fraction: float = option(1.0, "part of each head that rotates", 0, 1)
     rope_end: bool = option(False, "the slowest frequency is 1 / rope_base, not one step above it")
@@ -103,18 +108,23 @@ class ModelConfig:
     smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
     smear_documents: bool = option(False, "the token before may belong to the document before")
     smear_normed: bool = option(False, "it is added after the embedding's norm, not before")
-    bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
+    bigram_rows: int = optional(65_536, "hashed bigram embedding (#62: -5.6 s); 0: none", 0, 1 << 26)
+    bigram_lambdas: bool = option(False, "each layer adds a learnt part of it; 0: the embedding all of it")
     ngram_rows: int = optional(0, "rows of the hashed n-gram embedding: see SparseTable; 0: none", 0, 1 << 28)
     ngram_orders: tuple = option((2, 3, 4), "tokens of the n-grams that share it", 1, 64)
     residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
-    scalar_mix: bool = option(False, "mixes and skips are one number per layer, not one per channel")
-    layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
+    mix_sublayers: bool = option(False, "attention and MLP each scale the stream that they add to; "
+                                 "attention reads it before the embedding is added")
+    scalar_mix: bool = option(False, "mixes, scales and skips are one number, not one per channel")
+    layer_scale: bool = option(True, "learnt scales on what attention and MLP add")
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
     skip_sigmoid: bool = option(False, "skip weights pass through a sigmoid")
+    skip_gate_dim: int = optional(0, "channels that gate skips (#55: -1.3 s); 0: no gate", 0, 1 << 16)
     skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
     backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
     value_embed_layers: tuple = option((1, 2), "value embedding table per layer; 0: none", 0, 99)
-    window_pattern: str = option("SL", "per layer: L long, S short, - no attention, 0 nothing")
+    window_pattern: str = option("SL", "per layer: L long, S short, P short and heads in pairs (#58: -3.5 s),"
+                                 " - no attention, 0 nothing")
     window_schedule: tuple = option((256,), "long window, tokens before its own, per stage; 0: all")
     short_window: float = option(0.5, "short window / long one", 0, 1)
     window_block: int = option(1, "tokens that window sizes are multiples of", 1)
@@ -214,6 +224,7 @@ class Config(ModelConfig):
     adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
     grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
     # schedule
+    untie_at: float = optional(0.0, "part of iterations in which the head is the embedding (#51: -3.2 s)")
     iterations: int = option(100_000, "steps at most", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
@@ -222,8 +233,13 @@ class Config(ModelConfig):
     warmdown_iters: int = optional(0, "steps of LR warmdown; 0: warmdown_frac")
     warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    stage_starts: tuple = option((0.0,), "part of iterations at which stages begin; one entry: equal", 0, 1)
     batch_schedule: tuple = option((1,), "train_batch_tokens times this, per stage", 1, 1024)
     seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
+    doc_schedule: tuple = option((0,), "packed documents are cut here, per stage (#72: -1.2 s with lr_floor);"
+                                 " 0: max_doc_len", 0, 1 << 30)
+    mtp_schedule: tuple = option(("1",), "weights of the losses on the next targets, per stage; a:b linear "
+                                 "(#53: -2.9 s)")
     lr_schedule: tuple = option((1.0,), "LR factors before the warmdown, in order", 1e-6, 1000)
     lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
 
@@ -271,6 +287,39 @@ SPEEDRUN = dict(
         "skip_weights.scale=-1.5"),
     iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
     val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head")
+# The same: record 77 (6 March 2026): 86.1 s. Seconds after a # are what its authors gained by it.
+SPEEDRUN_PLUS = SPEEDRUN | dict(
+    num_layers=11, window_pattern="PSPLSP-SSPL", key_offset=True, bigram_rows=251_520, bigram_lambdas=True,
+    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 3, 4, 5), value_lambdas=False, value_gate_dim=12,
+    value_gate_mixed=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1), attn_lambdas=True, attn_source=7, mix_sublayers=True,
+    layer_scale=True, skip_layers=(3, 6), skip_gate_dim=12, backout_layer=7,
+    logit_softcap=11.5, logit_shift=5.0, logit_width=15.0,  # 23 * sigmoid((x + 5) / 7.5) - 11.5
+    **stages(
+        "stage_starts batch_schedule seq_schedule window_schedule doc_schedule mtp_schedule lr_schedule",
+        (0.0,        1,             1,           384,            896,         "1 0.5 0.25:0", 1.0),
+        (483 / 1450, 2,             2,           896,            2048,        "1 0.5:0",      1.52),
+        (967 / 1450, 3,             3,           1408,           2048,        "1",            1.73),
+        (1.0,        3,             3,           1664,           2048,        "1",            None)),
+    lr_switches=(0.0, 483 / 1450, 967 / 1450),
+    adam_eps=1e-10, beta1=0.9, beta2=0.99, scalar_lr=0.04, head_lr=0.008, embed_lr=0.6,
+    adam_weight_decay=0.005, cautious_decay="all",  # (#50: -1.1 s)
+    untie_at=967 / 1450, iterations=1450, extension_iterations=40, warmdown_frac=0.6, lr_floor=0.15,
+    parameters=(
+        "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
+        "attn_proj.init=uniform", "attn_proj.scale=0.8660254",  # (#64: -1.2 s, with the next)
+        "input_lambda.scale=0.5", "mlp_proj.lr_mult=4", "head.init=normal", "head.scale=0.005",
+        "head.beta1=0.5", "head.beta2=0.95", "head.decay_mult=1.2", "embed.lr=head_lr", "embed.beta1=0.5",
+        "embed.beta2=0.95", "embed.decay_mult=1.2", "embed.scale=0.005", "value_embeds.init=normal",
+        "value_embeds.scale=0.01", "value_embeds.beta1=0.75", "value_embeds.beta2=0.95",
+        "value_embeds.decay_mult=3", "bigram_embed.beta1=0.75", "bigram_embed.beta2=0.95",
+        "bigram_embed.decay_mult=3", "attn_gate.optimizer=adam", "attn_gate.lr=gate_lr",
+        "attn_gate.decay_mult=0.008", "value_gate.optimizer=adam", "value_gate.lr=gate_lr",
+        "value_gate.decay_mult=0.008", "smear_gate.optimizer=adam", "smear_gate.lr=gate_lr",
+        "smear_gate.lr_mult=0.01", "smear_gate.decay_mult=0", "skip_gate.optimizer=adam",
+        "skip_gate.lr=gate_lr", "skip_gate.lr_mult=0.05", "skip_gate.decay_mult=0", "skip_weights.scale=-1.5",
+        "resid_lambda.scale=1.0488088", "resid_lambda.beta2=0.95", "x0_lambda.lr=gate_lr",
+        "x0_lambda.beta2=0.95", "bigram_lambda.lr=gate_lr", "bigram_lambda.beta2=0.95",
+        "layer_scale.lr=gate_lr", "layer_scale.beta2=0.95"))
 # 8xH100: least time to CORE > 0.256525. nanochat 00932d1, depth 26, ratio 7.25, fp8: 8,967 s.
 # Rates and decay are those of depth 12; depth_dial() scales them.
 GPT2 = dict(
@@ -315,7 +364,7 @@ PRESETS = {
         tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
         value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
         eval_sliding=1024, eval_documents=1024, eval_ttt=131_072),
-    "speedrun_plus": SPEEDRUN | dict(key_offset=True, bigram_rows=131_072),
+    "speedrun_plus": SPEEDRUN_PLUS,
     "gpt2_plus": GPT2_PLUS,
 }
 
@@ -412,7 +461,7 @@ def check_ranges(cfg):
 def check_config(cfg):
     """Refuses numbers out of range, then combinations of constants that make no run."""
     check_ranges(cfg)
-    c, stage_counts = cfg, {len(cfg.batch_schedule), len(cfg.seq_schedule), len(cfg.window_schedule)}
+    c, stage_counts = cfg, {len(getattr(cfg, name)) for name in ("stage_starts", *STAGE_COLUMNS)}
     sequences = [c.train_batch_tokens * stage.batch_multiple / (c.train_seq_len * stage.seq_multiple)
                  for stage in stage_table(c)]
     rules = [  # what must hold, the constants that it is about, the sentence
@@ -420,8 +469,13 @@ def check_config(cfg):
          "run_id resume", "letters, digits and .,=+- only"),
         (c.model_dim % (2 * c.num_heads) == 0, "model_dim num_heads", "heads need even numbers of channels"),
         (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "the first is no multiple"),
-        (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim) <= c.model_dim,
-         "smear_dim attn_gate_dim value_gate_dim model_dim", "none may exceed model_dim"),
+        (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim, c.skip_gate_dim) <= c.model_dim,
+         "smear_dim attn_gate_dim value_gate_dim skip_gate_dim model_dim", "none may exceed model_dim"),
+        (max(c.value_gate_mixed) == 0 or c.value_gate_dim % 2 == 0,
+         "value_gate_dim value_gate_mixed", "half of the channels must be a whole number"),
+        (not c.untie_at or not c.tie_embeddings, "untie_at tie_embeddings", "a tied head stays tied"),
+        ("P" not in c.window_pattern or (c.num_kv_heads or c.num_heads) % 2 == 0,
+         "window_pattern num_heads num_kv_heads", "pairs of heads need even numbers of them"),
         (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
          "train_batch_tokens train_seq_len", "the batch must be a multiple of the sequence"),
         (c.vocab_size or not c.depth, "depth vocab_size", "depth needs vocab_size"),
@@ -430,9 +484,12 @@ def check_config(cfg):
         (c.eval_stride <= (c.eval_context or c.train_seq_len),
          "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
         (c.val_tokens != 1, "val_tokens", "no target is left"),
-        (re.fullmatch("[LS0-]+", c.window_pattern), "window_pattern", "a layer is one of L, S, - and 0"),
-        (len(stage_counts | {1}) < 3, "batch_schedule seq_schedule window_schedule",
+        (re.fullmatch("[LSP0-]+", c.window_pattern), "window_pattern", "a layer is one of L, S, P, - and 0"),
+        (len(stage_counts | {1}) < 3, " ".join(["stage_starts", *STAGE_COLUMNS]),
          "they must have as many entries as each other, or one"),
+        ([0, *c.stage_starts[1:]] == sorted(c.stage_starts), "stage_starts", "they must grow from 0"),
+        (all(re.fullmatch(MTP_WEIGHTS, text) for text in c.mtp_schedule),
+         "mtp_schedule", "a stage is written like 1 0.5 0.25:0"),
         (all(number % 1 == 0 for number in sequences), "train_batch_tokens batch_schedule seq_schedule",
          "every stage needs whole sequences"),
         (max(c.seq_schedule) == 1 or c.packing in ("documents", "spans"),
@@ -451,6 +508,9 @@ def check_config(cfg):
         given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
         require(holds, f"{given}: {sentence}".replace("\n", " "))
     parameter_table(cfg)
+
+STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_schedule", "mtp_schedule")
+MTP_WEIGHTS = r"(\d+(\.\d+)?(:\d+(\.\d+)?)?( |$))+"
 
 # The depth dial: nanochat's rules (github.com/karpathy/nanochat). Rates and decay of a preset with a depth
 # are stated for this reference model.
@@ -529,6 +589,8 @@ class Context(NamedTuple):
     attn_scale: torch.Tensor  # factor on q @ k, 0-dim
     windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
+    pair_rope: tuple = ()  # the same for pairs of heads, each (2, T, head_dim / 2)
+    mtp: torch.Tensor | None = None  # (n,) weights of the losses on the next n targets; None: one target
     ngrams: torch.Tensor | None = None  # (B, T, C): what GPT.look_up found; None: it is asked
 
 def make_context(cfg, T, window, device, dtype=None):
@@ -537,13 +599,18 @@ def make_context(cfg, T, window, device, dtype=None):
     on_gpu, kinds = device.type == "cuda", per_layer(cfg.window_pattern, cfg.num_layers)
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     frequencies, attn_scale = rope_frequencies(cfg, window)
-    angles = torch.arange(T, device=device)[:, None] * frequencies.to(device)
+    frequencies = frequencies.to(device)
+    angles = torch.arange(T, device=device)[:, None] * frequencies
     rope = angles.cos().to(dtype), angles.sin().to(dtype)
+    pair_rope = ()
+    if "P" in kinds:  # even heads are rotated as at 2 t, odd ones as at 2 t + 1, whatever the pairs
+        angles = torch.arange(2 * T, device=device).view(T, 2).T[..., None] * frequencies
+        pair_rope = angles.cos().to(dtype), angles.sin().to(dtype)
     windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
     for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
-        if T % FLEX_BLOCK == 0 and (size < T - 1 or cfg.max_doc_len):
+        if T % FLEX_BLOCK == 0 and (size < T - 1 or kind == "P" or cfg.max_doc_len):
             windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
-    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype)
+    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype, pair_rope)
 
 def rms_norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -592,13 +659,22 @@ def mlp(x, fc, proj, linear=linear):
     """ReLU^2 MLP (Primer, arXiv:2109.08668). x (B, T, C), fc (hidden, C), proj (C, hidden)."""
     return linear(F.relu(linear(x, fc)).square(), proj)
 
-def softcap(logits, cap):
-    """cap * tanh(logits / cap); cap 0: unchanged."""
-    return cap * torch.tanh(logits / cap) if cap else logits
+def softcap(logits, cap, shift=0.0, width=0.0):
+    """cap * tanh((logits + shift) / width); width 0: cap; cap 0: unchanged."""
+    return cap * torch.tanh((logits + shift) / (width or cap)) if cap else logits
 
-def lm_loss(x, head, targets, cap, linear=linear):
-    """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
-    return F.cross_entropy(softcap(linear(x, head).float(), cap).flatten(0, 1), targets.flatten())
+def lm_loss(x, head, targets, cap, linear=linear, mtp=None):
+    """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T). cap: softcap's (cap, shift, width).
+    mtp (n,): weights of the losses on the next n targets of the row, which are added up (multi-token
+    prediction, arXiv:2404.19737)."""
+    logits = softcap(linear(x, head).float(), *cap)
+    if mtp is None:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    T, norm, total = targets.size(1), logits.logsumexp(-1), 0
+    for k, weight in enumerate(mtp.unbind()):
+        picked = logits[:, :T - k].gather(-1, targets[:, k:, None])[..., 0]
+        total = total + weight * (norm[:, :T - k] - picked).sum()
+    return total / targets.numel()
 
 class Kernels(NamedTuple):
     """The functions that have faster versions in section 11; these are the readable ones."""
@@ -635,10 +711,11 @@ def per_layer(values, num_layers):
     return [values[i % len(values)] for i in range(num_layers)]
 
 def window_sizes(cfg, window, T):
-    """{"L": tokens before its own that a long layer sees, of T; "S": a short one}. window: of L; 0: all."""
+    """{"L": tokens before its own that a long layer sees, of T; "S": a short one; "P": the same of 2 T that
+    are pairs of heads}. window: of L; 0: all."""
     long = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1]))
     short = max(1, int(cfg.short_window * long) // cfg.window_block) * cfg.window_block
-    return {"L": min(window or T, T), "S": min(T, short)}
+    return {"L": min(window or T, T), "S": min(T, short), "P": min(T, short)}
 
 def parameter(*shape, on=True):
     return nn.Parameter(torch.empty(shape)) if on else None
@@ -647,15 +724,24 @@ def gate(x, weight):
     """(B, T, C) -> (B, T, n), from 0 to 1, by the first channels. weight (n, channels)."""
     return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
 
+def pair_heads(x):
+    """(B, H, T, D) -> (B, H / 2, 2 T, D): at 2 t + s stands head s H / 2 + j of token t."""
+    return x.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+def unpair_heads(x):
+    """The inverse: (B, H / 2, 2 T, D) -> (B, H, T, D)."""
+    return x.unflatten(2, (-1, 2)).permute(0, 3, 1, 2, 4).flatten(1, 2)
+
 class Block(nn.Module):
     """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
-    def __init__(self, cfg, kind, has_table):
+    def __init__(self, cfg, kind, has_table, mixed_gate):
         super().__init__()
         C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
-        attends, has_mlp, mix = kind in "LS", kind != "0", 1 if cfg.scalar_mix else C
+        attends, has_mlp, mix = kind in "LSP", kind != "0", 1 if cfg.scalar_mix else C
         self.head_dim = C // H
-        self.key_offset = cfg.key_offset and kind == "L"
-        self.value_gate_factor = cfg.value_gate_factor
+        self.key_offset, self.paired = cfg.key_offset and kind == "L", kind == "P"
+        self.value_gate_factor, self.mixed_gate = cfg.value_gate_factor, mixed_gate
+        self.mix_sublayers = cfg.mix_sublayers
         self.query = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
         self.key = parameter(KV * C // H, C, on=attends)
@@ -663,47 +749,77 @@ class Block(nn.Module):
         self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
         self.value_gate = parameter(KV, cfg.value_gate_dim, on=attends and has_table and cfg.value_gate_dim)
         self.value_lambdas = parameter(2, on=attends and cfg.value_lambdas)
+        self.input_lambda = parameter(1, on=attends and cfg.attn_lambdas)
+        self.output_lambda = parameter(1, on=attends and cfg.attn_lambdas)
+        self.bigram_lambda = parameter(1, on=has_mlp and cfg.bigram_lambdas and cfg.bigram_rows)
         self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
         self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
-        self.resid_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
+        self.resid_lambda = parameter(*[2] * cfg.mix_sublayers, mix, on=has_mlp and cfg.residual_mix)
         self.x0_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
-        self.layer_scale = parameter(2, C, on=has_mlp and cfg.layer_scale)
+        self.layer_scale = parameter(2, mix, on=has_mlp and cfg.layer_scale)
 
-    def forward(self, x, x0, value_embed, mask, follows, context):
-        """x, the stream, and x0, the embedding (B, T, C) -> the stream. value_embed (B, T, KV * D) or 0.
-        follows: bool (B, T) or (T,), whether a token of the same document comes before."""
+    def forward(self, x, x0, bigrams, source, value_embed, mask, context):
+        """x, the stream, and x0, the embedding (B, T, C) -> the stream. bigrams (B, T, C): the part of them
+        that is added; source (B, T, C): what attention reads; None: nothing, and the stream. value_embed
+        (B, T, KV * D) or 0."""
+        added, keep = 0 if bigrams is None else self.bigram_lambda.to(x.dtype) * bigrams, (1, 1)
         if self.resid_lambda is not None:
-            x = self.resid_lambda.to(x.dtype) * x + self.x0_lambda.to(x.dtype) * x0
+            resid, added = self.resid_lambda.to(x.dtype), added + self.x0_lambda.to(x.dtype) * x0
+            if self.mix_sublayers:
+                keep = resid
+            else:
+                x = resid * x
+        if not self.mix_sublayers:
+            x, added = x + added, 0
         scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
         if self.query is not None:
-            x = x + scales[0] * self.attend(rms_norm(x), value_embed, mask, follows, context)
+            h = rms_norm(x if source is None else source)
+            x = keep[0] * x + scales[0] * self.attend(h, value_embed, mask, context) + added
         if self.fc is not None:
-            x = x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+            x = keep[1] * x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
         return x
 
-    def attend(self, h, value_embed, mask, follows, context):
+    def attend(self, h, value_embed, mask, context):
         """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
         q, k, v = (self.kernels.linear(h, weight) for weight in (self.query, self.key, self.value))
+        if self.input_lambda is not None:
+            v = self.input_lambda.to(v.dtype) * v
         if self.value_gate is not None:
-            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
+            half = self.value_gate.size(1) // 2
+            seen = torch.cat((h[..., :half], value_embed[..., :half]), -1) if self.mixed_gate else h
+            gates = self.value_gate_factor * gate(seen, self.value_gate)[..., None]
             value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         if self.value_lambdas is not None:
             factors = self.value_lambdas.to(v.dtype)
             v, value_embed = factors[0] * v, factors[1] * value_embed
         v = v + value_embed
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        q, k = rms_norm(q), rms_norm(k)
+        if self.paired:
+            q, k = (rotate(y.unflatten(1, (-1, 2)), *context.pair_rope).flatten(1, 2) for y in (q, k))
+        else:
+            q, k = (rotate(y, *context.rope) for y in (q, k))
         if self.key_offset:  # half of each key head from the token before: a match finds what came after it
-            now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-            before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
-            k = torch.cat((now, before), -1).flatten(-2)
-        q, k = (rotate(rms_norm(y), *context.rope) for y in (q, k))
+            now, ahead = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+            k = torch.cat((now, torch.cat((ahead[:, :, :1], ahead[:, :, :-1]), 2)), -1).flatten(-2)
         if self.qk_gain is not None:
             q = q * self.qk_gain.to(q.dtype)[:, None, None]
-        y = self.kernels.attention(q * context.attn_scale, k, v, mask).transpose(1, 2)
+        q, k, v = (pair_heads(y) if self.paired else y for y in (q * context.attn_scale, k, v))
+        y = self.kernels.attention(q, k, v, mask)
+        y = (unpair_heads(y) if self.paired else y).transpose(1, 2)
         if self.attn_gate is not None:
             y = y * gate(h, self.attn_gate)[..., None]
+        if self.output_lambda is not None:
+            y = y * self.output_lambda.to(y.dtype)
         return self.kernels.linear(y.flatten(2), self.attn_proj)
+
+def bigram_ids(tokens, rows):
+    """Rows of the table (B, T) of each token with the one before. The first token of a row has the last one,
+    and its number is what the second hashes as the token before, as in the public record."""
+    seen = torch.cat((torch.full_like(tokens[:, :1], rows - 1), tokens[:, 1:]), 1).int()
+    pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
+    return torch.cat((seen[:, :1], pairs), 1)
 
 def ngram_ids(tokens, documents, cfg):
     """Rows of the table (B, T, n) of the hashed n-grams that end at each token; the last row, which stays 0,
@@ -723,6 +839,7 @@ class GPT(nn.Module):
         super().__init__()
         N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
         self.cfg, self.kinds = cfg, per_layer(cfg.window_pattern, N)
+        self.cap = cfg.logit_softcap, cfg.logit_shift, cfg.logit_width
         self.embed = parameter(V, C)
         self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
@@ -731,7 +848,8 @@ class GPT(nn.Module):
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
         self.tables = per_layer(cfg.value_embed_layers, N)
-        self.blocks = nn.ModuleList(Block(cfg, *row) for row in zip(self.kinds, self.tables))
+        rows = zip(self.kinds, self.tables, per_layer(cfg.value_gate_mixed, N))
+        self.blocks = nn.ModuleList(Block(cfg, *row) for row in rows)
         self.use(kernels)
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
         self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
@@ -739,6 +857,7 @@ class GPT(nn.Module):
         self.skips = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] if cfg.unet_skips else []
         self.skips += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
         self.skip_weights = parameter(len(self.skips), 1 if cfg.scalar_mix else C, on=self.skips)
+        self.skip_gate = parameter(len(self.skips), cfg.skip_gate_dim, on=self.skips and cfg.skip_gate_dim)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
     def use(self, kernels):
@@ -759,53 +878,60 @@ class GPT(nn.Module):
     def hidden(self, tokens, context):
         """tokens (B, T) -> last activations, normalised (B, T, C)."""
         cfg, T, documents = self.cfg, tokens.size(1), self.documents(tokens)
-        follows = torch.arange(T, device=tokens.device) > 0
-        follows = follows if documents is None else follows & (tokens != cfg.bos_id)
-        masks = {kind: self.kernels.window_mask(window, T, documents, tokens.device)
-                 for kind, window in context.windows.items()}
+        masks = {}
+        for kind, window in context.windows.items():
+            times = 2 if kind == "P" else 1
+            own = documents if documents is None else documents.repeat_interleave(times, 1)
+            masks[kind] = self.kernels.window_mask(window, times * T, own, tokens.device)
         ngrams = self.look_up(tokens)[1] if context.ngrams is None else context.ngrams
-        x = x0 = self.embedded(tokens, ngrams, follows, context.dtype)
+        x0, bigrams = self.embedded(tokens, ngrams, context.dtype)
+        x = x0 if bigrams is None else x0 + self.blocks[0].bigram_lambda.to(x0.dtype) * bigrams
         outputs = []
         for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
             for row, (source, to) in enumerate(self.skips):
                 if to == i:
                     weight = self.skip_weights[row].to(x.dtype)
                     weight = torch.sigmoid(weight) if cfg.skip_sigmoid else weight
+                    if self.skip_gate is not None:
+                        weight = weight * 2 * gate(x0, self.skip_gate)[..., row:row + 1]
                     x = x + weight * outputs[source]
             value_embed = 0
             if self.tables[i]:
                 value_embed = F.embedding(tokens, self.value_embeds[self.tables[i] - 1]).to(x.dtype)
             if kind != "0":
-                x = block(x, x0, value_embed, masks.get(kind), follows, context)
+                source = outputs[cfg.attn_source] if 0 < cfg.attn_source < i else None
+                x = block(x, x0, bigrams if i else None, source, value_embed, masks.get(kind), context)
             outputs.append(x)
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
         return rms_norm(x)
 
-    def embedded(self, tokens, ngrams, follows, dtype):
-        """tokens (B, T) -> embedding, normalised, with hashed n-grams and a part of the token before."""
-        x = F.embedding(tokens, self.embed).to(dtype)
+    def embedded(self, tokens, ngrams, dtype):
+        """tokens (B, T) -> embedding, normalised, with hashed n-grams and a part of the token before; hashed
+        bigrams, or None if they are in it already. Both (B, T, C)."""
+        x, bigrams = F.embedding(tokens, self.embed).to(dtype), None
         if self.bigram_embed is not None:
-            pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
-            x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
+            bigrams = F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
+            if not self.cfg.bigram_lambdas:
+                x, bigrams = x + bigrams, None
         if ngrams is not None:
             x = x + ngrams.to(dtype)
         x = rms_norm(x) if self.cfg.smear_normed else x
         if self.smear is not None:
             before = F.pad(x, (0, 0, 1, -1))
-            if not self.cfg.smear_documents:
-                before = before * follows[..., None]
+            if self.cfg.max_doc_len and not self.cfg.smear_documents:
+                before = before * (tokens != self.cfg.bos_id)[..., None]
             x = x + self.smear.to(dtype) * gate(x, self.smear_gate) * before
-        return x if self.cfg.smear_normed else rms_norm(x)
+        return x if self.cfg.smear_normed else rms_norm(x), bigrams
 
     def logits(self, x):
         """Last activations (..., C) -> fp32 (..., V)."""
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+        return softcap(linear(x, self.head).float(), *self.cap)
 
     def forward(self, tokens, targets, context):
-        """Mean training loss, nats. tokens and targets (B, T)."""
+        """Mean training loss, nats, by context.mtp of several targets. tokens and targets (B, T)."""
         x = self.hidden(tokens, context)
-        return self.kernels.loss(x, self.head, targets, self.cfg.logit_softcap, self.kernels.head_linear)
+        return self.kernels.loss(x, self.head, targets, self.cap, self.kernels.head_linear, context.mtp)
 
 class Parameter(NamedTuple):
     """A row of the parameter table: how a kind of parameter starts, learns and is stored. A new kind needs a
@@ -845,9 +971,13 @@ def parameter_table(cfg):
         ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("smear_gate",   "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("skip_gate",    "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("resid_lambda", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
         ("x0_lambda",    "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
         ("value_lambdas", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 0.5,        0.0),
+        ("input_lambda", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
+        ("output_lambda", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
+        ("bigram_lambda", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 0.05,       0.0),
         ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
         ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", gain,       0.0),
         ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
@@ -901,6 +1031,8 @@ def first_values(model, seed):
             depth = [int(part) for part in name.split(".") if part.isdigit()][:1] or [0]
             value += row.scale + row.change * depth[0] / max(1, model.cfg.num_layers - 1)
         values[name] = value
+    if getattr(model.cfg, "untie_at", 0):  # it begins as the head
+        values["embed"] = values["head"].clone()
     return values
 
 # ---------- 5 optimizer
@@ -1087,13 +1219,18 @@ class Optimizer:
             bank.fresh = False
 
     @torch.no_grad()
-    def step(self, lr_factor, momentum, decay_factor=1.0):
+    def step(self, lr_factor, momentum, decay_factor=1.0, tied=False):
         """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
-        banks step every adam_every steps, on the sum of the gradients since."""
+        banks step every adam_every steps, on the sum of the gradients since. tied: embedding and head are
+        one, which learns from both."""
         self.step_count += 1
         cfg, grad_scale = self.cfg, 1 / self.world_size
         adams_turn = self.step_count % cfg.adam_every == 0
         banks = [bank for bank in self.banks if bank.row.optimizer == "muon" or adams_turn]
+        if tied := tied and adams_turn:
+            head, embed = (next(bank for bank in banks if name in bank.names) for name in ("head", "embed"))
+            head.grad.add_(embed.grad)
+            banks.remove(embed)
         jobs, gathers = [bank.reduce(self.group) for bank in banks], []
         if cfg.grad_clip_norm and banks:
             for job in filter(None, jobs):
@@ -1129,6 +1266,11 @@ class Optimizer:
             self.table.step(grad_scale, cfg.ngram_lr * lr_factor, self.group)
         for job in gathers:
             job.wait()
+        if tied:  # Adam's state too, with which the embedding goes its own way later
+            embed.data.copy_(head.data)
+            for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
+                mine.copy_(other)
+            embed.fresh = True
 
     def weights(self):
         """{name: fp32 on the CPU} of all parameters in banks; all ranks together."""
@@ -1161,21 +1303,37 @@ class Stage(NamedTuple):
     batch_multiple: int  # of train_batch_tokens
     seq_multiple: int  # of train_seq_len
     window: int  # of long layers, tokens before its own; 0: everything
+    longest: int  # document in packed rows; 0: max_doc_len
+    mtp: str  # weights of the losses on the next targets
 
 def total_steps(cfg):
     return cfg.iterations + cfg.extension_iterations
 
 def stage_table(cfg):
-    """[Stage]: equal parts of cfg.iterations, then the extension; one entry serves every stage."""
-    columns = cfg.batch_schedule, cfg.seq_schedule, cfg.window_schedule
-    n = max(len(column) for column in columns)
+    """[Stage]: parts of cfg.iterations, equal unless stage_starts says which, then the extension; one entry
+    serves every stage."""
+    columns = [getattr(cfg, name) for name in STAGE_COLUMNS]
+    n = max(len(column) for column in (cfg.stage_starts, *columns))
     equal = max(1, n - (cfg.extension_iterations > 0))
-    steps = [min(i / equal, 1) * cfg.iterations for i in range(n)]
+    starts = cfg.stage_starts if len(cfg.stage_starts) > 1 else [min(i / equal, 1) for i in range(n)]
+    steps = [start * cfg.iterations for start in starts]
     rows = zip(steps, *(per_layer(column, n) for column in columns))
     return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *row) for step, *row in rows]
 
 def stage_at(cfg, progress):
     return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
+
+def mtp_weights(cfg, progress):
+    """Weights of the losses on the next targets at this progress."""
+    table, stage = stage_table(cfg), stage_at(cfg, progress)
+    end = min([other.start for other in table if other.start > stage.start] or [1.0])
+    done = (progress - stage.start) / (end - stage.start) if end > stage.start else 0.0
+    ends = [[float(number) for number in part.split(":")] for part in stage.mtp.split()]
+    return [first + (last[0] - first) * done if last else first for first, *last in ends]
+
+def tied(cfg, step, progress):
+    """Is the head the embedding, as long as untie_at says?"""
+    return bool(cfg.untie_at) and scheduled_progress(cfg, progress) <= cfg.untie_at + 1e-9
 
 def planned_tokens(cfg):
     table = stage_table(cfg)
@@ -1371,24 +1529,28 @@ class Loader:
             self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
         elif cfg.packing != "spans":
             self.find_documents(cfg, data)
-        held, needed = self.filled[-1] if cfg.packing == "documents" else self.total, planned_tokens(cfg)
+        held, needed = self.total, planned_tokens(cfg)
+        if cfg.packing == "documents":
+            held = self.filled[self.longest][-1]
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
 
     def find_documents(self, cfg, data):
         """Start, length and shard of every document, in the order in which they are read."""
-        bos, longest = cfg.bos_id or data.bos, cfg.max_doc_len or self.total
+        bos, self.longest = cfg.bos_id or data.bos, cfg.max_doc_len or self.total
         starts = [low + np.flatnonzero(shard == bos) for low, shard in zip(self.edges, self.shards)]
         lengths = [np.diff(here, append=end) for here, end in zip(starts, self.edges[1:])]
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
-        self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=longest)
+        self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=self.longest)
         require(len(self.starts), f"no token {bos} begins a document in the train split")
         if cfg.shuffle:
             order = np.random.default_rng(0).permutation(len(self.starts))
             self.starts, self.lengths = self.starts[order], self.lengths[order]
             self.shard_of = 0 * self.shard_of  # rows may cross shards
-        self.filled = np.cumsum([0, *self.lengths])
+        cuts = {min(stage.longest or self.longest, self.longest) for stage in stage_table(cfg)}
+        self.cut = {cut: self.lengths.clip(max=cut) for cut in cuts | {self.longest}}
+        self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
         self.packer, self.packed, self.groups = None, [], []
         for shard, name in enumerate(self.names if cfg.packing == "best_fit" else ()):
             first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
@@ -1399,30 +1561,32 @@ class Loader:
         require(most >= ranks, f"packing=best_fit deals groups of documents to the ranks, but no shard has "
                                f"more than {most}: take at most so many ranks or another packing")
 
-    # Each plan: (position, rows of a step, T) -> pieces [(start, length)] of each row of all ranks (of
-    # best_fit: of this rank), the position after it
-    def plan_rows(self, position, n, T):
+    # Each plan: (position, rows of a step, T, longest document) -> pieces [(start, length)] of each row of
+    # all ranks (of best_fit: of this rank), the position after it
+    def plan_rows(self, position, n, T, longest=0):
         rows = [[(int(self.order[place % self.rows]) * T, T + 1)] for place in range(position, position + n)]
         return rows, position + n
 
-    def plan_spans(self, position, n, T):
+    def plan_spans(self, position, n, T, longest=0):
         spans = math.gcd(self.SPANS, n)
         size = n // spans * T + 1
         after = position + spans * size
         rows = [[(low + row * T, T + 1)] for low in range(position, after, size) for row in range(n // spans)]
         return rows, after
 
-    def plan_documents(self, position, n, T):
+    def plan_documents(self, position, n, T, longest=0):
         """Rows of all ranks at a time, from the documents of one shard."""
         rows, unit, count, skipped = [], self.team.world_size, len(self.starts), 0
+        longest = min(longest or self.longest, self.longest)
+        lengths, filled = self.cut[longest], self.filled[longest]
         while len(rows) < n:
             epoch, place = divmod(position, count)
             end, here = int(np.searchsorted(self.shard_of, self.shard_of[place], "right")), []
             while len(here) < unit:
-                last = int(self.filled.searchsorted(self.filled[place] + T + 1))  # before it they fill a row
+                last = int(filled.searchsorted(filled[place] + T + 1))  # before it they fill a row
                 if last > end:
                     break
-                here.append([*zip(self.starts[place:last].tolist(), self.lengths[place:last].tolist())])
+                here.append([*zip(self.starts[place:last].tolist(), lengths[place:last].tolist())])
                 place = last
             if len(here) == unit:
                 rows, skipped = rows + here, 0
@@ -1432,7 +1596,7 @@ class Loader:
             position = epoch * count + place
         return rows, position
 
-    def plan_best_fit(self, position, n, T):
+    def plan_best_fit(self, position, n, T, longest=0):
         first, share = position // self.team.world_size, n // self.team.world_size  # of this rank's rows
         if self.packer is None or first < self.first_packed:
             self.packer, self.packed, self.first_packed = self.best_fit_rows(T), [], 0
@@ -1482,23 +1646,23 @@ class Loader:
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
 
-    def fetch(self, position, n, T):
+    def fetch(self, position, n, T, longest):
         """(rows of this rank (n, T + 1), the position after the step)"""
-        rows, after = self.plan(position, n, T)
+        rows, after = self.plan(position, n, T, longest)
         share, rank = n // self.team.world_size, self.team.rank
         mine = rows if len(rows) == share else rows[rank * share:(rank + 1) * share]
         tokens = [np.concatenate([self.read(*piece) for piece in row])[:T + 1] for row in mine]
         return torch.from_numpy(np.stack(tokens)), after
 
-    def next(self, batch_tokens, seq_multiple=1):
+    def next(self, batch_tokens, seq_multiple=1, longest=0):
         """(tokens, targets) of this rank's share of a step, each (rows, T), on the device."""
         T = self.T * seq_multiple
-        key = self.position, batch_tokens // T, T
+        key = self.position, batch_tokens // T, T, longest
         job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
         rows, self.position = job.result()
         if self.team.on_gpu:  # pinned, or the copy would wait for the device
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
-        after = self.position, batch_tokens // T, T
+        after = self.position, *key[1:]
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -2223,15 +2387,17 @@ def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=F
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
 
-def cpu_loss(x, head, targets, cap, linear):
+def cpu_loss(x, head, targets, cap, linear, mtp=None):
     """lm_loss in one pass: capped logits need no maximum before exp, and the target's is picked before the
     cap, so nothing of their size is kept in fp32 (a compiled step of `tiny`: 89 ms, 94 without)."""
-    if not 0 < cap <= 50:
-        return lm_loss(x, head, targets, cap, linear)
+    if not 0 < cap[0] <= 50 or mtp is not None:
+        return lm_loss(x, head, targets, cap, linear, mtp)
+    top, shift, width = cap
     logits = linear(x, head).float()
     picked = torch.where(torch.arange(len(head), device=x.device) == targets[..., None], logits, 0).sum(-1)
-    logits, picked = (2 * cap * torch.sigmoid(x * (2 / cap)) for x in (logits, picked))  # softcap + cap
-    return ((logits - cap).exp().sum(-1).log() - picked + cap).mean()
+    scale = 2 / (width or top)  # the next line is softcap + top
+    logits, picked = (2 * top * torch.sigmoid((x + shift) * scale) for x in (logits, picked))
+    return ((logits - top).exp().sum(-1).log() - picked + top).mean()
 
 def gpu_window_mask(window, T, documents, device):
     """window_mask in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The
@@ -2308,24 +2474,24 @@ def flash_attention(q, k, v, mask, module):
 
 if triton:
     @triton.jit
-    def loss_kernel(logits, targets, losses, grad, V, top: tl.constexpr, factor: tl.constexpr,
-                    BLOCK: tl.constexpr):
-        """A row of logits (N, V), capped to top * sigmoid(4 * x / top), so that exp needs no maximum -> its
-        loss in losses (N,), factor times its gradient in grad (N, V), which may be logits."""
+    def loss_kernel(logits, targets, losses, grad, V, top: tl.constexpr, shift: tl.constexpr,
+                    scale: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr):
+        """A row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs no maximum
+        -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits."""
         row = tl.program_id(0).to(tl.int64)
         logits, grad, target = logits + row * V, grad + row * V, tl.load(targets + row)
         picked, total = tl.load(logits + target).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
         for low in range(0, V, BLOCK):
             i = low + tl.arange(0, BLOCK)
             x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
-            total += tl.where(i < V, tl.exp(top * tl.sigmoid(x * (4 / top)) - top), 0.0)
+            total += tl.where(i < V, tl.exp(top * tl.sigmoid((x + shift) * scale) - top), 0.0)
         norm = tl.log(tl.sum(total)) + top
-        tl.store(losses + row, norm - top * tl.sigmoid(picked * (4 / top)))
+        tl.store(losses + row, norm - top * tl.sigmoid((picked + shift) * scale))
         for low in range(0, V, BLOCK):
             i = low + tl.arange(0, BLOCK)
-            part = tl.sigmoid(tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) * (4 / top))
+            part = tl.sigmoid((tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) + shift) * scale)
             error = tl.exp(top * part - norm) - tl.where(i == target, 1.0, 0.0)
-            slope = factor * 4 * part * (1 - part)
+            slope = factor * top * scale * part * (1 - part)
             tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
 
 class FusedLoss(torch.autograd.Function):
@@ -2341,7 +2507,9 @@ class FusedLoss(torch.autograd.Function):
         ctx.grad_scale = scales and scales[2]
         grad = torch.empty_like(logits, dtype=torch.float8_e5m2) if ctx.grad_scale else logits
         losses, (N, V) = x.new_empty(len(x), dtype=torch.float32), logits.shape
-        loss_kernel[(N,)](logits, targets, losses, grad, V, 2 * cap, 1 / N / (ctx.grad_scale or 1),
+        top, shift, width = cap
+        constants = 2 * top, shift, 2 / (width or top), 1 / N / (ctx.grad_scale or 1)
+        loss_kernel[(N,)](logits, targets, losses, grad, V, *constants,
                           BLOCK=min(8192, 1 << (V - 1).bit_length()), num_warps=16)
         ctx.save_for_backward(grad, *kept)
         return losses.mean()
@@ -2352,10 +2520,11 @@ class FusedLoss(torch.autograd.Function):
         grads = fp8_gradients(grad, kept, ctx.grad_scale) if kept[2:] else (grad @ kept[1], grad.T @ kept[0])
         return grad_loss * grads[0], grad_loss * grads[1].float(), None, None, None
 
-def gpu_loss(x, head, targets, cap, linear):
-    """lm_loss in compiled steps by FusedLoss, as exp needs no maximum up to this cap. Not measured."""
-    if not (0 < cap <= 50 and x.is_cuda and torch.compiler.is_compiling()):
-        return lm_loss(x, head, targets, cap, linear)
+def gpu_loss(x, head, targets, cap, linear, mtp=None):
+    """lm_loss in compiled steps by FusedLoss, as exp needs no maximum up to this cap. Not measured. Several
+    targets are left to lm_loss, which keeps logits in fp32."""
+    if not (0 < cap[0] <= 50 and mtp is None and x.is_cuda and torch.compiler.is_compiling()):
+        return lm_loss(x, head, targets, cap, linear, mtp)
     x, targets = x.flatten(0, -2), targets.flatten()
     scales = {fp8_head: head_scales(x.size(-1), len(x)), fp8_linear: (None,) * 3}.get(linear)
     return FusedLoss.apply(x, head, targets, cap, scales)
@@ -2497,7 +2666,7 @@ def step_memory(cfg, team, sequences):
     held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + (16 if ranks > 1 else 12) / ranks)
     # 2. what layers keep for the backward pass; fp8 keeps less
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
-    kept = cfg.model_dim * sum(13 * (kind in "LS") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
+    kept = cfg.model_dim * sum(13 * (kind in "LSP") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
     part = fp8_part(cfg, team.on_gpu)
     kept *= 0.68 if team.on_gpu and part == "all" else 1
     # 3. logits; on a GPU their gradients take their place, in fp8 in two layouts
@@ -2672,6 +2841,11 @@ def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule
     optimizer.step(*schedule)
     return total
 
+def training_context(cfg, T, stage, team):
+    """Context of a stage's rows of T tokens."""
+    context, weights = make_context(cfg, T, stage.window, team.device, team.dtype), stage.mtp.split()
+    return context._replace(mtp=torch.ones(len(weights), device=team.device) if weights != ["1"] else None)
+
 def rows_at_once(rows, most):
     """The largest divisor of rows that is at most `most`, or 1."""
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
@@ -2730,7 +2904,7 @@ def rehearse_stages(run):
         rows = rows_at_once(share, run.micro // stage.seq_multiple)
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
-            context = make_context(cfg, T, stage.window, team.device, team.dtype)
+            context = training_context(cfg, T, stage, team)
             context = run.optimizer.look_up(tokens, context)
             run.optimizer.backward(run.loss_fn(tokens, tokens.clone(), context))  # one tensor: another graph
             team.wait()
@@ -2781,12 +2955,14 @@ def train(run, state, counter=time.perf_counter):
                 return score, done
             clock.start(state.seconds)
         # 4. a step
-        schedule = [factor(cfg, step, progress) for factor in (lr_factor, muon_momentum, decay_factor)]
+        schedule = [factor(cfg, step, progress) for factor in (lr_factor, muon_momentum, decay_factor, tied)]
         tokens = cfg.train_batch_tokens * stage.batch_multiple
-        batch = loader.next(tokens, stage.seq_multiple)
-        if key != (batch[0].size(1), stage.window):  # its tables go to the device, for which the host waits
-            key = batch[0].size(1), stage.window
-            context = make_context(cfg, *key, team.device, team.dtype)
+        batch = loader.next(tokens, stage.seq_multiple, stage.longest)
+        if key != stage:  # its tables go to the device, for which the host waits
+            key, context = stage, training_context(cfg, batch[0].size(1), stage, team)
+        if context.mtp is not None:  # for these it does not
+            for weight, number in zip(context.mtp, mtp_weights(cfg, progress)):
+                weight.fill_(number)
         factor = tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
         micro = run.micro // stage.seq_multiple
         loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)

@@ -544,6 +544,30 @@ def gpt2_plus_weights(w, cfg):
     return ours
 
 
+def speedrun_plus_weights(w, cfg):
+    """Their heads rotate adjacent channels of the first half, ours the first quarters of both halves."""
+    D = cfg.model_dim // cfg.num_heads
+    order = [*range(0, D // 2, 2), *range(D // 2, 3 * D // 4), *range(1, D // 2, 2), *range(3 * D // 4, D)]
+    ours = {name: w[name] for name in ("embed", "head", "bigram_embed", "smear_gate", "skip_gate")}
+    ours |= {"smear": w["smear_lambda"].view(1, 1), "backout": w["backout_lambda"],
+             "skip_weights": w["skip_lambda"].view(1, 1)} | value_tables(w)
+    for i in range(cfg.num_layers):
+        block = f"blocks.{i}."
+        ours |= layers_of(w, i, (*MATRICES, "attn_gate", "value_gate"))
+        ours[block + "mlp_proj"] = ours[block + "mlp_proj"].T
+        for kind in ("query", "key") if block + "query" in ours else ():
+            matrix = ours[block + kind]
+            ours[block + kind] = matrix.view(-1, D, matrix.size(1))[:, order].reshape(matrix.shape)
+        ours |= {block + "resid_lambda": w["resid_lambdas"][i].view(2, 1),
+                 block + "layer_scale": w["post_lambdas"][i].view(2, 1),
+                 block + "x0_lambda": w["x0_lambdas"][i:i + 1],
+                 block + "bigram_lambda": w["bigram_lambdas"][i:i + 1]}
+        if block + "query" in ours:
+            ours |= {block + "input_lambda": w["sa_lambdas"][i, :1],
+                     block + "output_lambda": w["sa_lambdas"][i, 1:]}
+    return ours
+
+
 def value_tables(w):
     layers = sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))
     return {f"value_embeds.{n}": w[f"value_embeds.{i}"] for n, i in enumerate(layers)}
@@ -561,7 +585,8 @@ def gpt2_plus_toy(meta, json):
     kinds = "".join("L" if window == meta["seq"] else "S" for window in meta["windows"])
     return {
         "DEPTH": "0", "NUM_LAYERS": meta["layers"], "NUM_HEADS": meta["heads"],
-        "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"], "TRAIN_SEQ_LEN": meta["seq"], "WINDOW_SCHEDULE": meta["seq"],
+        "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"],
+        "TRAIN_SEQ_LEN": meta["seq"], "WINDOW_SCHEDULE": meta["seq"],
         "TRAIN_BATCH_TOKENS": meta["seq"] * meta["rows"], "WINDOW_PATTERN": kinds,
         "VALUE_EMBED_LAYERS": layer_tables(meta["value_embed_layers"], meta["layers"]),
         "BACKOUT_LAYER": meta["backout_layer"], "ATTN_SCALE": 1.44 * meta["head_dim"] ** -0.5,
@@ -570,8 +595,19 @@ def gpt2_plus_toy(meta, json):
         "WEIGHT_DECAY": full["weight_decay"] / (0.02 * rate)}
 
 
-MAPS["gpt2_plus"] = gpt2_plus_weights
-TOYS = dict(gpt2_plus=gpt2_plus_toy)
+def speedrun_plus_toy(meta, json):
+    """Its windows are those of the settings, in blocks of the toy."""
+    settings = json("settings")
+    longs = sorted({row["long"] for row in settings if row["training"]})
+    return {"NUM_LAYERS": meta["layers"], "NUM_HEADS": meta["heads"], "MODEL_DIM": meta["model_dim"],
+            "VOCAB_SIZE": meta["vocab"], "BOS_ID": meta["bos"], "BIGRAM_ROWS": meta["bigram_rows"],
+            "WINDOW_BLOCK": meta["window_block"], "WINDOW_SCHEDULE": ",".join(map(str, longs)),
+            "EVAL_WINDOW": max(row["long"] for row in settings), "MAX_DOC_LEN": meta["max_doc"],
+            "TRAIN_SEQ_LEN": meta["tokens"], "TRAIN_BATCH_TOKENS": meta["tokens"]}
+
+
+MAPS |= dict(gpt2_plus=gpt2_plus_weights, speedrun_plus=speedrun_plus_weights)
+TOYS = dict(gpt2_plus=gpt2_plus_toy, speedrun_plus=speedrun_plus_toy)
 
 
 class Plus(Golden):
@@ -587,7 +623,11 @@ class Plus(Golden):
         """Of a series of five: stated, or found by the LR and momentum of the last one."""
         if "optimizer_first_steps" in self.npz:
             return self.json("optimizer_first_steps")[series]
-        raise NotImplementedError
+        last = self.json(f"{series}.last_step")["attn_bank"]
+        lr, momentum = last["lr"] / self.full.matrix_lr, last["momentum"]
+        table = self.array("schedule").astype(np.float64)
+        steps, = np.nonzero((abs(table[:, 1] - lr) < 1e-6) & (abs(table[:, 2] - momentum) < 1e-6))
+        return int(steps[0]) - 4
 
     def batch(self, k, series=""):
         rows = [torch.from_numpy(self.array(f"{name}_{k}")).long() for name in ("tokens", "targets")]
@@ -620,7 +660,7 @@ class Plus(Golden):
         """What Optimizer.step takes."""
         cfg, progress = self.full, step / train_gpt.total_steps(self.full)
         return [f(cfg, step, progress) for f in (train_gpt.lr_factor, train_gpt.muon_momentum,
-                                                  train_gpt.decay_factor)]
+                                                 train_gpt.decay_factor, train_gpt.tied)]
 
 
 def gpt2_plus_settings(golden):
@@ -628,7 +668,20 @@ def gpt2_plus_settings(golden):
                             context=golden.context(golden.meta["seq"], golden.meta["seq"]))]
 
 
-SETTINGS = dict(gpt2_plus=gpt2_plus_settings)
+def speedrun_plus_settings(golden):
+    found = []
+    for row, losses in zip(golden.json("settings"), golden.array("loss"), strict=True):
+        context = golden.context(golden.meta["tokens"], row["long"])
+        assert context.windows == {"L": row["long"], "S": row["short"], "P": row["short"]}
+        assert context.attn_scale.item() == pytest.approx(row["attn_scale"], rel=1e-6)
+        mtp = torch.tensor(row["mtp"]) if len(row["mtp"]) > 1 else None
+        found.append(SimpleNamespace(
+            prefix=row["name"] + ".", losses=losses, context=context._replace(mtp=mtp), row=row,
+            weights=lambda w, tied=row["tied"]: w | {"embed": w["head"]} if tied else w))
+    return found
+
+
+SETTINGS = dict(gpt2_plus=gpt2_plus_settings, speedrun_plus=speedrun_plus_settings)
 PLUS = tuple(TOYS)
 
 
@@ -651,22 +704,26 @@ def test_plus_losses_and_nats(plus):
                 if k == 0 and kept in plus.npz:
                     scores = model.logits(model.hidden(tokens, setting.context)).flatten(0, 1)
                     nats = F.cross_entropy(scores.double(), targets.flatten(), reduction="none")
+                    if setting.context.mtp is not None:     # theirs are those of all targets, weighted
+                        norm, T = scores.double().logsumexp(-1), len(scores)
+                        nats = sum(weight * F.pad(norm[:T - k] - scores[torch.arange(T - k), targets[0, k:]],
+                                                  (0, k)) for k, weight in enumerate(setting.context.mtp))
                     theirs = torch.from_numpy(plus.array(kept)).double().flatten()
                     assert difference(nats, theirs) < PLUS_NATS, kept
                     assert (nats - theirs).abs().max() < 10 * PLUS_NATS, kept
 
 
 def test_plus_gradients(plus):
-    """Of the mean loss of the first batch, every parameter."""
+    """Of the mean loss of a batch, every parameter. The n-th setting that has them took the n-th batch."""
     kept = [setting for setting in plus.settings
             if any(name.startswith(f"g.{setting.prefix}") for name in plus.npz.files)]
     assert kept
-    for setting in kept:
+    for k, setting in enumerate(kept):
         model = plus.model()
         with torch.no_grad():
             for name, w in setting.weights(dict(model.named_parameters())).items():
                 model.get_parameter(name).copy_(w)
-        model(*plus.batch(0), setting.context).backward()
+        model(*plus.batch(k), setting.context).backward()
         ours = plus.theirs({name: torch.zeros_like(p) if p.grad is None else p.grad
                             for name, p in model.named_parameters()})
         nothing = {name: torch.zeros_like(grad) for name, grad in ours.items()}
@@ -678,6 +735,9 @@ def test_plus_updates(plus, series):
     """Weights after one and five steps on given gradients, no optimizer state before."""
     model, first = plus.model(), plus.first_step(series)
     optimizer = train_gpt.Optimizer(model, plus.cfg)
+    optimizer.step_count = first % plus.cfg.adam_every
+    if train_gpt.tied(plus.full, first, first / train_gpt.total_steps(plus.full)):      # as it begins
+        model.embed.data.copy_(model.head.data)
     before = plus.theirs({name: p.clone() for name, p in model.named_parameters()})
     for k in range(1, 6):
         add_gradients(optimizer, plus.synthetic_gradients(first + k - 1))
@@ -714,7 +774,7 @@ def test_gpt2_plus_at_full_size(one_thread):
     golden = Plus("gpt2_plus")
     cfg, full = golden.full, golden.json("full_size")
     for step, *theirs in golden.array("schedule"):
-        lr, momentum, decay = golden.schedule_at(int(step))
+        lr, momentum, decay, _ = golden.schedule_at(int(step))
         ours = [lr, momentum, decay * cfg.weight_decay * cfg.matrix_lr]
         assert ours == pytest.approx(theirs, rel=2e-7, abs=1e-9), step
     sizes = train_gpt.window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
@@ -745,7 +805,15 @@ PLUS_ENTRIES = {"gpt2_plus": {
     "x0_lambda": "x0_lambdas", "smear_gate": "smear_gate", "smear": "smear_lambda",
     "backout": "backout_lambda", "query": "blocks.i.query", "key": "blocks.i.query",
     "value": "blocks.i.query", "attn_proj": "blocks.i.attn_proj", "fc": "blocks.i.fc",
-    "mlp_proj": "blocks.i.mlp_proj", "value_gate": "blocks.odd.value_gate"}}
+    "mlp_proj": "blocks.i.mlp_proj", "value_gate": "blocks.odd.value_gate"},
+    "speedrun_plus": dict(
+        {kind: "blocks.i.query" for kind in ("query", "key", "value", "attn_proj")}, fc="blocks.i.fc",
+        mlp_proj="blocks.i.mlp_proj", embed="embed", head="head", bigram_embed="bigram_embed",
+        value_embeds="value_embeds", attn_gate="blocks.i.attn_gate", value_gate="blocks.l.value_gate",
+        input_lambda="sa_lambdas", output_lambda="sa_lambdas", smear="smear_lambda",
+        backout="backout_lambda", skip_weights="skip_lambda", smear_gate="smear_gate",
+        skip_gate="skip_gate", layer_scale="post_lambdas", x0_lambda="x0_lambdas",
+        bigram_lambda="bigram_lambdas", resid_lambda="resid_lambdas")}
 
 
 def stated_law(text):
@@ -784,7 +852,16 @@ def test_plus_first_values_optimizers_and_rates(plus):
         if "weight_decay" in about:
             unit = cfg.weight_decay * cfg.matrix_lr if muon else cfg.adam_weight_decay
             assert unit * row.decay_mult == pytest.approx(about["weight_decay"], rel=1e-6), kind
-        law, size, change = stated_law(about["init"])
+        elif "wd_mul" in about:     # times the square of the rate
+            decay = cfg.adam_weight_decay * row.decay_mult
+            assert decay == pytest.approx(lr * 0.005 * about["wd_mul"]), kind
+        first = about["init"]
+        if first.startswith("copy of"):
+            assert cfg.untie_at and row.scale == table["head"].scale
+            continue
+        if "(qkv)" in first:
+            first = first.split(", ")[kind == "output_lambda"].split()[0]
+        law, size, change = stated_law(first)
         scale = row.scale * shape[-1] ** -0.5 if law == "uniform" else row.scale
         assert (row.init, row.change) == (law, pytest.approx(change)), kind
         assert scale == pytest.approx(size, rel=2e-6), kind
@@ -841,3 +918,106 @@ def test_gpt2_plus_rope_and_validation(one_thread):
     nbytes = torch.from_numpy(golden.array("validation.token_bytes"))[targets]
     bpb = nats[nbytes > 0].sum() / math.log(2) / nbytes.sum()
     assert bpb.item() == pytest.approx(float(golden.array("validation.bpb")), rel=1e-6)
+
+
+# ---------------------------------------------------------------- speedrun_plus
+@pytest.fixture(scope="module")
+def speedrun_plus(one_thread):
+    return Plus("speedrun_plus")
+
+
+def test_speedrun_plus_schedule(speedrun_plus):
+    """Every step: rates, batch, windows, cut of documents, weights of the losses, tying."""
+    cfg, columns = speedrun_plus.full, speedrun_plus.json("schedule_columns")
+    for row in speedrun_plus.array("schedule"):
+        theirs = dict(zip(columns, row.tolist()))
+        step = int(theirs["step"])
+        lr, momentum, _, tied = speedrun_plus.schedule_at(step)
+        progress = step / train_gpt.total_steps(cfg)
+        stage = train_gpt.stage_at(cfg, progress)
+        sizes = train_gpt.window_sizes(cfg, stage.window, cfg.train_seq_len * stage.seq_multiple)
+        weights = train_gpt.mtp_weights(cfg, progress) + [0, 0]
+        ours = dict(lr_factor=lr, muon_momentum=momentum, short_window=sizes["S"], long_window=sizes["L"],
+                    batch_tokens=cfg.train_batch_tokens * stage.batch_multiple, max_doc=stage.longest,
+                    mtp0=weights[0], mtp1=weights[1], mtp2=weights[2], adam_step=step % cfg.adam_every,
+                    embed_follows_head_after_this_step=tied)
+        for name, value in ours.items():
+            assert value == pytest.approx(theirs[name], rel=2e-7, abs=1e-7), (step, name)
+    long = train_gpt.eval_window(cfg)
+    sizes = train_gpt.window_sizes(cfg, long, cfg.train_seq_len)
+    assert [sizes["S"], sizes["L"]] == speedrun_plus.json("schedule_notes")["final_validation_windows"]
+    assert cfg.val_tokens == speedrun_plus.json("validation")["tokens"]
+
+
+def test_speedrun_plus_attention_alone(speedrun_plus):
+    """A layer with heads in pairs, and a long one with the key offset."""
+    model, (tokens, _) = speedrun_plus.model(), speedrun_plus.batch(0)
+    setting = next(s for s in speedrun_plus.settings if s.row["step"] == 1200)
+    x, documents = torch.from_numpy(speedrun_plus.array("unit.x")), model.documents(tokens)
+    edges = sorted({*speedrun_plus.array("cu_seqlens_0").tolist()})
+    assert torch.nonzero(tokens[0] == speedrun_plus.cfg.bos_id)[:, 0].tolist() == edges[:-1]
+    for name in (name for name in speedrun_plus.npz.files if name.startswith("unit.attention_")):
+        i = int(name.rpartition("_")[2])
+        kind, T = model.kinds[i], x.size(0)
+        times = 2 if kind == "P" else 1
+        mask = train_gpt.window_mask(setting.context.windows[kind], times * T,
+                                     documents.repeat_interleave(times, 1), x.device)
+        table = model.value_embeds[model.tables[i] - 1] if model.tables[i] else None
+        values = 0 if table is None else F.embedding(tokens, table)
+        with torch.no_grad():
+            ours = model.blocks[i].attend(x[None], values, mask, setting.context)[0]
+        assert difference(ours, torch.from_numpy(speedrun_plus.array(name))) < PLUS_NATS, name
+
+
+def test_speedrun_plus_rope(speedrun_plus):
+    cfg = speedrun_plus.full
+    for window, scale in json.loads(str(speedrun_plus.npz["rope.attn_scale"])).items():
+        frequencies, ours = train_gpt.rope_frequencies(cfg, int(window))
+        theirs = torch.from_numpy(speedrun_plus.array(f"rope.freq_{window}"))
+        torch.testing.assert_close(frequencies[:len(theirs)], theirs, rtol=2e-6, atol=0)
+        assert not frequencies[len(theirs):].any() and ours == pytest.approx(scale, rel=1e-6)
+    factors = [torch.from_numpy(speedrun_plus.array(f"rope.toy_{name}")) for name in
+               ("factor1", "factor2", "pair_factor1", "pair_factor2")]
+    T, D = factors[0].shape
+    cfg = train_gpt.replace(cfg, model_dim=2 * D, num_heads=2)
+    context = make_context(cfg, T, cfg.window_schedule[0], torch.device("cpu"), torch.float32)
+    cos, sin, pair_cos, pair_sin = factors      # theirs: adjacent channels, sin with its sign
+    for mine, theirs in ((context.rope[0], cos), (context.rope[1], sin)):
+        torch.testing.assert_close(mine[:, :D // 4], theirs[:, :D // 2:2], rtol=0, atol=2e-6)
+    for mine, theirs in ((context.pair_rope[0], pair_cos), (context.pair_rope[1], pair_sin)):
+        for half, part in zip(mine, theirs.chunk(2, 1)):
+            torch.testing.assert_close(half[:, :D // 4], part[:, :D // 2:2], rtol=0, atol=4e-6)
+
+
+def test_speedrun_plus_bigram_hash(speedrun_plus):
+    tokens = torch.from_numpy(speedrun_plus.array("packing.hash_tokens"))[None]
+    ours = train_gpt.bigram_ids(tokens, speedrun_plus.full.bigram_rows)
+    assert ours[0].tolist() == speedrun_plus.array("packing.hash_rows_full_size").tolist()
+    for k in range(3):
+        ours = train_gpt.bigram_ids(speedrun_plus.batch(k)[0], speedrun_plus.cfg.bigram_rows)
+        assert ours[0].tolist() == speedrun_plus.array(f"bigram_{k}").tolist()
+
+
+def test_speedrun_plus_rows(speedrun_plus, tmp_path):
+    """Heads of documents, of another length in each stage, for two ranks."""
+    from helpers import write_shard
+    calls, stream = speedrun_plus.json("packing.calls"), speedrun_plus.array("packing.stream")
+    path = tmp_path / "x_train_000000.bin"
+    write_shard(path, stream)
+    train = {path.name: train_gpt.open_shard(path)}
+    bos, ranks, T = speedrun_plus.meta["bos"], len(calls[0]["starts"]), calls[0]["row_tokens"]
+    data = train_gpt.Data(train, None, None, int(stream.max()) + 1, bos, None, {})
+    cuts = tuple(call["max_doc"] for call in calls)
+    cfg = train_gpt.replace(
+        speedrun_plus.cfg, train_seq_len=T, train_batch_tokens=ranks * T, max_epochs=0, max_doc_len=max(cuts),
+        doc_schedule=cuts, batch_schedule=(1,), seq_schedule=(1,), mtp_schedule=("1",), stage_starts=(0.0,),
+        window_schedule=(12,))
+    for rank in range(ranks):
+        team = SimpleNamespace(rank=rank, world_size=ranks, on_gpu=False, device=torch.device("cpu"))
+        loader = train_gpt.Loader(cfg, data, team, log=lambda *_: None)
+        for call in calls:
+            times = call["row_tokens"] // T
+            x, y = loader.next(ranks * call["row_tokens"], times, call["max_doc"])
+            pieces = zip(call["starts"][rank], call["ends"][rank])
+            theirs = np.concatenate([stream[low:high] for low, high in pieces]).tolist()
+            assert [*x[0].tolist(), y[0, -1].item()] == theirs, (rank, call["row_tokens"])
