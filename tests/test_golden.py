@@ -35,7 +35,7 @@ TABLE_UPDATE = 1e-3     # speedrun's, whose tiny gradients change sign
 
 # ---------------------------------------------------------------- which of our parameters is which of theirs
 def golf_weights(w, cfg):
-    ours = {"embed": w["tok_emb.weight"], "skip_weights": w["skip_weights"].flip(0)}    # theirs: as used
+    ours = {"embed": w["tok_emb.weight"], "skip_weights": w["skip_weights"]}
     for i in range(cfg.num_layers):
         block = f"blocks.{i}."
         ours |= {
@@ -568,6 +568,24 @@ def speedrun_plus_weights(w, cfg):
     return ours
 
 
+def golf_plus_weights(w, cfg):
+    """Their heads rotate the first channels, ours the first ones of both halves."""
+    D = cfg.model_dim // cfg.num_heads
+    n, fixed = int(cfg.rope_fraction * D / 2), (D - int(cfg.rope_fraction * D)) // 2
+    order = [*range(n), *range(2 * n, 2 * n + fixed), *range(n, 2 * n), *range(2 * n + fixed, D)]
+    ours = {"embed": w["embed"], "skip_weights": w["skip_weights"], "skip_mix": w["skip_gates"]}
+    for i in range(cfg.num_layers):
+        block = f"blocks.{i}."
+        ours |= layers_of(w, i, (*MATRICES, "qk_gain"))
+        for kind in ("query", "key"):
+            matrix = ours[block + kind]
+            ours[block + kind] = matrix.view(-1, D, matrix.size(1))[:, order].reshape(matrix.shape)
+        ours |= {block + "resid_lambda": w[block + "residual_mix"][0],
+                 block + "x0_lambda": w[block + "residual_mix"][1],
+                 block + "layer_scale": torch.stack([w[block + "attn_scale"], w[block + "mlp_scale"]])}
+    return ours
+
+
 def value_tables(w):
     layers = sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))
     return {f"value_embeds.{n}": w[f"value_embeds.{i}"] for n, i in enumerate(layers)}
@@ -606,8 +624,16 @@ def speedrun_plus_toy(meta, json):
             "TRAIN_SEQ_LEN": meta["tokens"], "TRAIN_BATCH_TOKENS": meta["tokens"]}
 
 
-MAPS |= dict(gpt2_plus=gpt2_plus_weights, speedrun_plus=speedrun_plus_weights)
-TOYS = dict(gpt2_plus=gpt2_plus_toy, speedrun_plus=speedrun_plus_toy)
+def golf_plus_toy(meta, json):
+    return {"NUM_LAYERS": meta["layers"], "NUM_HEADS": meta["heads"], "NUM_KV_HEADS": meta["kv_heads"],
+            "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"], "TRAIN_SEQ_LEN": meta["seq"],
+            "TRAIN_BATCH_TOKENS": meta["seq"] * meta["rows"], "ARTIFACT_KEEP": "0",
+            "LOOP_LAYERS": f"{meta['loop_start']},{meta['loop_end']}",
+            "LOOP_SCHEDULE": f"0,{meta['num_loops']}", "ROPE_FRACTION": meta["rope_dims"] / meta["head_dim"]}
+
+
+MAPS |= dict(gpt2_plus=gpt2_plus_weights, speedrun_plus=speedrun_plus_weights, golf_plus=golf_plus_weights)
+TOYS = dict(gpt2_plus=gpt2_plus_toy, speedrun_plus=speedrun_plus_toy, golf_plus=golf_plus_toy)
 
 
 class Plus(Golden):
@@ -623,6 +649,8 @@ class Plus(Golden):
         """Of a series of five: stated, or found by the LR and momentum of the last one."""
         if "optimizer_first_steps" in self.npz:
             return self.json("optimizer_first_steps")[series]
+        if "optimizer_setting" in self.npz:
+            return self.json("optimizer_setting")[series]["first"]
         last = self.json(f"{series}.last_step")["attn_bank"]
         lr, momentum = last["lr"] / self.full.matrix_lr, last["momentum"]
         table = self.array("schedule").astype(np.float64)
@@ -656,15 +684,17 @@ class Plus(Golden):
             found[name] = torch.from_numpy((0.01 * draw(self.array(f"w0.{name}").shape)).astype(np.float32))
         return MAPS[self.game](found, self.cfg)
 
-    def schedule_at(self, step):
+    def schedule_at(self, step, series=""):
         """What Optimizer.step takes."""
         cfg, progress = self.full, step / train_gpt.total_steps(self.full)
+        if "optimizer_setting" in self.npz:     # by the clock
+            progress = self.json("optimizer_setting")[series]["frac"]
         return [f(cfg, step, progress) for f in (train_gpt.lr_factor, train_gpt.muon_momentum,
                                                  train_gpt.decay_factor, train_gpt.tied)]
 
 
 def gpt2_plus_settings(golden):
-    return [SimpleNamespace(prefix="", weights=lambda w: w, losses=golden.array("loss"),
+    return [SimpleNamespace(prefix="", batch=0, weights=lambda w: w, losses=golden.array("loss"),
                             context=golden.context(golden.meta["seq"], golden.meta["seq"]))]
 
 
@@ -676,12 +706,27 @@ def speedrun_plus_settings(golden):
         assert context.attn_scale.item() == pytest.approx(row["attn_scale"], rel=1e-6)
         mtp = torch.tensor(row["mtp"]) if len(row["mtp"]) > 1 else None
         found.append(SimpleNamespace(
-            prefix=row["name"] + ".", losses=losses, context=context._replace(mtp=mtp), row=row,
+            prefix=row["name"] + ".", batch=int(row["step"] > 0), losses=losses, row=row,
+            context=context._replace(mtp=mtp),
             weights=lambda w, tied=row["tied"]: w | {"embed": w["head"]} if tied else w))
     return found
 
 
-SETTINGS = dict(gpt2_plus=gpt2_plus_settings, speedrun_plus=speedrun_plus_settings)
+def golf_plus_settings(golden):
+    """Before and after the loops begin."""
+    plain = golden.context(golden.meta["seq"], 0)._replace(loops=0)
+    columns = golden.json("loss_columns")
+    assert golden.context(golden.meta["seq"], 0).loops == golden.meta["num_loops"]
+    for name, loops in (("plain", 0), ("loop", golden.meta["num_loops"])):
+        theirs = golden.meta[f"encoder_{name}"] + golden.meta[f"decoder_{name}"]
+        assert train_gpt.layer_order(golden.cfg, loops) == theirs
+    return [SimpleNamespace(prefix=f"{name}.", batch=0, weights=lambda w: w, losses=golden.array("loss")[:, k],
+                            context=plain._replace(loops=golden.meta["num_loops"] * (name == "loop")))
+            for k, name in enumerate(columns)]
+
+
+SETTINGS = dict(gpt2_plus=gpt2_plus_settings, speedrun_plus=speedrun_plus_settings,
+                golf_plus=golf_plus_settings)
 PLUS = tuple(TOYS)
 
 
@@ -714,16 +759,16 @@ def test_plus_losses_and_nats(plus):
 
 
 def test_plus_gradients(plus):
-    """Of the mean loss of a batch, every parameter. The n-th setting that has them took the n-th batch."""
+    """Of the mean loss of a batch, every parameter."""
     kept = [setting for setting in plus.settings
             if any(name.startswith(f"g.{setting.prefix}") for name in plus.npz.files)]
     assert kept
-    for k, setting in enumerate(kept):
+    for setting in kept:
         model = plus.model()
         with torch.no_grad():
             for name, w in setting.weights(dict(model.named_parameters())).items():
                 model.get_parameter(name).copy_(w)
-        model(*plus.batch(k), setting.context).backward()
+        model(*plus.batch(setting.batch), setting.context).backward()
         ours = plus.theirs({name: torch.zeros_like(p) if p.grad is None else p.grad
                             for name, p in model.named_parameters()})
         nothing = {name: torch.zeros_like(grad) for name, grad in ours.items()}
@@ -741,7 +786,7 @@ def test_plus_updates(plus, series):
     before = plus.theirs({name: p.clone() for name, p in model.named_parameters()})
     for k in range(1, 6):
         add_gradients(optimizer, plus.synthetic_gradients(first + k - 1))
-        optimizer.step(*plus.schedule_at(first + k - 1))
+        optimizer.step(*plus.schedule_at(first + k - 1, series))
         if k in (1, 5):
             after = plus.theirs(dict(model.named_parameters()))
             compare(plus, f"{series}.dw{k}.", f"{series}.w{k}digest.", before, after, PLUS_UPDATE)
@@ -813,7 +858,11 @@ PLUS_ENTRIES = {"gpt2_plus": {
         input_lambda="sa_lambdas", output_lambda="sa_lambdas", smear="smear_lambda",
         backout="backout_lambda", skip_weights="skip_lambda", smear_gate="smear_gate",
         skip_gate="skip_gate", layer_scale="post_lambdas", x0_lambda="x0_lambdas",
-        bigram_lambda="bigram_lambdas", resid_lambda="resid_lambdas")}
+        bigram_lambda="bigram_lambdas", resid_lambda="resid_lambdas"),
+    "golf_plus": dict(
+        {kind: f"blocks.i.{kind}" for kind in (*MATRICES, "qk_gain")}, embed="embed",
+        layer_scale="blocks.i.attn_scale", resid_lambda="blocks.i.residual_mix",
+        x0_lambda="blocks.i.residual_mix", skip_weights="skip_weights", skip_mix="skip_gates")}
 
 
 def stated_law(text):
@@ -851,6 +900,7 @@ def test_plus_first_values_optimizers_and_rates(plus):
             assert cfg.normuon_beta2 == about["beta2"], kind
         if "weight_decay" in about:
             unit = cfg.weight_decay * cfg.matrix_lr if muon else cfg.adam_weight_decay
+            unit *= about.get("update_mul", 1)
             assert unit * row.decay_mult == pytest.approx(about["weight_decay"], rel=1e-6), kind
         elif "wd_mul" in about:     # times the square of the rate
             decay = cfg.adam_weight_decay * row.decay_mult
@@ -861,6 +911,8 @@ def test_plus_first_values_optimizers_and_rates(plus):
             continue
         if "(qkv)" in first:
             first = first.split(", ")[kind == "output_lambda"].split()[0]
+        if first.startswith("row 0"):
+            first = first.split(", ")[kind == "x0_lambda"].split(": ")[1]
         law, size, change = stated_law(first)
         scale = row.scale * shape[-1] ** -0.5 if law == "uniform" else row.scale
         assert (row.init, row.change) == (law, pytest.approx(change)), kind
@@ -1021,3 +1073,144 @@ def test_speedrun_plus_rows(speedrun_plus, tmp_path):
             pieces = zip(call["starts"][rank], call["ends"][rank])
             theirs = np.concatenate([stream[low:high] for low, high in pieces]).tolist()
             assert [*x[0].tolist(), y[0, -1].item()] == theirs, (rank, call["row_tokens"])
+
+
+# ---------------------------------------------------------------- golf_plus
+@pytest.fixture(scope="module")
+def golf_plus(one_thread):
+    return Plus("golf_plus")
+
+
+def test_golf_plus_schedule(golf_plus):
+    """By the clock: LR, momentum, loops."""
+    cfg, columns = golf_plus.full, golf_plus.json("schedule_columns")
+    for row in golf_plus.array("schedule"):
+        theirs = dict(zip(columns, row.tolist()))
+        step, progress = int(theirs["step"]), train_gpt.run_progress(cfg, int(row[0]), row[1] / 1000)
+        assert progress == pytest.approx(theirs["frac"], abs=1e-6)
+        ours = dict(lr_factor=train_gpt.lr_factor(cfg, step, progress),
+                    muon_momentum=train_gpt.muon_momentum(cfg, step, progress))
+        for name, value in ours.items():
+            assert value == pytest.approx(theirs[name], abs=2e-6), (step, name)
+        loops = train_gpt.stage_at(cfg, progress).loops > 0
+        assert abs(progress - 0.5) < 1e-6 or loops == theirs["loop_active"], step
+
+
+def test_golf_plus_at_full_size(golf_plus):
+    cfg, full = golf_plus.full, golf_plus.json("full_size")
+    names = ("vocab_size num_layers model_dim num_kv_heads num_heads mlp_mult tie_embeddings logit_softcap "
+             "rope_base tied_embed_lr tied_embed_init_std matrix_lr scalar_lr muon_momentum beta1 beta2 "
+             "muon_momentum_warmup_start muon_momentum_warmup_steps muon_backend_steps adam_eps ema_decay "
+             "grad_clip_norm train_seq_len train_batch_tokens iterations warmdown_frac qk_gain_init").split()
+    for name in names:
+        assert getattr(cfg, name) == full[name], name
+    assert (cfg.eval_sliding, cfg.gptq_batches) == (full["eval_stride"], full["gptq_calibration_batches"])
+    assert cfg.loop_layers == (full["loop_start"], full["loop_end"])
+    assert cfg.loop_schedule == (0, full["num_loops"])
+    assert cfg.max_wallclock_seconds == full["max_wallclock_seconds"] - full["gptq_reserve_seconds"]
+    assert cfg.warmup_steps == 2 * full["warmup_steps"] and full["enable_looping_at"] == 0.5
+    theirs = torch.from_numpy(golf_plus.array("rope.inv_freq"))
+    ours = train_gpt.rope_frequencies(cfg, 0)[0]
+    torch.testing.assert_close(ours[:len(theirs)], theirs, rtol=2e-6, atol=0)
+    assert not ours[len(theirs):].any()
+
+
+def test_golf_plus_rows(golf_plus, tmp_path):
+    """Of each rank's shards in random order."""
+    from helpers import write_shard
+    about, train = golf_plus.json("packing"), {}
+    for k, size in enumerate(about["shard_sizes"]):
+        path = tmp_path / f"x_train_{k:06d}.bin"
+        draw = np.random.default_rng(golf_plus.meta["seed"] + 10 + k)
+        write_shard(path, draw.integers(0, golf_plus.meta["vocab"], size))
+        train[path.name] = train_gpt.open_shard(path)
+    data = train_gpt.Data(train, None, None, golf_plus.meta["vocab"], 1, None, {})
+    ranks, rows, T = about["world"], about["rows_a_step_and_rank"], about["seq"]
+    cfg = train_gpt.replace(golf_plus.cfg, train_seq_len=T, train_batch_tokens=ranks * rows * T)
+    for rank in range(ranks):
+        team = SimpleNamespace(rank=rank, world_size=ranks, on_gpu=False, device=torch.device("cpu"))
+        loader = train_gpt.Loader(cfg, data, team, log=lambda *_: None)
+        for step, theirs in enumerate(golf_plus.array(f"packing.rank{rank}")):
+            x, _ = loader.next(ranks * rows * T)
+            assert x.tolist() == theirs.tolist(), (rank, step)
+
+
+def test_golf_plus_validation(golf_plus):
+    """Nats of plain rows and of the sliding score, of which each row's scored part is theirs."""
+    model, tokens = golf_plus.model(), golf_plus.array("validation.tokens").astype(np.int64)
+    edges, T = golf_plus.array("validation.sliding_edges"), golf_plus.meta["seq"]
+    team = SimpleNamespace(rank=0, world_size=1, on_gpu=False, device=torch.device("cpu"))
+    stride = int(edges[1, 0])
+    cfg = train_gpt.replace(golf_plus.cfg, eval_sliding=stride, eval_stride=0, eval_documents=0)
+    rows = train_gpt.protocol_rows(cfg, "sliding", tokens, 1)
+    assert [[row.low, row.last, row.first - row.low - 1] for row in rows] == edges.tolist()
+    data = train_gpt.Data({}, tokens, None, cfg.vocab_size, 1, None, {})
+    for protocol, name in (("plain", "rows"), ("sliding", "sliding")):
+        score = train_gpt.evaluate(model, cfg, data, team, protocol=protocol)
+        theirs = golf_plus.array(f"validation.{name}_result")[0]
+        assert score.val_loss == pytest.approx(theirs, rel=1e-6), name
+
+
+def test_golf_plus_mean_of_weights(golf_plus):
+    """e <- 0.997 e + 0.003 w after every step, from the first weights on."""
+    model = golf_plus.model()
+    optimizer, decay = train_gpt.Optimizer(model, golf_plus.cfg), golf_plus.cfg.ema_decay
+    means = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(3):
+        add_gradients(optimizer, golf_plus.synthetic_gradients(step))
+        optimizer.step(*golf_plus.schedule_at(step, "early"))
+        means = {name: decay * means[name] + (1 - decay) * p.detach() for name, p in model.named_parameters()}
+    optimizer.take_mean()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), means[name], rtol=1e-6, atol=1e-7)
+
+
+def test_golf_plus_rounding(golf_plus):
+    """GPTQ of a matrix, in every setting that they tried; what full size uses."""
+    w, hessian = (torch.from_numpy(golf_plus.array(f"quant.{name}")) for name in "WH")
+    tried = [name.split(".")[1] for name in golf_plus.npz.files if name.endswith(".info")]
+    assert tried
+    for name in tried:
+        about = golf_plus.json(f"quant.{name}.info")
+        step, most = about["clip_sigmas"] / about["clip_range"], about["clip_range"]
+        rows, scale = train_gpt.quantize_rows(w, step, 0.0, most, hessian)
+        assert (rows.numpy() == golf_plus.array(f"quant.{name}.q")).all(), name
+        assert (scale.numpy() == golf_plus.array(f"quant.{name}.scale")).all(), name
+    cfg, full = golf_plus.full, golf_plus.json("full_size")
+    table = train_gpt.parameter_table(cfg)
+    for kind, prefix in [(kind, "matrix") for kind in MATRICES] + [("embed", "embed")]:
+        most = 2 ** (full[f"{prefix}_bits"] - 1) - 1
+        assert table[kind].artifact_most == most
+        step = cfg.artifact_step * table[kind].artifact_step
+        assert step == pytest.approx(full[f"{prefix}_clip_sigmas"] / most, rel=1e-6)
+    small = {row.kind for row in table.values() if row.group == "scalar" and row.artifact_step}
+    shapes = {train_gpt.kind_of(name) for name, _ in golf_plus.model().named_parameters()}
+    assert small == shapes - {*MATRICES, "embed"}       # in fp16
+
+
+def test_golf_plus_calibration(golf_plus, monkeypatch):
+    """Sums of products of the inputs, over the passes of a looped layer, by batch."""
+    wanted = {name[14:]: golf_plus.array(name) for name in golf_plus.npz.files
+              if name.startswith("quant.hessian.")}
+    calls = int(wanted.pop("calls_of_looped_layer_a_batch"))
+    assert calls == 1 + golf_plus.meta["num_loops"]
+    batches = [golf_plus.batch(k) for k in range(len(golf_plus.array("loss")))]
+    monkeypatch.setattr(train_gpt, "Loader", lambda *_: SimpleNamespace(next=lambda _: batches.pop(0)))
+    cfg = train_gpt.replace(golf_plus.cfg, gptq_batches=len(batches))
+    team = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    found = train_gpt.calibrate(golf_plus.model(), cfg, None, team)
+    assert {train_gpt.kind_of(name) for name in found} == {*MATRICES, "embed"}
+    for name, theirs in wanted.items():
+        assert difference(found[name], torch.from_numpy(theirs)) < 1e-4, name
+
+
+def test_golf_plus_compressor(golf_plus):
+    """Bytes shuffled as theirs, and back; their size, where brotli is the version that they had."""
+    brotli = pytest.importorskip("brotli")
+    raw = golf_plus.array("quant.bytes_in").tobytes()
+    packed = train_gpt.compress(raw, "brotli")
+    assert brotli.decompress(packed) == golf_plus.array("quant.shuffled").tobytes()
+    for part in (raw, raw[:-1]):
+        assert train_gpt.decompress(train_gpt.compress(part, "brotli")) == part
+    assert len(packed) == golf_plus.json("quant.compressed_sizes")["brotli11"]
+    assert train_gpt.codec(golf_plus.full) == golf_plus.json("full_size")["compressor"]
