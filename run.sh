@@ -62,7 +62,7 @@ gpus() {
 preset_data() {
     case $1 in
         tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
-        golf | golf_plus) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 80 || exit $? ;;
+        golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 80 || exit $? ;;
         speedrun | speedrun_plus) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
         gpt2) [ -f data/datasets/fineweb_edu/manifest.json ] || data fineweb-edu || exit $? ;;
         gpt2_plus) [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $? ;;

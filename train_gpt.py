@@ -16,6 +16,7 @@ checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock, re
 import csv
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import math
@@ -91,7 +92,7 @@ class ModelConfig:
     depth_scale: bool = option(False, "layer i, from 1, reads its input / sqrt(i) (-0.002 bpb)")
     tie_embeddings: bool = option(False, "the head is the embedding")
     logit_softcap: float = optional(15.0, "logits = cap * tanh((logits + shift) / width); 0: none", 0, 1e4)
-    logit_shift: float = option(0.0, "shift; asymmetric (#54: -2.9 s)", -1e4, 1e4)
+    logit_shift: float = optional(0.0, "shift; asymmetric (#54: -2.9 s)", 0, 1e4)
     logit_width: float = optional(0.0, "width; 0: logit_softcap", 0, 1e4)
     qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
     attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
@@ -116,8 +117,7 @@ class ModelConfig:
     ngram_rows: int = optional(0, "rows of the hashed n-gram embedding: see SparseTable; 0: none", 0, 1 << 28)
     ngram_orders: tuple = option((2, 3, 4), "tokens of the n-grams that share it", 1, 64)
     residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
-    mix_sublayers: bool = option(False, "attention and MLP each scale the stream that they add to; "
-                                 "attention reads it before the embedding is added")
+    mix_sublayers: bool = option(False, "attention and MLP each scale the stream; attention reads it unmixed")
     scalar_mix: bool = option(False, "mixes, scales and skips are one number, not one per channel")
     layer_scale: bool = option(True, "learnt scales on what attention and MLP add")
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
@@ -127,8 +127,8 @@ class ModelConfig:
     skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
     backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
     value_embed_layers: tuple = option((1, 2), "value embedding table per layer; 0: none", 0, 99)
-    window_pattern: str = option("SL", "per layer: L long, S short, P short and heads in pairs (#58: -3.5 s),"
-                                 " - no attention, 0 nothing")
+    window_pattern: str = option("SL", "per layer: L long, S short, P short with heads in pairs (#58: "
+                                 "-3.5 s), - no attention, 0 nothing")
     window_schedule: tuple = option((256,), "long window, tokens before its own, per stage; 0: all")
     short_window: float = option(0.5, "short window / long one", 0, 1)
     loop_layers: tuple = option((0,), "first and last of the layers passed again; 0: none", 0, 1000)
@@ -163,9 +163,9 @@ class Config(ModelConfig):
     train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
     val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
     artifact_bytes_limit: int = optional(0, "bytes of artifact and script; 0: no limit")
-    artifact_step: float = optional(0.0, "rounding step / std of a row; 0: its maximum / 127", 0, 10)
-    artifact_codec: str = option("", "compressor; empty: lzma with artifact_step, else zlib",
-                                 choices=("", "zlib", "lzma", "brotli"))
+    artifact_step: float = optional(0.0, "rounding step / rms of a row; 0: its maximum / 127", 0, 10)
+    artifact_codec: str = option("auto", "compressor; auto: lzma with artifact_step, else zlib",
+                                 choices=("auto", "zlib", "lzma", "brotli"))
     gptq_batches: int = optional(0, "batches that calibrate rounding (GPTQ); 0: to the nearest", 0, 10_000)
     artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
     artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
@@ -198,7 +198,7 @@ class Config(ModelConfig):
     target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
     plan_mfu: float = option(0.5, "model FLOPs utilisation that the plan's hours assume", 0.001, 1)
     # optimizer
-    parameters: tuple = option((), "changed cells of the parameter table: kind.column=value, ...")
+    parameters: tuple = option((), "changed cells of the parameter table: see parameter_cells")
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: untied head", 0, 10)
@@ -221,11 +221,10 @@ class Config(ModelConfig):
     ema_decay: float = optional(0.0, "the model is a mean of past weights; 0: the last ones", 0, 0.99999)
     normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
     weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
-    decay_schedule: str = option("lr", "decay follows the LR factor; else Muon's falls to 0 or stays, Adam's"
-                                 " stays", choices=("lr", "linear", "cosine", "constant"))
+    decay_schedule: str = option("lr", "lr: as the LR factor; else of Muon alone, while Adam's stays",
+                                 choices=("lr", "linear", "cosine", "constant"))
     adam_weight_decay: float = optional(0.0, "Adam: times LR and the table's factor; 0: none", 0, 1e6)
-    cautious_decay: str = option("muon", "where decay spares weights that the update lets grow",
-                                 choices=("none", "muon", "all"))
+    cautious_decay: str = option("muon", "it spares weights that grow", choices=("none", "muon", "all"))
     beta1: float = option(0.8, "Adam", 0, 0.9999)
     beta2: float = option(0.95, "Adam", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
@@ -247,10 +246,8 @@ class Config(ModelConfig):
     stage_starts: tuple = option((0.0,), "part of iterations at which stages begin; one entry: equal", 0, 1)
     batch_schedule: tuple = option((1,), "train_batch_tokens times this, per stage", 1, 1024)
     seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
-    doc_schedule: tuple = option((0,), "packed documents are cut here, per stage (#72: -1.2 s with lr_floor);"
-                                 " 0: max_doc_len", 0, 1 << 30)
-    mtp_schedule: tuple = option(("1",), "weights of the losses on the next targets, per stage; a:b linear "
-                                 "(#53: -2.9 s)")
+    doc_schedule: tuple = option((0,), "max_doc_len of packing, per stage (#72: -1.2 s); 0: same", 0, 1e9)
+    mtp_schedule: tuple = option(("1",), "weights of losses on the next targets, a:b linear (#53: -2.9 s)")
     lr_schedule: tuple = option((1.0,), "LR factors before the warmdown, in order", 1e-6, 1000)
     lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
 
@@ -282,15 +279,10 @@ GOLF_PLUS = GOLF | dict(
     weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
     ema_decay=0.997, warmdown_iters=0, warmdown_frac=0.667, max_wallclock_seconds=588.0, warmup_steps=40,
     parameters=(
-        "query.init=orthogonal", "key.init=orthogonal", "value.init=orthogonal", "fc.init=orthogonal",
-        "fc.decay_mult=0.5",  # the rate of tall matrices is twice as high, their decay is not
-        "embed.decay_mult=4.25", "qk_gain.decay_mult=1", "layer_scale.decay_mult=1",
-        "resid_lambda.decay_mult=1", "x0_lambda.decay_mult=1", "skip_weights.decay_mult=1",
-        "skip_mix.decay_mult=1", "query.artifact_most=31", "key.artifact_most=31", "value.artifact_most=31",
-        "attn_proj.artifact_most=31", "fc.artifact_most=31", "mlp_proj.artifact_most=31",
-        "embed.artifact_step=0.3799136",  # 20 / 127, where matrices have 12.85 / 31
-        "qk_gain.artifact_step=1", "layer_scale.artifact_step=1", "resid_lambda.artifact_step=1",
-        "x0_lambda.artifact_step=1", "skip_weights.artifact_step=1", "skip_mix.artifact_step=1"),
+        "query+key+value+fc init=orthogonal", "matrix artifact_most=31",
+        "scalar decay_mult=1 artifact_step=1",
+        "fc decay_mult=0.5",  # the rate of tall matrices is twice as high, their decay is not
+        "embed decay_mult=4.25 artifact_step=0.3799136"),  # 20 / 127, where matrices have 12.85 / 31
     train_log_every=500, val_loss_every=4000, artifact_step=12.85 / 31, artifact_scale_floor=0.0,
     artifact_codec="brotli", gptq_batches=64, eval_sliding=64)
 # 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
@@ -337,21 +329,13 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
     adam_weight_decay=0.005, cautious_decay="all",  # (#50: -1.1 s)
     untie_at=967 / 1450, iterations=1450, extension_iterations=40, warmdown_frac=0.6, lr_floor=0.15,
     parameters=(
-        "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
-        "attn_proj.init=uniform", "attn_proj.scale=0.8660254",  # (#64: -1.2 s, with the next)
-        "input_lambda.scale=0.5", "mlp_proj.lr_mult=4", "head.init=normal", "head.scale=0.005",
-        "head.beta1=0.5", "head.beta2=0.95", "head.decay_mult=1.2", "embed.lr=head_lr", "embed.beta1=0.5",
-        "embed.beta2=0.95", "embed.decay_mult=1.2", "embed.scale=0.005", "value_embeds.init=normal",
-        "value_embeds.scale=0.01", "value_embeds.beta1=0.75", "value_embeds.beta2=0.95",
-        "value_embeds.decay_mult=3", "bigram_embed.beta1=0.75", "bigram_embed.beta2=0.95",
-        "bigram_embed.decay_mult=3", "attn_gate.optimizer=adam", "attn_gate.lr=gate_lr",
-        "attn_gate.decay_mult=0.008", "value_gate.optimizer=adam", "value_gate.lr=gate_lr",
-        "value_gate.decay_mult=0.008", "smear_gate.optimizer=adam", "smear_gate.lr=gate_lr",
-        "smear_gate.lr_mult=0.01", "smear_gate.decay_mult=0", "skip_gate.optimizer=adam",
-        "skip_gate.lr=gate_lr", "skip_gate.lr_mult=0.05", "skip_gate.decay_mult=0", "skip_weights.scale=-1.5",
-        "resid_lambda.scale=1.0488088", "resid_lambda.beta2=0.95", "x0_lambda.lr=gate_lr",
-        "x0_lambda.beta2=0.95", "bigram_lambda.lr=gate_lr", "bigram_lambda.beta2=0.95",
-        "layer_scale.lr=gate_lr", "layer_scale.beta2=0.95"))
+        "matrix scale=0.8660254", "attn_proj init=uniform", "input_lambda scale=0.5",  # (#64: -1.2 s)
+        "mlp_proj scale=0 lr_mult=4", "value_embeds init=normal scale=0.01",
+        "head+embed init=normal scale=0.005 lr=head_lr beta1=0.5 beta2=0.95 decay_mult=1.2",
+        "value_embed beta1=0.75 beta2=0.95 decay_mult=3", "gate optimizer=adam lr=gate_lr decay_mult=0.008",
+        "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
+        "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
+        "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
 # 8xH100: least time to CORE > 0.256525. nanochat 00932d1, depth 26, ratio 7.25, fp8: 8,967 s.
 # Rates and decay are those of depth 12; depth_dial() scales them.
 GPT2 = dict(
@@ -379,15 +363,12 @@ GPT2_PLUS = GPT2 | dict(
     normuon_beta2=0.9, polar_margin=1.01, lr_warmup_steps=40, warmdown_frac=0.65, lr_floor=0.05,
     muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9,
     parameters=(
-        "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=0.6928203",
-        "embed.scale=0.8", "embed.beta2=0.995", "embed.decay_mult=0.1", "head.init=normal",
-        "head.scale=0.001", "head.beta2=0.96", "value_embeds.init=uniform", "value_embeds.scale=1.7320508",
-        "value_embeds.beta2=0.995", "value_embeds.lr_mult=0.5", "value_gate.init=positive",
-        "value_gate.scale=0.02", "resid_lambda.lr_mult=0.01", "resid_lambda.scale=1.15",
-        "resid_lambda.change=-0.1", "resid_lambda.decay_mult=5", "x0_lambda.scale=0.2",
-        "x0_lambda.change=-0.15", "x0_lambda.beta1=0.96", "smear_gate.optimizer=adam",
-        "smear_gate.lr=gate_lr", "smear_gate.init=positive", "smear_gate.scale=0.02",
-        "smear_gate.decay_mult=0", "smear.lr=gate_lr", "backout.lr=gate_lr", "backout.scale=0.2"),
+        "query+key+value scale=1.7320508", "fc scale=0.6928203", "embed scale=0.8 beta2=0.995 decay_mult=0.1",
+        "head init=normal scale=0.001 beta2=0.96", "value_gate+smear_gate init=positive scale=0.02",
+        "value_embeds init=uniform scale=1.7320508 beta2=0.995 lr_mult=0.5",
+        "resid_lambda scale=1.15 change=-0.1 lr_mult=0.01 decay_mult=5",
+        "x0_lambda scale=0.2 change=-0.15 beta1=0.96", "smear_gate optimizer=adam decay_mult=0",
+        "smear_gate+smear+backout lr=gate_lr", "backout scale=0.2"),
     val_tokens=41_943_040)
 PRESETS = {
     "tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
@@ -497,8 +478,6 @@ def check_config(cfg):
         (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "the first is no multiple"),
         (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim, c.skip_gate_dim) <= c.model_dim,
          "smear_dim attn_gate_dim value_gate_dim skip_gate_dim model_dim", "none may exceed model_dim"),
-        (max(c.value_gate_mixed) == 0 or c.value_gate_dim % 2 == 0,
-         "value_gate_dim value_gate_mixed", "half of the channels must be a whole number"),
         (not c.untie_at or not c.tie_embeddings, "untie_at tie_embeddings", "a tied head stays tied"),
         ("P" not in c.window_pattern or (c.num_kv_heads or c.num_heads) % 2 == 0,
          "window_pattern num_heads num_kv_heads", "pairs of heads need even numbers of them"),
@@ -749,11 +728,12 @@ def per_layer(values, num_layers):
     return [values[i % len(values)] for i in range(num_layers)]
 
 def window_sizes(cfg, window, T):
-    """{"L": tokens before its own that a long layer sees, of T; "S": a short one; "P": the same of 2 T that
-    are pairs of heads}. window: of L; 0: all."""
+    """{"L": tokens before its own that a long layer sees, of T; "S": a short one; "P", where there are any:
+    one with heads in pairs, of 2 T}. window: of L; 0: all."""
     long = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1]))
     short = max(1, int(cfg.short_window * long) // cfg.window_block) * cfg.window_block
-    return {"L": min(window or T, T), "S": min(T, short), "P": min(T, short)}
+    sizes = {"L": min(window or T, T), "S": min(T, short), "P": min(T, short)}
+    return {kind: size for kind, size in sizes.items() if kind in "LS" + cfg.window_pattern}
 
 def parameter(*shape, on=True):
     return nn.Parameter(torch.empty(shape)) if on else None
@@ -826,7 +806,7 @@ class Block(nn.Module):
         if self.input_lambda is not None:
             v = self.input_lambda.to(v.dtype) * v
         if self.value_gate is not None:
-            half = self.value_gate.size(1) // 2
+            half = -(-self.value_gate.size(1) // 2)
             seen = torch.cat((h[..., :half], value_embed[..., :half]), -1) if self.mixed_gate else h
             gates = self.value_gate_factor * gate(seen, self.value_gate)[..., None]
             value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
@@ -1046,8 +1026,7 @@ def parameter_table(cfg):
     texts = dict(optimizer=("muon", "adam"), init=("uniform", "positive", "normal", "orthogonal", "constant"),
                  second=("long", "rows", "columns"),
                  lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr", "gate_lr"))
-    for cell in cfg.parameters:
-        kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell, re.DOTALL).groups()
+    for cell, kind, column, value in parameter_cells(cfg, table):
         columns = ("artifact_step",) if kind == "ngram_embed" else Parameter._fields[2:]  # see SparseTable
         require(kind in table and column in columns,
                 f"parameters={cell!r} is no cell; kinds: {', '.join(table)}; columns: {', '.join(columns)}")
@@ -1066,6 +1045,16 @@ def parameter_table(cfg):
                 f"parameters: {row.kind} is no matrix, so it needs optimizer=adam and init=constant")
         require(row.scale >= 0 or row.init == "constant", f"parameters: {row.kind}.scale is negative")
     return table
+
+def parameter_cells(cfg, table):
+    """Yields (text, kind, column, value) of changed cells: `kind.column=value` or, of several kinds or whole
+    groups, `kind+group column=value column=value`."""
+    for cell in cfg.parameters:
+        names, *changes = cell.split() if " " in cell.strip() else cell.split(".", 1)
+        for name, change in itertools.product(names.split("+"), changes or [""]):
+            column, _, value = change.partition("=")
+            for kind in [row.kind for row in table.values() if row.group == name] or [name]:
+                yield cell, kind, column, value
 
 def kind_of(name):
     """blocks.3.query -> query, value_embeds.0 -> value_embeds."""
@@ -2090,7 +2079,8 @@ SHUFFLED = b"BSHF\x02"  # then every second byte, then the others
 def codec(cfg):
     """How the artifact is compressed; the first letters name its file."""
     named = [kind for kind in ("lzma", "brotli") if f".{kind[:4]}." in cfg.eval_from]
-    kind = (named + [cfg.artifact_codec or ("lzma" if cfg.artifact_step else "zlib")])[0]
+    kind = (named + [cfg.artifact_codec])[0]
+    kind = kind if kind != "auto" else "lzma" if cfg.artifact_step else "zlib"
     return "int8+zlib" if kind == "zlib" else kind
 
 def compress(raw, kind):
@@ -2113,10 +2103,11 @@ def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
 def quantize_rows(w, step=0.0, floor=0.0, most=127, hessian=None):
-    """w (R, C) -> int8 (R, C) up to most, fp16 scales (R,): step * std of a row; of step 0 its clipped maximum
-    / 127, at least floor. hessian (C, C) of its inputs: rounding by gptq()."""
+    """w (R, C) -> int8 (R, C) up to most, fp16 scales (R,): step * rms of a row; of step 0 its clipped
+    maximum / 127, at least floor. hessian (C, C) of its inputs: by gptq(), with std in place of rms."""
     if step:
-        scale = (step * w.std(1)).clamp_min(2**-24).half().float()
+        spread = w.square().mean(1).sqrt() if hessian is None else w.std(1)
+        scale = (step * spread).clamp_min(2**-24).half().float()
     else:
         clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)).float()
         scale = (clip / 127).clamp_min(max(floor, 2**-24))  # 2**-24: the least fp16 number
@@ -2141,8 +2132,8 @@ def gptq(w, scale, most, hessian):
 
 @torch.no_grad()
 def calibrate(model, cfg, data, team):
-    """{matrix: sum of x x' of its inputs, mean of gptq_batches, this rank's first ones; layers that are passed
-    again add up}"""
+    """{matrix: sum of x x' of its inputs, mean of gptq_batches, this rank's first ones; layers that are
+    passed again add up}"""
     names, sums, kernels = {p: name for name, p in model.named_parameters()}, {}, model.kernels
 
     def record(x, weight):
@@ -2894,12 +2885,16 @@ def stage_lines(cfg):
     last, T = total_steps(cfg), cfg.train_seq_len
     marks = {stage.first_step for stage in stage_table(cfg)}
     marks |= {math.ceil(switch * cfg.iterations) for switch in cfg.lr_switches}
-    yield "stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor"
+    more = [name for name, *values in zip(Stage._fields, *stage_table(cfg)) if len({*values}) > 1]
+    more = [name for name in more if name in Stage._fields[5:]]
+    head = "stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor"
+    yield " ".join([head, *more])
     for step in sorted(mark for mark in marks if mark < last):
         stage, lr = stage_at(cfg, step / last), top_lr(cfg, step / last)
         tokens, row = cfg.train_batch_tokens * stage.batch_multiple, T * stage.seq_multiple
         sizes = window_sizes(cfg, stage.window, row)
-        yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
+        rest = "".join(f" {getattr(stage, name):>{len(name)}}" for name in more)
+        yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}{rest}"
     decay = f"{cfg.warmdown_iters} steps" if cfg.warmdown_iters else f"{cfg.warmdown_frac:.0%} of the run"
     yield f"warmdown: in the last {decay} lr_factor falls to {cfg.lr_floor:g}"
     sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)

@@ -720,7 +720,8 @@ def golf_plus_settings(golden):
     for name, loops in (("plain", 0), ("loop", golden.meta["num_loops"])):
         theirs = golden.meta[f"encoder_{name}"] + golden.meta[f"decoder_{name}"]
         assert train_gpt.layer_order(golden.cfg, loops) == theirs
-    return [SimpleNamespace(prefix=f"{name}.", batch=0, weights=lambda w: w, losses=golden.array("loss")[:, k],
+    losses = golden.array("loss")
+    return [SimpleNamespace(prefix=f"{name}.", batch=0, weights=lambda w: w, losses=losses[:, k],
                             context=plain._replace(loops=golden.meta["num_loops"] * (name == "loop")))
             for k, name in enumerate(columns)]
 

@@ -128,7 +128,8 @@ def foreign_imports(text):
             names = ["." * node.level + (node.module or "")]
         allowed = sys.stdlib_module_names | {"torch", "numpy"}
         if node not in tree.body:
-            allowed = allowed | {"sentencepiece", "matplotlib", "yaml", "triton", "flash_attn_interface", "brotli"}
+            allowed = allowed | {"sentencepiece", "matplotlib", "yaml", "triton", "flash_attn_interface",
+                                 "brotli"}
         found += [name for name in names if name.split(".")[0] not in allowed]
     return found
 

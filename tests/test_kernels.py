@@ -1,6 +1,7 @@
 """Attention, masks and loss: the readable versions against dense ones, the fast ones against the readable."""
 
 import inspect
+import itertools
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -222,11 +223,12 @@ def loss_and_gradients(loss, x, head, targets, cap, linear):
     return [value, *torch.autograd.grad(3 * value, (x, head))]
 
 
-@pytest.mark.parametrize("cap, dtype", [(15.0, torch.float32), (30.0, torch.float32), (50.0, torch.float32),
-                                        (15.0, torch.bfloat16)])
+@pytest.mark.parametrize("cap, dtype", [((15.0,), torch.float32), ((30.0,), torch.float32),
+                                        ((50.0,), torch.float32), ((11.5, 5.0, 15.0), torch.float32),
+                                        ((15.0,), torch.bfloat16)])
 def test_cpu_loss_equals_the_reference(cap, dtype, monkeypatch):
     """Value and gradients, also where logits are at the cap."""
-    inputs = (*head_and_tokens(dtype, size=5.0), cap, linear)
+    inputs = (*head_and_tokens(dtype, size=5.0), cap + (0.0, 0.0)[len(cap) - 1:], linear)
     want = loss_and_gradients(lm_loss, *inputs)
     monkeypatch.setattr(train_gpt, "lm_loss", None)  # not taken any more
     for mine, theirs in zip(loss_and_gradients(train_gpt.cpu_loss, *inputs), want, strict=True):
@@ -237,8 +239,21 @@ def test_cpu_loss_equals_the_reference(cap, dtype, monkeypatch):
 def test_cpu_loss_leaves_the_rest_to_the_reference(cap, monkeypatch):
     """Uncapped logits could overflow exp."""
     monkeypatch.setattr(train_gpt, "lm_loss", lambda *args: args)
-    inputs = (*head_and_tokens(), cap, linear)
+    inputs = (*head_and_tokens(), (cap, 0.0, 0.0), linear, None)
     assert train_gpt.cpu_loss(*inputs) == inputs
+    several = (*head_and_tokens(), (15.0, 0.0, 0.0), linear, torch.ones(2))
+    assert train_gpt.cpu_loss(*several) == several
+
+
+def test_several_targets():
+    """The weighted losses on the next targets of the row, not beyond it, by the mean over all tokens."""
+    x, head, targets = head_and_tokens()
+    weights, cap = torch.tensor([1.0, 0.5, 0.25]), (11.5, 5.0, 15.0)
+    scores, wanted = torch.log_softmax(train_gpt.softcap(linear(x, head).double(), *cap), -1), 0.0
+    for row, t, k in itertools.product(range(targets.size(0)), range(targets.size(1)), range(3)):
+        if t + k < targets.size(1):
+            wanted -= weights[k] * scores[row, t, targets[row, t + k]] / targets.numel()
+    assert lm_loss(x, head, targets, cap, linear, weights).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_gpu_loss_leaves_the_rest_to_the_reference(monkeypatch):
@@ -250,10 +265,13 @@ def test_gpu_loss_leaves_the_rest_to_the_reference(monkeypatch):
     monkeypatch.setattr(train_gpt.FusedLoss, "apply", lambda *args: taken.append(args) or "kernel")
     for cap, x, compiling in ((0.0, here, True), (51.0, here, True), (15.0, x, True), (15.0, here, False)):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda found=compiling: found)
-        assert train_gpt.gpu_loss(x, head, targets, cap, linear) == "reference" and not taken
+        assert train_gpt.gpu_loss(x, head, targets, (cap, 0.0, 0.0), linear) == "reference" and not taken
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert train_gpt.gpu_loss(here, head, targets, 50.0, linear) == "kernel" and taken[0][-1] is None
-    train_gpt.gpu_loss(here, head, targets, 15.0, train_gpt.fp8_linear)
+    capped = (15.0, 0.0, 0.0)
+    assert train_gpt.gpu_loss(here, head, targets, capped, linear, torch.ones(2)) == "reference"
+    assert train_gpt.gpu_loss(here, head, targets, (50.0, 0.0, 0.0), linear) == "kernel"
+    assert taken[0][-1] is None
+    train_gpt.gpu_loss(here, head, targets, capped, train_gpt.fp8_linear)
     assert taken[1][-1] == (None, None, None)
 
 

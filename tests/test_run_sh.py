@@ -107,7 +107,7 @@ def test_missing_data_is_made_then_trained_on(folder):
         assert run(folder, preset, PYTHON="stub")[2][:2] == fetched
     have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
     have(folder, "data/datasets/fineweb_edu/manifest.json")
-    for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
+    for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):     # golf_plus's are one's own
         calls = run(folder, *args, PYTHON="stub")[2]
         assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
 
