@@ -2182,7 +2182,10 @@ def stored(model):
 def to_payload(cfg, tensors):
     """What load_model reads, for torch.save, which would write whole buffers instead of views."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    return dict(shape={name: getattr(cfg, name) for name in MODEL_FIELDS}, tensors=tensors)
+    shape = {name: getattr(cfg, name) for name in MODEL_FIELDS}
+    # tuples that are one object are written once, which would tell a resumed run from another
+    shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
+    return dict(shape=shape, tensors=tensors)
 
 def to_bytes(cfg, tensors):
     buffer = io.BytesIO()  # to a path torch would write the file's name
