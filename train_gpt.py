@@ -758,8 +758,7 @@ class Block(nn.Module):
         attends, has_mlp, mix = kind in "LSP", kind != "0", 1 if cfg.scalar_mix else C
         self.head_dim = C // H
         self.key_offset, self.paired = cfg.key_offset and kind == "L", kind == "P"
-        self.value_gate_factor, self.mixed_gate = cfg.value_gate_factor, mixed_gate
-        self.mix_sublayers, self.exclusive, self.slope = cfg.mix_sublayers, cfg.exclusive, cfg.mlp_slope
+        self.cfg, self.mixed_gate = cfg, mixed_gate
         self.input_scale = (place + 1) ** -0.5 if cfg.depth_scale else 1.0
         self.query = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
@@ -785,19 +784,16 @@ class Block(nn.Module):
         added, keep = 0 if bigrams is None else self.bigram_lambda.to(x.dtype) * bigrams, (1, 1)
         if self.resid_lambda is not None:
             resid, added = self.resid_lambda.to(x.dtype), added + self.x0_lambda.to(x.dtype) * x0
-            if self.mix_sublayers:
-                keep = resid
-            else:
-                x = resid * x
-        if not self.mix_sublayers:
+            x, keep = (x, resid) if self.cfg.mix_sublayers else (resid * x, keep)
+        if not self.cfg.mix_sublayers:
             x, added = x + added, 0
         scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
         if self.query is not None:
             h = rms_norm(x if source is None else source) * self.input_scale
             x = keep[0] * x + scales[0] * self.attend(h, value_embed, mask, context) + added
         if self.fc is not None:
-            h = rms_norm(x) * self.input_scale
-            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.slope)
+            h, linear = rms_norm(x) * self.input_scale, self.kernels.linear
+            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, linear, self.cfg.mlp_slope)
         return x
 
     def attend(self, h, value_embed, mask, context):
@@ -808,7 +804,7 @@ class Block(nn.Module):
         if self.value_gate is not None:
             half = -(-self.value_gate.size(1) // 2)
             seen = torch.cat((h[..., :half], value_embed[..., :half]), -1) if self.mixed_gate else h
-            gates = self.value_gate_factor * gate(seen, self.value_gate)[..., None]
+            gates = self.cfg.value_gate_factor * gate(seen, self.value_gate)[..., None]
             value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         if self.value_lambdas is not None:
             factors = self.value_lambdas.to(v.dtype)
@@ -828,7 +824,7 @@ class Block(nn.Module):
         paired = (pair_heads(y) if self.paired else y for y in (q * context.attn_scale, k, v))
         y = self.kernels.attention(*paired, mask)
         y = unpair_heads(y) if self.paired else y
-        if self.exclusive:
+        if self.cfg.exclusive:
             y, own = y.unflatten(1, (v.size(1), -1)), F.normalize(v, dim=-1)[:, :, None]
             y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(1, 2)
         y = y.transpose(1, 2)
@@ -1596,14 +1592,15 @@ class Loader:
         self.edges = np.cumsum([0, *map(len, self.shards)])
         self.total, self.thread = int(self.edges[-1]), ThreadPoolExecutor(1)
         self.plan = getattr(self, f"plan_{cfg.packing}")
+        self.packer, self.packed, self.groups = None, [], []
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
         if cfg.packing == "rows":
             self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
         elif cfg.packing not in ("spans", "shards"):
             self.find_documents(cfg, data)
-        self.packer, self.packed = None, []
-        require(cfg.packing != "shards" or len(self.shards) >= team.world_size,
+        dealt = [self.shards[rank::team.world_size] for rank in range(team.world_size)]
+        require(cfg.packing != "shards" or all(max(map(len, part), default=0) > self.T for part in dealt),
                 f"packing=shards deals {len(self.shards)} shards to {team.world_size} ranks: take fewer")
         held, needed = self.total, planned_tokens(cfg)
         if cfg.packing == "documents":
@@ -1627,7 +1624,6 @@ class Loader:
         cuts = {min(stage.longest or self.longest, self.longest) for stage in stage_table(cfg)}
         self.cut = {cut: self.lengths.clip(max=cut) for cut in cuts | {self.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
-        self.groups = []
         for shard, name in enumerate(self.names if cfg.packing == "best_fit" else ()):
             first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
             sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
@@ -1672,18 +1668,17 @@ class Loader:
             position = epoch * count + place
         return rows, position
 
-    def plan_shards(self, position, n, T, longest=0):
-        return self.plan_best_fit(position, n, T)
-
     def plan_best_fit(self, position, n, T, longest=0):
         first, share = position // self.team.world_size, n // self.team.world_size  # of this rank's rows
         if self.packer is None or first < self.first_packed:
-            make = self.shard_rows if self.plan == self.plan_shards else self.best_fit_rows
+            make = self.best_fit_rows if self.groups else self.shard_rows
             self.packer, self.packed, self.first_packed = make(T), [], 0
         while self.first_packed + len(self.packed) < first + share:
             self.packed.append(next(self.packer))
         self.packed, self.first_packed = self.packed[first - self.first_packed:], first
         return self.packed[:share], position + n
+
+    plan_shards = plan_best_fit
 
     def shard_rows(self, T):
         """Yields the piece that is each of this rank's rows, endlessly."""
@@ -2094,10 +2089,10 @@ def decompress(packed):
     if packed[:1] in (b"x", b"\xfd"):
         return (zlib if packed[:1] == b"x" else lzma).decompress(packed)
     import brotli
-    bytes_in_turn = np.frombuffer(brotli.decompress(packed)[len(SHUFFLED):], np.uint8)
-    raw, half = np.empty_like(bytes_in_turn), (len(bytes_in_turn) + 1) // 2
-    raw[::2], raw[1::2] = bytes_in_turn[:half], bytes_in_turn[half:]
-    return raw.tobytes()
+    both = brotli.decompress(packed)[len(SHUFFLED):]
+    raw, half = bytearray(len(both)), (len(both) + 1) // 2
+    raw[::2], raw[1::2] = both[:half], both[half:]
+    return bytes(raw)
 
 def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
