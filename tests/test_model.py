@@ -20,7 +20,7 @@ MAXIMAL = replace(  # has every kind of parameter; a test below says so
     window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,
     ngram_rows=80, attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True, rope_end=True,
     scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=6,
-    value_gate_mixed=(0, 0, 0, 1), logit_width=20.0, smear_normed=True, bigram_lambdas=True,
+    value_gate_mixed=(0, 0, 0, 1), logit_shift=2.0, logit_width=20.0, smear_normed=True, bigram_lambdas=True,
     attn_lambdas=True, attn_source=3, mix_sublayers=True, skip_gate_dim=7, skip_mix=True, depth_scale=True,
     exclusive=True)
 
