@@ -1735,7 +1735,7 @@ class Loader:
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
 
-    def fetch(self, position, n, T, longest):
+    def fetch(self, position, n, T, longest=0):
         """(rows of this rank (n, T + 1), the position after the step)"""
         rows, after = self.plan(position, n, T, longest)
         share, rank = n // self.team.world_size, self.team.rank
