@@ -104,6 +104,8 @@ class ModelConfig:
     bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
     ngram_rows: int = optional(0, "rows of the hashed n-gram embedding: see SparseTable; 0: none", 0, 1 << 28)
     ngram_orders: tuple = option((2, 3, 4), "tokens of the n-grams that share it", 1, 64)
+    memory_bits: int = optional(0, "log2 of entries per order: see Memory; 0: no memory", 0, 30)
+    memory_orders: tuple = option((3, 5, 8), "tokens of the n-grams that it holds", 1, 64)
     residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
     scalar_mix: bool = option(False, "mixes and skips are one number per layer, not one per channel")
     layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
@@ -669,17 +671,82 @@ class Block(nn.Module):
             y = y * gate(h, self.attn_gate)[..., None]
         return self.kernels.linear(y.flatten(2), self.attn_proj)
 
+def ngram_keys(tokens, orders):
+    """Yields (n, hashes of 36 bits of the n tokens up to each place (..., T)) for each n of orders."""
+    key = torch.zeros_like(tokens)
+    for back in range(max(orders, default=0)):
+        key = key * -0x61C8864680B583EB + tokens.roll(back, -1) + 1  # modulo 2**64
+        if back + 1 in orders:
+            yield back + 1, (key ^ key >> 29) & 0xFFFFFFFFF
+
 def ngram_ids(tokens, documents, cfg):
-    """Rows of the table (B, T, n) of the hashed n-grams that end at each token; the last row, which stays 0,
+    """Rows of the table [(B, T)] of the hashed n-grams that end at each token; the last row, which stays 0,
     where one would begin before the row of tokens or in another document."""
-    rows, orders, ids = cfg.ngram_rows, cfg.ngram_orders, []
-    key, place = torch.zeros_like(tokens), torch.arange(tokens.size(1), device=tokens.device)
-    for n in range(max(orders)):
-        key = (key * 0x9E3779B1 + tokens.roll(n, 1) + 1) % 0x7FFFFFFF  # below 2**63 before the remainder
-        if n + 1 in orders:
-            whole = place >= n if documents is None else (place >= n) & (documents == documents.roll(n, 1))
-            ids.append(torch.where(whole, (key * 0x85EBCA6B >> 16) % rows, rows))
-    return torch.stack(ids, -1)
+    ids, place = [], torch.arange(tokens.size(1), device=tokens.device)
+    for n, key in ngram_keys(tokens, cfg.ngram_orders if cfg.ngram_rows else ()):
+        whole = place >= n - 1
+        if documents is not None:
+            whole = whole & (documents == documents.roll(n - 1, 1))
+        ids.append(torch.where(whole, key % cfg.ngram_rows, table_rows(cfg)))
+    return ids
+
+def table_rows(cfg):
+    """Rows of the n-gram embedding: of hashed n-grams, then of what the memory predicts in each order."""
+    return cfg.ngram_rows + len(cfg.memory_orders) * (cfg.vocab_size + 16) * bool(cfg.memory_bits)
+
+class Memory:
+    """What the training text has after each n-gram, which takes no training to know: the two next tokens that
+    most documents have, as input of the model. A table per order holds, where the n-gram's hash says,
+    documents with the first token (8 bits), that token (16), the same of the second, documents with any (8)
+    and a check (8). It is built in seconds, on the clock, and files hold the text."""
+    def __init__(self, cfg, text, device):
+        """text: all train tokens in order, uint16 (n,)."""
+        self.cfg, self.text, self.tables = cfg, text, []
+        tokens = torch.from_numpy(text.astype(np.int64))
+        document = (tokens == cfg.bos_id).cumsum(0) * 0x9E3779B1 >> 8 & 0xFFF
+        with ThreadPoolExecutor() as pool:
+            for n, key in ngram_keys(tokens, cfg.memory_orders):
+                seen = (key[n - 1:-1] << 28 | tokens[n:] << 12 | document[n:]).numpy()
+                seen.sort()
+                table, cuts = np.zeros(1 << cfg.memory_bits, np.int64), np.arange(-31, 32) << 58
+                for keys, entries in pool.map(self.entries, np.split(seen, seen.searchsorted(cuts))):
+                    table[keys % len(table)] = entries
+                self.tables.append(torch.from_numpy(table).to(device))
+
+    @staticmethod
+    def entries(seen):
+        """Sorted (key, next token, document), in bits 36, 16 and 12 -> keys, their entries."""
+        def starts(values):
+            return np.flatnonzero(np.diff(values, prepend=~values[:1]))
+
+        pairs = seen[starts(seen)] >> 12  # a document counts once
+        first = starts(pairs)
+        pairs, counts = pairs[first], np.diff(first, append=len(pairs)).clip(max=255)
+        keys, ranked = pairs >> 16 & 0xFFFFFFFFF, counts << 16 | pairs & 0xFFFF
+        first = starts(keys)
+        best, total = np.maximum.reduceat(ranked, first), np.add.reduceat(counts, first).clip(max=255)
+        others = np.where(ranked == best.repeat(np.diff(first, append=len(keys))), 0, ranked)
+        keys, second = keys[first], np.maximum.reduceat(others, first)
+        return keys, best << 40 | second << 16 | total << 8 | keys >> 28
+
+    def ids(self, tokens, targets):
+        """Rows of the n-gram embedding [(B, T)] for tokens (B, T), two per order: of the next token that most
+        documents have, and of how sure that is. targets (B, T): the next tokens of training text, whose own
+        document then does not count, as if the memory had not read it; None: other text."""
+        cfg, place, ids = self.cfg, torch.arange(tokens.size(1), device=tokens.device), []
+        for i, ((n, key), table) in enumerate(zip(ngram_keys(tokens, cfg.memory_orders), self.tables)):
+            entry = table[key % len(table)]
+            best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
+            if targets is not None:
+                best, second = (pair - ((pair & 0xFFFF) == targets) * 0x10000 for pair in (best, second))
+                best, total = best.maximum(second), total - 1
+            count, token = best >> 16, best & 0xFFFF
+            found = (entry & 0xFF == key >> 28) & (count > 0) & (place >= n - 1)
+            share, first = count / total, cfg.ngram_rows + i * (cfg.vocab_size + 16)
+            sure = sum((count > least).long() * 4 for least in (1, 3, 15))
+            sure += sum((share >= least).long() for least in (0.4, 0.7, 0.999))
+            ids += [torch.where(found, first + row, table_rows(cfg)) for row in (token, cfg.vocab_size + sure)]
+        return ids
 
 class GPT(nn.Module):
     """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
@@ -690,7 +757,8 @@ class GPT(nn.Module):
         self.embed = parameter(V, C)
         self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
-        self.ngram_embed = parameter(cfg.ngram_rows + 1, C, on=cfg.ngram_rows)  # the last one stays 0
+        self.ngram_embed = parameter(table_rows(cfg) + 1, C, on=table_rows(cfg))  # the last one stays 0
+        self.memory = None  # Memory
         self.smear = parameter(1, 1, on=cfg.smear_dim)
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
@@ -713,11 +781,14 @@ class GPT(nn.Module):
         """The number of each token's document in its row (B, T); None if tokens see beyond their document."""
         return (tokens == self.cfg.bos_id).cumsum(1) if self.cfg.max_doc_len else None
 
-    def look_up(self, tokens):
-        """tokens (B, T) -> rows of the n-gram embedding (B, T, n), their sum (B, T, C), or None, None."""
+    def look_up(self, tokens, targets=None):
+        """tokens (B, T) -> rows of the n-gram embedding (B, T, n), their sum (B, T, C), or None, None.
+        targets: see Memory.ids."""
         if self.ngram_embed is None:
             return None, None
         ids = ngram_ids(tokens, self.documents(tokens), self.cfg)
+        ids += self.memory.ids(tokens, targets) if self.memory else []
+        ids = torch.stack(ids or [torch.full_like(tokens, table_rows(self.cfg))], -1)
         return ids, F.embedding_bag(ids.flatten(0, 1), self.ngram_embed, mode="sum").view(*tokens.shape, -1)
 
     def hidden(self, tokens, context):
@@ -1021,10 +1092,10 @@ class Optimizer:
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
     @torch.no_grad()
-    def look_up(self, tokens, context):
+    def look_up(self, tokens, targets, context):
         """The context of a micro-step, with what its tokens (B, T) find in the n-gram embedding."""
         if self.table:
-            ids, found = self.model.look_up(tokens)
+            ids, found = self.model.look_up(tokens, targets)
             self.table.input = ids.int(), found.requires_grad_()
             context = context._replace(ngrams=found)
         return context
@@ -1576,6 +1647,7 @@ def target_nats(model, cfg, tokens, bos, protocol, team, *how):
     if protocol == "ttt":
         every, trained_model = cfg.eval_ttt, GPT(cfg).to(team.device)
         trained_model.load_state_dict(model.state_dict())
+        trained_model.memory = model.memory
         model, optimizer = trained_model, Optimizer(trained_model, cfg, team.rank, team.world_size)
     waiting, scored, trained = [], 0, 0  # rows to score; the last token that was scored, and trained on
     for row in rows:
@@ -1779,8 +1851,8 @@ def pack_artifact(model):
     """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig."""
     tensors, cfg, table = {}, model.cfg, parameter_table(model.cfg)
     for name, w in stored(model).items():
-        row = table[kind_of(name.removesuffix(".rows"))]
-        if not row.artifact_step or name.endswith(".rows"):
+        row = table.get(kind_of(name))
+        if not row or not row.artifact_step:  # not row: whole numbers
             tensors[name] = w
         elif w.numel() > cfg.artifact_keep:
             step = cfg.artifact_step * row.artifact_step
@@ -1799,9 +1871,12 @@ def touched_rows(name, whole):
     rows = whole.view(len(whole), -1).any(1).nonzero()[:, 0]
     return {name: whole[rows], name + ".rows": rows.int()}
 
+def memory_text(model):
+    return {"memory": torch.from_numpy(model.memory.text.view(np.int16))} if model.memory else {}
+
 def stored(model):
     """{name: tensor on the CPU} of a model as files hold it."""
-    tensors = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    tensors = {name: p.detach().cpu() for name, p in model.named_parameters()} | memory_text(model)
     return tensors | (touched_rows("ngram_embed", tensors["ngram_embed"]) if "ngram_embed" in tensors else {})
 
 def to_payload(cfg, tensors):
@@ -1839,6 +1914,8 @@ def load_model(path, device="cpu", base=None):
                 w = torch.zeros(p.shape).index_copy_(0, tensors.pop(name + ".rows").long(), w.float())
             require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
             p.data.copy_(w)
+        if cfg.memory_bits:
+            model.memory = Memory(cfg, tensors.pop("memory").numpy().view(np.uint16), device)
         require(not tensors, f"unknown {list(tensors)[:1]}")
         model.to(device)
     except Exception as error:  # a damaged file may raise anything
@@ -2020,7 +2097,7 @@ class Saver:
         payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
         if table := run.optimizer.table:
-            payload["tensors"] |= touched_rows("ngram_embed", table.data.float().cpu())
+            payload["tensors"] |= touched_rows("ngram_embed", table.data.float().cpu()) | memory_text(run.model)
             payload["state"] |= touched_rows("ngram_embed.v", table.v.cpu())
         if team.rank == 0:
             payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
@@ -2432,7 +2509,7 @@ def step_memory(cfg, team, sequences):
     """Bytes that a rank needs with so many sequences at a time, in the stage that needs most. The numbers per
     token are fitted to peaks that ./run.sh static counted, which are up to 7 % off (records/BENCH.md)."""
     counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
-    sparse = counts.pop("ngram_embed", 0) * (width if team.on_gpu else 4) + 4 * cfg.ngram_rows
+    sparse = counts.pop("ngram_embed", 0) * (width if team.on_gpu else 4) + 4 * table_rows(cfg)
     most = max(stage.seq_multiple for stage in stage_table(cfg))
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
@@ -2608,7 +2685,7 @@ def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule
     LR factor, momentum, decay factor. Returns this rank's mean loss."""
     parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
     for tokens, targets in parts:
-        loss = loss_fn(tokens, targets, optimizer.look_up(tokens, context)) / len(parts)
+        loss = loss_fn(tokens, targets, optimizer.look_up(tokens, targets, context)) / len(parts)
         optimizer.backward(loss * grad_factor)
         total = total + loss.detach()
     optimizer.step(*schedule)
@@ -2673,7 +2750,7 @@ def rehearse_stages(run):
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = make_context(cfg, T, stage.window, team.device, team.dtype)
-            context = run.optimizer.look_up(tokens, context)
+            context = run.optimizer.look_up(tokens, tokens, context)
             run.optimizer.backward(run.loss_fn(tokens, tokens.clone(), context))  # one tensor: another graph
             team.wait()
         except Exception as error:
@@ -2698,6 +2775,10 @@ def train(run, state, counter=time.perf_counter):
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
     team.wait()
     clock.start(state.seconds)
+    if cfg.memory_bits:
+        run.model.memory = Memory(cfg, np.concatenate(loader.shards), team.device)
+        run.log(f"memory: built in {clock.seconds() - state.seconds:.1f} s")
+        clock.start(state.seconds or clock.seconds())  # a resumed run has paid for it
     while True:
         # 1. the time, the same on all ranks; does another step fit in before the cap?
         step = state.step
