@@ -78,7 +78,7 @@ class ModelConfig:
     """What an artifact must carry to be loaded: everything that the forward pass depends on."""
     preset: str = option("tiny", "row of PRESETS that the constants start from")
     vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536)
-    train_seq_len: int = option(512, "tokens per sequence", 2, 1 << 20)
+    train_seq_len: int = option(4096, "tokens per sequence", 2, 1 << 20)
     max_doc_len: int = optional(0, "documents see only themselves, packed ones are cut here; 0: neither")
     bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535)
     num_layers: int = option(2, "blocks", 1, 1000)
@@ -101,8 +101,9 @@ class ModelConfig:
     smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
     smear_documents: bool = option(False, "the token before may belong to the document before")
     bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
-    ngram_rows: int = optional(0, "rows of the hashed n-gram embedding: see SparseTable; 0: none", 0, 1 << 28)
-    ngram_orders: tuple = option((2, 3, 4), "tokens of the n-grams that share it", 1, 64)
+    count_orders: tuple = option((2, 3, 4, 6, 9), "tokens of the n-grams of NgramCounts; 0: none", 0, 64)
+    count_bits: int = option(24, "log2 of its entries per order, 8 bytes each", 8, 28)
+    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "tokens of the n-grams of copies(); 0: none", 0, 64)
     residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
     scalar_mix: bool = option(False, "mixes and skips are one number per layer, not one per channel")
     layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
@@ -178,7 +179,6 @@ class Config(ModelConfig):
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: untied head", 0, 10)
-    ngram_lr: float = option(0.1, "SparseTable: n-gram embedding", 0, 10)
     tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
     tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
     scalar_lr: float = option(0.04, "Adam: gains, scales, mixes, gates", 0, 10)
@@ -221,27 +221,27 @@ def stages(columns, *rows):
     return {name: tuple(value for value in values if value is not None) for name, values in table.items()}
 
 # What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
+PLAIN = dict(bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False)
 # 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. parameter-golf 2026-03-19_TrainingOptSeq4096: 1.20136.
-GOLF = dict(
+GOLF = PLAIN | dict(
     data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
     data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
     packing="spans", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
-    tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, key_offset=False, bigram_rows=0,
-    value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
-    matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, beta1=0.9, muon_sum=True,
-    muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
+    tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, value_embed_layers=(0,), window_pattern="L",
+    window_schedule=(0,), matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, beta1=0.9,
+    muon_sum=True, muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
     iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
     train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
     artifact_bytes_limit=16_000_000, artifact_scale_floor=1 / 127)
 # 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
-SPEEDRUN = dict(
+SPEEDRUN = PLAIN | dict(
     data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
     train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, packing="documents", max_epochs=1,
     num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, window_pattern="0SSSLSS-SSSL",
-    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), value_lambdas=True, bigram_rows=0,
+    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), value_lambdas=True,
     skip_layers=(4, 7), skip_sigmoid=True, scalar_mix=True, backout_layer=8, attn_gate_dim=12,
-    smear_dim=12, smear_documents=True, key_offset=False, qk_gain_init=0.0, layer_scale=False,
-    unet_skips=False, attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True,
+    smear_dim=12, smear_documents=True, qk_gain_init=0.0, layer_scale=False, unet_skips=False,
+    attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True,
     **stages(  # three equal parts of iterations, then the extension; lr_switches are parts of their own
         "batch_schedule seq_schedule window_schedule lr_schedule lr_switches",
         (1,             1,           384,            1.0,        0.0),
@@ -261,13 +261,12 @@ SPEEDRUN = dict(
     val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head")
 # 8xH100: least time to CORE > 0.256525. nanochat 00932d1, depth 26, ratio 7.25, fp8: 8,967 s.
 # Rates and decay are those of depth 12; depth_dial() scales them.
-GPT2 = dict(
-    depth=26, target_param_data_ratio=7.25, train_seq_len=2048, train_batch_tokens=524_288,
+GPT2 = PLAIN | dict(
+    depth=26, target_param_data_ratio=7.25, train_seq_len=2048, train_batch_tokens=524_288, fp8="auto-all",
     data_path="data/datasets/fineweb_edu", data_fingerprint="", vocab_size=32_768, shuffle=False,
-    packing="best_fit", mlp_mult=4, bigram_rows=0, key_offset=False, rope_base=10_000.0, qk_gain_init=0.0,
-    value_gate_dim=32, scalar_mix=True, layer_scale=False, unet_skips=False,
-    matrix_lr=0.02, head_lr=0.004, scalar_lr=0.5, weight_decay=10.0, decay_schedule="linear",
-    normuon_beta2=0.95, orthogonalization="polar_express", adam_eps=1e-10, fp8="auto-all",
+    packing="best_fit", mlp_mult=4, rope_base=10_000.0, qk_gain_init=0.0, value_gate_dim=32, scalar_mix=True,
+    layer_scale=False, unet_skips=False, matrix_lr=0.02, head_lr=0.004, scalar_lr=0.5, weight_decay=10.0,
+    decay_schedule="linear", normuon_beta2=0.95, orthogonalization="polar_express", adam_eps=1e-10,
     parameters=(
         "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
         "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "head.init=normal",
@@ -404,8 +403,7 @@ def check_config(cfg):
          "every stage needs whole sequences"),
         (max(c.seq_schedule) == 1 or c.packing in ("documents", "spans"),
          "seq_schedule packing", "longer sequences need packing=documents or spans"),
-        (not c.shuffle or c.packing in ("rows", "documents"),
-         "shuffle packing", "shuffle=1 needs packing=rows or documents"),
+        (not c.shuffle or c.packing == "rows", "shuffle packing", "shuffle=1 needs packing=rows"),
         (len(c.lr_switches) == len(c.lr_schedule) and [0, *c.lr_switches[1:]] == sorted(c.lr_switches),
          "lr_switches lr_schedule", "switches must grow from 0, one per entry"),
         (not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
@@ -492,7 +490,6 @@ class Context(NamedTuple):
     attn_scale: torch.Tensor  # factor on q @ k, 0-dim
     windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
-    ngrams: torch.Tensor | None = None  # (B, T, C): what GPT.look_up found; None: it is asked
 
 def make_context(cfg, T, window, device, dtype=None):
     """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
@@ -667,17 +664,85 @@ class Block(nn.Module):
             y = y * gate(h, self.attn_gate)[..., None]
         return self.kernels.linear(y.flatten(2), self.attn_proj)
 
-def ngram_ids(tokens, documents, cfg):
-    """Rows of the table (B, T, n) of the hashed n-grams that end at each token; the last row, which stays 0,
-    where one would begin before the row of tokens or in another document."""
-    rows, orders, ids = cfg.ngram_rows, cfg.ngram_orders, []
-    key, place = torch.zeros_like(tokens), torch.arange(tokens.size(1), device=tokens.device)
-    for n in range(max(orders)):
-        key = (key * 0x9E3779B1 + tokens.roll(n, 1) + 1) % 0x7FFFFFFF  # below 2**63 before the remainder
-        if n + 1 in orders:
-            whole = place >= n if documents is None else (place >= n) & (documents == documents.roll(n, 1))
-            ids.append(torch.where(whole, (key * 0x85EBCA6B >> 16) % rows, rows))
-    return torch.stack(ids, -1)
+# Candidates for the next token, which take no training to know: what the training text has most often after
+# the last n tokens, for each n, and what the row itself had, for the largest n. The input gets an embedding
+# of each, scaled by a class of how sure it is, and one of the class.
+CLASSES = 16  # per order of n-grams
+
+def ngram_keys(tokens, orders):
+    """Yields (n, hashes of 36 bits of the n tokens up to each place (..., T)) for each n of orders."""
+    key = torch.zeros_like(tokens)
+    for n in range(1, max(orders) + 1):
+        key.add_(tokens.roll(n - 1, -1)).add_(1).mul_(-0x61C8864680B583EB)  # modulo 2**64
+        if n in orders:
+            yield n, (key >> 28).bitwise_and_(0xFFFFFFFFF)
+
+class NgramCounts(nn.Module):
+    """The two next tokens that most training documents have after each n-gram. A table per order holds, where
+    the n-gram's hash says, documents with the first token (8 bits), that token (16), the same of the second,
+    documents with any (8) and a check (8)."""
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.text = cfg, np.zeros(0, np.uint16)
+        tables = np.zeros((sum(n > 0 for n in cfg.count_orders), 1 << cfg.count_bits), np.int64)
+        self.register_buffer("tables", torch.from_numpy(tables))  # takes no memory until it is written
+
+    def count(self, text):
+        """Makes the tables from all train tokens in order, uint16 (n,)."""
+        self.text, tables = text, self.tables.cpu().zero_().numpy()
+        tokens = torch.from_numpy(text.astype(np.int64))
+        document = ((tokens == self.cfg.bos_id).cumsum(0) * 0x9E3779B1 >> 8 & 0xFFF).short()
+
+        def starts(values):
+            return np.flatnonzero(np.diff(values, prepend=~values[:1]))
+
+        def fill(table, seen, part):  # (key, next token, document), in bits 36, 16 and 12; one of 8 parts
+            seen = np.sort(seen[seen >> 61 == part])
+            pairs = seen[starts(seen)] >> 12
+            first = starts(pairs)
+            pairs, counts = pairs[first], np.diff(first, append=len(pairs)).clip(max=255)  # of documents
+            first, ranked = starts(pairs >> 16), counts << 16 | pairs & 0xFFFF
+            best, total = np.maximum.reduceat(ranked, first), np.add.reduceat(counts, first).clip(max=255)
+            sizes, keys = np.diff(first, append=len(pairs)), pairs[first] >> 16 & 0xFFFFFFFFF
+            second = np.maximum.reduceat(np.where(ranked == best.repeat(sizes), 0, ranked), first)
+            table[keys >> 36 - self.cfg.count_bits] = best << 40 | second << 16 | total << 8 | keys & 0xFF
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
+                seen = key[n - 1:-1].mul_(1 << 28).add_(tokens[n:] << 12).add_(document[n - 1:-1]).numpy()
+                list(pool.map(partial(fill, table, seen), range(-4, 4)))
+        self.tables.copy_(torch.from_numpy(tables))
+
+    def forward(self, tokens, length, targets=None):
+        """[(is there one, the token, its class)] per order, each (B, T). length: tokens of a document so far
+        (B, T). targets: what comes next in training text; then its own document does not count for it."""
+        found = []
+        for (n, key), table in zip(ngram_keys(tokens, self.cfg.count_orders), self.tables):
+            entry = table[key >> 36 - self.cfg.count_bits]
+            best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
+            if targets is not None:
+                best, second = (pair - ((pair & 0xFFFF) == targets) * 0x10000 for pair in (best, second))
+                best, total = best.maximum(second), total - 1
+            count, share = best >> 16, (best >> 16) / total
+            sure = sum(4 * (count > n) for n in (1, 3, 15)) + sum(share >= part for part in (0.4, 0.7, 0.999))
+            found.append([(entry & 0xFF == key & 0xFF) & (count > 0) & (length >= n), best & 0xFFFF, sure])
+        return found
+
+    def stored(self):
+        """What files hold: the text."""
+        return {"counts.text": torch.from_numpy(self.text.view(np.int16))} if len(self.tables) else {}
+
+def copies(tokens, length, orders):
+    """The same for what came after the n-gram when it was last in the row. Class 0: it was there once; before
+    that it had, 1: another token, 2: the same."""
+    found, t = [], torch.arange(tokens.size(1), device=tokens.device)
+    for n, key in ngram_keys(tokens, orders):  # of one document, or alone
+        key, order = torch.where(length >= n, key + (t - length + 1 << 36), ~t).sort(dim=1, stable=True)
+        again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        last, before = (tokens.roll(-1, 1).gather(1, order.roll(times, 1)) for times in (1, 2))
+        sure = torch.where(again & again.roll(1, 1), 1 + (last == before), 0)
+        found.append([torch.empty_like(x).scatter_(1, order, x) for x in (again, last, sure)])
+    return found
 
 class GPT(nn.Module):
     """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
@@ -688,7 +753,11 @@ class GPT(nn.Module):
         self.embed = parameter(V, C)
         self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
-        self.ngram_embed = parameter(cfg.ngram_rows + 1, C, on=cfg.ngram_rows)  # the last one stays 0
+        self.counts, self.classes = NgramCounts(cfg), CLASSES * len(cfg.copy_orders)  # of a source
+        sources = sum(n > 0 for n in cfg.count_orders) + any(cfg.copy_orders)
+        self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
+        self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
+        self.class_scale = parameter(sources * self.classes + 1, on=sources)
         self.smear = parameter(1, 1, on=cfg.smear_dim)
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
@@ -711,22 +780,29 @@ class GPT(nn.Module):
         """The number of each token's document in its row (B, T); None if tokens see beyond their document."""
         return (tokens == self.cfg.bos_id).cumsum(1) if self.cfg.max_doc_len else None
 
-    def look_up(self, tokens):
-        """tokens (B, T) -> rows of the n-gram embedding (B, T, n), their sum (B, T, C), or None, None."""
-        if self.ngram_embed is None:
-            return None, None
-        ids = ngram_ids(tokens, self.documents(tokens), self.cfg)
-        return ids, F.embedding_bag(ids.flatten(0, 1), self.ngram_embed, mode="sum").view(*tokens.shape, -1)
+    def candidates(self, tokens, targets=None):
+        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
+        cfg, rows, place = self.cfg, [], torch.arange(tokens.size(1), device=tokens.device)
+        bos, tables = cfg.bos_id if cfg.max_doc_len else -1, (self.candidate_embed, self.class_embed)
+        length = place + 1 - torch.where(tokens == bos, place, 0).cummax(1).values
+        counted, copied = self.counts(tokens, length, targets), copies(tokens, length, cfg.copy_orders)
+        for i, found in enumerate(filter(None, [*([one] for one in counted), copied])):
+            best = [torch.full_like(tokens, len(table) - 1) for table in tables]
+            for n, (there, token, sure) in enumerate(found):  # the longest n-gram comes last
+                longer = i * cfg.vocab_size + token, i * self.classes + CLASSES * n + sure
+                best = [torch.where(there, x, y) for x, y in zip(longer, best)]
+            rows.append(torch.stack(best, 2))
+        return [torch.stack(rows, -1)] if rows else []
 
-    def hidden(self, tokens, context):
-        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+    def hidden(self, tokens, context, *candidates):
+        """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
         cfg, T, documents = self.cfg, tokens.size(1), self.documents(tokens)
         follows = torch.arange(T, device=tokens.device) > 0
         follows = follows if documents is None else follows & (tokens != cfg.bos_id)
         masks = {kind: self.kernels.window_mask(window, T, documents, tokens.device)
                  for kind, window in context.windows.items()}
-        ngrams = self.look_up(tokens)[1] if context.ngrams is None else context.ngrams
-        x = x0 = rms_norm(self.embedded(tokens, ngrams, follows, context.dtype))
+        candidates = candidates or self.candidates(tokens)
+        x = x0 = rms_norm(self.embedded(tokens, candidates, follows, context.dtype))
         outputs = []
         for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
             for row, (source, to) in enumerate(self.skips):
@@ -744,14 +820,15 @@ class GPT(nn.Module):
             x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
         return rms_norm(x)
 
-    def embedded(self, tokens, ngrams, follows, dtype):
-        """tokens (B, T) -> embedding, with those of hashed n-grams and a part of the token before."""
+    def embedded(self, tokens, candidates, follows, dtype):
+        """tokens (B, T) -> embedding, with that of bigrams and candidates and a part of the token before."""
         x = F.embedding(tokens, self.embed).to(dtype)
         if self.bigram_embed is not None:
             pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
             x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
-        if ngrams is not None:
-            x = x + ngrams.to(dtype)
+        for token, sure in (rows.unbind(2) for rows in candidates):
+            scaled = F.embedding(token, self.candidate_embed) * self.class_scale[sure][..., None]
+            x = x + (scaled + F.embedding(sure, self.class_embed)).sum(2).to(dtype)
         if self.smear is not None:
             before = F.pad(x, (0, 0, 1, -1))
             if not self.cfg.smear_documents:
@@ -763,9 +840,9 @@ class GPT(nn.Module):
         """Last activations (..., C) -> fp32 (..., V)."""
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context):
+    def forward(self, tokens, targets, context, *candidates):
         """Mean training loss, nats. tokens and targets (B, T)."""
-        x = self.hidden(tokens, context)
+        x = self.hidden(tokens, context, *candidates)
         return self.kernels.loss(x, self.head, targets, self.cfg.logit_softcap, self.kernels.head_linear)
 
 class Parameter(NamedTuple):
@@ -773,7 +850,7 @@ class Parameter(NamedTuple):
     constant in ModelConfig that turns it off, the parameter in Block or GPT, its use there, and a row."""
     kind: str  # the last word of its name in the model
     group: str  # kinds of a group share buffers in the optimizer and rounding in the artifact
-    optimizer: str  # muon (matrices only), adam, or rows: SparseTable
+    optimizer: str  # muon (matrices only) or adam
     lr: str  # the constant of Config that is its learning rate
     lr_mult: float  # factor on it
     decay_mult: float  # factor on weight_decay; Adam has none
@@ -800,7 +877,9 @@ def parameter_table(cfg):
         ("head",         "head",        "adam", "head_lr",   1.0, 1.0, "constant", 0.0,        0.5),
         ("value_embeds", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
-        ("ngram_embed",  "ngram_embed", "rows", "ngram_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("candidate_embed", "value_embed", "adam", "embed_lr", 1.0, 1.0, "constant", 0.0,     1.6),
+        ("class_embed",  "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("class_scale",  "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
         ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("smear_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
@@ -819,9 +898,8 @@ def parameter_table(cfg):
                  lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
     for cell in cfg.parameters:
         kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell, re.DOTALL).groups()
-        columns = ("artifact_step",) if kind == "ngram_embed" else Parameter._fields[2:]  # see SparseTable
-        require(kind in table and column in columns,
-                f"parameters={cell!r} is no cell; kinds: {', '.join(table)}; columns: {', '.join(columns)}")
+        require(kind in table and column in Parameter._fields[2:], f"parameters={cell!r} is no cell; kinds: "
+                f"{', '.join(table)}; columns: {', '.join(Parameter._fields[2:])}")
         if column in texts:
             require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
         else:
@@ -847,8 +925,6 @@ def first_values(model, seed):
     generator, table, values = torch.Generator().manual_seed(seed), parameter_table(model.cfg), {}
     for name, p in model.named_parameters():
         row, value = table[kind_of(name)], torch.zeros(p.shape)
-        if row.optimizer == "rows":  # they begin as zeros
-            continue
         if row.init == "uniform":
             bound = row.scale * p.size(1) ** -0.5
             value.uniform_(-bound, bound, generator=generator)
@@ -951,7 +1027,10 @@ class Bank:
 
     def whole(self, mine):
         """The ranks' shares of master or state in one, on the CPU."""
-        return gather(mine, self.world_size).to("cpu", copy=True)[:self.units]
+        whole = torch.cat([mine] * self.world_size)
+        if self.world_size > 1:
+            all_gather(whole.view(-1), mine.contiguous().view(-1))
+        return whole.cpu()[:self.units]
 
     def views(self, flat):
         return [flat[low:low + shape.numel()].view(shape) for low, shape in zip(self.places, self.shapes)]
@@ -973,43 +1052,13 @@ class Bank:
             whole = self.grad.to(self.data.dtype)
             return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
-class SparseTable:
-    """The n-gram embedding, of which a step costs the rows that its tokens touch: what was looked up is an
-    input of the compiled step. Adam without a first moment and with one second moment per row, a sum, as an
-    untouched row must not change. Each rank applies all ranks' gradients. data (rows, C), v (rows,)."""
-    def __init__(self, p, world_size, dtype):
-        p.data = self.data = p.data.to(dtype)
-        self.v, self.world_size = torch.zeros(len(p), device=p.device), world_size
-        self.input, self.parts = None, []  # of this micro-step: (ids, what they found); [(ids, gradient)]
-
-    def step(self, grad_scale, lr, group):
-        """By the gradients (B, T, C) of what the ids (B, T, n) of each micro-step found."""
-        parts = [torch.cat(part).flatten(0, 1) for part in zip(*self.parts)]
-        ids, grads = (gather(part, self.world_size, group) for part in parts)
-        self.parts = []
-        # 1. gradients of one row are added up; on a GPU all shapes are fixed, so that the host need not wait
-        rows, order = ids.flatten().long().sort(stable=True)
-        first, none = F.pad(rows[1:] != rows[:-1], (1, 0), value=True), len(self.v) - 1
-        size = len(rows) if rows.is_cuda else int(first.sum())
-        starts = first.nonzero_static(size=size, fill_value=len(rows))[:, 0]
-        total = F.embedding_bag(order // ids.size(1), grads.float(), starts, mode="sum")
-        rows = F.pad(rows, (0, 1), value=none)[starts]
-        # 2. the update; the last row stays 0
-        total *= (grad_scale * (rows != none))[:, None]
-        v = self.v[rows] + total.square().mean(1)
-        self.v[rows] = v
-        total *= (-lr * v.clamp_min(1e-30).rsqrt())[:, None]
-        self.data.index_add_(0, rows, total.to(self.data.dtype))
-
 class Optimizer:
     """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state.
     dtype: of the parameters that the model reads from now on."""
     def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32):
-        self.cfg, self.world_size, self.group, self.model = cfg, world_size, group, model
+        self.cfg, self.world_size, self.group = cfg, world_size, group
         self.adam_step, self.muon_step, self.step_count = adam_step, muon_step, 0
         table, kinds, known = parameter_table(cfg), {}, dict(model.named_parameters())
-        sparse = known.pop("ngram_embed", None)
-        self.table = None if sparse is None else SparseTable(sparse, world_size, dtype)
         for name, p in known.items():
             row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, artifact_step=0.0)
             shape = p.shape if row.optimizer == "muon" else None
@@ -1018,21 +1067,9 @@ class Optimizer:
                       for (row, _), members in kinds.items()]
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
-    @torch.no_grad()
-    def look_up(self, tokens, context):
-        """The context of a micro-step, with what its tokens (B, T) find in the n-gram embedding."""
-        if self.table:
-            ids, found = self.model.look_up(tokens)
-            self.table.input = ids.int(), found.requires_grad_()
-            context = context._replace(ngrams=found)
-        return context
-
     def backward(self, loss):
         """Adds the gradients of a loss to those of the micro-steps before."""
-        inputs = [self.table.input[1]] if self.table and self.table.input else []
-        rest = iter(torch.autograd.grad(loss, inputs + self.params, materialize_grads=True))
-        if inputs:
-            self.table.parts.append((self.table.input[0], next(rest)))
+        rest = iter(torch.autograd.grad(loss, self.params, materialize_grads=True))
         for bank in self.banks:
             add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
             add(bank.grads, [next(rest) for _ in bank.grads])
@@ -1072,8 +1109,6 @@ class Optimizer:
             bank.fresh = True
             if job:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
-        if self.table and self.table.parts:
-            self.table.step(grad_scale, cfg.ngram_lr * lr_factor, self.group)
         for job in gathers:
             job.wait()
 
@@ -1085,14 +1120,6 @@ class Optimizer:
 # torch's names of these collectives since 2.13, and before
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-def gather(mine, ranks, group=None):
-    """Shares (n, ...) of all ranks -> (ranks * n, ...)."""
-    if ranks == 1:
-        return mine
-    whole = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
-    all_gather(whole.view(-1), mine.contiguous().view(-1), group=group)
-    return whole
 
 def all_reduce(tensor, op="SUM", group=None):
     """SUM or MAX over the ranks, in place; returns the tensor."""
@@ -1187,7 +1214,7 @@ def open_shard(path, tokens=None):
     return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens, vocab_size, name):
-    largest = tokens.max()
+    largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
 class Data(NamedTuple):
@@ -1291,7 +1318,7 @@ class Loader:
     rows: the stream cut every T tokens, with shuffle in one random order. position counts rows.
     spans: an eighth of a step reads one token more than it trains on and is cut into rows that share their
       edges; the next eighth begins after it, endlessly, through shard edges. It counts tokens.
-    documents: heads of documents, in order or shuffled, until a row is full, the last one cut; the next row
+    documents: heads of documents, in order, until a row is full, the last one cut; the next row
       begins at the next document. What of a shard fills no row of all ranks is lost. It counts documents.
     best_fit: the longest document of a buffer that fits, again and again; if none fits the shortest, cropped,
       its rest lost. Rank r of R has the groups of documents r, r + R, ... of each shard. It counts rows.
@@ -1324,10 +1351,6 @@ class Loader:
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
         self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=longest)
         require(len(self.starts), f"no token {bos} begins a document in the train split")
-        if cfg.shuffle:
-            order = np.random.default_rng(0).permutation(len(self.starts))
-            self.starts, self.lengths = self.starts[order], self.lengths[order]
-            self.shard_of = 0 * self.shard_of  # rows may cross shards
         self.filled = np.cumsum([0, *self.lengths])
         self.packer, self.packed, self.groups = None, [], []
         for shard, name in enumerate(self.names if cfg.packing == "best_fit" else ()):
@@ -1772,8 +1795,8 @@ def pack_artifact(model):
     """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig."""
     tensors, cfg, table = {}, model.cfg, parameter_table(model.cfg)
     for name, w in stored(model).items():
-        row = table[kind_of(name.removesuffix(".rows"))]
-        if not row.artifact_step or name.endswith(".rows"):
+        row = table[kind_of(name)] if w.is_floating_point() else None  # whole numbers stay
+        if not row or not row.artifact_step:
             tensors[name] = w
         elif w.numel() > cfg.artifact_keep:
             step = cfg.artifact_step * row.artifact_step
@@ -1787,15 +1810,9 @@ def pack_artifact(model):
     raw = to_bytes(cfg, tensors)
     return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
 
-def touched_rows(name, whole):
-    """A table (R, ...) that began as zeros -> {name: those that are not (n, ...), name.rows: which (n,)}"""
-    rows = whole.view(len(whole), -1).any(1).nonzero()[:, 0]
-    return {name: whole[rows], name + ".rows": rows.int()}
-
 def stored(model):
     """{name: tensor on the CPU} of a model as files hold it."""
-    tensors = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    return tensors | (touched_rows("ngram_embed", tensors["ngram_embed"]) if "ngram_embed" in tensors else {})
+    return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.counts.stored()
 
 def to_payload(cfg, tensors):
     """What load_model reads, for torch.save, which would write whole buffers instead of views."""
@@ -1828,12 +1845,14 @@ def load_model(path, device="cpu", base=None):
         for name, p in model.named_parameters():
             rows = tensors.pop(name + ".int8", None)
             w = tensors.pop(name) if rows is None else rows.float() * tensors.pop(name + ".scale")[:, None]
-            if name == "ngram_embed":
-                w = torch.zeros(p.shape).index_copy_(0, tensors.pop(name + ".rows").long(), w.float())
             require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
             p.data.copy_(w)
-        require(not tensors, f"unknown {list(tensors)[:1]}")
         model.to(device)
+        if any(cfg.count_orders):
+            text = tensors.pop("counts.text").numpy().view(np.uint16)
+            check_tokens(text, cfg.vocab_size, "the counted text")
+            model.counts.count(text)
+        require(not tensors, f"unknown {list(tensors)[:1]}")
     except Exception as error:  # a damaged file may raise anything
         raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
     return model.eval(), cfg
@@ -1864,8 +1883,7 @@ def write_model(model, folder, code, log):
     size = path.stat().st_size
     total, kind = size + code, codec(cfg) if cfg.score_artifact else "fp32"
     log(f"Serialized model {kind}: {size} bytes ({sum(p.numel() for p in model.parameters())} weights)",
-        f"Code size: {code} bytes",
-        f"Total submission size {kind}: {total} bytes")
+        f"Code size: {code} bytes", f"Total submission size {kind}: {total} bytes")
     if limit:
         over = f"OVER by {total - limit}" if total > limit else "within it"
         log(f"artifact_bytes_limit: {limit} bytes, {over}")
@@ -1962,11 +1980,6 @@ def restore(run, checkpoint):
                 whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
             team.broadcast(whole)
             mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
-    if table := run.optimizer.table:
-        for whole, part, name in (table.data, "tensors", "ngram_embed"), (table.v, "state", "ngram_embed.v"):
-            if team.rank == 0:
-                whole[checkpoint[part][name + ".rows"].long()] = checkpoint[part][name].to(whole)
-            team.broadcast(whole)
     run.optimizer.step_count, run.started = progress["updates"], progress["started"]
     run.loader.position = progress["position"]
     torch.set_rng_state(progress["random"])
@@ -2009,12 +2022,9 @@ class Saver:
         the checkpoint before, and KeyboardInterrupt once this one is written if it was made for a signal."""
         run, team = self.run, self.run.team
         self.wait()
-        payload = to_payload(run.cfg, run.optimizer.weights())
+        payload = to_payload(run.cfg, run.optimizer.weights() | run.model.counts.stored())
         payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
-        if table := run.optimizer.table:
-            payload["tensors"] |= touched_rows("ngram_embed", table.data.float().cpu())
-            payload["state"] |= touched_rows("ngram_embed.v", table.v.cpu())
         if team.rank == 0:
             payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
                 position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
@@ -2413,7 +2423,7 @@ def step_memory(cfg, team, sequences):
     """Bytes that a rank needs with so many sequences at a time, in the stage that needs most. The numbers per
     token are fitted to peaks that ./run.sh static counted, which are up to 7 % off (records/BENCH.md)."""
     counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
-    sparse = counts.pop("ngram_embed", 0) * (width if team.on_gpu else 4) + 4 * cfg.ngram_rows
+    tables = 8 * sum(n > 0 for n in cfg.count_orders) << cfg.count_bits
     most = max(stage.seq_multiple for stage in stage_table(cfg))
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
@@ -2425,7 +2435,7 @@ def step_memory(cfg, team, sequences):
     kept *= 0.68 if team.on_gpu and part == "all" else 1
     # 3. logits; on a GPU their gradients take their place, in fp8 in two layouts
     each = 2 * width if not team.on_gpu else width if part == "off" else 4
-    return int(held + sparse + tokens * (width * kept + each * cfg.vocab_size))
+    return int(held + tables + tokens * (width * kept + each * cfg.vocab_size))
 
 def micro_batch(cfg, team):
     """Sequences at a time: the largest divisor of a rank's that device_batch_size or else memory allows: what
@@ -2463,10 +2473,9 @@ def plan_lines(cfg, team, micro):
     yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
            f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
            f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
-    if team.world_size > 1:  # gradients and weights of all banks; of the n-grams what tokens found
-        width, sparse = team.dtype.itemsize if team.on_gpu else 4, counts["ngram_embed"]
-        found = batch * (cfg.model_dim * width + 4 * len(cfg.ngram_orders)) * bool(sparse)
-        yield f"collectives: {(2 * width * (counts.total() - sparse) + found) / 1e6:.0f} MB per step"
+    if team.world_size > 1:  # gradients and weights of all banks
+        width = team.dtype.itemsize if team.on_gpu else 4
+        yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
     yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
     yield from stage_lines(cfg)
@@ -2488,34 +2497,16 @@ def stage_lines(cfg):
     yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
            f"long_window:{sizes['L']} short_window:{sizes['S']}")
 
-def plot_curves(curves, cfg, title, path, log):
-    """loss.png of {split: [(step, training seconds, loss)]}, raw and smoothed, with stages as bands, the LR
-    factor and the record of the game; says why where it cannot be drawn."""
+def plot_curves(curves, title, path, log):
+    """loss.png of {split: [(step, training seconds, loss)]}; ./run.sh adds what the log says besides."""
     try:
         from matplotlib.figure import Figure
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
-        right = axes.twinx()
-        (steps, seconds, losses), (_, val_seconds, val) = (zip(*curves[split]) for split in ("train", "val"))
-        width = len(losses) // 20 * 2 + 3  # points
-        smooth = np.convolve(np.pad(losses, width // 2, "edge"), np.full(width, 1 / width), "valid")
-        targets = Path(__file__).with_name("records") / "targets.json"  # not beside a copy of this script
-        if targets.exists() and not {"data_path", "data_fingerprint"} & {*overrides(cfg)}:
-            record = json.loads(targets.read_text()).get(cfg.preset, {}).get("curve", ())
-            axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
-        axes.plot(seconds, losses, ".", color="tab:blue", alpha=0.35, label="train")
-        axes.plot(seconds, smooth, color="tab:blue", label="train, smoothed")
-        axes.plot(val_seconds, val, "o-", color="tab:red", label=f"val, at the end {val[-1]:.4f}")
-        progress = [run_progress(cfg, step, now) for step, now in zip(steps, seconds)]
-        right.plot(seconds, [lr_factor(cfg, *at) for at in zip(steps, progress)], ":", color="tab:green")
-        right.set(ylabel="LR factor (dotted)", ylim=(0, None))
-        firsts = [stage_at(cfg, at).first_step for at in progress]
-        edges = [now for now, a, b in zip(seconds, [-1, *firsts], firsts) if a != b] + [seconds[-1]]
-        for low, high in zip(edges[1::2], edges[2::2]):  # every second stage
-            axes.axvspan(low, high, color="0.5", alpha=0.12)
-        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log", xlim=(0, None))
-        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-        axes.grid(alpha=0.3, which="both")
+        for split, points in curves.items():
+            _, seconds, losses = zip(*points)
+            axes.plot(seconds, losses, "o-" if split == "val" else "-", label=split)
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log")
         axes.legend()
         figure.savefig(path, dpi=110)
     except Exception as error:
@@ -2594,11 +2585,11 @@ class Clock:
         return step > 0 and 0 < self.cap <= self.then + reserve
 
 def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule):
-    """A step, at most `micro` sequences at a time. grad_factor: 1 for gradients of the mean loss. schedule:
-    LR factor, momentum, decay factor. Returns this rank's mean loss."""
+    """A step on (tokens, targets, candidates if any), at most `micro` sequences at a time. grad_factor: 1 for
+    gradients of the mean loss. schedule: LR factor, momentum, decay factor. Returns this rank's mean loss."""
     parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
-    for tokens, targets in parts:
-        loss = loss_fn(tokens, targets, optimizer.look_up(tokens, context)) / len(parts)
+    for tokens, targets, *candidates in parts:
+        loss = loss_fn(tokens, targets, context, *candidates) / len(parts)
         optimizer.backward(loss * grad_factor)
         total = total + loss.detach()
     optimizer.step(*schedule)
@@ -2615,7 +2606,6 @@ def rehearse(run):
     the first round, times those of a step."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
-    changing += [optimizer.table.data, optimizer.table.v] if optimizer.table else []
     while True:
         run.loss_fn, optimizer.adam_step, optimizer.muon_step = model, adam_step, muon_step
         if compiled:
@@ -2657,8 +2647,8 @@ def rehearse_stages(run):
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = make_context(cfg, T, stage.window, team.device, team.dtype)
-            context = run.optimizer.look_up(tokens, context)
-            run.optimizer.backward(run.loss_fn(tokens, tokens.clone(), context))  # one tensor: another graph
+            loss = run.loss_fn(tokens, tokens.clone(), context, *run.model.candidates(tokens, tokens))
+            run.optimizer.backward(loss)  # without the clone it would be another graph
             team.wait()
         except Exception as error:
             problem = error
@@ -2678,7 +2668,12 @@ def train(run, state, counter=time.perf_counter):
     """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
     for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
     cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
-    clock, last, reported, key = Clock(cfg, team, state, counter), total_steps(cfg), False, None
+    began, last, reported, key = counter(), total_steps(cfg), False, None
+    if any(cfg.count_orders):
+        run.model.counts.count(np.concatenate(loader.shards))
+        run.log(f"n-grams of {loader.total} tokens counted in {counter() - began:.1f} s")
+        state.seconds += (counter() - began) * (state.step == 0)  # a resumed run has paid for it
+    clock = Clock(cfg, team, state, counter)
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
     team.wait()
     clock.start(state.seconds)
@@ -2710,6 +2705,7 @@ def train(run, state, counter=time.perf_counter):
         schedule = [factor(cfg, step, progress) for factor in (lr_factor, muon_momentum, decay_factor)]
         tokens = cfg.train_batch_tokens * stage.batch_multiple
         batch = loader.next(tokens, stage.seq_multiple)
+        batch += *run.model.candidates(*batch),
         if key != (batch[0].size(1), stage.window):  # its tables go to the device, for which the host waits
             key = batch[0].size(1), stage.window
             context = make_context(cfg, *key, team.device, team.dtype)
@@ -2868,7 +2864,10 @@ def write_and_read_back(run):
     if run.team.rank == 0:  # other hosts lack the file
         report = write_model(model, run.folder, len(script_source()), run.log)
         if run.cfg.score_artifact:
-            model.load_state_dict(load_model(run.folder / artifact_name(run.cfg))[0].state_dict())
+            del model.counts.tables  # room for those of the file
+            again = load_model(run.folder / artifact_name(run.cfg), run.team.device)[0]
+            model.counts = again.counts
+            model.load_state_dict(again.state_dict())
     for p in model.parameters():
         run.team.broadcast(p.data)
     return report
@@ -2880,7 +2879,7 @@ def finish(run, result, report, scores, curves, began):
     text = score_text(cfg, score)
     show_samples(run.model, cfg, run.data, run.team, log)
     if curves:
-        plot_curves(curves, cfg, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+        plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
     process_ms, finished = round(1e3 * (time.perf_counter() - began)), f"{datetime.now(UTC):%FT%TZ}"
     report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
     result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}

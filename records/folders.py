@@ -292,9 +292,10 @@ def rank_key(folder):
 
 
 def best_before(records, hardware):
-    """Name of the best record with a score; where any hardware may play, of those on this if there are any; or
-    "none"."""
-    records = {name: folder for name, folder in records.items() if None not in folder.values(folder.track.metric)}
+    """Name of the best record that has a score; where any hardware may play, of those on this if there are
+    any; or "none"."""
+    scored = [name for name, folder in records.items() if None not in folder.values(folder.track.metric)]
+    records = {name: records[name] for name in scored}
     alike = {name: folder for name, folder in records.items()
              if folder.track.hardware or folder.hardware() == hardware}
     return min(alike or records, key=lambda name: rank_key(records[name]), default="none")

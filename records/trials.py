@@ -5,6 +5,7 @@ What is run here is run in turn (A B, B A, A B …), so that a machine whose spe
 import datetime
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -349,6 +350,43 @@ def draw(curves, path, title, by="seconds", grey=()):
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def draw_run(folder, record=()):
+    """A finished run's loss.png: train_loss raw and smoothed, val_loss, stages as bands, the LR factor; and
+    in grey the record of its game, [(seconds, loss)]."""
+    from matplotlib.figure import Figure
+    run = read_log(folder / "train.log")
+    text = run.path.read_text(encoding="utf-8", errors="replace")
+    rows = re.findall(r"^step:(\d+)/.* train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s$", text, re.M)
+    steps, ms, rates, eta = np.array(rows, float).T
+    seconds, losses = np.array([(point.seconds, point.loss) for point in run.curves["train"]]).T
+    last = float(re.search(r"^limits: at most (\d+) steps", text, re.M)[1])
+    starts = [int(step) / last for step in re.findall(r"^ {3,}(\d+) +\d+ +\d+ +\d+ +\d+ +\S+$", text, re.M)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    right = axes.twinx()
+    if record:
+        axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
+    width = len(losses) // 20 * 2 + 3           # points
+    smooth = np.convolve(np.pad(losses, width // 2, "edge"), np.full(width, 1 / width), "valid")
+    axes.plot(seconds, losses, ".", color="tab:blue", alpha=0.35, label="train")
+    axes.plot(seconds, smooth, color="tab:blue", label="train, smoothed")
+    val = [(point.seconds, point.loss) for point in run.curves["val"]]
+    axes.plot(*zip(*val), "o-", color="tab:red", label=f"val, at the end {val[-1][1]:.4f}")
+    right.plot(ms / 1e3, rates, ":", color="tab:green")
+    right.set(ylabel="LR factor (dotted)", ylim=(0, None))
+    stage = np.searchsorted(starts, np.maximum(steps / last, ms / (ms + 1e3 * eta)), "right")
+    changes = [0, *np.flatnonzero(np.diff(stage)) + 1, len(ms) - 1]
+    for low, high in zip(changes[1::2], changes[2::2]):     # every second stage
+        axes.axvspan(ms[low] / 1e3, ms[high] / 1e3, color="0.5", alpha=0.12)
+    score = ", ".join(f"{name} {value:.4f}" for name in ("val_bpb", "val_loss") if (value := run.value(name)))
+    axes.set(xlabel="train_time (s)", ylabel="nats per token", yscale="log", xlim=(0, None),
+             title=f"{run.config['preset']}: {score}")
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(folder / "loss.png", dpi=110)
 
 
 def record_to_beat(runs):

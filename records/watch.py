@@ -20,6 +20,7 @@ from pathlib import Path
 
 from folders import HOME, track_of
 from runs import STEP
+from trials import draw_run
 
 # How the line begins with which a stage of a run begins
 STAGES = {
@@ -180,23 +181,20 @@ def score_text(result):
             f"{result['train_time_ms'] / 1e3:.1f} s of training ({result['tok_per_s']:,} tok/s)")
 
 
-def comparison(result):
-    """What records/targets.json has for the run's game; nothing where the run played another one."""
+def target_of(result):
+    """What records/targets.json has for the run's game; {} where the run played another one."""
     other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "max_wallclock_seconds"}
-    if not other_game & {*result["overrides"]}:
-        targets = json.loads((HOME / "targets.json").read_text(encoding="utf-8"))
-        yield from targets[track_of(result["preset"])]["compare"]
+    if other_game & {*result["overrides"]}:
+        return {}
+    return json.loads((HOME / "targets.json").read_text(encoding="utf-8"))[track_of(result["preset"])]
 
 
-def end_lines(folder):
+def end_lines(folder, result):
     """The screen after a run that trained: score, what it compares with, the files, what to try next."""
-    result = json.loads((folder / "result.json").read_text())
-    if not result["steps"]:
-        return
     model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
     yield ""
     yield score_text(result)
-    yield from (f"  {line}" for line in comparison(result))
+    yield from (f"  {line}" for line in target_of(result).get("compare", ()))
     yield (f"in {folder}/: train.log, result.json, loss.png, "
            f"{model} ({size_text((folder / model).stat().st_size)}), train_gpt.py as it ran")
     if result["overrides"].keys() - {"run_id", "seed"}:
@@ -292,8 +290,11 @@ def main(command):
         screen.close()
     logger.close(progress.sample)
     if code == 0 and "folder" in progress.seen:
-        with suppress(OSError, ValueError, KeyError):
-            print(*end_lines(Path(progress.seen["folder"])), sep="\n", flush=True)
+        folder = Path(progress.seen["folder"])
+        result = json.loads((folder / "result.json").read_text())
+        if result["steps"]:
+            print(*end_lines(folder, result), sep="\n", flush=True)
+            draw_run(folder, target_of(result).get("curve", ()))
     return code if code >= 0 else 128 - code
 
 

@@ -93,6 +93,9 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
     else:
         run.loss_fn = trainer.rehearse(cfg, team, run.model, run.optimizer, micro, log)
     seconds = time.perf_counter() - began
+    if any(getattr(cfg, "count_orders", ())):  # once, and not as part of a step
+        run.model.counts.count(np.concatenate(loader.shards))
+        run.model.counts.count = lambda text: None
     if cfg.compile and run.loss_fn is run.model:
         print("compile: not possible here; measured uncompiled")
     return run, seconds
@@ -291,6 +294,8 @@ def step_function(trainer, run, window, seq_multiple=1):
         if hasattr(trainer, "decay_factor"):
             tokens = batch[0].numel() * run.team.world_size
             factors = [tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1, *factors, 1.0]
+        if hasattr(run.model, "candidates"):
+            batch = *batch, *run.model.candidates(*batch)
         trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, *factors)
     return step
 

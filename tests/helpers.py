@@ -26,7 +26,7 @@ TOY = dict(
     COMPILE="0", DEVICE="cpu", DTYPE="float32", DATA_PATH="data/datasets/toy", DATA_FINGERPRINT="",
     NUM_LAYERS="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="1024",
     VAL_TOKENS="4096", SAMPLE_TOKENS="8", MAX_WALLCLOCK_SECONDS="0", ITERATIONS="20", WARMUP_STEPS="0",
-    TRAIN_LOG_EVERY="10", BIGRAM_ROWS="1024", NGRAM_ROWS="3000", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0")
+    TRAIN_LOG_EVERY="10", BIGRAM_ROWS="1024", COUNT_BITS="12", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0")
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
@@ -133,8 +133,8 @@ def init_parameters(model, seed):
     """A model's first values."""
     import train_gpt
     values = train_gpt.first_values(model, seed)
-    for name, p in model.named_parameters():        # an n-gram embedding begins as zeros
-        p.data.copy_(values.get(name, p.new_zeros(p.shape)))
+    for name, p in model.named_parameters():
+        p.data.copy_(values[name])
 
 
 def add_gradients(optimizer, gradients):

@@ -343,6 +343,8 @@ class Subject:
         rows = tokens // T // run.team.world_size
         context = self.trainer.make_context(cfg, T, stage.window, run.team.device, run.team.dtype)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
+        if hasattr(run.model, "candidates"):
+            batch += run.model.candidates(*batch)
         micro = self.trainer.rows_at_once(rows, run.micro // stage.seq_multiple)
 
         def steps():

@@ -128,7 +128,7 @@ BAD_DATA = {
     "train shorter than a sequence": (lambda s: (rewrite_tokens(TRAIN, np.arange(64)), keep_files(slice(2))),
                                       ["train", "64"]),
     "no documents": (None, ["no token 65535 begins a document"],
-                     dict(PACKING="documents", BOS_ID="65535")),
+                     dict(PACKING="documents", SHUFFLE="0", BOS_ID="65535")),
     "one shard of three": (lambda s: keep_files(slice(2)), ["307200 of 110001 train tokens"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
     "more tokens than the epochs have": (None, ["819200 of 300000 train tokens"],

@@ -14,7 +14,7 @@ from helpers import ROOT, TOY, run_cli
 SETTINGS = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=1", "TRAIN_SEQ_LEN=64", "NUM_LAYERS=3",
             "TRAIN_BATCH_TOKENS=256", "MODEL_DIM=32", "BIGRAM_ROWS=64", "VOCAB_SIZE=512", "MAX_DOC_LEN=64",
             "WINDOW_PATTERN=LS0", "WINDOW_SCHEDULE=32,64", "BATCH_SCHEDULE=1,2", "EVAL_WINDOW=64",
-            "SEQ_SCHEDULE=1,2", "PACKING=documents", "VALUE_GATE_DIM=8", "VALUE_LAMBDAS=1"]
+            "SEQ_SCHEDULE=1,2", "PACKING=documents", "SHUFFLE=0", "VALUE_GATE_DIM=8", "VALUE_LAMBDAS=1"]
 PARTS = ["attention", "MLP", "head and loss", "optimizer", "the rest", "communication", "host"]
 OLDER = ROOT / "records/track_tiny/2026-11-22_FastStepsWindows"  # has set_context, imports kernels.py
 

@@ -18,15 +18,17 @@ from train_gpt import (ALIASES, FIELDS, MODEL_FIELDS, PRESETS, Config, Refused, 
 
 # Every constant of every preset, by name, type and value: records rely on them. `tiny` is all of them, the
 # others what differs, with what the depth dial derives. A change here is a decision.
+PLAIN = dict(count_orders=(0,), copy_orders=(0,))
 PINNED = {
     "tiny": dict(
         # of the model: what an artifact carries
-        preset="tiny", vocab_size=0, train_seq_len=512, max_doc_len=0, bos_id=0, num_layers=2, model_dim=128,
+        preset="tiny", vocab_size=0, train_seq_len=4096, max_doc_len=0, bos_id=0, num_layers=2, model_dim=128,
         num_heads=2, num_kv_heads=0, mlp_mult=3, tie_embeddings=False, logit_softcap=15.0, qk_gain_init=1.5,
         attn_scale=0.0, key_offset=True, attn_gate_dim=0, value_gate_dim=0, value_lambdas=False,
         rope_base=1000.0, rope_fraction=1.0, rope_end=False, rope_yarn=False, smear_dim=0,
-        smear_documents=False, bigram_rows=65_536, ngram_rows=0,
-        ngram_orders=(2, 3, 4), residual_mix=True, scalar_mix=False, layer_scale=True,
+        smear_documents=False, bigram_rows=65_536,
+        count_orders=(2, 3, 4, 6, 9), count_bits=24, copy_orders=(1, 2, 3, 4, 6, 9),
+        residual_mix=True, scalar_mix=False, layer_scale=True,
         unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(1, 2),
         window_pattern="SL", window_schedule=(256,), window_block=1, eval_window=0,
         # of the run
@@ -42,15 +44,15 @@ PINNED = {
         eval_ttt=0, eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
         core_metric_max_per_task=0, depth=0, target_param_data_ratio=0.0, target_flops=0.0, plan_mfu=0.5,
         parameters=(), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
-        tied_embed_init_std=0.005, ngram_lr=0.1,
-        scalar_lr=0.04, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
+        tied_embed_init_std=0.005, scalar_lr=0.04,
+        muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
         muon_momentum_cooldown_steps=0, orthogonalization="newton_schulz", muon_backend_steps=5,
         muon_sum=False, normuon_beta2=0.0, weight_decay=0.0, decay_schedule="lr", beta1=0.8, beta2=0.95,
         adam_eps=1e-8, adam_eps_corrected=True, loss_sum_ranks=0, adam_every=1, grad_clip_norm=0.0,
         iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0, warmup_steps=2,
         warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1,), seq_schedule=(1,),
         lr_schedule=(1.0,), lr_switches=(0.0,)),
-    "golf": dict(
+    "golf": PLAIN | dict(
         vocab_size=1024, train_seq_len=4096, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4,
         mlp_mult=2, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
         bigram_rows=0, value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
@@ -61,7 +63,7 @@ PINNED = {
         embed_lr=0.6, tied_embed_lr=0.03, scalar_lr=0.02, muon_momentum=0.99,
         muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500, muon_sum=True, beta1=0.9,
         iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000),
-    "speedrun": dict(
+    "speedrun": PLAIN | dict(
         vocab_size=50_304, train_seq_len=16_384, max_doc_len=2048, num_layers=12, model_dim=768, num_heads=6,
         mlp_mult=4, qk_gain_init=0.0, attn_scale=0.1, key_offset=False, attn_gate_dim=12, value_lambdas=True,
         rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True, smear_dim=12,
@@ -82,7 +84,7 @@ PINNED = {
         adam_every=2, iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0,
         warmdown_frac=0.55, lr_floor=0.1, batch_schedule=(1, 2, 3, 3), seq_schedule=(1, 2, 3, 3),
         lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66)),
-    "gpt2": dict(
+    "gpt2": PLAIN | dict(
         vocab_size=32_768, train_seq_len=2048, num_layers=26, model_dim=1664, num_heads=13, mlp_mult=4,
         qk_gain_init=0.0, key_offset=False, value_gate_dim=32, rope_base=10000.0, bigram_rows=0,
         scalar_mix=True, layer_scale=False, unet_skips=False,
@@ -114,7 +116,8 @@ TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple and f.d
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
 COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
-              "seq_schedule": {"packing": "documents"}}
+              "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192},
+              "packing": {"shuffle": False}}
 
 
 def flag(name):
@@ -125,9 +128,10 @@ def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
     f, special = FIELDS[name], dict(
         preset="golf", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
-        batch_schedule=(1, 2), seq_schedule=(1, 2), packing="documents", train_seq_len=256,
+        batch_schedule=(1, 2), seq_schedule=(1, 2), packing="documents", shuffle=False, train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8,
-        num_kv_heads=2, val_tokens=2, ngram_orders=(2, 5), skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
+        num_kv_heads=2, val_tokens=2, count_orders=(2, 5), copy_orders=(1, 3),
+        skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
         lr_switches=(0.0, 0.25), parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
         return special[name]
@@ -323,10 +327,10 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("NUM_HEADS=3", "num_heads=3 model_dim"), ("NUM_KV_HEADS=3", "num_kv_heads=3 num_heads"),
     ("NUM_KV_HEADS=8", "num_kv_heads=8 num_heads=2"), ("MODEL_DIM=34", "model_dim=34 even"),
     ("SMEAR_DIM=129", "smear_dim=129 model_dim=128"), ("ATTN_GATE_DIM=129", "attn_gate_dim=129"),
-    ("TRAIN_BATCH_TOKENS=100", "train_batch_tokens=100 train_seq_len=512"),
-    ("TRAIN_BATCH_TOKENS=700", "train_batch_tokens=700 train_seq_len=512"),
+    ("TRAIN_BATCH_TOKENS=100", "train_batch_tokens=100 train_seq_len=4096"),
+    ("TRAIN_BATCH_TOKENS=700", "train_batch_tokens=700 train_seq_len=4096"),
     ("TRAIN_BATCH_TOKENS=0", "train_batch_tokens=0"), ("TRAIN_SEQ_LEN=16384", "train_seq_len=16384"),
-    ("EVAL_STRIDE=513", "eval_stride=513 512"), ("EVAL_CONTEXT=10 EVAL_STRIDE=11", "eval_stride=11 10"),
+    ("EVAL_STRIDE=4097", "eval_stride=4097 4096"), ("EVAL_CONTEXT=10 EVAL_STRIDE=11", "eval_stride=11 10"),
     ("VAL_TOKENS=1", "val_tokens=1"), ("PRESET=gulf", "gulf tiny golf"), ("DEVICE=tpu", "tpu cpu cuda"),
     ("DTYPE=fp64", "fp64 float32"), ("FP8=on", "fp8 head"), ("ORTHOGONALIZATION=svd", "svd polar_express"),
     ("DEPTH=12", "depth=12 vocab_size"), ("TARGET_FLOPS=1e15", "target_flops depth"),
@@ -339,8 +343,10 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("WINDOW_SCHEDULE=64,100 WINDOW_BLOCK=64", "window_schedule=64,100 window_block=64"),
     ("EVAL_WINDOW=100 WINDOW_SCHEDULE=64 WINDOW_BLOCK=64", "eval_window=100 window_block=64"),
     ("VALUE_GATE_DIM=129", "value_gate_dim=129"),
-    ("BATCH_SCHEDULE=1,2 SEQ_SCHEDULE=1,2,3 PACKING=documents", "batch_schedule=1,2 seq_schedule=1,2,3"),
-    ("SEQ_SCHEDULE=3 PACKING=documents", "seq_schedule=3"), ("SEQ_SCHEDULE=2", "seq_schedule=2 packing"),
+    ("BATCH_SCHEDULE=1,2 SEQ_SCHEDULE=1,2,3 PACKING=documents SHUFFLE=0",
+     "batch_schedule=1,2 seq_schedule=1,2,3"),
+    ("SEQ_SCHEDULE=3 PACKING=documents SHUFFLE=0", "seq_schedule=3"),
+    ("SEQ_SCHEDULE=2 TRAIN_SEQ_LEN=512", "seq_schedule=2 packing"),
     ("PACKING=spans", "shuffle=1 packing=spans"), ("PACKING=best_fit", "shuffle=1 packing=best_fit"),
     ("PACKING=heads", "heads documents"), ("SKIP_LAYERS=2", "skip_layers=2"),
     ("SKIP_LAYERS=2,1", "skip_layers=2,1"),

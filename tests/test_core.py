@@ -293,7 +293,7 @@ MODELS = {
         num_layers=3, window_pattern="SSL", window_schedule=(4, 24), eval_window=13, rope_yarn=True,
         max_doc_len=16, attn_gate_dim=4, smear_dim=3, num_kv_heads=1),
     "short context": dict(  # of 20 tokens, most prompts lose some
-        train_seq_len=2, train_batch_tokens=64, key_offset=False, bigram_rows=0, ngram_rows=0, rope_base=0.0,
+        train_seq_len=2, train_batch_tokens=64, key_offset=False, bigram_rows=0, rope_base=0.0,
         tie_embeddings=True, unet_skips=False)}
 
 

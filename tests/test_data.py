@@ -189,16 +189,6 @@ def fill_alone(shard, longest):
             row = []
 
 
-def test_shuffled_documents():
-    """Another order, the same for everybody; each row begins with a document."""
-    data = documents_data(sizes=(90, 70))
-    settings = dict(packing="documents", max_doc_len=7, bos_id=BOS)
-    plain = loader_of(data, **settings).next(4 * T)[0]
-    first, again = (loader_of(data, shuffle=True, **settings).next(4 * T)[0] for _ in range(2))
-    assert torch.equal(first, again) and not torch.equal(first, plain)
-    assert (first[:, 0] == BOS).all() and (plain[:, 0] == BOS).all()
-
-
 def test_spans_of_a_step_are_the_same_for_any_world_size():
     """An eighth of a step reads one token more than it trains on; the next one begins after it, endlessly."""
     wanted = None

@@ -113,7 +113,8 @@ def smallest(rng):
         device="cpu", compile=False, vocab_size=0, num_layers=rng.randint(1, 4), model_dim=16 * heads,
         num_heads=heads, num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((0, 1, 16)),
         train_seq_len=T, batch_schedule=(1,), seq_schedule=(1,), train_batch_tokens=T * rng.randint(1, 4),
-        bigram_rows=rng.choice((0, 1, 7, 512)), ngram_rows=rng.choice((0, 1, 700)),
+        bigram_rows=rng.choice((0, 1, 7, 512)), count_orders=rng.choice(((0,), (1, 3))), count_bits=12,
+        copy_orders=rng.choice(((0,), (2,))),
         val_tokens=rng.randint(2, 400), iterations=rng.randint(1, 3), extension_iterations=rng.randint(0, 1),
         warmup_steps=rng.randint(0, 2), sample_tokens=rng.randint(0, 3), core=False, core_metric_every=0,
         depth=0, target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="",
@@ -137,7 +138,7 @@ def drawn_together(rng, T):
     packing = rng.choice(("rows", "spans", "documents", "best_fit"))
     longer = rng.choice((1, 2)) if packing in ("documents", "spans") else 1
     rows = dict(
-        packing=packing, shuffle=packing in ("rows", "documents") and rng.random() < 0.5,
+        packing=packing, shuffle=packing == "rows" and rng.random() < 0.5,
         seq_schedule=(longer,), train_batch_tokens=T * longer * rng.randint(1, 4))
     skips = dict(skip_layers=tuple(sum((sorted(rng.sample(range(7), 2)) for _ in range(n)), [])))
     horizon = rng.choice((dict(iterations=2), dict(target_param_data_ratio=1e-6), dict(target_flops=1.0)))
@@ -236,7 +237,7 @@ MANIFEST, VAL = DATA / "manifest.json", DATA / "small_val_000000.bin"
 TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
 SMALL = TOY | dict(
     DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
-    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64", PACKING="documents")
+    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64", PACKING="documents", SHUFFLE="0")
 JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, "", "x", "../x", ".",
         "../../tokenizers/small.model", "/", "val", "train", "0" * 64, VAL.name, f"./{VAL.name}",
         TRAIN[1].name, [1], [], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]

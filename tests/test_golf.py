@@ -157,9 +157,8 @@ def test_ttt_trains_on_what_it_scored_and_on_nothing_else(cfg, stream, monkeypat
 
 
 def test_ttt_is_the_trainers_own_step(cfg, stream):
-    """The second chunk's nats are those of weights after one step on the first; the model itself stays. Only
-    the n-gram embedding is not trained, so it is left out here."""
-    cfg = replace(cfg, eval_ttt=64, eval_ttt_lr=0.3, ngram_rows=0)
+    """The second chunk's nats are those of weights after one step on the first; the model itself stays."""
+    cfg = replace(cfg, eval_ttt=64, eval_ttt_lr=0.3)
     model = randomised(cfg)
     kept = {name: p.clone() for name, p in model.state_dict().items()}
     nats, rows = nats_of(cfg, model, stream, "ttt"), protocol_rows(cfg, "ttt", len(stream))

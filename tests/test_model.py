@@ -1,9 +1,9 @@
 """The model against a plain reference in float64, what scores rely on, the parameter table, first values."""
 
-import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ SMALL = replace(Config(), vocab_size=61, train_seq_len=24, train_batch_tokens=24
 MAXIMAL = replace(  # has every kind of parameter; a test below says so
     SMALL, num_layers=7, num_kv_heads=2, value_embed_layers=(0, 1), window_pattern="SSSL", mlp_mult=3,
     window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,
-    ngram_rows=80, attn_gate_dim=8, max_doc_len=9, bos_id=4, attn_scale=0.3, rope_yarn=True, rope_end=True,
+    count_orders=(2,), count_bits=12, copy_orders=(1, 3), attn_gate_dim=8, max_doc_len=9, bos_id=4,
+    attn_scale=0.3, rope_yarn=True, rope_end=True,
     scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=5)
 
 
@@ -28,6 +29,8 @@ def randomised(cfg, seed=0):
     for name, p in model.named_parameters():
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
+    if any(cfg.count_orders):
+        model.counts.count(some_tokens(cfg, 1, 3000)[0].numpy().astype(np.uint16))
     return model
 
 
@@ -93,21 +96,18 @@ def attended(q, k, v, reach, factor, begins):
 
 
 def reference_embedding(cfg, w, tokens, begins):
-    """tokens (T,) -> (T, C): embedding, bigram with the token before, n-grams (test_ngrams.py has their
-    rows), a gated part of the one before, which with smear_documents may be of another document."""
+    """tokens (T,) -> (T, C): embedding, bigram with the token before, candidates (test_candidates.py has
+    their rows), a gated part of the one before, which with smear_documents may be of another document."""
     x = w["embed"][tokens].clone()
     follows = [t for t in range(len(tokens)) if begins[t] < t]
     if cfg.bigram_rows:
         for t in follows:
             pair = (int(tokens[t]) * 0x9E3779B1) ^ (int(tokens[t - 1]) * 0x85EBCA6B)
             x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
-    for t, n in itertools.product(range(len(tokens)), cfg.ngram_orders if cfg.ngram_rows else ()):
-        gram = tokens[None, max(0, t + 1 - n):t + 1]
-        if begins[t] <= t + 1 - n:
-            row = train_gpt.ngram_ids(gram, None, train_gpt.replace(cfg, ngram_orders=(n,)))[0, -1, 0]
-            x[t] += w["ngram_embed"][row]
-        else:
-            x[t] += w["ngram_embed"][-1]        # in a trained model it is 0
+    for rows in w["candidates"]:
+        for t, (token, sure) in enumerate(rows[0].tolist()):
+            for a, c in zip(token, sure):
+                x[t] += w["candidate_embed"][a] * w["class_scale"][c] + w["class_embed"][c]
     if cfg.smear_dim:
         plain = x.clone()
         for t in range(1, len(tokens)) if cfg.smear_documents else follows:
@@ -150,6 +150,7 @@ def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
 def reference_log_probs(cfg, model, tokens, window):
     """One sequence, tokens (T,) -> (T, V) float64. window: of long layers, 0: everything."""
     w = {name: p.detach().double() for name, p in model.named_parameters()}
+    w["candidates"] = model.candidates(tokens[None])
     T, half = len(tokens), cfg.num_layers // 2
     short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len) // 2
     short = max(cfg.window_block, short - short % cfg.window_block)
@@ -321,7 +322,7 @@ def test_golf_has_its_parameters():
 def test_what_is_off_has_no_parameters():
     """... and leaves the parameters of the rest as they were."""
     everything = values(GPT(MAXIMAL)).keys()
-    for name in ("qk_gain_init", "residual_mix", "layer_scale", "unet_skips", "bigram_rows", "ngram_rows",
+    for name in ("qk_gain_init", "residual_mix", "layer_scale", "unet_skips", "bigram_rows",
                  "smear_dim", "attn_gate_dim", "value_gate_dim", "value_lambdas", "backout_layer",
                  "value_embed_layers"):
         off = {name: (0,) if name == "value_embed_layers" else 0, "skip_layers": (0,)}
@@ -356,15 +357,15 @@ def test_a_parameter_without_a_row_raises():
     "gain.lr_mult=2", "query=2", "query.kind=key", "query.lr_mult=fast", "query.scale=nan",
     "query.optimizer=sgd", "query.lr=seed", "query.init=ones", "query.group=", "qk_gain.optimizer=muon",
     "backout.init=uniform", "resid_lambda.init=normal", "x0_lambda.optimizer=muon",
-    "layer_scale.optimizer=muon", "query.second=diagonal", "x0_lambda.beta1=fast", "residual_mix.lr_mult=2",
-    "ngram_embed.optimizer=adam", "ngram_embed.lr_mult=2", "ngram_embed.scale=1"])
+    "layer_scale.optimizer=muon", "query.second=diagonal", "x0_lambda.beta1=fast", "residual_mix.lr_mult=2"])
 def test_an_impossible_cell_is_refused(cell):
     with pytest.raises(train_gpt.Refused):
         train_gpt.load_config({"PARAMETERS": cell})
 
 
 # ------------------------------------------------------------ first values
-CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, ngram_embed=0, attn_gate=0,
+CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, attn_gate=0,
+                 candidate_embed=0, class_embed=0, class_scale=1,
                  smear=0, smear_gate=0, value_gate=0, resid_lambda=1, x0_lambda=0, value_lambdas=0.5,
                  layer_scale=1,
                  skip_weights=1, qk_gain=1.25, backout=0.5)

@@ -3,6 +3,7 @@ import matplotlib.figure
 import pytest
 
 import train_gpt
+import trials
 from helpers import ROOT
 
 TRAIN = [(1, 0.1, 10.9), (2, 0.2, 9.0), (250, 8.4, 4.5), (707, 23.8, 4.0), (1000, 41.0, 3.7),
@@ -12,16 +13,23 @@ VAL = [(0, 0.0, 11.0), (1000, 41.0, 3.7), (2160, 132.0, 3.27)]
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """settings, curves -> (axes of the losses, axes of the LR, what was logged)"""
-    figures, said = [], []
+    """settings, curves -> (axes of the losses, axes of the LR) of a run whose log holds them"""
+    figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
 
-    def draw(train=TRAIN, val=VAL, **settings):
-        said.clear()
-        cfg = train_gpt.load_config(settings)
-        curves = {"train": train, "val": val}
-        train_gpt.plot_curves(curves, cfg, "a title", tmp_path / "loss.png", said.append)
-        return *(figures.pop().axes if not said else (None, None)), said
+    def draw(train=TRAIN, val=VAL, record=(), **settings):
+        cfg, lines = train_gpt.load_config(settings), []
+        last, length = train_gpt.total_steps(cfg), train[-1][1]
+        lines += [f"limits: at most {last} steps", *train_gpt.stage_lines(cfg), f"config preset={cfg.preset}"]
+        for step, seconds, loss in train:
+            lr = train_gpt.lr_factor(cfg, step, step / last)
+            lines.append(f"step:{step}/{last} train_loss:{loss:.4f} {train_gpt.time_text(seconds, step)} "
+                         f"tok/s:9 lr_factor:{lr:.3f} eta:{length - seconds:.0f}s")
+        lines += [f"step:{step}/{last} val_loss:{loss:.4f} {train_gpt.time_text(seconds, step)}"
+                  for step, seconds, loss in val]
+        (tmp_path / "train.log").write_text("\n".join([*lines, "final_model val_loss:3.27", ""]))
+        trials.draw_run(tmp_path, record)
+        return figures.pop().axes
 
     return draw
 
@@ -31,8 +39,8 @@ def labels(axes):
 
 
 def test_a_run_with_stages(drawn):
-    axes, right, said = drawn(PRESET="speedrun")
-    assert said == [] and labels(axes) == ["train", "train, smoothed", "val, at the end 3.2700"]
+    axes, right = drawn(PRESET="speedrun")
+    assert labels(axes) == ["train", "train, smoothed", "val, at the end 3.2700"]
     (low, high), (left, end) = axes.get_ylim(), axes.get_xlim()
     for line in axes.get_lines():
         assert low < min(line.get_ydata()) and max(line.get_ydata()) < high
@@ -46,23 +54,23 @@ def test_a_run_with_stages(drawn):
     assert list(lr[:2]) == [1.0, 1.0] and max(lr) > 1.4 and lr[-1] == pytest.approx(0.1)
 
 
-def test_the_record_of_the_game_is_grey_where_the_game_is_the_same(drawn):
-    assert labels(drawn()[0])[0].startswith("record")
-    assert not any(label.startswith("record") for label in labels(drawn(DATA_PATH="data/datasets/mine")[0]))
+def test_the_record_is_grey(drawn):
+    axes, _ = drawn(record=[(1.0, 5.0), (120.0, 3.0)])
+    assert labels(axes)[0].startswith("record") and axes.get_lines()[0].get_color() == "0.6"
 
 
 def test_a_run_of_one_step(drawn):
-    axes, _, said = drawn([(1, 0.1, 7.0)], [(1, 0.1, 6.0)], ITERATIONS="1")
-    assert said == [] and len(axes.get_lines()) == 4
+    axes, _ = drawn([(1, 0.1, 7.0)], [(1, 0.1, 6.0)], ITERATIONS="1")
+    assert len(axes.get_lines()) == 3
 
 
-def test_a_copy_of_the_script_has_no_record(drawn, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_gpt, "__file__", str(tmp_path / "train_gpt.py"))
-    assert labels(drawn()[0])[0] == "train" and (ROOT / "records/targets.json").exists()
-
-
-def test_what_cannot_be_drawn_is_said(drawn):
-    assert drawn(train=[])[2][0].startswith("loss.png: not drawn")
+def test_the_trainers_own_picture(tmp_path):
+    """Of a run without run.sh; what cannot be drawn is said."""
+    said = []
+    train_gpt.plot_curves({"train": TRAIN, "val": VAL}, "a title", tmp_path / "loss.png", said.append)
+    assert (tmp_path / "loss.png").stat().st_size > 5000 and not said
+    train_gpt.plot_curves({"train": [], "val": VAL}, "a title", tmp_path / "loss.png", said.append)
+    assert said[0].startswith("loss.png: not drawn")
 
 
 # ---------------------------------------------------------------- record plot

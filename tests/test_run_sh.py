@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 EMBEDDED = "data/datasets/embedded/manifest.json"
 GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 WATCH = "records/watch.py stub "        # what shows a run
@@ -149,15 +150,18 @@ def test_settings_become_flags(folder):
 
 
 def test_every_gpu_is_used(folder):
-    have(folder, EMBEDDED)
+    """But one for tiny, whose step is one row."""
+    have(folder, EMBEDDED, GOLF)
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'; echo 'GPU 2: x'")
-    launched = "-m torch.distributed.run --standalone --nproc_per_node={} train_gpt.py"
+    launched = "-m torch.distributed.run --standalone --nproc_per_node={} train_gpt.py --preset=golf"
     for seen, visible in ((3, {}), (2, dict(CUDA_VISIBLE_DEVICES="GPU-5ab1,GPU-77c0")), (1, {}), (0, {})):
         sees_gpus(folder, seen)
-        assert run(folder, PYTHON="stub", **visible)[2][-1] == (
-            launched.format(seen) if seen > 1 else "train_gpt.py")
+        assert run(folder, "golf", PYTHON="stub", **visible)[2][-1] == (
+            launched.format(seen) if seen > 1 else "train_gpt.py --preset=golf")
+        assert run(folder, PYTHON="stub", **visible)[2][-1] == "train_gpt.py"
     sees_gpus(folder, 3)
-    assert run(folder, "--device=cpu", PYTHON="stub")[2] == ["train_gpt.py --device=cpu"]
+    calls = run(folder, "golf", "--device=cpu", PYTHON="stub")[2]
+    assert calls == ["train_gpt.py --preset=golf --device=cpu"]
 
 
 def test_what_cannot_be_fetched(folder):
@@ -209,13 +213,13 @@ def test_the_exit_code_is_the_trainers(folder, code):
 
 def test_a_refusal_comes_before_torchrun(folder):
     """Torchrun would make another exit code of it. On the way the plan is not printed."""
-    have(folder, EMBEDDED)
+    have(folder, GOLF)
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
     two = 'case "$*" in *device_count*) echo 2; exit;; esac; '
     program(folder, "stub", two + 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
-    assert run(folder, PYTHON="stub") == (2, "", ["train_gpt.py --dry-run"])
+    assert run(folder, "golf", PYTHON="stub") == (2, "", ["train_gpt.py --preset=golf --dry-run"])
     program(folder, "stub", two + 'case "$*" in *--dry-run) echo a second plan;; *) echo a plan;; esac')
-    done = subprocess.run(["bash", "run.sh"], cwd=folder, capture_output=True, text=True, timeout=60,
+    done = subprocess.run(["bash", "run.sh", "golf"], cwd=folder, capture_output=True, text=True, timeout=60,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
     assert (done.returncode, done.stdout) == (0, "a plan\n")
 

@@ -207,7 +207,7 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     cfg = toy_config(
         tiny_data, vocab_size=512, warmup_steps=3, window_schedule=(16,), window_pattern="SL",
         value_embed_layers=(1,), weight_decay=0.1, num_kv_heads=1, normuon_beta2=0.9, adam_every=2,
-        max_doc_len=20, packing="documents")
+        max_doc_len=20, packing="documents", shuffle=False)
     team, data = train_gpt.Team(cfg, {}), train_gpt.open_data(cfg)
     loader, model = train_gpt.Loader(cfg, data, team), train_gpt.GPT(cfg)
     init_parameters(model, cfg.seed)

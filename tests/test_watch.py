@@ -56,7 +56,8 @@ def run(tmp_path):
     (tmp_path / "logs/a").mkdir(parents=True)
     (tmp_path / "logs/a/result.json").write_text(json.dumps(RESULT))
     (tmp_path / "logs/a/final_model.int8.ptz").write_bytes(bytes(2_500_000))
-    (tmp_path / "logs/a/train.log").write_text(f"import x\n{'=' * 100}\nconfig seed=7\nconfig dtype=auto\n")
+    (tmp_path / "logs/a/train.log").write_text(
+        f"import x\n{'=' * 100}\nconfig preset=tiny\nconfig seed=7\nconfig dtype=auto\n{LINES}")
     (tmp_path / "lines").write_text(LINES)
     (tmp_path / "run.py").write_text(RUN)
     return [*WATCH, sys.executable, "run.py", "lines"]
@@ -133,8 +134,8 @@ def test_a_pipe_has_every_line_then_the_end(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds"])
 def test_another_game_is_not_compared(name):
-    assert list(watch.comparison(RESULT))
-    assert not list(watch.comparison(RESULT | {"overrides": {name: ["a", "b"]}}))
+    assert watch.target_of(RESULT)["compare"]
+    assert not watch.target_of(RESULT | {"overrides": {name: ["a", "b"]}})
 
 
 def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
@@ -184,7 +185,7 @@ def test_wandb_gets_scalars_config_and_samples(run, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     done = in_pipe(run, tmp_path, LOGGER="wandb", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "init train_gpt a logs/a {'seed': '7', 'dtype': 'auto'}" in done.stdout
+    assert "init train_gpt a logs/a {'preset': 'tiny', 'seed': '7', 'dtype': 'auto'}" in done.stdout
     logged = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("logged")]
     assert [(step, json.loads(values)) for _, step, values in logged] == [
         ("50", {"train_loss": 2.0, "train_time": 60000, "step_avg": 114.9, "tok/s": 35649, "lr_factor": 1.0,
