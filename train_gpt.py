@@ -1463,7 +1463,8 @@ class Loader:
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, batch_tokens // T, T
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        # contiguous() leaves the strides of a single row, with which a compiled step would be compiled again
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in (rows[:, :-1], rows[:, 1:]))
 
 # ---------- 8 evaluation
 def log_probs(model, tokens, context=None):

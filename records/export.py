@@ -34,7 +34,7 @@ def export(args, say):
     folder = Path(args.out or path.parent / "export")
     folder.mkdir(parents=True, exist_ok=True)
     # A tied head is the embedding, which named_parameters() lists once
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()} | model.counts.stored()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     shape = {name: value for name, value in asdict(cfg).items() if name in train_gpt.MODEL_FIELDS}
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")

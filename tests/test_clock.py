@@ -228,7 +228,8 @@ class Device:
 def run_on(device, monkeypatch, others=None, **settings):
     """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks
     agree on."""
-    cfg = train_gpt.replace(train_gpt.load_config(TOY), vocab_size=512, train_log_every=100, **settings)
+    cfg = train_gpt.replace(train_gpt.load_config(TOY), vocab_size=512, train_log_every=100,
+                            count_orders=(0,), **settings)
     seen, momentum = [], train_gpt.muon_momentum
 
     def muon_momentum(cfg, step, progress):
@@ -243,8 +244,9 @@ def run_on(device, monkeypatch, others=None, **settings):
         return tensor
 
     saver = SimpleNamespace(signals=0, due=lambda *_: False)
-    loader = SimpleNamespace(next=lambda tokens, multiple: [torch.empty(tokens // 64, 64)])
-    run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1)
+    loader = SimpleNamespace(next=lambda tokens, multiple: 2 * (torch.empty(tokens // 64, 64),))
+    run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1,
+                        model=SimpleNamespace(candidates=lambda *_: []))
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
         for name, fake in dict(
@@ -392,15 +394,15 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
     forward, hidden, step = train_gpt.GPT.forward, train_gpt.GPT.hidden, train_gpt.Optimizer.step
     seen, scored, optimized = [], [], []
 
-    def spy_forward(self, tokens, targets, context):
+    def spy_forward(self, tokens, targets, context, *candidates):
         assert torch.is_grad_enabled()
         seen.append(torch.stack([tokens, targets]))
-        return forward(self, tokens, targets, context)
+        return forward(self, tokens, targets, context, *candidates)
 
-    def spy_hidden(self, tokens, context):
+    def spy_hidden(self, tokens, context, *candidates):
         if not torch.is_grad_enabled():
             scored.append(tokens)
-        return hidden(self, tokens, context)
+        return hidden(self, tokens, context, *candidates)
 
     def spy_step(self, *more):
         optimized.append(len(seen))

@@ -294,7 +294,7 @@ MODELS = {
         max_doc_len=16, attn_gate_dim=4, smear_dim=3, num_kv_heads=1),
     "short context": dict(  # of 20 tokens, most prompts lose some
         train_seq_len=2, train_batch_tokens=64, key_offset=False, bigram_rows=0, rope_base=0.0,
-        tie_embeddings=True, unet_skips=False)}
+        count_orders=(0,), copy_orders=(0,), tie_embeddings=True, unet_skips=False)}
 
 
 def random_model(cfg, seed):
@@ -371,7 +371,8 @@ def test_picks_of_equal_losses(toy, bundle):
 @pytest.mark.skipif(not REAL.is_dir(), reason="no shared/core_bundle beside the repository")
 def test_picks_on_real_tasks(toy):
     """The first 25 examples of published tasks."""
-    cfg = replace(toy.cfg, num_layers=3, window_pattern="SSL", window_schedule=(48,))
+    cfg = replace(toy.cfg, num_layers=3, window_pattern="SSL", window_schedule=(48,),
+                  count_orders=(0,), copy_orders=(0,))
     for mine, task in zip(read_tasks(REAL, 25), read_bundle(REAL), strict=True):
         model = taught_model(cfg, 4, toy, [task], 25)
         picks = assert_same_picks(toy, model, mine, task, 25, ranks=2)

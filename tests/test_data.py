@@ -244,6 +244,11 @@ def test_shuffled_rows_do_not_follow_each_other():
     assert sum(gaps) / len(gaps) > loader.rows * T / 5
 
 
+def test_a_single_row_has_the_strides_of_a_new_tensor():
+    """Others than those of the rehearsal would compile the step again, on the clock."""
+    assert {x.stride() for n in (1, 3) for x in loader_of(train_batch_tokens=n * T).next(n * T)} == {(T, 1)}
+
+
 def test_read_at_every_place():
     loader, total = loader_of(), sum(SIZES)
     for start in range(total):

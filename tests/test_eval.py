@@ -191,6 +191,7 @@ def test_what_an_artifact_holds(settings, tmp_path):
     path.write_bytes(packed)
     loaded, known = train_gpt.load_model(path)
     assert all(getattr(known, name) == getattr(cfg, name) for name in train_gpt.MODEL_FIELDS)
+    assert torch.equal(tensors.pop("counts.text"), model.counts.stored()["counts.text"])
     for name, p in model.named_parameters():
         row, back = parameter_table(cfg)[kind_of(name)], loaded.get_parameter(name)
         if row.group == "scalar" or not row.artifact_step:

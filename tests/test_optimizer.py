@@ -76,8 +76,9 @@ def test_adam_equals_torch_on_a_model(tied, every):
     cfg = replace(SMALL, tie_embeddings=tied, beta1=0.8, beta2=0.95, adam_every=every, scalar_lr=0.07,
                   parameters=("x0_lambda.beta1=0.6",))
     model, twin = randomised(cfg), randomised(cfg)
-    rates = dict.fromkeys(("qk_gain", "resid_lambda", "x0_lambda", "layer_scale", "skip_weights"), 0.07)
-    rates |= dict(head=cfg.head_lr, value_embeds=cfg.embed_lr, bigram_embed=cfg.embed_lr)
+    scalars = ("qk_gain", "resid_lambda", "x0_lambda", "layer_scale", "skip_weights", "class_scale")
+    rates = dict.fromkeys(("value_embeds", "bigram_embed", "candidate_embed", "class_embed"), cfg.embed_lr)
+    rates |= dict.fromkeys(scalars, 0.07) | dict(head=cfg.head_lr)
     rates["embed"] = cfg.tied_embed_lr if tied else cfg.embed_lr
     others = {name: p for name, p in twin.named_parameters() if not is_matrix(name)}
     assert {kind_of(name) for name in others} == rates.keys() - ({"head"} if tied else set())
