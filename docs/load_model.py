@@ -10,9 +10,10 @@ def read_safetensors(path):
     raw = bytearray(path.read_bytes())
     start, kinds = 8 + int.from_bytes(raw[:8], "little"), {"F32": torch.float32, "I16": torch.int16}
     numbers = torch.frombuffer(raw, dtype=torch.uint8, offset=start)
-    tensors = {name: entry for name, entry in json.loads(raw[8:start]).items() if name != "__metadata__"}
-    return {name: numbers[slice(*about["data_offsets"])].clone().view(kinds[about["dtype"]]).view(about["shape"])
-            for name, about in tensors.items()}
+    def tensor(dtype, shape, data_offsets):
+        return numbers[slice(*data_offsets)].clone().view(kinds[dtype]).view(shape)
+    header = json.loads(raw[8:start])
+    return {name: tensor(**about) for name, about in header.items() if name != "__metadata__"}
 
 def load(folder):
     cfg, weights = json.loads(Path(folder, "config.json").read_text()), Path(folder, "model.safetensors")

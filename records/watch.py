@@ -30,8 +30,9 @@ STAGES = {
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
     r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
-    r"warmdown:|evaluation:|n-grams of |(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
-    r"step:\d+/\d+ train_loss|stopping_early:|Serialized |Code size:|Total submission|peak memory|"
+    r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
+    r"step:\d+/\d+ train_loss|n-grams of |stopping_early:|Serialized |Code size:|Total submission|"
+    r"peak memory|"
     r"scoring the artifact|final_")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
 

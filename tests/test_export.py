@@ -35,8 +35,8 @@ SHAPES = [{}, dict(WINDOW_SCHEDULE="0"), dict(NUM_LAYERS="5", VALUE_EMBED_LAYERS
           dict(COUNT_ORDERS="0", COPY_ORDERS="0"), dict(COUNT_ORDERS="3,1")]
 
 
-@pytest.mark.parametrize("settings", SHAPES, ids=["tiny", "all tokens", "five layers", "plain", "no candidates",
-                                                 "two orders"])
+@pytest.mark.parametrize("settings", SHAPES, ids=[
+    "tiny", "all tokens", "five layers", "plain", "no candidates", "two orders"])
 def test_the_loader_gives_the_same_log_probs(tool, tmp_path, one_thread, settings):
     path = save(tmp_path / "run" / "final_model.pt", **settings)
     code, _, err = tool("export", path.parent)
