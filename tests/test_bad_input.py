@@ -258,7 +258,8 @@ def test_a_good_artifact_is_scored_and_not_contradicted(workplace, artifact, sma
     """What the cases above damage is whole to begin with."""
     Path("model.ptz").write_bytes(artifact)
     refused(capsys, {"EVAL_FROM": "model.ptz", "NUM_LAYERS": "3"}, [], ["num_layers=", "2"])
-    shape = ("NUM_LAYERS", "MODEL_DIM", "NUM_HEADS", "TRAIN_SEQ_LEN", "COUNT_BITS")
+    shape = ("NUM_LAYERS", "MODEL_DIM", "NUM_HEADS", "TRAIN_SEQ_LEN", "TRAIN_BATCH_TOKENS",
+             "COUNT_BITS")
     env = {name: text for name, text in TOY.items() if name not in shape}
     assert train_gpt.main(["--eval-from=model.ptz", "--run-id=scored"], env) == 0
     assert "final_int8_zlib_roundtrip_exact val_loss" in capsys.readouterr().out

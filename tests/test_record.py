@@ -35,15 +35,16 @@ def folder(tmp_path):
     return shutil.copytree(BASELINE, tmp_path / BASELINE.name)
 
 
-# ------------------------------------------------------------ records of version 1, unaltered and altered
+# ------------------------------------------------------------ our records, unaltered and altered
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_records_of_version_1_stay_valid(tool, path, monkeypatch):
+def test_records_stay_valid(tool, path, monkeypatch):
     """Their scripts, with files beside them or without, can still be probed."""
     monkeypatch.setattr(leak_probe, "SHORT_ROW", 64)
     probed = path in (BASELINE, WITH_COMPANION)
     code, out, _ = tool("check", "--verbose", path, *(["--seconds", LONG] if probed else ["--no-exec"]))
     assert code == 0 and "nothing fails" in out and "n/a" not in out, out
-    assert json.loads((path / "submission.json").read_text())["rules_version"] == 1
+    version = json.loads((path / "submission.json").read_text())["rules_version"]
+    assert version == (1 if path.name < "2026-11-23" else 3)
     weights = "the artifact" if list(path.glob("*.ptz")) else "random weights"
     assert bool(re.search(rf"pass +leak probe .* {weights}: .* is 0, every row", out)) == probed
 

