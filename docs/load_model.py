@@ -20,6 +20,7 @@ def load(folder):
     left_out = "max_doc_len attn_scale attn_gate_dim value_gate_dim value_lambdas smear_dim"
     assert not any(cfg[name] for name in f"{left_out} rope_end rope_yarn skip_sigmoid backout_layer".split())
     assert cfg["rope_base"] and cfg["rope_fraction"] == 1 and cfg["skip_layers"] == [0]
+    assert "0" not in cfg["window_pattern"]
     w = read_safetensors(weights)
     tables = count(cfg, w["counts.text"]) if any(cfg["count_orders"]) else []
     return lambda tokens: log_probs(cfg, w, tables, tokens)
@@ -104,15 +105,17 @@ def log_probs(cfg, w, tables, tokens):
         x = x + sum(w["skip_weights"][row] * outputs[a] for row, (a, to) in enumerate(skips) if to == i)
         x = b["resid_lambda"] * x + b["x0_lambda"] * x0 if cfg["residual_mix"] else x
         scales, h = b.get("layer_scale", (1, 1)), norm(x)
-        v = h @ b["value"].T + (F.embedding(tokens, w[f"value_embeds.{table - 1}"]) if table else 0)
-        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (h @ b["query"].T, h @ b["key"].T, v))
-        if cfg["key_offset"] and kind == "L":  # half of each key head comes from the token before
-            now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-            k = torch.cat((now, F.pad(before, (0, 0, 0, 0, 1, -1))), -1).flatten(-2)
-        q, k = (rotate(*norm(y).chunk(2, -1), cos, sin) for y in (q, k))
-        q = q * b.get("qk_gain", torch.ones(q.size(1)))[:, None, None]
-        y = F.scaled_dot_product_attention(q, k, v, (back >= 0) & (back <= window[kind]), enable_gqa=True)
-        x = x + scales[0] * (y.transpose(1, 2).flatten(2) @ b["attn_proj"].T)
+        if kind != "-":  # which has no attention
+            v = h @ b["value"].T + (F.embedding(tokens, w[f"value_embeds.{table - 1}"]) if table else 0)
+            q, k = h @ b["query"].T, h @ b["key"].T
+            q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
+            if cfg["key_offset"] and kind == "L":  # half of each key head comes from the token before
+                now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+                k = torch.cat((now, F.pad(before, (0, 0, 0, 0, 1, -1))), -1).flatten(-2)
+            q, k = (rotate(*norm(y).chunk(2, -1), cos, sin) for y in (q, k))
+            q, seen = q * b.get("qk_gain", torch.ones(q.size(1)))[:, None, None], back <= window[kind]
+            y = F.scaled_dot_product_attention(q, k, v, (back >= 0) & seen, enable_gqa=True)
+            x = x + scales[0] * (y.transpose(1, 2).flatten(2) @ b["attn_proj"].T)
         outputs.append(x := x + scales[1] * (F.relu(norm(x) @ b["fc"].T).square() @ b["mlp_proj"].T))
     logits, cap = norm(x) @ w["embed" if cfg["tie_embeddings"] else "head"].T, cfg["logit_softcap"]
     return F.log_softmax(cap * torch.tanh(logits / cap) if cap else logits, -1)

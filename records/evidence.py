@@ -90,8 +90,10 @@ def check_steps(folder, options):
         segments = check_lines(run, log, result)
         require((len(segments) > 1) == result["resumed"],
                 f"{name} says resumed {result['resumed']}, {log} was resumed {len(segments) - 1} times")
-        counted = [float(found[1]) for found in map(COUNTED.fullmatch, lines_of(run)) if found]
-        check_end(log, name, segments[-1][1], result, sum(counted[:1]))
+        counted = next((float(found[1]) for found in map(COUNTED.fullmatch, lines_of(run)) if found), 0.0)
+        first = min((step.ms for _, steps in segments for step in steps), default=0)
+        require(counted <= first / 1e3 + 0.1, f"{log}: {counted} s of counting end after its first step line")
+        check_end(log, name, segments[-1][1], result, counted)
         check_said_once(run, log, result)
         count += sum(len(steps) for _, steps in segments)
     for run in folder.baseline:         # without results

@@ -292,10 +292,13 @@ def main(command):
     logger.close(progress.sample)
     if code == 0 and "folder" in progress.seen:
         folder = Path(progress.seen["folder"])
-        result = json.loads((folder / "result.json").read_text())
-        if result["steps"]:
-            print(*end_lines(folder, result), sep="\n", flush=True)
-            draw_run(folder, target_of(result).get("curve", ()))
+        try:
+            result = json.loads((folder / "result.json").read_text())
+            if result["steps"]:
+                print(*end_lines(folder, result), sep="\n", flush=True)
+                draw_run(folder, target_of(result).get("curve", ()))
+        except Exception as error:      # the run itself is done: its code stays 0
+            print(f"the end of {folder} cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 

@@ -30,7 +30,8 @@ def errors(mine, exact):
 
 
 def fused(cap, scales, x, head, targets):
-    return FusedLoss.apply(x.flatten(0, -2), head, targets.flatten(), cap, scales)
+    by_kernel = train_gpt.kernel_losses
+    return FusedLoss.apply(x.flatten(0, -2), head, targets.flatten(), cap, scales, by_kernel)
 
 
 def reference(cap, product, x, head, targets):

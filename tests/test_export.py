@@ -29,7 +29,8 @@ def save(path, **settings):
     return path
 
 
-SHAPES = [{}, dict(WINDOW_SCHEDULE="0"), dict(NUM_LAYERS="5", VALUE_EMBED_LAYERS="0,1", TIE_EMBEDDINGS="1"),
+SHAPES = [{}, dict(WINDOW_SCHEDULE="0", WINDOW_PATTERN="SL"),
+          dict(NUM_LAYERS="5", VALUE_EMBED_LAYERS="0,1", TIE_EMBEDDINGS="1", WINDOW_PATTERN="SL-"),
           dict(NUM_HEADS="4", NUM_KV_HEADS="2", UNET_SKIPS="0", KEY_OFFSET="0", QK_GAIN_INIT="0",
                LAYER_SCALE="0", RESIDUAL_MIX="0", LOGIT_SOFTCAP="0"),
           dict(COUNT_ORDERS="0", COPY_ORDERS="0"), dict(COUNT_ORDERS="3,1")]

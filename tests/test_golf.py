@@ -1,6 +1,7 @@
 """golf_plus's named scores: each protocol scores every token once, by what its row has shown; test-time
 training looks only back; the leak probe finds protocols that peek."""
 import importlib.util
+from collections import namedtuple
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,19 @@ import leak_probe
 import train_gpt
 from helpers import SCRIPT, fake_team, toy_config
 from test_eval import CPU, randomised
-from train_gpt import eval_window, log_probs, make_context, preset_config, protocol_rows
+from train_gpt import eval_window, log_probs, make_context, preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, V, BOS = 16, 64, 1
 PROTOCOLS = {
     "sliding": dict(eval_sliding=4), "ttt": dict(eval_ttt=40, eval_ttt_lr=0.5)}
+
+
+Row = namedtuple("Row", "low first last")
+
+
+def rows_of(*args):
+    return [Row(*row) for row in train_gpt.protocol_rows(*args)]
 
 
 def team_of(rank=0, ranks=1):
@@ -66,14 +74,14 @@ def test_rows(cfg, stream, name, settings):
     cfg = replace(cfg, **settings)
     longest, stride = cfg.eval_context or T, settings.get(f"eval_{name}", T) if name != "ttt" else T
     targets, views = [], {}
-    for row in protocol_rows(cfg, name, len(stream)):
+    for row in rows_of(cfg, name, len(stream)):
         targets += range(row.first, row.last + 1)
         assert row.low >= 0 and row.last - row.low <= longest
         assert row.low == 0 or row.first - row.low >= longest - stride + 1
         views |= {i: row.low for i in range(row.first, row.last + 1)}
     assert targets == [*range(1, len(stream))]
     for end in range(2, len(stream), 3):
-        for row in protocol_rows(cfg, name, end):
+        for row in rows_of(cfg, name, end):
             assert all(row.low == views[i] for i in range(row.first, row.last + 1)) and row.last < end
 
 
@@ -81,7 +89,7 @@ def test_rows_of_several_settings(cfg, stream):
     """ttt takes the rows of sliding; a stride beyond the row is the row, so that TRAIN_SEQ_LEN can be lowered
     alone on a preset that has them."""
     def rows(name, **settings):
-        return protocol_rows(replace(cfg, **settings), name, len(stream))
+        return rows_of(replace(cfg, **settings), name, len(stream))
 
     both = dict(eval_ttt=40, eval_sliding=4)
     assert rows("ttt", **both) == rows("sliding", **both) != rows("plain", **both)
@@ -94,7 +102,7 @@ def test_rows_of_several_settings(cfg, stream):
 def test_nats_are_those_of_single_forwards(cfg, stream, settings):
     cfg = replace(cfg, **PROTOCOLS["sliding"], **settings)
     model = randomised(cfg)
-    want = one_by_one(cfg, model, stream, protocol_rows(cfg, "sliding", len(stream)))
+    want = one_by_one(cfg, model, stream, rows_of(cfg, "sliding", len(stream)))
     assert np.allclose(nats_of(cfg, model, stream, "sliding"), want, rtol=1e-5, atol=1e-6)
     assert (want[1:] > 0).all() and want[0] == 0
 
@@ -161,7 +169,7 @@ def test_ttt_is_the_trainers_own_step(cfg, stream):
     cfg = replace(cfg, eval_ttt=64, eval_ttt_lr=0.3)
     model = randomised(cfg)
     kept = {name: p.clone() for name, p in model.state_dict().items()}
-    nats, rows = nats_of(cfg, model, stream, "ttt"), protocol_rows(cfg, "ttt", len(stream))
+    nats, rows = nats_of(cfg, model, stream, "ttt"), rows_of(cfg, "ttt", len(stream))
     assert all(torch.equal(p, kept[name]) for name, p in model.state_dict().items())
     assert [row.last for row in rows[:4]] == [16, 32, 48, 64]
     assert np.allclose(nats[:65], one_by_one(cfg, model, stream, rows[:4])[:65], rtol=1e-5)
@@ -188,16 +196,16 @@ SUM = "the probabilities of all tokens that may follow the same ones sum to"
 PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its place, what the probe says
     "trains before it scores": (
         "ttt", "        mine = waiting[",
-        "        if row.last - scored > cfg.train_seq_len:\n"
-        "            test_time_step(model, optimizer, cfg, tokens[scored:row.last + 1], team)\n"
+        "        if row[-1] - scored > cfg.train_seq_len:\n"
+        "            test_time_step(model, optimizer, cfg, tokens[scored:row[-1] + 1], team)\n"
         "        mine = waiting[", "a leak"),
     "trains beyond what it scored": (
         "ttt", "tokens[trained:trained + full + 1]", "tokens[trained:trained + full + 33]", "a leak"),
     "two passes, the second one counts": (
         "ttt", "            trained += full\n", "            trained += full\n"
-        "    asked = [(tokens[r.low:r.last + 1], r.first - r.low) for r in rows]\n"
+        "    asked = [(tokens[low:last + 1], first - low) for low, first, last in rows]\n"
         "    for i, found, _ in score_rows(model, cfg, asked, team):\n"
-        "        nats[rows[i].first:rows[i].last + 1] = found\n", "a leak"),
+        "        nats[rows[i][1]:rows[i][2] + 1] = found\n", "a leak"),
     "trains the model that it was given": (
         "ttt", "        trained_model.load_state_dict(model.state_dict())\n",
         "        trained_model = model\n", "a leak"),

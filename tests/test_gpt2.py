@@ -135,14 +135,14 @@ def test_depths_beside_each_other(capsys):
         assert depths.main([*flags], {}) == 0
         return [dict(re.findall(r"(\w+):([\d.e+]+)", line)) for line in capsys.readouterr().out.splitlines()]
 
-    found = rows("--plan-mfu=0.25")
+    found = rows()
     assert [int(row["depth"]) for row in found] == [*range(4, 33, 4)]
     for row in found:
         cfg = dialled(f"--depth={row['depth']}")
         tokens = cfg.iterations * 524_288
         flops = tokens * flops_per_token(cfg)
         assert [int(row[key]) for key in ("tokens", "batch", "steps")] == [tokens, 524_288, cfg.iterations]
-        assert float(row["hours"]) == pytest.approx(flops / (8 * 0.25 * 989.4e12 * 3600), abs=0.005)
+        assert float(row["hours"]) == pytest.approx(flops / (8 * 0.5 * 989.4e12 * 3600), abs=0.005)
         assert float(row["flops"]) == pytest.approx(flops, rel=1e-3)
         assert int(row["parameters"]) == sum(train_gpt.parameter_counts(cfg).values())
     assert [row["depth"] for row in rows("--num-kv-heads=5")] == ["20"]

@@ -408,7 +408,8 @@ def test_changed_cells_change_first_values_and_the_artifact(tmp_path):
     """Another distribution, another scale, a number in place of one per row, fp32 in place of fp16."""
     cells = ("fc.init=normal", "fc.scale=0.5", "query.scale=3", "resid_lambda.scale=0.25", "head.scale=0.5",
              "head.init=uniform", "head.artifact_step=0", "fc.scale=0.02")  # of two the last one counts
-    cfg = replace(train_gpt.load_config({"PARAMETERS": ",".join(cells)}), vocab_size=300)
+    asked = {"PARAMETERS": ",".join(cells), "WINDOW_PATTERN": "L"}
+    cfg = replace(train_gpt.load_config(asked), vocab_size=300)
     model, plain, path = GPT(cfg), GPT(replace(cfg, parameters=())), tmp_path / "artifact"
     for one in (model, plain):
         init_parameters(one, 0)

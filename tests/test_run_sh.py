@@ -9,7 +9,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 EMBEDDED = "data/datasets/embedded/manifest.json"
-GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 WATCH = "records/watch.py stub "        # what shows a run
 ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
 
