@@ -683,13 +683,13 @@ class NgramCounts(nn.Module):
         """Makes the tables from all train tokens in order, uint16 (n,)."""
         self.text, tables = text, self.tables.cpu().zero_().numpy()
         tokens = torch.from_numpy(text.astype(np.int64))
-        document = ((tokens == self.cfg.bos_id).cumsum(0) * 0x9E3779B1 >> 8 & 0xFFF).short()
+        document = ((tokens == self.cfg.bos_id).cumsum(0).mul_(0x9E3779B1) >> 8 & 0xFFF).short()
 
         def starts(values):
-            return np.flatnonzero(np.diff(values, prepend=~values[:1]))
+            return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
 
-        def fill(table, seen, part):  # (key, next token, document), in bits 36, 16 and 12; one of 8 parts
-            seen = np.sort(seen[seen >> 61 == part])
+        def fill(table, seen, top, part):  # (key, next token, document) in bits 36, 16 and 12; one of 8 parts
+            seen = np.sort(seen[top == part])
             pairs = seen[starts(seen)] >> 12
             first = starts(pairs)
             pairs, counts = pairs[first], np.diff(first, append=len(pairs)).clip(max=255)  # of documents
@@ -702,7 +702,7 @@ class NgramCounts(nn.Module):
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
                 seen = key[n - 1:-1].mul_(1 << 28).add_(tokens[n:] << 12).add_(document[n - 1:-1]).numpy()
-                list(pool.map(partial(fill, table, seen), range(-4, 4)))
+                list(pool.map(partial(fill, table, seen, seen.view(np.int8)[7::8] >> 5), range(-4, 4)))
         self.tables.copy_(torch.from_numpy(tables))
 
     def forward(self, tokens, length, targets=None):
