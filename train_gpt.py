@@ -175,7 +175,7 @@ class Config(ModelConfig):
     target_param_data_ratio: float = optional(0.0, "tokens per weight of matrices and head; 0: off", 0, 1e6)
     target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
     # optimizer
-    parameters: tuple = option((), "changed cells of the parameter table: kind.column=value, ...")
+    parameters: tuple = option(("bigram_embed.every=2",), "cells of the parameter table: kind.column=value")
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: untied head", 0, 10)
@@ -198,8 +198,7 @@ class Config(ModelConfig):
     beta2: float = option(0.95, "Adam", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
     adam_eps_corrected: bool = option(True, "v is corrected for its start before eps is added")
-    loss_sum_ranks: int = optional(0, "gradients (which eps and clipping see) are those of the summed loss "
-                                   "of a step / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(0, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
     adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
     grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
     # schedule
@@ -210,13 +209,14 @@ class Config(ModelConfig):
     warmdown_iters: int = optional(0, "steps of LR warmdown; 0: warmdown_frac")
     warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
-    batch_schedule: tuple = option((1,), "train_batch_tokens times this, per stage", 1, 1024)
+    batch_schedule: tuple = option((1, 2), "train_batch_tokens times this, per stage", 1, 1024)
     seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
     lr_schedule: tuple = option((1.0,), "LR factors before the warmdown, in order", 1e-6, 1000)
     lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
 
 # What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
-PLAIN = dict(bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False)
+PLAIN = dict(
+    bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False, batch_schedule=(1,), parameters=())
 # 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. parameter-golf 2026-03-19_TrainingOptSeq4096: 1.20136.
 GOLF = PLAIN | dict(
     data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
@@ -266,8 +266,7 @@ GPT2 = PLAIN | dict(
     max_wallclock_seconds=0.0, val_tokens=20_971_520, val_loss_every=250, score_artifact=False, core=True,
     sample_temperature=0.0, sample_tokens=16,
     sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is")
-PRESETS = {
-    "tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
+PRESETS = {"tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
     # the same games with what we add on top of the record (records/BENCH.md)
     "golf_plus": GOLF | dict(
         tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
@@ -296,7 +295,7 @@ def preset_config(preset, given=()):
     require(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
     given, own = dict(given), PRESETS[preset]
     if "parameters" in given:  # cells: those given come after the preset's
-        cells = own.get("parameters", ()) + given["parameters"]  # of equal ones the last stays
+        cells = own.get("parameters", Config.parameters) + given["parameters"]  # of equal ones the last stays
         given["parameters"] = tuple(dict.fromkeys(cells[::-1]))[::-1]
     cfg = Config(**{"preset": preset} | own | given)
     check_ranges(cfg)
@@ -530,9 +529,9 @@ def window_mask(window, T, documents, device):
         return None
     width = T if 2 * window >= T else window
     blocks, keys = math.ceil(T / width), min(T, 2 * width)
-    start = torch.arange(0, blocks * width, width, device=device).view(1, blocks, 1, 1)
-    query = start + torch.arange(width, device=device)[:, None]
-    key = start + torch.arange(width - keys, width, device=device)
+    arange = partial(torch.arange, device=device, dtype=torch.int32)  # a CPU compares these faster
+    start = arange(0, blocks * width, width).view(1, blocks, 1, 1)
+    query, key = start + arange(width)[:, None], start + arange(width - keys, width)
     mask = (key >= 0) & (key <= query) & (key >= query - window)
     if documents is not None:
         documents = F.pad(documents, (keys - width, blocks * width - T), value=-1)
@@ -665,7 +664,8 @@ def ngram_keys(tokens, orders):
     """Yields (n, hashes of 36 bits of the n tokens up to each place (..., T)) for each n of orders."""
     key = torch.zeros_like(tokens)
     for n in range(1, max(orders) + 1):
-        key.add_(tokens.roll(n - 1, -1)).add_(1).mul_(-0x61C8864680B583EB)  # modulo 2**64
+        key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
+        key.mul_(-0x61C8864680B583EB)  # modulo 2**64
         if n in orders:
             yield n, (key >> 28).bitwise_and_(0xFFFFFFFFF)
 
@@ -705,37 +705,38 @@ class NgramCounts(nn.Module):
                 list(pool.map(partial(fill, table, seen, seen.view(np.int8)[7::8] >> 5), range(-4, 4)))
         self.tables.copy_(torch.from_numpy(tables))
 
-    def forward(self, tokens, length, targets=None):
-        """[(is there one, the token, its class)] per order, each (B, T). length: tokens of a document so far
-        (B, T). targets: what comes next in training text; then its own document does not count for it."""
-        found = []
-        for (n, key), table in zip(ngram_keys(tokens, self.cfg.count_orders), self.tables):
-            entry = table[key >> (36 - self.cfg.count_bits)]
-            best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
-            if targets is not None:
-                best, second = (pair - ((pair & 0xFFFF) == targets) * 0x10000 for pair in (best, second))
-                best, total = best.maximum(second), total - 1
-            count, share = best >> 16, (best >> 16) / total
-            sure = 4 * sum(count > x for x in (1, 3, 15)) + sum(share >= x for x in (0.4, 0.7, 0.999))
-            found.append([(entry & 0xFF == key & 0xFF) & (count > 0) & (length >= n), best & 0xFFFF, sure])
-        return found
+    def forward(self, tokens, keys, length, orders, targets=None):
+        """(is there one, the token, its class), each (orders, B, T). keys: of ngram_keys. length: tokens of a
+        document so far (B, T). targets: what is next in training text, whose document then does not count."""
+        n, key = tokens.new_tensor(orders).view(-1, 1, 1), torch.stack([keys[n] for n in orders])
+        place = torch.arange(len(n), device=n.device).view_as(n) << self.cfg.count_bits
+        entry = self.tables.view(-1)[place + (key >> (36 - self.cfg.count_bits))]
+        best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
+        if targets is not None:
+            best, second = (pair - ((pair & 0xFFFF) == targets) * 0x10000 for pair in (best, second))
+            best, total = best.maximum(second), total - 1
+        count, share = best >> 16, (best >> 16) / total
+        sure = 4 * sum(count > x for x in (1, 3, 15)) + sum(share >= x for x in (0.4, 0.7, 0.999))
+        return (entry & 0xFF == key & 0xFF) & (count > 0) & (length >= n), best & 0xFFFF, sure
 
     def stored(self):
         """What files hold: the text."""
         return {"counts.text": torch.from_numpy(self.text.view(np.int16))} if len(self.tables) else {}
 
-def copies(tokens, length, orders):
-    """The same for what came after the n-gram when it was last in the row. Class 0: it was there once; before
-    that it had, 1: another token, 2: the same."""
-    found, place = [], torch.arange(tokens.size(1), device=tokens.device)
-    alone, own = -1 - place, (place + 1 - length) * 2**36  # keys of their own for a place, for a document
-    for n, key in ngram_keys(tokens, orders):
-        key, order = torch.where(length >= n, key + own, alone).sort(dim=1, stable=True)
-        again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
-        last, before = (tokens.roll(-1, 1).gather(1, order.roll(times, 1)) for times in (1, 2))
-        sure = torch.where(again & again.roll(1, 1), 1 + (last == before), 0)
-        found.append([torch.empty_like(x).scatter_(1, order, x) for x in (again, last, sure)])
-    return found
+def copies(tokens, keys, length, orders, targets=None):
+    """The same, each (1, B, T), for what came after the longest n-gram that the row had before. Class 0 of an
+    order: it was there once; before that it had, 1: another token, 2: the same."""
+    n, key = tokens.new_tensor(orders).view(-1, 1, 1), torch.stack([keys[n] for n in orders])
+    place = torch.arange(tokens.size(1), device=tokens.device)
+    own = (place + 1 - length) * 2**36  # keys of their own for a document, and for places with too few tokens
+    key, order = torch.where(length >= n, key + own, -1 - place).sort(dim=-1, stable=True)
+    again, after = F.pad(key[..., 1:] == key[..., :-1], (1, 0)), tokens.roll(-1, 1).expand_as(order)
+    last, before = (after.gather(-1, order.roll(times, -1)) for times in (1, 2))
+    sure = torch.where(again & again.roll(1, -1), 1 + (last == before), 0)
+    sure += CLASSES * torch.arange(len(n), device=n.device).view_as(n)
+    found = [torch.empty_like(x).scatter_(-1, order, x) for x in (again, last, sure)]
+    longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # shorter ones are there, too
+    return [x.gather(0, longest) for x in found]
 
 class GPT(nn.Module):
     """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
@@ -771,17 +772,19 @@ class GPT(nn.Module):
 
     def candidates(self, tokens, targets=None):
         """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
-        cfg, rows, place = self.cfg, [], torch.arange(tokens.size(1), device=tokens.device)
-        bos, tables = cfg.bos_id if cfg.max_doc_len else -1, (self.candidate_embed, self.class_embed)
-        length = place + 1 - torch.where(tokens == bos, place, 0).cummax(1).values
-        counted = ([one] for one in self.counts(tokens, length, targets))
-        for i, found in enumerate(filter(None, (*counted, copies(tokens, length, cfg.copy_orders)))):
-            best = [torch.full_like(tokens, len(table) - 1) for table in tables]
-            for n, (there, token, sure) in enumerate(found):  # the longest n-gram comes last
-                longer = i * cfg.vocab_size + token, i * self.classes + CLASSES * n + sure
-                best = [torch.where(there, x, y) for x, y in zip(longer, best)]
-            rows.append(torch.stack(best, 2))
-        return [torch.stack(rows, -1)] if rows else []
+        if self.candidate_embed is None:
+            return []
+        cfg, place = self.cfg, torch.arange(tokens.size(1), device=tokens.device)
+        begins = torch.where(tokens == (cfg.bos_id if cfg.max_doc_len else -1), place, 0).cummax(1).values
+        keys = dict(ngram_keys(tokens, cfg.count_orders + cfg.copy_orders))
+        found = [find(tokens, keys, place + 1 - begins, sorted(orders), targets) for find, orders in
+                 ((self.counts, cfg.count_orders), (copies, cfg.copy_orders)) if any(orders)]
+        there, token, sure = (torch.cat(parts) for parts in zip(*found))  # (sources, B, T)
+        source = torch.arange(len(there), device=place.device).view(-1, 1, 1)
+        rows = source * cfg.vocab_size + token, source * self.classes + sure
+        tables = self.candidate_embed, self.class_embed
+        rows = [torch.where(there, row, len(table) - 1) for row, table in zip(rows, tables)]
+        return [torch.stack(rows).permute(2, 3, 0, 1).contiguous()]
 
     def hidden(self, tokens, context, *candidates):
         """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
@@ -851,6 +854,7 @@ class Parameter(NamedTuple):
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
     beta1: float = 0.0  # Adam; 0: that of Config
+    every: int = 1  # Adam: factor on adam_every
 
 def parameter_table(cfg):
     """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
@@ -895,7 +899,8 @@ def parameter_table(cfg):
         if column in texts:
             require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
         else:
-            require(re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", value), f"parameters={cell!r} must be a number")
+            number = r"[1-9]\d?" if column == "every" else r"-?\d+(\.\d*)?(e-?\d+)?"
+            require(re.fullmatch(number, value), f"parameters={cell!r} must be a number")
             value, least = float(value), -1e12 if column == "scale" else 0
             most = 0.9999 if column == "beta1" else 1e12
             require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
@@ -1046,13 +1051,15 @@ class Bank:
 
 class Optimizer:
     """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state.
-    dtype: of the parameters that the model reads from now on."""
-    def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32):
-        self.cfg, self.world_size, self.group = cfg, world_size, group
+    dtype: of the parameters that the model reads from now on; muon_dtype: of Muon's products."""
+    def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32, muon_dtype=None):
+        self.cfg, self.world_size, self.group, self.muon_dtype = cfg, world_size, group, muon_dtype or dtype
         self.adam_step, self.muon_step, self.step_count = adam_step, muon_step, 0
         table, kinds, known = parameter_table(cfg), {}, dict(model.named_parameters())
         for name, p in known.items():
-            row = table[kind_of(name)]._replace(kind="", init="", scale=0.0, artifact_step=0.0)
+            row = table[kind_of(name)]
+            every = 1 if row.optimizer == "muon" else row.every * cfg.adam_every
+            row = row._replace(kind="", init="", scale=0.0, artifact_step=0.0, every=every)
             shape = p.shape if row.optimizer == "muon" else None
             kinds.setdefault((row, shape), []).append((name, p))
         self.banks = [Bank(row, *zip(*members), rank, world_size, dtype)
@@ -1070,11 +1077,10 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr_factor, momentum, decay_factor=1.0):
         """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
-        banks step every adam_every steps, on the sum of the gradients since."""
+        banks step every adam_every steps or a multiple, on the sum of the gradients since."""
         self.step_count += 1
         cfg, grad_scale = self.cfg, 1 / self.world_size
-        adams_turn = self.step_count % cfg.adam_every == 0
-        banks = [bank for bank in self.banks if bank.row.optimizer == "muon" or adams_turn]
+        banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
         jobs, gathers = [bank.reduce(self.group) for bank in banks], []
         if cfg.grad_clip_norm and banks:
             for job in filter(None, jobs):
@@ -1090,9 +1096,9 @@ class Optimizer:
                 lr = lr * max(1, bank.unit[0] / bank.unit[1]) ** 0.5
                 decay = cfg.weight_decay * cfg.matrix_lr * row.decay_mult * decay_factor
                 update, numbers = self.muon_step, (grad_scale, momentum, lr, decay)
-                constants = cfg, bank.data.dtype
+                constants = cfg, self.muon_dtype
             else:  # Adam; its step count is that of its own steps
-                update, numbers = self.adam_step, (grad_scale, float(self.step_count // cfg.adam_every), lr)
+                update, numbers = self.adam_step, (grad_scale, float(self.step_count // row.every), lr)
                 constants = row.beta1 or cfg.beta1, cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected
             numbers = [torch.as_tensor(number) for number in numbers]
             update(bank.master, bank.my_grad, *bank.state, *numbers, *constants)
@@ -1524,9 +1530,8 @@ def evaluate(model, cfg, data, team, window=None, protocol="plain"):
     compiled = protocol == "plain" and team.on_gpu and cfg.compile
     nats = target_nats(model, cfg, tokens, protocol, team, window, compiled)
     sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
-    bits = [None, None]
-    if data.val_bytes and len(tokens) == len(data.val):
-        bits = [nat / math.log(2) / data.val_bytes for nat in sums.tolist()]
+    known = data.val_bytes and len(tokens) == len(data.val)
+    bits = [nat / math.log(2) / data.val_bytes if known else None for nat in sums.tolist()]
     return Score(sums[0].item() / (len(tokens) - 1), *bits)
 
 def loss_name(cfg):
@@ -1598,9 +1603,7 @@ def target_nats(model, cfg, tokens, protocol, team, *how):
 def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
     found, kind = {}, loss_name(cfg)
-    for protocol in PROTOCOLS:
-        if not getattr(cfg, f"eval_{protocol}"):
-            continue
+    for protocol in (name for name in PROTOCOLS if getattr(cfg, f"eval_{name}")):
         start = time.perf_counter()
         loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
         if not math.isfinite(loss):
@@ -2003,7 +2006,7 @@ class Saver:
         by_step = cfg.save_every and step % cfg.save_every == 0
         at_end = done and (cfg.save_every or cfg.save_every_seconds)
         self.wanted |= bool(stop or new and (by_time or by_step or at_end))
-        return self.wanted and step % cfg.adam_every == 0
+        return self.wanted and all(bank.fresh for bank in self.run.optimizer.banks)
 
     def save(self, state):
         """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
@@ -2124,13 +2127,6 @@ def fp8_part(cfg, on_gpu):
             f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
     return part
 
-def choose_fp8(cfg, on_gpu, log):
-    """Linears of blocks and head. Raises Refused."""
-    part = fp8_part(cfg, on_gpu)
-    if cfg.fp8 != "off":
-        log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
-    return {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
-
 def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False):
     """scaled_dot_product_attention in compiled steps on a CPU. Plain products and a fused softmax are faster
     there than torch's kernel, but they keep all weights, so long sequences stay with torch."""
@@ -2247,12 +2243,13 @@ def kernel_losses(logits, targets, cap, factor, dtype):
 
 def row_losses(logits, targets, cap, factor, dtype):
     """Losses (N,) of logits (N, V), capped, and factor times their gradient (N, V) in a dtype."""
-    part, hit = torch.tanh(logits.float() / cap), torch.arange(logits.size(1), device=logits.device)
-    powers = (cap * part - cap).exp()  # up to this cap they need no maximum
+    top, hit = 2 * cap, torch.arange(logits.size(1), device=logits.device)
+    part = torch.sigmoid(logits.float() * (2 / cap))  # softcap(x) + cap = top * part; faster than tanh
+    powers = (top * part - top).exp()  # up to this cap they need no maximum
     total = powers.sum(1, keepdim=True)
-    losses = total.log() + cap - cap * part.gather(1, targets[:, None])
+    losses = total.log() + top - top * part.gather(1, targets[:, None])
     error = powers / total - (hit == targets[:, None]).float()
-    return losses[:, 0], (error * (1 - part.square()) * factor).to(dtype)
+    return losses[:, 0], (error * part * (1 - part) * (4 * factor)).to(dtype)
 
 class FusedLoss(torch.autograd.Function):
     """lm_loss with a softcap. The logits, in the dtype of x, become their gradient at once, which is in e5m2
@@ -2286,7 +2283,10 @@ def fused_loss(x, head, targets, cap, linear, row_losses=row_losses):
 
 def choose_kernels(cfg, on_gpu, log):
     """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
-    linears = choose_fp8(cfg, on_gpu, log)
+    part = fp8_part(cfg, on_gpu)
+    if cfg.fp8 != "off":
+        log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
+    linears = {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
     if not on_gpu:
         return Kernels(*linears, attention=cpu_attention, loss=fused_loss)
     by_kernel, module = partial(fused_loss, row_losses=kernel_losses), flash_attention_3(cfg)
@@ -2840,7 +2840,7 @@ def train_model(run, checkpoint, began):
     with team.device:
         run.model = GPT(cfg, run.kernels)
     run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
-                              dtype=team.dtype if team.on_gpu else torch.float32)
+                              dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
     log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
     slowest = rehearse(run)

@@ -30,7 +30,7 @@ def ngram_keys(tokens, orders):
     """Yields (n, hashes of 36 bits of the n tokens up to each place) for each n of orders."""
     key = torch.zeros_like(tokens)
     for n in range(1, max(orders) + 1):
-        key = (key + tokens.roll(n - 1, -1) + 1) * -0x61C8864680B583EB
+        key = (key + tokens.roll(n - 1, -1)) * -0x61C8864680B583EB
         if n in orders:
             yield n, key >> 28 & 0xFFFFFFFFF
 

@@ -72,10 +72,11 @@ def expected_copy(row, begin, t, n):
     return row[ends[-1] + 1], 0 if len(ends) < 2 else 1 + (row[ends[-1] + 1] == row[ends[-2] + 1])
 
 
-def as_pairs(found):
-    """What NgramCounts and copies return for one row -> [[(token, class) or None]] per order."""
-    return [[(int(token), int(sure)) if there else None for there, token, sure in zip(*(x[0] for x in order))]
-            for order in found]
+def found_by(source, tokens, length, orders, targets=None):
+    """What NgramCounts or copies finds for the first row of tokens: [[(token, class) or None]] per source."""
+    there, token, sure = source(tokens, dict(ngram_keys(tokens, orders)), length, orders, targets)
+    return [[(int(a), int(b)) if yes else None for yes, a, b in zip(*(x[i][0] for x in (there, token, sure)))]
+            for i in range(len(there))]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -83,7 +84,7 @@ def test_counts_are_those_of_documents(training):
     text = some_text()
     other = text if training else some_text(seed=1)
     row, targets = (torch.from_numpy(part.astype(np.int64))[None] for part in (other[:-1], other[1:]))
-    found = as_pairs(counted(CFG, text)(row, lengths(row), targets if training else None))
+    found = found_by(counted(CFG, text), row, lengths(row), CFG.count_orders, targets if training else None)
     assert any(None in order for order in found) and all(order.count(None) < len(order) for order in found)
     document = np.cumsum(other == BOS)
     for n, order in zip(CFG.count_orders, found):
@@ -100,8 +101,8 @@ def test_a_document_of_its_own_says_nothing():
     text = np.array([1, 5, 6, 7, 5, 5, 4, 1, 8, 9, 8], np.uint16)
     counts = counted(replace(CFG, count_orders=(2,)), text)
     row = torch.from_numpy(text.astype(np.int64))[None]
-    assert not counts(row[:, :-1], lengths(row)[:, :-1], row[:, 1:])[0][0].any()
-    assert as_pairs(counts(row[:, 1:3], torch.tensor([[1, 2]])))[0][1] == (7, 3)
+    assert {*found_by(counts, row[:, :-1], lengths(row)[:, :-1], (2,), row[:, 1:])[0]} == {None}
+    assert found_by(counts, row[:, 1:3], torch.tensor([[1, 2]]), (2,))[0][1] == (7, 3)
 
 
 @pytest.mark.parametrize("documents", [True, False])
@@ -109,14 +110,27 @@ def test_copies_are_what_the_row_had(documents):
     rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
     seen, length = Counter(), lengths(rows, documents)
     for i, row in enumerate(rows.tolist()):
-        found = as_pairs([[x[i:i + 1] for x in order] for order in copies(rows, length, (1, 2, 5))])
+        found, = found_by(copies, rows[i:i + 1], length[i:i + 1], (1, 2, 5))
         begin = 0
         for t, token in enumerate(row):
             begin = t if documents and token == BOS else begin
-            for n, order in zip((1, 2, 5), found):
-                assert order[t] == expected_copy(row, begin, t, n), (i, t, n)
-                seen[n, order[t] and order[t][1]] += 1
-    assert documents or min(seen[n, sure] for n in (1, 2) for sure in (None, 0, 1, 2)) > 5
+            wanted = None
+            for place, n in enumerate((1, 2, 5)):  # the longest comes last
+                copy = expected_copy(row, begin, t, n)
+                wanted = (copy[0], CLASSES * place + copy[1]) if copy else wanted
+            assert found[t] == wanted, (i, t)
+            seen[found[t] and found[t][1]] += 1
+    assert documents or min(seen[c] for c in (None, 0, 1, 2, 16, 17, 18, 32)) > 2
+
+
+def test_the_rows_of_a_batch_do_not_see_one_another():
+    rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
+    keys = dict(ngram_keys(rows, (1, 3)))
+    together = copies(rows, keys, lengths(rows), (1, 3))
+    for i in range(4):
+        own = {n: key[i:i + 1] for n, key in keys.items()}
+        alone = copies(rows[i:i + 1], own, lengths(rows)[i:i + 1], (1, 3))
+        assert all(torch.equal(a[:, i:i + 1], b) for a, b in zip(together, alone))
 
 
 def test_keys_tell_ngrams_apart():
@@ -131,8 +145,8 @@ def test_a_full_table_says_nothing_wrong():
     """Of n-grams that share an entry one is kept; it says what a large table says, up to the check."""
     text = some_text(20_000)
     row = torch.from_numpy(some_text(3000, seed=2).astype(np.int64))[None]
-    large, small = (as_pairs(counted(replace(CFG, count_bits=bits), text)(row, lengths(row)))[2]
-                    for bits in (20, 10))
+    tables = (counted(replace(CFG, count_bits=bits), text) for bits in (20, 10))
+    large, small = (found_by(table, row, lengths(row), CFG.count_orders)[2] for table in tables)
     wrong = sum(b is not None and a != b for a, b in zip(large, small))
     kept = sum(a is not None and a == b for a, b in zip(large, small))
     assert wrong < 0.01 * len(large) and 300 < kept < 0.8 * sum(a is not None for a in large)
@@ -145,16 +159,16 @@ def test_rows_and_their_embedding():
     model, tokens = randomised(CFG), some_tokens(CFG, 2, 24)
     model.counts.count(some_text())
     rows, = model.candidates(tokens)
-    sources = [[one] for one in model.counts(tokens, lengths(tokens))]
-    sources.append(copies(tokens, lengths(tokens), CFG.copy_orders))
+    keys = dict(ngram_keys(tokens, CFG.count_orders + CFG.copy_orders))
+    found = [model.counts(tokens, keys, lengths(tokens), CFG.count_orders),
+             copies(tokens, keys, lengths(tokens), CFG.copy_orders)]
+    sources = [[x[i] for x in source] for source in found for i in range(len(source[0]))]
     assert rows.shape == (2, 24, 2, 4) and model.classes == 2 * CLASSES
     total, kinds = torch.zeros(2, 24, CFG.model_dim), Counter()
-    for (i, orders), b, t in itertools.product(enumerate(sources), range(2), range(24)):
+    for (i, (there, token, sure)), b, t in itertools.product(enumerate(sources), range(2), range(24)):
         a, c = 4 * CFG.vocab_size, 4 * model.classes
-        for n, (there, token, sure) in enumerate(orders):
-            if there[b, t]:
-                a = i * CFG.vocab_size + int(token[b, t])
-                c = i * model.classes + CLASSES * n + int(sure[b, t])
+        if there[b, t]:
+            a, c = i * CFG.vocab_size + int(token[b, t]), i * model.classes + int(sure[b, t])
         assert rows[b, t, :, i].tolist() == [a, c]
         total[b, t] += model.candidate_embed[a] * model.class_scale[c] + model.class_embed[c]
         kinds[c // 16] += 1

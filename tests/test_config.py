@@ -18,7 +18,7 @@ from train_gpt import (ALIASES, FIELDS, MODEL_FIELDS, PRESETS, Config, Refused, 
 
 # Every constant of every preset, by name, type and value: records rely on them. `tiny` is all of them, the
 # others what differs, with what the depth dial derives. A change here is a decision.
-PLAIN = dict(count_orders=(0,), copy_orders=(0,))
+PLAIN = dict(count_orders=(0,), copy_orders=(0,), batch_schedule=(1,), parameters=())
 PINNED = {
     "tiny": dict(
         # of the model: what an artifact carries
@@ -43,14 +43,14 @@ PINNED = {
         val_tokens=0, val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0,
         eval_ttt=0, eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
         core_metric_max_per_task=0, depth=0, target_param_data_ratio=0.0, target_flops=0.0,
-        parameters=(), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
+        parameters=("bigram_embed.every=2",), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
         tied_embed_init_std=0.005, scalar_lr=0.04,
         muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
         muon_momentum_cooldown_steps=0, orthogonalization="newton_schulz", muon_backend_steps=5,
         muon_sum=False, normuon_beta2=0.0, weight_decay=0.0, decay_schedule="lr", beta1=0.8, beta2=0.95,
         adam_eps=1e-8, adam_eps_corrected=True, loss_sum_ranks=0, adam_every=1, grad_clip_norm=0.0,
         iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0, warmup_steps=2,
-        warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1,), seq_schedule=(1,),
+        warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1, 2), seq_schedule=(1,),
         lr_schedule=(1.0,), lr_switches=(0.0,)),
     "golf": PLAIN | dict(
         vocab_size=1024, train_seq_len=4096, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4,
@@ -112,12 +112,13 @@ PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(
     key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix")
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
-TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple and f.default]
+TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple and name != "parameters"]
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
 COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
-              "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192},
-              "packing": {"shuffle": False}}
+              "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192,
+                               "batch_schedule": (1,)},
+              "packing": {"shuffle": False}, "window_schedule": {"batch_schedule": (1,)}}
 
 
 def flag(name):
@@ -128,7 +129,7 @@ def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
     f, special = FIELDS[name], dict(
         preset="golf", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
-        batch_schedule=(1, 2), seq_schedule=(1, 2), packing="documents", shuffle=False, train_seq_len=256,
+        batch_schedule=(2, 3), seq_schedule=(1, 2), packing="documents", shuffle=False, train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8,
         num_kv_heads=2, val_tokens=2, count_orders=(2, 5), copy_orders=(1, 3),
         skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
@@ -196,7 +197,8 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
 def test_environment_flag_and_edit_are_the_same_config(name):
     value, others = other_value(name), COMPANIONS.get(name, {})
     env = {key.upper(): show(companion) for key, companion in others.items()}
-    by_edit = dataclasses.replace(Config(), **others | {name: value})
+    edited = Config.parameters + value if name == "parameters" else value  # cells add up
+    by_edit = dataclasses.replace(Config(), **others | {name: edited})
     if name == "preset":
         by_edit = Config(preset=value, **PRESETS[value])
     assert load_config(env | {name.upper(): show(value)}) == by_edit != Config()
@@ -394,7 +396,8 @@ def test_given_cells_come_after_those_of_the_preset(monkeypatch):
     # what does not go together: a vector has no rows, and one number per row is no range
     "embed.scale=-1", "qk_gain.optimizer=muon", "qk_gain.init=uniform", "qk_gain.artifact_step=1",
     "backout.optimizer=muon", "resid_lambda.init=normal", "x0_lambda.init=uniform", "fc.second=both",
-    "qk_gain.group=matrix,qk_gain.optimizer=muon", "head.beta1=1"])
+    "qk_gain.group=matrix,qk_gain.optimizer=muon", "head.beta1=1", "head.every=0", "head.every=1.5",
+    "head.every=100"])
 def test_cells_that_cannot_be(cell):
     assert "parameters" in refusal({"PARAMETERS": f"fc.lr_mult=1,{cell}"})
 

@@ -14,7 +14,8 @@ from train_gpt import Config, Optimizer, decay_factor, kind_of, lr_factor, muon_
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(
     Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, num_heads=4,
-    num_kv_heads=2, mlp_mult=2, value_embed_layers=(1, 0), tied_embed_lr=0.01, window_pattern="SL")
+    num_kv_heads=2, mlp_mult=2, value_embed_layers=(1, 0), tied_embed_lr=0.01, window_pattern="SL",
+    batch_schedule=(1,), parameters=())
 GATES = {"attn_gate", "smear_gate", "value_gate"}
 MATRICES = {"query", "key", "value", "attn_proj", "fc", "mlp_proj"} | GATES
 
@@ -72,10 +73,11 @@ def test_muon_equals_torch_on_a_model(torch_muon):
 @pytest.mark.parametrize("tied, every", [(False, 1), (True, 1), (False, 3)])
 def test_adam_equals_torch_on_a_model(tied, every):
     """Every other parameter, each kind with its own learning rate, one with a beta1 of its own; every third
-    step on the sum of three. Matrices move at each step; a step zeroes the gradients it used, no others."""
+    step on the sum of three, bigrams half as often. Matrices move at each step; a step zeroes the gradients
+    that it used, no others."""
     cfg = replace(SMALL, tie_embeddings=tied, beta1=0.8, beta2=0.95, adam_every=every, scalar_lr=0.07,
-                  parameters=("x0_lambda.beta1=0.6",))
-    model, twin = randomised(cfg), randomised(cfg)
+                  parameters=("x0_lambda.beta1=0.6", "bigram_embed.every=2"))
+    model, twin, twice = randomised(cfg), randomised(cfg), {"bigram_embed": 2 * every}
     scalars = ("qk_gain", "resid_lambda", "x0_lambda", "layer_scale", "skip_weights", "class_scale")
     rates = dict.fromkeys(("value_embeds", "bigram_embed", "candidate_embed", "class_embed"), cfg.embed_lr)
     rates |= dict.fromkeys(scalars, 0.07) | dict(head=cfg.head_lr)
@@ -91,14 +93,13 @@ def test_adam_equals_torch_on_a_model(tied, every):
         take_step(model, optimizer, step, factor)
         sums = {name: gradients[name] + sums.get(name, 0) for name in others}
         for name, p in model.named_parameters():
-            moves = is_matrix(name) or step % every == 0
+            moves = is_matrix(name) or step % twice.get(kind_of(name), every) == 0
             bank = next(bank for bank in optimizer.banks if name in bank.names)
             assert torch.equal(p, before[name]) != moves and bank.fresh == moves, name
-        if step % every == 0:
-            for group, (name, p) in zip(reference.param_groups, others.items()):
-                group["lr"], p.grad = rates[kind_of(name)] * factor, sums[name]
-            reference.step()
-            sums = {}
+        for group, (name, p) in zip(reference.param_groups, others.items()):
+            turn = step % twice.get(kind_of(name), every) == 0
+            group["lr"], p.grad = rates[kind_of(name)] * factor, sums.pop(name) if turn else None
+        reference.step()
     for name, p in others.items():
         close(values(model)[name], p.detach())
 
@@ -382,7 +383,8 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
 RANK_CONFIGS = [
     replace(SMALL, weight_decay=0.1, grad_clip_norm=20.0),
     replace(SMALL, normuon_beta2=0.9, adam_every=2, orthogonalization="polar_express", attn_gate_dim=6,
-            parameters=("x0_lambda.beta1=0.5", "query.second=columns", "fc.lr_mult=0.5"))]
+            parameters=("x0_lambda.beta1=0.5", "query.second=columns", "fc.lr_mult=0.5",
+                        "bigram_embed.every=2"))]
 
 
 def rank_main(folder, rank, world_size):
@@ -526,7 +528,7 @@ def test_stage_table():
     assert [tuple(stage[2:]) for stage in stage_table(alone)] == [(6, 1, 0), (6, 2, 0)]
     progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     assert [train_gpt.stage_at(cfg, p).batch_multiple for p in progress] == [1, 1, 2, 2, 2, 3, 3, 3]
-    assert stage_table(replace(Config(), window_schedule=(0,))) == [(0, 0, 1, 1, 0)]
+    assert stage_table(replace(Config(), batch_schedule=(1,), window_schedule=(0,))) == [(0, 0, 1, 1, 0)]
 
 
 @pytest.mark.parametrize("iterations, extension, stages", [(7, 0, 3), (10, 3, 4), (2, 1, 4), (1, 0, 3)])
