@@ -1,0 +1,3000 @@
+"""train_gpt: train a GPT as fast as the hardware allows, in one file.
+
+    python train_gpt.py                                                        tiny: 120 s on any CPU or GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=golf        16 MB after 600 s on 8xH100
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=speedrun    val_loss 3.28 on 8xH100
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2        CORE 0.2565 on 8xH100
+    EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py           score what a run left behind
+
+`--help` lists every constant, `--dry-run` prints the plan of a run without training.
+
+Map: 3 configuration (what you edit: constants, presets, the depth dial) - 4 model - 5 optimizer - 6 schedules
+of (step, progress) - 7 data - 8 evaluation: loss, named scores, CORE, samples - 9 artifact - 10
+checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock, rehearsal, loop, one run
+"""
+# ---------- 2 imports
+import csv
+import ctypes
+import hashlib
+import io
+import json
+import lzma
+import math
+import os
+import platform
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import zipfile
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+triton = None  # of a build of torch without CUDA
+with suppress(ImportError):
+    import triton
+    import triton.language as tl
+
+class Refused(Exception):
+    """Why there is no run (exit code 2) or why it ends (exit code 1), in one sentence for the user."""
+
+class Missing(Refused):
+    """Data that have not been downloaded or prepared yet."""
+
+def require(condition, sentence, error=Refused):
+    """Raises Refused, or a subclass of it, with the sentence unless the condition holds."""
+    if not condition:
+        raise error(sentence)
+
+# ---------- 3 configuration
+def option(default, doc, least=0, most=1e12, choices=(), off=False):
+    """A constant: default, unit and meaning, the range of its numbers or the choices of its text."""
+    return field(default=default, metadata=dict(doc=doc, least=least, most=most, choices=choices, off=off))
+
+def optional(default, doc, least=0, most=1e12):
+    """A constant that 0 turns off or leaves to be derived; -1 is read as 0, as nanochat types it."""
+    return option(default, doc, least, most, off=True)
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What an artifact must carry to be loaded: everything that the forward pass depends on."""
+    preset: str = option("tiny", "row of PRESETS that the constants start from")
+    vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536)
+    train_seq_len: int = option(4096, "tokens per sequence", 2, 1 << 20)
+    max_doc_len: int = optional(0, "documents see only themselves, packed ones are cut here; 0: neither")
+    bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535)
+    num_layers: int = option(2, "blocks", 1, 1000)
+    model_dim: int = option(128, "width of the residual stream", 2, 1 << 16)
+    num_heads: int = option(2, "query heads", 1, 4096)
+    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096)
+    mlp_mult: int = option(3, "MLP width / model_dim", 1, 64)
+    tie_embeddings: bool = option(False, "the head is the embedding")
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: none", 0, 1e4)
+    qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
+    attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
+    key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
+    attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
+    value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
+    value_lambdas: bool = option(False, "learnt factors on values and on value embeddings, per layer")
+    rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9)
+    rope_fraction: float = option(1.0, "part of each head that rotates", 0, 1)
+    rope_end: bool = option(False, "the slowest frequency is 1 / rope_base, not one step above it")
+    rope_yarn: bool = option(False, "RoPE and attn_scale follow the window as it grows (YaRN)")
+    smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
+    smear_documents: bool = option(False, "the token before may belong to the document before")
+    bigram_rows: int = optional(65_536, "rows of the hashed bigram embedding; 0: none", 0, 1 << 26)
+    count_orders: tuple = option((2, 3, 4, 6, 9), "tokens of the n-grams of NgramCounts; 0: none", 0, 64)
+    count_bits: int = option(24, "log2 of its entries per order, 8 bytes each", 8, 28)
+    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "tokens of the n-grams of copies(); 0: none", 0, 64)
+    residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
+    scalar_mix: bool = option(False, "mixes and skips are one number per layer, not one per channel")
+    layer_scale: bool = option(True, "learnt scales per channel on what attention and MLP add")
+    unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
+    skip_sigmoid: bool = option(False, "skip weights pass through a sigmoid")
+    skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
+    backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
+    value_embed_layers: tuple = option((0, 1), "value embedding table per layer; 0: none", 0, 99)
+    window_pattern: str = option("-L", "per layer: L long, S short, - no attention, 0 nothing")
+    window_schedule: tuple = option((128,), "long window, tokens before its own, per stage; 0: all")
+    window_block: int = option(1, "tokens that window sizes are multiples of", 1)
+    eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """Every constant of a run. The defaults are the `tiny` game; 0 means off or derived."""
+    # the run
+    run_id: str = option("", "folder under logs/; empty: preset, seed and time")
+    seed: int = option(1337, "of first values and samples", 0, 2**31 - 1)
+    device: str = option("auto", "where to train; auto: every GPU there is", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
+    fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
+                      choices=("off", "head", "all", "auto-head", "auto-all"))
+    sdpa_backend: str = option("flash3", "on a GPU: FlashAttention 3 if it is there; auto: flex and torch's",
+                               choices=("flash3", "auto"))
+    compile: bool = option(True, "torch.compile the step; 0: eager")
+    triton_kernels: bool = option(True, "our own kernels on a GPU; 0: what torch.compile makes")
+    dry_run: bool = option(False, "print the plan only")
+    eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
+    resume: str = option("", "run_id to go on with")
+    save_every: int = optional(0, "steps between checkpoints; 0: none")
+    save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
+    sample_every: int = optional(0, "steps between samples; 0: at the end only")
+    sample: str = option("", "prompts, '|' between them; empty: beginnings of val documents")
+    sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
+    sample_temperature: float = option(0.8, "0: greedy", 0, 10)
+    sample_top_k: int = optional(0, "sample among the k likeliest tokens; 0: all", 0, 65_536)
+    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
+    artifact_bytes_limit: int = optional(0, "bytes of artifact and script; 0: no limit")
+    artifact_step: float = optional(0.0, "rounding step / rms of a row, then lzma; 0: int8, zlib", 0, 10)
+    artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
+    artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
+    score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
+    # data and batch
+    data_path: str = option("data/datasets/embedded", "folder of token shards")
+    tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
+    data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
+                                   "sha256 of the game's text; empty: any text")
+    train_batch_tokens: int = optional(4_096, "tokens per step over all ranks; 0: by depth", 0, 1 << 30)
+    shuffle: bool = option(True, "training sequences in one random order; 0: in order")
+    packing: str = option("rows", "how training rows are made of the stream: see Loader",
+                          choices=("rows", "spans", "documents", "best_fit"))
+    max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
+    device_batch_size: int = optional(0, "sequences per rank and micro-step; 0: as many as fit")
+    val_tokens: int = optional(0, "the first tokens of val that are scored; 0: all")
+    val_batch_size: int = option(65_536, "tokens per evaluation step and rank", 1)
+    eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
+    eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
+    eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
+    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+    core: bool = option(False, "score CORE at the end")
+    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
+    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
+    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
+    depth: int = optional(0, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
+    target_param_data_ratio: float = optional(0.0, "tokens per weight of matrices and head; 0: off", 0, 1e6)
+    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
+    # optimizer
+    parameters: tuple = option(("bigram_embed.every=2",), "cells of the parameter table: kind.column=value")
+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: untied head", 0, 10)
+    tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
+    tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
+    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes, gates", 0, 10)
+    muon_momentum: float = option(0.95, "after its warm-up", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warm-up")
+    muon_momentum_cooldown_steps: int = optional(0, "last steps, back to the start value; 0: none")
+    orthogonalization: str = option("newton_schulz", "Muon's polynomial",
+                                    choices=("newton_schulz", "polar_express"))
+    muon_backend_steps: int = option(5, "its iterations", 1, 20)
+    muon_sum: bool = option(False, "momentum is a sum of gradients, not a mean")
+    normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
+    weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
+    decay_schedule: str = option("lr", "weight_decay follows the LR factor, or falls linearly to 0",
+                                 choices=("lr", "linear"))
+    beta1: float = option(0.8, "Adam", 0, 0.9999)
+    beta2: float = option(0.95, "Adam", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
+    adam_eps_corrected: bool = option(True, "v is corrected for its start before eps is added")
+    loss_sum_ranks: int = optional(0, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
+    adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
+    grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
+    # schedule
+    iterations: int = option(100_000, "steps at most", 1, 10**9)
+    extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
+    max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
+    warmup_steps: int = optional(2, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    warmdown_iters: int = optional(0, "steps of LR warmdown; 0: warmdown_frac")
+    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
+    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    batch_schedule: tuple = option((1, 2), "train_batch_tokens times this, per stage", 1, 1024)
+    seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
+    lr_schedule: tuple = option((1.0,), "LR factors before the warmdown, in order", 1e-6, 1000)
+    lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
+
+# What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
+PLAIN = dict(
+    bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False, batch_schedule=(1,), parameters=())
+# 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. parameter-golf 2026-03-19_TrainingOptSeq4096: 1.20136.
+GOLF = PLAIN | dict(
+    data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
+    data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
+    packing="spans", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
+    tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, value_embed_layers=(0,), window_pattern="L",
+    window_schedule=(0,), matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, beta1=0.9,
+    muon_sum=True, muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
+    iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
+    train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
+    artifact_bytes_limit=16_000_000, artifact_scale_floor=1 / 127)
+# 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
+SPEEDRUN = PLAIN | dict(
+    data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
+    train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, packing="documents", max_epochs=1,
+    num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, window_pattern="0SSSLSS-SSSL",
+    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), value_lambdas=True,
+    skip_layers=(4, 7), skip_sigmoid=True, scalar_mix=True, backout_layer=8, attn_gate_dim=12,
+    smear_dim=12, smear_documents=True, qk_gain_init=0.0, layer_scale=False, unet_skips=False,
+    attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True,
+    # stages: three equal parts of iterations, then the extension; lr_switches are parts of their own
+    batch_schedule=(1, 2, 3, 3), seq_schedule=(1, 2, 3, 3), window_schedule=(384, 896, 1408, 1664),
+    lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66),
+    window_block=128, eval_window=2560, eval_context=262_144, val_batch_size=262_144,
+    matrix_lr=0.023, weight_decay=1.2, normuon_beta2=0.95, orthogonalization="polar_express",
+    muon_momentum_cooldown_steps=50, embed_lr=0.6, beta1=0.65, adam_every=2, adam_eps_corrected=False,
+    loss_sum_ranks=8,
+    parameters=(
+        "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
+        "query.second=columns", "key.second=columns", "value.second=columns", "attn_proj.second=columns",
+        "value_embeds.init=normal", "value_embeds.scale=1", "resid_lambda.scale=1.1",
+        "skip_weights.scale=-1.5"),
+    iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
+    val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head")
+# 8xH100: least time to CORE > 0.256525. nanochat 00932d1, depth 26, ratio 7.25, fp8: 8,967 s.
+# Rates and decay are those of depth 12; depth_dial() scales them.
+GPT2 = PLAIN | dict(
+    depth=26, target_param_data_ratio=7.25, train_seq_len=2048, train_batch_tokens=524_288, fp8="auto-all",
+    data_path="data/datasets/fineweb_edu", data_fingerprint="", vocab_size=32_768, shuffle=False,
+    packing="best_fit", mlp_mult=4, rope_base=10_000.0, qk_gain_init=0.0, value_gate_dim=32, scalar_mix=True,
+    layer_scale=False, unet_skips=False, matrix_lr=0.02, head_lr=0.004, scalar_lr=0.5, weight_decay=10.0,
+    decay_schedule="linear", normuon_beta2=0.95, orthogonalization="polar_express", adam_eps=1e-10,
+    parameters=(
+        "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
+        "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "head.init=normal",
+        "head.scale=0.001", "resid_lambda.lr_mult=0.01", "x0_lambda.scale=0.1", "x0_lambda.beta1=0.96"),
+    max_wallclock_seconds=0.0, val_tokens=20_971_520, val_loss_every=250, score_artifact=False, core=True,
+    sample_temperature=0.0, sample_tokens=16,
+    sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is")
+PRESETS = {"tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
+    # the same games with what we add on top of the record (records/BENCH.md)
+    "golf_plus": GOLF | dict(
+        tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
+        value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
+        eval_sliding=1024, eval_ttt=131_072),
+    "speedrun_plus": SPEEDRUN | dict(key_offset=True, bigram_rows=131_072),
+    "gpt2_plus": GPT2 | dict(key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix"),
+}
+
+FIELDS = {f.name: f for f in fields(Config)}
+MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
+ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
+           "run": "run_id"}
+NAMES = {name.upper(): ALIASES.get(name, name) for name in (*FIELDS, *ALIASES)}  # as typed: the constant
+BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
+
+def load_config(env, argv=()):
+    """Config: default < preset < environment < flag. env: {NAME: text}. Raises Refused."""
+    given = {}
+    for source in (env, dict(parse_flags(argv))):
+        given |= {name: parse_value(name, source[typed]) for typed, name in NAMES.items() if typed in source}
+    return preset_config(given.get("preset", Config.preset), given)
+
+def preset_config(preset, given=()):
+    """Config of a preset with given {name: value} instead, then the depth dial. Raises Refused."""
+    require(preset in PRESETS, f"preset={preset!r} is none of {', '.join(PRESETS)}")
+    given, own = dict(given), PRESETS[preset]
+    if "parameters" in given:  # cells: those given come after the preset's
+        cells = own.get("parameters", Config.parameters) + given["parameters"]  # of equal ones the last stays
+        given["parameters"] = tuple(dict.fromkeys(cells[::-1]))[::-1]
+    cfg = Config(**{"preset": preset} | own | given)
+    check_ranges(cfg)
+    if cfg.depth:
+        cfg = depth_dial(cfg, given)
+    check_config(cfg)
+    return cfg
+
+def parse_value(name, text):
+    """Text -> a value of the constant's type. Raises Refused."""
+    default = FIELDS[name].default
+    try:
+        text.encode()  # an environment may hold bytes that are no text
+        if isinstance(default, tuple):
+            kind = type(default[0]) if default else str
+            return tuple(kind(part) for part in text.split(",") if part or kind is not str)
+        if isinstance(default, bool):
+            return BOOLEANS[text.lower()]
+        if text == "-1" and FIELDS[name].metadata["off"]:
+            return type(default)(0)
+        return type(default)(text)
+    except (AttributeError, KeyError, ValueError):
+        raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
+
+def parse_flags(argv):
+    """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03, bare --compile."""
+    words = [*argv]
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
+        name = flag[2:].replace("-", "_").upper()
+        if flag[:2] != "--" or name not in NAMES:
+            nearest = dict(near_misses([name])).get(name, "help").lower().replace("_", "-")
+            raise Refused(f"unknown argument {flag}; did you mean --{nearest}?")
+        if not equals:  # the value is the next word; a Boolean can do without, and so can --fp8
+            bare = "all" if name == "FP8" else "1" if isinstance(FIELDS[NAMES[name]].default, bool) else None
+            alone = not words or words[0].startswith("--")
+            require(bare or not alone, f"{flag} needs a value")
+            text = bare if alone else words.pop(0)
+        yield name, text
+
+def near_misses(names):
+    """[(name that is no constant, the constant that it is one slip away from)]"""
+    near = [(typed, name) for typed in names for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
+    return [(typed, name) for typed, name in near if typed != name and abs(len(typed) - len(name)) < 2]
+
+def show(value):
+    """A constant as one types it; of an absolute path only the last part."""
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value)
+    if isinstance(value, bool):
+        return str(int(value))
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else str(value)
+
+def overrides(cfg):
+    """{name: [text of the preset, text in force]} where they differ."""
+    preset = vars(preset_config(cfg.preset))
+    return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
+            if value != preset[name]}
+
+def check_ranges(cfg):
+    """Refuses a value of another type, a number not finite or out of range, a text that is no choice."""
+    for name, value in vars(cfg).items():
+        limits, kind = FIELDS[name].metadata, type(FIELDS[name].default)
+        least, most, choices = limits["least"], limits["most"], limits["choices"]
+        require(type(value) is kind, f"{name}={value!r} must be of type {kind.__name__}")
+        require(not choices or value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+        for number in value if isinstance(value, tuple) else (value,):
+            require(isinstance(number, str) or least <= number <= most,
+                    f"{name}={show(value)} must be from {least:g} to {most:g}")
+
+def check_config(cfg):
+    """Refuses numbers out of range, then combinations of constants that make no run."""
+    check_ranges(cfg)
+    c, stage_counts = cfg, {len(cfg.batch_schedule), len(cfg.seq_schedule), len(cfg.window_schedule)}
+    sequences = [c.train_batch_tokens * stage.batch_multiple / (c.train_seq_len * stage.seq_multiple)
+                 for stage in stage_table(c)]
+    rules = [  # what must hold, the constants that it is about, the sentence
+        (all(re.fullmatch(r"(\w[\w.,=+-]*)?", name) for name in (c.run_id, c.resume)),
+         "run_id resume", "letters, digits and .,=+- only"),
+        (c.model_dim % (2 * c.num_heads) == 0, "model_dim num_heads", "heads need even numbers of channels"),
+        (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "the first is no multiple"),
+        (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim) <= c.model_dim,
+         "smear_dim attn_gate_dim value_gate_dim model_dim", "none may exceed model_dim"),
+        (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
+         "train_batch_tokens train_seq_len", "the batch must be a multiple of the sequence"),
+        (c.vocab_size or not c.depth, "depth vocab_size", "depth needs vocab_size"),
+        (c.depth or not (c.target_param_data_ratio or c.target_flops),
+         "target_param_data_ratio target_flops depth", "these horizons need depth"),
+        (c.eval_stride <= (c.eval_context or c.train_seq_len),
+         "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
+        (c.val_tokens != 1, "val_tokens", "no target is left"),
+        (re.fullmatch("[LS0-]+", c.window_pattern), "window_pattern", "a layer is one of L, S, - and 0"),
+        (len(stage_counts | {1}) < 3, "batch_schedule seq_schedule window_schedule",
+         "they must have as many entries as each other, or one"),
+        (all(number % 1 == 0 for number in sequences), "train_batch_tokens batch_schedule seq_schedule",
+         "every stage needs whole sequences"),
+        (max(c.seq_schedule) == 1 or c.packing in ("documents", "spans"),
+         "seq_schedule packing", "longer sequences need packing=documents or spans"),
+        (not c.shuffle or c.packing == "rows", "shuffle packing", "shuffle=1 needs packing=rows"),
+        (len(c.lr_switches) == len(c.lr_schedule) and [0, *c.lr_switches[1:]] == sorted(c.lr_switches),
+         "lr_switches lr_schedule", "switches must grow from 0, one per entry"),
+        (not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
+         "window_schedule eval_window window_block", "windows must be multiples of window_block"),
+        (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0
+         and all(a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2])),
+         "skip_layers", "they are pairs of a layer and a later one"),
+    ]
+    for holds, names, sentence in rules:
+        given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
+        require(holds, f"{given}: {sentence}".replace("\n", " "))
+    parameter_table(cfg)
+
+# The depth dial: nanochat's rules (github.com/karpathy/nanochat). Rates and decay of a preset with a depth
+# are stated for this reference model.
+REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # layers, channels, tokens per step
+CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
+BATCH_POWER = 0.383  # of the tokens of a run: its best batch (arXiv:2505.13738)
+HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
+
+def depth_size(depth, train_seq_len):
+    """{constant: value} of a depth: 64 channels per layer in whole heads of 128; every fourth layer and the
+    last see everything, others half; every other layer, the last too, has value embeddings."""
+    heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
+    layers = range(1, depth + 1)
+    return dict(
+        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_schedule=(train_seq_len,),
+        window_pattern="".join("L" if n % 4 == 0 or n == depth else "S" for n in layers),
+        value_embed_layers=tuple(0 if (depth - n) % 2 else (n + 1) // 2 for n in layers))
+
+def depth_dial(cfg, given):
+    """cfg with everything that follows from cfg.depth, except the constants in `given`. Raises Refused."""
+    # 1. One of three horizons: one that is given replaces the preset's.
+    horizons = [name for name in HORIZONS if given.get(name)]
+    if horizons:
+        cfg = replace(cfg, **{name: 0.0 for name in HORIZONS[1:] if name not in horizons})
+    # 2. Size, and that of the reference.
+    reference = replace(cfg, **depth_size(REFERENCE_DEPTH, cfg.train_seq_len))
+    cfg = replace(cfg, **depth_size(cfg.depth, cfg.train_seq_len) | given)
+    weights = horizon_weights(cfg)
+    growth = weights / horizon_weights(reference)
+    # 3. Batch: a power of the tokens, which grow as the weights do, to the nearest power of 2.
+    batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
+    # 4. Steps: to the end of the FLOPs, or of the tokens (so many per weight, arXiv:2203.15556).
+    derived = {}
+    tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
+    if tokens:
+        derived["iterations"] = max(1, int(tokens / batch))
+    repeated = horizons[:1] == ["iterations"] and derived.get("iterations") == cfg.iterations
+    require(len(horizons) < 2 or repeated, f"{' and '.join(horizons)} are two horizons: give one")
+    # 5. Learning rates: with the root of the batch (arXiv:2205.10287); Adam's also with the inverse root of
+    #    the width, between standard parametrization and muP (arXiv:2203.03466), which has the inverse.
+    rate = (batch / REFERENCE_BATCH) ** 0.5
+    adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
+    # 6. Weight decay: less in longer runs, and, as it is times matrix_lr, more with larger batches
+    #    (arXiv:2405.13698).
+    factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
+    derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
+    return replace(cfg, **derived | given | {"train_batch_tokens": batch})
+
+def parameter_counts(cfg):
+    """{group of the parameter table: parameters}"""
+    counts, table = Counter(), parameter_table(cfg)
+    with torch.device("meta"):
+        for name, p in GPT(cfg).named_parameters():
+            counts[table[kind_of(name)].group] += p.numel()
+    return counts
+
+def horizon_weights(cfg):
+    """Weights of the blocks' matrices, gates among them, and of the head, which the horizon counts."""
+    counts = parameter_counts(cfg)
+    return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
+
+def flops_per_token(cfg):
+    """Matmul FLOPs of training as PaLM counts them: 6 per weight, 12 * width * window per layer."""
+    sizes = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
+    keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, cfg.num_layers))
+    return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
+
+# ---------- 4 model
+class Context(NamedTuple):
+    """What the forward pass needs besides tokens and weights; make_context() makes one."""
+    rope: tuple  # cos and sin of every position, each (T, head_dim / 2), in the dtype of activations
+    attn_scale: torch.Tensor  # factor on q @ k, 0-dim
+    windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
+    dtype: torch.dtype  # of activations
+
+def make_context(cfg, T, window, device, dtype=None):
+    """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
+    default that of scores, fp32 on a CPU and bf16 on a GPU."""
+    on_gpu, kinds = device.type == "cuda", per_layer(cfg.window_pattern, cfg.num_layers)
+    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+    frequencies, attn_scale = rope_frequencies(cfg, window)
+    angles = torch.arange(T, device=device)[:, None] * frequencies.to(device)
+    rope = angles.cos().to(dtype), angles.sin().to(dtype)
+    windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
+    for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
+        if T % FLEX_BLOCK == 0 and (size < T - 1 or cfg.max_doc_len):
+            windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
+    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype)
+
+def rms_norm(x):
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)
+
+def linear(x, weight):
+    """x @ weight.T in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype))
+
+def attention(q, k, v, mask, kernel=F.scaled_dot_product_attention):
+    """Causal attention. q (B, H, T, D), already scaled, k and v (B, KV, T, D) -> (B, H, T, D). mask: of
+    window_mask; the cost is its size. kernel: with the signature of scaled_dot_product_attention."""
+    B, H, T, _ = q.shape
+    kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)
+    if mask is None:
+        return kernel(q, k, v, attn_mask=None, is_causal=True)
+    blocks, width = mask.size(1), mask.size(2)
+    if blocks == 1:
+        return kernel(q, k, v, attn_mask=mask, is_causal=False)
+    # blocks of `width` queries, each with its own keys and those of the block before
+    q, k, v = (F.pad(x, (0, 0, 0, blocks * width - T)).unflatten(2, (blocks, width)) for x in (q, k, v))
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), 3) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None], is_causal=False)
+    return y.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+def window_mask(window, T, documents, device):
+    """Where each token sees itself and the `window` tokens before it, as far as they are of its document.
+    documents (B, T): the number of each token's document, or None. Returns None if every token sees
+    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to their end."""
+    window = int(window)
+    if window >= T - 1 and documents is None:
+        return None
+    width = T if 2 * window >= T else window
+    blocks, keys = math.ceil(T / width), min(T, 2 * width)
+    arange = partial(torch.arange, device=device, dtype=torch.int32)  # a CPU compares these faster
+    start = arange(0, blocks * width, width).view(1, blocks, 1, 1)
+    query, key = start + arange(width)[:, None], start + arange(width - keys, width)
+    mask = (key >= 0) & (key <= query) & (key >= query - window)
+    if documents is not None:
+        documents = F.pad(documents, (keys - width, blocks * width - T), value=-1)
+        own = documents[:, keys - width:].view(-1, blocks, width, 1)
+        mask = mask & (own == documents.unfold(1, keys, width)[:, :, None])
+    return mask
+
+def mlp(x, fc, proj, linear=linear):
+    """ReLU^2 MLP (Primer, arXiv:2109.08668). x (B, T, C), fc (hidden, C), proj (C, hidden)."""
+    return linear(F.relu(linear(x, fc)).square(), proj)
+
+def softcap(logits, cap):
+    """cap * tanh(logits / cap); cap 0: unchanged."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+def lm_loss(x, head, targets, cap, linear=linear):
+    """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T)."""
+    return F.cross_entropy(softcap(linear(x, head).float(), cap).flatten(0, 1), targets.flatten())
+
+class Kernels(NamedTuple):
+    """The functions that have faster versions in section 11; these are the readable ones."""
+    linear: object = linear  # of the blocks
+    head_linear: object = linear
+    window_mask: object = window_mask
+    attention: object = attention
+    loss: object = lm_loss
+
+def rope_frequencies(cfg, window):
+    """Radians per token of each pair of channels (head_dim / 2,) (RoFormer, arXiv:2104.09864), and the factor
+    on q @ k. With rope_yarn (YaRN, arXiv:2309.00071) both follow the windows as they grow up to this one."""
+    D = cfg.model_dim // cfg.num_heads
+    pairs = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
+    steps = torch.linspace(0, 1, pairs) if cfg.rope_end else torch.arange(pairs) / pairs
+    frequencies = F.pad(cfg.rope_base**-steps, (0, D // 2 - pairs))
+    scale = cfg.attn_scale or D**-0.5
+    windows = [w for w in cfg.window_schedule if w] if cfg.rope_yarn else []
+    for old, new in zip(windows, windows[1:]):
+        if old == window:
+            break
+        turns = old * frequencies / (2 * math.pi)
+        frequencies *= old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequencies, scale
+
+def rotate(x, cos, sin):
+    """RoPE on the two halves of each head. x (B, H, T, D), cos and sin (T, D / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+def per_layer(values, num_layers):
+    """A per-layer list, repeated or cut to the number of layers."""
+    return [values[i % len(values)] for i in range(num_layers)]
+
+def window_sizes(cfg, window, T):
+    """{"L": tokens before its own that a long layer sees, of T; "S": a short one}. window: of L; 0: all."""
+    half = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1])) // 2
+    half = max(1, half // cfg.window_block) * cfg.window_block
+    return {"L": min(window or T, T), "S": min(T, half)}
+
+def parameter(*shape, on=True):
+    return nn.Parameter(torch.empty(shape)) if on else None
+
+def gate(x, weight):
+    """(B, T, C) -> (B, T, n), from 0 to 1, by the first channels. weight (n, channels)."""
+    return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
+
+class Block(nn.Module):
+    """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
+    def __init__(self, cfg, kind, has_table):
+        super().__init__()
+        C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
+        attends, has_mlp, mix = kind in "LS", kind != "0", 1 if cfg.scalar_mix else C
+        self.head_dim = C // H
+        self.key_offset = cfg.key_offset and kind == "L"
+        self.query = parameter(C, C, on=attends)
+        self.attn_proj = parameter(C, C, on=attends)
+        self.key = parameter(KV * C // H, C, on=attends)
+        self.value = parameter(KV * C // H, C, on=attends)
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
+        self.value_gate = parameter(KV, cfg.value_gate_dim, on=attends and has_table and cfg.value_gate_dim)
+        self.value_lambdas = parameter(2, on=attends and cfg.value_lambdas)
+        self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
+        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
+        self.resid_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
+        self.x0_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
+        self.layer_scale = parameter(2, C, on=has_mlp and cfg.layer_scale)
+
+    def forward(self, x, x0, value_embed, mask, follows, context):
+        """x, the stream, and x0, the embedding (B, T, C) -> the stream. value_embed (B, T, KV * D) or 0.
+        follows: bool (B, T) or (T,), whether a token of the same document comes before."""
+        if self.resid_lambda is not None:
+            x = self.resid_lambda.to(x.dtype) * x + self.x0_lambda.to(x.dtype) * x0
+        scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
+        if self.query is not None:
+            x = x + scales[0] * self.attend(rms_norm(x), value_embed, mask, follows, context)
+        if self.fc is not None:
+            x = x + scales[1] * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+        return x
+
+    def attend(self, h, value_embed, mask, follows, context):
+        """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
+        q, k, v = (self.kernels.linear(h, weight) for weight in (self.query, self.key, self.value))
+        if self.value_gate is not None:
+            gates = 2 * gate(h, self.value_gate)[..., None]
+            value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        if self.value_lambdas is not None:
+            factors = self.value_lambdas.to(v.dtype)
+            v, value_embed = factors[0] * v, factors[1] * value_embed
+        v = v + value_embed
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        if self.key_offset:  # half of each key head from the token before: a match finds what came after it
+            now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+            before = F.pad(before, (0, 0, 0, 0, 1, -1)) * follows[..., None, :, None, None]
+            k = torch.cat((now, before), -1).flatten(-2)
+        q, k = (rotate(rms_norm(y), *context.rope) for y in (q, k))
+        if self.qk_gain is not None:
+            q = q * self.qk_gain.to(q.dtype)[:, None, None]
+        y = self.kernels.attention(q * context.attn_scale, k, v, mask).transpose(1, 2)
+        if self.attn_gate is not None:
+            y = y * gate(h, self.attn_gate)[..., None]
+        return self.kernels.linear(y.flatten(2), self.attn_proj)
+
+# Candidates for the next token, which take no training to know: what the training text has most often after
+# the last n tokens, for each n, and what the row itself had, for the largest n. The input gets an embedding
+# of each, scaled by a class of how sure it is, and one of the class.
+CLASSES = 16  # per order of n-grams
+
+def ngram_keys(tokens, orders):
+    """Yields (n, hashes of 36 bits of the n tokens up to each place (..., T)) for each n of orders."""
+    key = torch.zeros_like(tokens)
+    for n in range(1, max(orders) + 1):
+        key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
+        key.mul_(-0x61C8864680B583EB)  # modulo 2**64
+        if n in orders:
+            yield n, (key >> 28).bitwise_and_(0xFFFFFFFFF)
+
+class NgramCounts(nn.Module):
+    """The two next tokens that most training documents have after each n-gram. A table per order holds, where
+    the n-gram's hash says, documents with the first token (8 bits), that token (16), the same of the second,
+    documents with any (8) and a check (8)."""
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.text = cfg, np.zeros(0, np.uint16)
+        tables = np.zeros((sum(n > 0 for n in cfg.count_orders), 1 << cfg.count_bits), np.int64)
+        self.register_buffer("tables", torch.from_numpy(tables))  # takes no memory until it is written
+
+    def count(self, text):
+        """Makes the tables from all train tokens in order, uint16 (n,)."""
+        self.text, tables = text, self.tables.cpu().zero_().numpy()
+        tokens = torch.from_numpy(text.astype(np.int64))
+        document = ((tokens == self.cfg.bos_id).cumsum(0).mul_(0x9E3779B1) >> 8 & 0xFFF).short()
+
+        def starts(values):
+            return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
+
+        def fill(table, seen, top, part):  # (key, next token, document) in bits 36, 16 and 12; one of 8 parts
+            seen = np.sort(seen[top == part])
+            pairs = seen[starts(seen)] >> 12
+            first = starts(pairs)
+            pairs, counts = pairs[first], np.diff(first, append=len(pairs)).clip(max=255)  # of documents
+            first, ranked = starts(pairs >> 16), counts << 16 | pairs & 0xFFFF
+            best, total = np.maximum.reduceat(ranked, first), np.add.reduceat(counts, first).clip(max=255)
+            sizes, keys = np.diff(first, append=len(pairs)), pairs[first] >> 16 & 0xFFFFFFFFF
+            second = np.maximum.reduceat(np.where(ranked == best.repeat(sizes), 0, ranked), first)
+            table[keys >> (36 - self.cfg.count_bits)] = best << 40 | second << 16 | total << 8 | keys & 0xFF
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
+                seen = key[n - 1:-1].mul_(1 << 28).add_(tokens[n:] << 12).add_(document[n - 1:-1]).numpy()
+                list(pool.map(partial(fill, table, seen, seen.view(np.int8)[7::8] >> 5), range(-4, 4)))
+        self.tables.copy_(torch.from_numpy(tables))
+
+    def forward(self, tokens, keys, length, orders, targets=None):
+        """(is there one, the token, its class), each (orders, B, T). keys: of ngram_keys. length: tokens of a
+        document so far (B, T). targets: what is next in training text, whose document then does not count."""
+        n, key = tokens.new_tensor(orders).view(-1, 1, 1), torch.stack([keys[n] for n in orders])
+        place = torch.arange(len(n), device=n.device).view_as(n) << self.cfg.count_bits
+        entry = self.tables.view(-1)[place + (key >> (36 - self.cfg.count_bits))]
+        best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
+        if targets is not None:
+            best, second = (pair - ((pair & 0xFFFF) == targets) * 0x10000 for pair in (best, second))
+            best, total = best.maximum(second), total - 1
+        count, share = best >> 16, (best >> 16) / total
+        sure = 4 * sum(count > x for x in (1, 3, 15)) + sum(share >= x for x in (0.4, 0.7, 0.999))
+        return (entry & 0xFF == key & 0xFF) & (count > 0) & (length >= n), best & 0xFFFF, sure
+
+    def stored(self):
+        """What files hold: the text."""
+        return {"counts.text": torch.from_numpy(self.text.view(np.int16))} if len(self.tables) else {}
+
+def copies(tokens, keys, length, orders, targets=None):
+    """The same, each (1, B, T), for what came after the longest n-gram that the row had before. Class 0 of an
+    order: it was there once; before that it had, 1: another token, 2: the same."""
+    n, key = tokens.new_tensor(orders).view(-1, 1, 1), torch.stack([keys[n] for n in orders])
+    place = torch.arange(tokens.size(1), device=tokens.device)
+    own = (place + 1 - length) * 2**36  # keys of their own for a document, and for places with too few tokens
+    key, order = torch.where(length >= n, key + own, -1 - place).sort(dim=-1, stable=True)
+    again, after = F.pad(key[..., 1:] == key[..., :-1], (1, 0)), tokens.roll(-1, 1).expand_as(order)
+    last, before = (after.gather(-1, order.roll(times, -1)) for times in (1, 2))
+    sure = torch.where(again & again.roll(1, -1), 1 + (last == before), 0)
+    sure += CLASSES * torch.arange(len(n), device=n.device).view_as(n)
+    found = [torch.empty_like(x).scatter_(-1, order, x) for x in (again, last, sure)]
+    longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # shorter ones are there, too
+    return [x.gather(0, longest) for x in found]
+
+class GPT(nn.Module):
+    """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
+        self.cfg, self.kinds = cfg, per_layer(cfg.window_pattern, N)
+        self.embed = parameter(V, C)
+        self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
+        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
+        self.counts, self.classes = NgramCounts(cfg), CLASSES * len(cfg.copy_orders)  # of a source
+        sources = sum(n > 0 for n in cfg.count_orders) + any(cfg.copy_orders)
+        self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
+        self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
+        self.class_scale = parameter(sources * self.classes + 1, on=sources)
+        self.smear = parameter(1, 1, on=cfg.smear_dim)
+        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
+        # value embeddings: the table of each layer, counted from 1; 0: none
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.blocks = nn.ModuleList(Block(cfg, *row) for row in zip(self.kinds, self.tables))
+        self.use(kernels)
+        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
+        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
+        # skips: (from, to), innermost first
+        self.skips = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] if cfg.unet_skips else []
+        self.skips += [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
+        self.skip_weights = parameter(len(self.skips), 1 if cfg.scalar_mix else C, on=self.skips)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+
+    def use(self, kernels):
+        for module in (self, *self.blocks):
+            module.kernels = kernels
+
+    def candidates(self, tokens, targets=None):
+        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
+        if self.candidate_embed is None:
+            return []
+        cfg, place = self.cfg, torch.arange(tokens.size(1), device=tokens.device)
+        begins = torch.where(tokens == (cfg.bos_id if cfg.max_doc_len else -1), place, 0).cummax(1).values
+        keys = dict(ngram_keys(tokens, cfg.count_orders + cfg.copy_orders))
+        found = [find(tokens, keys, place + 1 - begins, sorted(orders), targets) for find, orders in
+                 ((self.counts, cfg.count_orders), (copies, cfg.copy_orders)) if any(orders)]
+        there, token, sure = (torch.cat(parts) for parts in zip(*found))  # (sources, B, T)
+        source = torch.arange(len(there), device=place.device).view(-1, 1, 1)
+        rows = source * cfg.vocab_size + token, source * self.classes + sure
+        tables = self.candidate_embed, self.class_embed
+        rows = [torch.where(there, row, len(table) - 1) for row, table in zip(rows, tables)]
+        return [torch.stack(rows).permute(2, 3, 0, 1).contiguous()]
+
+    def hidden(self, tokens, context, *candidates):
+        """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
+        cfg, T = self.cfg, tokens.size(1)
+        documents = (tokens == cfg.bos_id).cumsum(1) if cfg.max_doc_len else None
+        follows = torch.arange(T, device=tokens.device) > 0
+        follows = follows if documents is None else follows & (tokens != cfg.bos_id)
+        masks = {kind: self.kernels.window_mask(window, T, documents, tokens.device)
+                 for kind, window in context.windows.items()}
+        candidates = candidates or self.candidates(tokens)
+        x = x0 = rms_norm(self.embedded(tokens, candidates, follows, context.dtype))
+        outputs = []
+        for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
+            for row, (source, to) in enumerate(self.skips):
+                if to == i:
+                    weight = self.skip_weights[row].to(x.dtype)
+                    weight = torch.sigmoid(weight) if cfg.skip_sigmoid else weight
+                    x = x + weight * outputs[source]
+            value_embed = 0
+            if self.tables[i]:
+                value_embed = F.embedding(tokens, self.value_embeds[self.tables[i] - 1]).to(x.dtype)
+            if kind != "0":
+                x = block(x, x0, value_embed, masks.get(kind), follows, context)
+            outputs.append(x)
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
+        return rms_norm(x)
+
+    def embedded(self, tokens, candidates, follows, dtype):
+        """tokens (B, T) -> embedding, with that of bigrams and candidates and a part of the token before."""
+        x = F.embedding(tokens, self.embed).to(dtype)
+        if self.bigram_embed is not None:
+            pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % self.cfg.bigram_rows
+            x = x + F.embedding(pairs, self.bigram_embed).to(dtype) * follows[..., None]
+        for token, sure in (rows.unbind(2) for rows in candidates):
+            token, sure = token.flatten(0, 1), sure.flatten(0, 1)
+            scaled = F.embedding_bag(token, self.candidate_embed, mode="sum",
+                                     per_sample_weights=self.class_scale[sure])
+            x = x + (scaled + F.embedding_bag(sure, self.class_embed, mode="sum")).view_as(x).to(dtype)
+        if self.smear is not None:
+            before = F.pad(x, (0, 0, 1, -1))
+            if not self.cfg.smear_documents:
+                before = before * follows[..., None]
+            x = x + self.smear.to(dtype) * gate(x, self.smear_gate) * before
+        return x
+
+    def logits(self, x):
+        """Last activations (..., C) -> fp32 (..., V)."""
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context, *candidates):
+        """Mean training loss, nats. tokens and targets (B, T)."""
+        x = self.hidden(tokens, context, *candidates)
+        return self.kernels.loss(x, self.head, targets, self.cfg.logit_softcap, self.kernels.head_linear)
+
+class Parameter(NamedTuple):
+    """A row of the parameter table: how a kind of parameter starts, learns and is stored. A new kind needs a
+    constant in ModelConfig that turns it off, the parameter in Block or GPT, its use there, and a row."""
+    kind: str  # the last word of its name in the model
+    group: str  # kinds of a group share buffers in the optimizer and rounding in the artifact
+    optimizer: str  # muon (matrices only) or adam
+    lr: str  # the constant of Config that is its learning rate
+    lr_mult: float  # factor on it
+    decay_mult: float  # factor on weight_decay; Adam has none
+    init: str  # uniform: +-scale / sqrt(columns); normal: std scale; constant: scale
+    scale: float
+    artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
+    second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
+    beta1: float = 0.0  # Adam; 0: that of Config
+    every: int = 1  # Adam: factor on adam_every
+
+def parameter_table(cfg):
+    """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
+    tied = cfg.tie_embeddings
+    embed_lr, embed_std = ("tied_embed_lr", cfg.tied_embed_init_std) if tied else ("embed_lr", 1.0)
+    gain = cfg.qk_gain_init
+    rows = [
+        # kind           group          optimizer LR           mult decay init       scale       artifact step
+        ("query",        "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("key",          "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("value",        "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("attn_proj",    "matrix",      "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        1.0),
+        ("fc",           "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
+        ("mlp_proj",     "matrix",      "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        1.0),
+        ("embed",        "embed",       "adam", embed_lr,    1.0, 1.0, "normal",   embed_std,  0.6),
+        ("head",         "head",        "adam", "head_lr",   1.0, 1.0, "constant", 0.0,        0.5),
+        ("value_embeds", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("candidate_embed", "value_embed", "adam", "embed_lr", 1.0, 1.0, "constant", 0.0,     1.6),
+        ("class_embed",  "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
+        ("class_scale",  "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("smear_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("resid_lambda", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("x0_lambda",    "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("value_lambdas", "scalar",     "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
+        ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", gain,       0.0),
+        ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.0,        0.0),
+        ("skip_weights", "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 1.0,        0.0),
+        ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 1.0, "constant", 0.5,        0.0),
+    ]
+    table = {row[0]: Parameter(*row) for row in rows}
+    texts = dict(optimizer=("muon", "adam"), init=("uniform", "normal", "constant"),
+                 second=("long", "rows", "columns"),
+                 lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr"))
+    for cell in cfg.parameters:
+        kind, column, value = re.fullmatch(r"(\w*)\.?(\w*)=?(.*)", cell, re.DOTALL).groups()
+        require(kind in table and column in Parameter._fields[2:], f"parameters={cell!r} is no cell; kinds: "
+                f"{', '.join(table)}; columns: {', '.join(Parameter._fields[2:])}")
+        if column in texts:
+            require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
+        else:
+            number = r"[1-9]\d?" if column == "every" else r"-?\d+(\.\d*)?(e-?\d+)?"
+            require(re.fullmatch(number, value), f"parameters={cell!r} must be a number")
+            value, least = float(value), -1e12 if column == "scale" else 0
+            most = 0.9999 if column == "beta1" else 1e12
+            require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
+        table[kind] = table[kind]._replace(**{column: value})
+    vectors = {row[0] for row in rows if row[1] == "scalar"}
+    for row in table.values():
+        plain = row.optimizer == "adam" and row.init == "constant" and not row.artifact_step
+        require(row.kind not in vectors or plain, f"parameters: {row.kind} is no matrix, so it needs "
+                                                  "optimizer=adam, init=constant and artifact_step=0")
+        require(row.scale >= 0 or row.init == "constant", f"parameters: {row.kind}.scale is negative")
+    return table
+
+def kind_of(name):
+    """blocks.3.query -> query, value_embeds.0 -> value_embeds."""
+    return [part for part in name.split(".") if not part.isdigit()][-1]
+
+def first_values(model, seed):
+    """{name: fp32} drawn on the CPU for every device. Raises KeyError for a parameter without a row."""
+    generator, table, values = torch.Generator().manual_seed(seed), parameter_table(model.cfg), {}
+    for name, p in model.named_parameters():
+        row, value = table[kind_of(name)], torch.zeros(p.shape)
+        if row.init == "uniform":
+            bound = row.scale * p.size(1) ** -0.5
+            value.uniform_(-bound, bound, generator=generator)
+        elif row.init == "normal":
+            value.normal_(0, row.scale, generator=generator)
+        else:
+            value += row.scale
+        values[name] = value
+    return values
+
+# ---------- 5 optimizer
+ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x with g = x x'
+    # Muon: kellerjordan.github.io/posts/muon
+    "newton_schulz": [(3.4445, -4.7750, 2.0315)],
+    # Polar Express: arXiv:2505.16932
+    "polar_express": [(8.156554524902461, -22.48329292557795, 15.878769915207462),
+                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
+
+def orthogonalize(g, steps, method="newton_schulz", dtype=torch.float32):
+    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. dtype: of its products."""
+    x = g.to(dtype)
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    factor, eps = (1.02, 1e-6) if method == "polar_express" else (1, 1e-7)  # bf16 rounds up
+    x = x / (factor * x.norm(dim=(-2, -1), keepdim=True) + eps)
+    table = ORTHOGONALIZERS[method]
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(g.dtype)
+
+def normuon_scale(update, v, beta2):
+    """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows (its columns if wide) divided by their
+    running rms, its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
+    v.lerp_(update.square().mean(-1 if v.size(-1) == 1 else -2, keepdim=True), 1 - beta2)
+    scaled = update * v.clamp_min(1e-10).rsqrt()
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    return scaled * (before / after.clamp_min(1e-10))
+
+def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
+    """Adam (arXiv:1412.6980), step from 1; p, m and v change. corrected: v is corrected for its start before
+    eps is added, as in torch; else after. grad_scale, step and lr are 0-dim tensors, so that compiling it
+    once serves every step."""
+    grad = grad.to(p.dtype) * grad_scale
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    first, second = 1 - beta1**step, 1 - beta2**step
+    root = (v / second).sqrt() + eps if corrected else (v.sqrt() + eps) / second**0.5
+    p.sub_(lr * (m / first / root))
+
+def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
+    """Muon or NorMuon: Nesterov momentum, orthogonalised; cautious decay, where the update shrinks the weight
+    too (arXiv:2411.16085). p (N, R, C), buffer (mean of gradients or their sum) and v change; the numbers
+    are 0-dim tensors, as in adam_step."""
+    grad = grad.to(p.dtype) * grad_scale
+    if cfg.muon_sum:
+        nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
+    else:
+        nesterov = grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
+    update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype)
+    if cfg.normuon_beta2:
+        update = normuon_scale(update, v, cfg.normuon_beta2)
+    if cfg.weight_decay:
+        p.sub_(lr * decay * p * (p * update >= 0))
+    p.sub_(lr * update)
+
+class Bank:
+    """Parameters with the same rule, as views of one buffer: one collective serves all. Each rank updates its
+    share of units: whole matrices for Muon, 64 numbers for Adam. data: what the model reads. master: this
+    rank's share in fp32, that of data if data is fp32. grad: of all micro-steps, fp32."""
+    def __init__(self, row, names, params, rank, world_size, dtype):
+        self.row, self.names, self.rank, self.world_size = row, names, rank, world_size
+        self.unit = params[0].shape if row.optimizer == "muon" else (64,)
+        size, self.shapes = math.prod(self.unit), [p.shape for p in params]
+        self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
+        self.units = int(self.places[-1]) // size  # that hold parameters; the rest makes the shares equal
+        total = math.ceil(self.units / world_size) * world_size * size
+        self.grad = torch.zeros(total, device=params[0].device)
+        self.data = self.grad.to(dtype, copy=True)
+        self.grads, self.fresh = self.views(self.grad), True  # fresh: what grad holds is of the step before
+        self.my_data = self.share(self.data)
+        self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.share(self.grad)
+        self.master = self.my_data if dtype == torch.float32 else self.my_data.float()
+        self.load(dict(zip(names, params)))
+        for p, view in zip(params, self.views(self.data)):
+            p.data = view
+        second = self.master  # Adam's second moment; NorMuon's has one number per row, or per column if wide
+        if row.optimizer == "muon":
+            by_row = row.second == "rows" or row.second == "long" and self.unit[0] >= self.unit[1]
+            second = second[:, :, :1] if by_row else second[:, :1]
+        self.state = [torch.zeros_like(t) for t in (self.master, second)]
+
+    def share(self, flat):
+        return flat.view(self.world_size, -1, *self.unit)[self.rank]
+
+    def whole(self, mine):
+        """The ranks' shares of master or state in one, on the CPU."""
+        whole = torch.cat([mine] * self.world_size)
+        if self.world_size > 1:
+            all_gather(whole.view(-1), mine.contiguous().view(-1))
+        return whole.cpu()[:self.units]
+
+    def views(self, flat):
+        return [flat[low:low + shape.numel()].view(shape) for low, shape in zip(self.places, self.shapes)]
+
+    @torch.no_grad()
+    def load(self, values):
+        """Parameters from {name: fp32}."""
+        whole = torch.zeros_like(self.grad)
+        for name, view in zip(self.names, self.views(whole)):
+            view.copy_(values[name])
+        self.data.copy_(whole)
+        self.master.copy_(self.share(whole))
+
+    def reduce(self, group):
+        """Begins to add up the ranks' gradients of this rank's share, in the dtype of data -> job or None."""
+        if self.fresh:  # this rank had no rows
+            self.grad.zero_()
+        if self.world_size > 1:
+            whole = self.grad.to(self.data.dtype)
+            return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
+
+class Optimizer:
+    """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state.
+    dtype: of the parameters that the model reads from now on; muon_dtype: of Muon's products."""
+    def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32, muon_dtype=None):
+        self.cfg, self.world_size, self.group, self.muon_dtype = cfg, world_size, group, muon_dtype or dtype
+        self.adam_step, self.muon_step, self.step_count = adam_step, muon_step, 0
+        table, kinds, known = parameter_table(cfg), {}, dict(model.named_parameters())
+        for name, p in known.items():
+            row = table[kind_of(name)]
+            every = 1 if row.optimizer == "muon" else row.every * cfg.adam_every
+            row = row._replace(kind="", init="", scale=0.0, artifact_step=0.0, every=every)
+            shape = p.shape if row.optimizer == "muon" else None
+            kinds.setdefault((row, shape), []).append((name, p))
+        self.banks = [Bank(row, *zip(*members), rank, world_size, dtype)
+                      for (row, _), members in kinds.items()]
+        self.params = [known[name] for bank in self.banks for name in bank.names]
+
+    def backward(self, loss):
+        """Adds the gradients of a loss to those of the micro-steps before."""
+        rest = iter(torch.autograd.grad(loss, self.params, materialize_grads=True))
+        for bank in self.banks:
+            add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
+            add(bank.grads, [next(rest) for _ in bank.grads])
+            bank.fresh = False
+
+    @torch.no_grad()
+    def step(self, lr_factor, momentum, decay_factor=1.0):
+        """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
+        banks step every adam_every steps or a multiple, on the sum of the gradients since."""
+        self.step_count += 1
+        cfg, grad_scale = self.cfg, 1 / self.world_size
+        banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
+        jobs, gathers = [bank.reduce(self.group) for bank in banks], []
+        if cfg.grad_clip_norm and banks:
+            for job in filter(None, jobs):
+                job.wait()
+            squares = sum(bank.my_grad.float().square().sum() for bank in banks)
+            norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
+            grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
+        for bank, job in zip(banks, jobs):
+            if job:
+                job.wait()
+            row, lr = bank.row, getattr(cfg, bank.row.lr) * bank.row.lr_mult * lr_factor
+            if row.optimizer == "muon":  # tall matrices then move as far per row as square ones
+                lr = lr * max(1, bank.unit[0] / bank.unit[1]) ** 0.5
+                decay = cfg.weight_decay * cfg.matrix_lr * row.decay_mult * decay_factor
+                update, numbers = self.muon_step, (grad_scale, momentum, lr, decay)
+                constants = cfg, self.muon_dtype
+            else:  # Adam; its step count is that of its own steps
+                update, numbers = self.adam_step, (grad_scale, float(self.step_count // row.every), lr)
+                constants = row.beta1 or cfg.beta1, cfg.beta2, cfg.adam_eps, cfg.adam_eps_corrected
+            numbers = [torch.as_tensor(number) for number in numbers]
+            update(bank.master, bank.my_grad, *bank.state, *numbers, *constants)
+            if bank.master is not bank.my_data:
+                bank.my_data.copy_(bank.master)
+            bank.fresh = True
+            if job:
+                gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
+        for job in gathers:
+            job.wait()
+
+    def weights(self):
+        """{name: fp32 on the CPU} of all parameters in banks; all ranks together."""
+        return {name: view for bank in self.banks
+                for name, view in zip(bank.names, bank.views(bank.whole(bank.master).flatten()))}
+
+# torch's names of these collectives since 2.13, and before
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+def all_reduce(tensor, op="SUM", group=None):
+    """SUM or MAX over the ranks, in place; returns the tensor."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+    return tensor
+
+# ---------- 6 schedules
+class Stage(NamedTuple):
+    """A row of the table of stages."""
+    start: float  # part of the run at which it begins
+    first_step: int  # the same in steps, as if there were no cap on time
+    batch_multiple: int  # of train_batch_tokens
+    seq_multiple: int  # of train_seq_len
+    window: int  # of long layers, tokens before its own; 0: everything
+
+def total_steps(cfg):
+    return cfg.iterations + cfg.extension_iterations
+
+def stage_table(cfg):
+    """[Stage]: equal parts of cfg.iterations, then the extension; one entry serves every stage."""
+    columns = cfg.batch_schedule, cfg.seq_schedule, cfg.window_schedule
+    n = max(len(column) for column in columns)
+    equal = max(1, n - (cfg.extension_iterations > 0))
+    steps = [min(i / equal, 1) * cfg.iterations for i in range(n)]
+    rows = zip(steps, *(per_layer(column, n) for column in columns))
+    return [Stage(step / total_steps(cfg), math.ceil(step - 1e-6), *row) for step, *row in rows]
+
+def stage_at(cfg, progress):
+    return [stage for stage in stage_table(cfg) if stage.start <= progress + 1e-9][-1]
+
+def planned_tokens(cfg):
+    table = stage_table(cfg)
+    ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
+    batches = sum((end - stage.first_step) * stage.batch_multiple for stage, end in zip(table, ends))
+    return cfg.train_batch_tokens * batches
+
+def run_progress(cfg, step, seconds):
+    """The part of the run that is done, 0 to 1: by steps or by seconds of the cap, whichever is further. With
+    warmdown_iters and a cap only seconds count: if steps end such a run first, its LR may not have fallen."""
+    by_steps, by_seconds = step / total_steps(cfg), seconds / (cfg.max_wallclock_seconds or math.inf)
+    by_clock = cfg.warmdown_iters and cfg.max_wallclock_seconds
+    return min(1.0, by_seconds if by_clock else max(by_steps, by_seconds))
+
+def top_lr(cfg, progress):
+    """LR factor before the warmdown: larger batches allow larger steps."""
+    scheduled = scheduled_progress(cfg, progress)
+    return cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
+
+def scheduled_progress(cfg, progress):
+    """Progress through cfg.iterations; the extension stays at 1."""
+    return min(1.0, progress * total_steps(cfg) / cfg.iterations)
+
+def lr_factor(cfg, step, progress):
+    """Factor on every LR at this step and progress."""
+    # 1. a warmdown in steps becomes a part of the run, at the pace so far
+    decay = cfg.warmdown_frac
+    if cfg.warmdown_iters:
+        decay = cfg.warmdown_iters * progress / max(step, 1)
+    # 2. the top until the warmdown begins, then linear down to the floor
+    left = 1 - scheduled_progress(cfg, progress)
+    down = max(0.0, 1 - left / decay) if decay else 0.0
+    return top_lr(cfg, progress) * (1 - down) + cfg.lr_floor * down
+
+def decay_factor(cfg, step, progress):
+    """Factor on weight_decay at this step and progress."""
+    return 1 - progress if cfg.decay_schedule == "linear" else lr_factor(cfg, step, progress)
+
+def muon_momentum(cfg, step, progress):
+    """Warms up by steps done, cools down by steps left at the pace so far."""
+    first = cfg.muon_momentum_warmup_start
+    left = (1 - progress) * step / progress if progress else math.inf
+    part = 1.0
+    if cfg.muon_momentum_warmup_steps:
+        part = min(part, step / cfg.muon_momentum_warmup_steps)
+    if cfg.muon_momentum_cooldown_steps:
+        part = min(part, left / cfg.muon_momentum_cooldown_steps)
+    return first + (cfg.muon_momentum - first) * part
+
+# ---------- 7 data
+# ./run.sh data ...: what gets a known dataset
+DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_gpt2": " gpt2",
+                  "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
+
+def open_shard(path, tokens=None):
+    """A .bin shard, which the manifest says to hold so many tokens -> memory map (n,) uint16. Raises Refused.
+
+    Format: 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then uint16 tokens."""
+    held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
+    require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
+            f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): rerun ./run.sh data")
+    return np.memmap(path, "<u2", "r", 1024)
+
+def check_tokens(tokens, vocab_size, name):
+    largest = tokens.max(initial=0)
+    require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
+
+class Data(NamedTuple):
+    """A dataset, opened and checked."""
+    train: dict  # {shard's name: tokens}
+    val: np.ndarray  # tokens of the whole split
+    tokenizer: object  # SentencePieceProcessor, or None
+    vocab_size: int
+    bos: int  # token that begins a document
+    val_bytes: int | None  # UTF-8 bytes of the val text; None: unknown, so no val_bpb
+    about: dict  # for result.json
+    groups: dict = {}  # {shard's name: documents of each group}, of parquet row groups
+
+def decoded_bytes(sp, tokens, bos):
+    """UTF-8 bytes of the tokens by decoding each document: the definition."""
+    return sum(len(sp.decode(document.tolist()).encode())
+               for document in np.split(tokens, np.flatnonzero(tokens == bos)))
+
+def file_sha256(path, stated=None):
+    """Raises Refused if it is not the stated one."""
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    require(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
+    return digest
+
+def open_data(cfg, log=print):
+    """The dataset at cfg.data_path, checked. Raises Refused; Missing if it is not there."""
+    folder = Path(cfg.data_path).absolute()
+    get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
+    try:
+        return read_dataset(cfg, folder, get_it, log)
+    except Refused:
+        raise
+    except Exception as error:  # whatever a damaged file makes of its reader
+        raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
+                      f"({brief(error)}): {get_it}") from None
+
+def read_dataset(cfg, folder, get_it, log):
+    """By manifest.json; without one every *_train_*.bin and *_val_*.bin of the folder."""
+    # 1. the shards
+    path, name = folder / "manifest.json", folder.name
+    if path.exists():
+        manifest = json.loads(path.read_text())
+    else:
+        shards = sorted(folder.glob("*_*_*.bin"))
+        manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
+    train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
+                   for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
+    require(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
+    sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
+              for file in manifest["files"] if file["path"] in val}
+    val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
+    least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
+    require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
+    log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
+    side = manifest.get("document_hashes")
+    if side:
+        both = len(np.intersect1d(*np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])))
+        require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
+    # 2. the tokenizer, the bytes that val_bpb divides by, the text's fingerprint
+    tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
+    check_tokens(val, vocab_size, f"the val split of {name}")
+    val_bytes, fingerprint = manifest.get("val_bytes"), manifest.get("text_fingerprint")
+    if tokenizer:
+        decoded = decoded_bytes(tokenizer, val, bos)
+        val_bytes = decoded if val_bytes is None else val_bytes
+        require(val_bytes == decoded or not (manifest.get("tokenizer") or {}).get("lossless"),
+                f"the val text of {name} has {val_bytes!r} bytes, {decoded} by its tokens: prepare it again")
+        log(f"data: val_bytes:{val_bytes}")
+    elif val_bytes is None:
+        log("data: no tokenizer, so val_bpb is null")
+    require(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name}: val_bytes {val_bytes!r}")
+    log(f"data: text fingerprint {fingerprint}")
+    if cfg.data_fingerprint not in ("", fingerprint):
+        log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
+    about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
+                 val_bytes=val_bytes, sha256=sha256)
+    groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
+    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
+
+def open_tokenizer(cfg, manifest, folder, sha256):
+    """(SentencePieceProcessor or None, vocab_size, BOS); adds its digest to sha256. Raises Refused."""
+    made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
+    stated, bos = int(made_by.get("vocab_size", 0)), int(made_by.get("bos_id", 50256))
+    path = cfg.tokenizer_path or "path" in made_by and str(folder / made_by["path"])
+    if path:
+        import sentencepiece
+        sha256[Path(path).name] = file_sha256(path, made_by.get("sha256"))
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
+        size, bos = tokenizer.vocab_size(), tokenizer.bos_id()
+    known, *others = {stated, size} - {0} or {cfg.vocab_size}
+    vocab_size = cfg.vocab_size or known
+    require(not others and 0 < known <= vocab_size < known + 64 < 1e5,
+            f"vocab_size={cfg.vocab_size} does not fit {folder.name} (manifest {stated}, tokenizer {size}): "
+            "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
+    return tokenizer, vocab_size, bos
+
+class Loader:
+    """Batches of training rows: T tokens and the target after. The ranks share the rows of a step; a thread
+    reads a step ahead, which a change of stage discards; `position` is the whole state. cfg.packing:
+
+    rows: the stream cut every T tokens, with shuffle in one random order. position counts rows.
+    spans: an eighth of a step reads one token more than it trains on and is cut into rows that share their
+      edges; the next eighth begins after it, endlessly, through shard edges. It counts tokens.
+    documents: heads of documents, in order, until a row is full, the last one cut; the next row
+      begins at the next document. What of a shard fills no row of all ranks is lost. It counts documents.
+    best_fit: the longest document of a buffer that fits, again and again; if none fits the shortest, cropped,
+      its rest lost. Rank r of R has the groups of documents r, r + R, ... of each shard. It counts rows.
+    """
+    SPANS, GROUP, BUFFER, READ = 8, 1024, 1000, 128  # spans of a step; documents of a group, buffer, refill
+
+    def __init__(self, cfg, data, team, log=print):
+        self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
+        self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
+        self.files = [open(shard.filename, "rb") for shard in self.shards]
+        self.edges = np.cumsum([0, *map(len, self.shards)])
+        self.total, self.thread = int(self.edges[-1]), ThreadPoolExecutor(1)
+        self.plan = getattr(self, f"plan_{cfg.packing}")
+        self.rows = (self.total - 1) // self.T
+        require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
+        if cfg.packing == "rows":
+            self.order = np.random.default_rng(0).permutation(self.rows) if cfg.shuffle else range(self.rows)
+        elif cfg.packing != "spans":
+            self.find_documents(cfg, data)
+        held, needed = self.filled[-1] if cfg.packing == "documents" else self.total, planned_tokens(cfg)
+        enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
+        require(enough or cfg.eval_from,
+                f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
+
+    def find_documents(self, cfg, data):
+        """Start, length and shard of every document, in the order in which they are read."""
+        bos, longest = cfg.bos_id or data.bos, cfg.max_doc_len or self.total
+        starts = [low + np.flatnonzero(shard == bos) for low, shard in zip(self.edges, self.shards)]
+        lengths = [np.diff(here, append=end) for here, end in zip(starts, self.edges[1:])]
+        self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
+        self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=longest)
+        require(len(self.starts), f"no token {bos} begins a document in the train split")
+        self.filled = np.cumsum([0, *self.lengths])
+        self.packer, self.packed, self.groups = None, [], []
+        for shard, name in enumerate(self.names if cfg.packing == "best_fit" else ()):
+            first, end = np.searchsorted(self.shard_of, [shard, shard + 1]).tolist()
+            sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+            edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
+            self.groups.append(list(zip(edges, edges[1:])))
+        most, ranks = max(map(len, self.groups), default=math.inf), self.team.world_size
+        require(most >= ranks, f"packing=best_fit deals groups of documents to the ranks, but no shard has "
+                               f"more than {most}: take at most so many ranks or another packing")
+
+    # Each plan: (position, rows of a step, T) -> pieces [(start, length)] of each row of all ranks (of
+    # best_fit: of this rank), the position after it
+    def plan_rows(self, position, n, T):
+        rows = [[(int(self.order[place % self.rows]) * T, T + 1)] for place in range(position, position + n)]
+        return rows, position + n
+
+    def plan_spans(self, position, n, T):
+        spans = math.gcd(self.SPANS, n)
+        size = n // spans * T + 1
+        after = position + spans * size
+        rows = [[(low + row * T, T + 1)] for low in range(position, after, size) for row in range(n // spans)]
+        return rows, after
+
+    def plan_documents(self, position, n, T):
+        """Rows of all ranks at a time, from the documents of one shard."""
+        rows, unit, count, skipped = [], self.team.world_size, len(self.starts), 0
+        while len(rows) < n:
+            epoch, place = divmod(position, count)
+            end, here = int(np.searchsorted(self.shard_of, self.shard_of[place], "right")), []
+            while len(here) < unit:
+                last = int(self.filled.searchsorted(self.filled[place] + T + 1))  # before it they fill a row
+                if last > end:
+                    break
+                here.append([*zip(self.starts[place:last].tolist(), self.lengths[place:last].tolist())])
+                place = last
+            if len(here) == unit:
+                rows, skipped = rows + here, 0
+            else:
+                place, skipped = end, skipped + 1
+                require(skipped <= len(self.shards), f"no shard's documents fill {unit} rows of {T}")
+            position = epoch * count + place
+        return rows, position
+
+    def plan_best_fit(self, position, n, T):
+        first, share = position // self.team.world_size, n // self.team.world_size  # of this rank's rows
+        if self.packer is None or first < self.first_packed:
+            self.packer, self.packed, self.first_packed = self.best_fit_rows(T), [], 0
+        while self.first_packed + len(self.packed) < first + share:
+            self.packed.append(next(self.packer))
+        self.packed, self.first_packed = self.packed[first - self.first_packed:], first
+        return self.packed[:share], position + n
+
+    def best_fit_rows(self, T):
+        """Yields the pieces of this rank's rows, endlessly."""
+        buffer, refills = [], self.refills()
+        while True:
+            room, row = T + 1, []
+            while room:
+                while len(buffer) < self.BUFFER:
+                    buffer += next(refills)
+                lengths = self.lengths[buffer]
+                fits = np.where(lengths <= room, lengths, 0)
+                best = int(fits.argmax()) if fits.any() else int(lengths.argmin())
+                size = min(room, int(lengths[best]))
+                row.append((int(self.starts[buffer.pop(best)]), size))
+                room -= size
+            yield row
+
+    def refills(self):
+        """Yields lists of documents of this rank's groups, endlessly."""
+        while True:
+            for groups in self.groups:
+                for low, high in groups[self.team.rank::self.team.world_size]:
+                    for start in range(low, high, self.READ):
+                        yield list(range(start, min(high, start + self.READ)))
+
+    def check(self):
+        """Reads every shard, before the clock. Refuses one with tokens beyond the vocabulary."""
+        with ThreadPoolExecutor(8) as pool:
+            names = [f"shard {name}" for name in self.names]
+            list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
+
+    def read(self, start, count):
+        """count tokens of the endless stream from start on, int64 (count,). By pread: with a memory map a
+        shard that shrank would end the process."""
+        start %= self.total
+        i = int(np.searchsorted(self.edges, start, "right")) - 1
+        here = min(count, int(self.edges[i + 1]) - start)
+        raw = os.pread(self.files[i].fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
+        require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
+        part = np.frombuffer(raw, "<u2").astype(np.int64)
+        return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
+
+    def fetch(self, position, n, T):
+        """(rows of this rank (n, T + 1), the position after the step)"""
+        rows, after = self.plan(position, n, T)
+        share, rank = n // self.team.world_size, self.team.rank
+        mine = rows if len(rows) == share else rows[rank * share:(rank + 1) * share]
+        tokens = [np.concatenate([self.read(*piece) for piece in row])[:T + 1] for row in mine]
+        return torch.from_numpy(np.stack(tokens)), after
+
+    def next(self, batch_tokens, seq_multiple=1):
+        """(tokens, targets) of this rank's share of a step, each (rows, T), on the device."""
+        T = self.T * seq_multiple
+        key = self.position, batch_tokens // T, T
+        job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
+        rows, self.position = job.result()
+        if self.team.on_gpu:  # pinned, or the copy would wait for the device
+            rows = rows.pin_memory().to(self.team.device, non_blocking=True)
+        after = self.position, batch_tokens // T, T
+        self.ahead = {after: self.thread.submit(self.fetch, *after)}
+        # contiguous() leaves the strides of a single row, with which a compiled step would be compiled again
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in (rows[:, :-1], rows[:, 1:]))
+
+# ---------- 8 evaluation
+def log_probs(model, tokens, context=None):
+    """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
+    default that of evaluation. Scores take the same two steps, the second one for the targets only."""
+    context = context or make_context(model.cfg, tokens.size(1), eval_window(model.cfg), model.embed.device)
+    return F.log_softmax(model.logits(model.hidden(tokens, context)), -1)
+
+MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, of which uncompiled a few copies are alive
+
+class Score(NamedTuple):
+    val_loss: float  # nats per target
+    val_bpb: float | None  # bits per byte; None for a part of the split
+    val_bpb_without_bos: float | None  # the same without the nats of BOS targets
+
+def eval_window(cfg):
+    return cfg.eval_window or cfg.window_schedule[-1]
+
+@cache
+def compile_once(function, dynamic=False):
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)
+
+@torch.no_grad()
+def score_rows(model, cfg, rows, team, window=None, compiled=False):
+    """rows [(ids, first)], of which ids[first:] are targets -> yields, in batches of rows of like length, the
+    number of each row, the nats of its targets in fp64 (n,) and whether each was the likeliest (n,). window:
+    of long layers; None: that of evaluation. compiled: all batches have the shape of the largest."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    window = eval_window(cfg) if window is None else window
+    tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, 2048)  # what a CPU's cache holds
+    hidden, score, context = model.hidden, score_targets, None
+    if compiled:
+        hidden = partial(compile_once(GPT.hidden), model)
+        score = compile_once(score_targets, dynamic=True)
+    while order:
+        if not (compiled and context):
+            T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
+            context = make_context(cfg, T, window, team.device, team.dtype if team.on_gpu else torch.float32)
+        step = max(1, tokens // T)
+        order, here = order[:-step], order[-step:]
+        batch = [rows[i] for i in here]
+        ids = np.zeros((step if compiled else len(here), T + 1), np.int64)
+        wanted = np.zeros(ids.shape, bool)  # the token before each target
+        for i, (row, first) in enumerate(batch):
+            ids[i, :len(row)] = row
+            wanted[i, first - 1:len(row) - 1] = True
+        places = np.flatnonzero(wanted)
+        targets, most = torch.from_numpy(ids.take(places + 1)).to(team.device), MAX_SCORES // cfg.vocab_size
+        x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)
+        x = x[torch.from_numpy(places - places // (T + 1)).to(team.device)]  # of rows that are one shorter
+        parts = [score(model, *part) for part in zip(x.split(most), targets.split(most))]
+        sizes = [len(row) - first for row, first in batch]
+        yield from zip(here, *(torch.cat(column).cpu().split(sizes) for column in zip(*parts)))
+
+def score_targets(model, x, targets):
+    """Last activations (n, C) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
+    scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
+    return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
+
+def evaluate(model, cfg, data, team, window=None, protocol="plain"):
+    """Score of the first val_tokens targets; no bits per byte of a part of the split or of unknown bytes.
+    Sums are fp64. window: of long layers; None: that of evaluation. protocol: plain, where rows of
+    eval_context tokens score their last eval_stride targets, the first row all of them, or of PROTOCOLS."""
+    tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
+    compiled = protocol == "plain" and team.on_gpu and cfg.compile
+    nats = target_nats(model, cfg, tokens, protocol, team, window, compiled)
+    sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
+    known = data.val_bytes and len(tokens) == len(data.val)
+    bits = [nat / math.log(2) / data.val_bytes if known else None for nat in sums.tolist()]
+    return Score(sums[0].item() / (len(tokens) - 1), *bits)
+
+def loss_name(cfg):
+    """val_loss, or val_loss_partial for anything short of the preset's own split."""
+    return "val_loss" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "val_loss_partial"
+
+def score_text(cfg, score, digits=4):
+    """`val_loss:3.2781 val_bpb:1.0123`"""
+    bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
+    return f"{loss_name(cfg)}:{score.val_loss:.{digits}f}{bpb}"
+
+# Named scores: the same text by other protocols, each under a name of its own. Every token but the first is a
+# target once, scored by log_probs given tokens of its row before it.
+#   sliding    EVAL_SLIDING=n: rows of eval_context tokens, each n after the one before, score their last n.
+#   ttt        EVAL_TTT=n, score-first test-time training on the rows of sliding or else the plain ones.
+#              Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR of the learning rates
+#              trains on whole rows of them: weights that score a token have seen nothing from it on.
+PROTOCOLS = ("sliding", "ttt")
+TTT_TOKENS = 16_384  # tokens per micro-step of test-time training: what fits beside a model of golf's size
+
+def protocol_rows(cfg, protocol, count):
+    """[(low, first, last)] for so many tokens, in order: rows that read low to last and score first to last,
+    the first row as many as it holds, the others stride each."""
+    context = cfg.eval_context or cfg.train_seq_len
+    stride = min(protocol != "plain" and cfg.eval_sliding or cfg.eval_stride or context, context)
+    rows, first, size = [], 1, context
+    while first < count:
+        rows.append((max(0, first + size - 1 - context), first, min(count, first + size) - 1))
+        first, size = first + size, stride
+    return rows
+
+def test_time_step(model, optimizer, cfg, tokens, team):
+    """A step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
+    weigh as much as they are long, and a rank may have none."""
+    T, rank, ranks = cfg.train_seq_len, team.rank, team.world_size
+    rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
+    mine = torch.from_numpy(rows)[rank::ranks]
+    context = make_context(cfg, T, cfg.window_schedule[-1], team.device, team.dtype)
+    for part in mine.split(max(1, TTT_TOKENS // T)) if len(mine) else ():
+        part = part.to(team.device)
+        loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), context)
+        optimizer.backward(loss * (len(part) * ranks / len(rows)))  # it divides by the ranks
+    optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
+
+def target_nats(model, cfg, tokens, protocol, team, *how):
+    """float64 (len(tokens),): nats of each token given those before it by a protocol; 0 for the first one and
+    for the targets of other ranks. The model stays as it is. how: window and compiled of score_rows."""
+    nats, rows, every = np.zeros(len(tokens)), protocol_rows(cfg, protocol, len(tokens)), math.inf
+    if protocol == "ttt":
+        every, trained_model = cfg.eval_ttt, GPT(cfg).to(team.device)
+        trained_model.load_state_dict(model.state_dict())
+        model, optimizer = trained_model, Optimizer(trained_model, cfg, team.rank, team.world_size)
+    waiting, scored, trained = [], 0, 0  # rows to score; the last token that was scored, and trained on
+    for row in rows:
+        waiting.append(row)
+        if row[-1] - scored < every and row is not rows[-1]:
+            continue
+        mine = waiting[team.rank::team.world_size]
+        asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
+        for i, found, _ in score_rows(model, cfg, asked, team, *how):
+            nats[mine[i][1]:mine[i][2] + 1] = found
+        waiting, scored = [], row[-1]
+        full = (scored - trained) // cfg.train_seq_len * cfg.train_seq_len
+        if full and row is not rows[-1]:
+            test_time_step(model, optimizer, cfg, tokens[trained:trained + full + 1], team)
+            trained += full
+    return nats
+
+def named_scores(model, cfg, data, team, log):
+    """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
+    found, kind = {}, loss_name(cfg)
+    for protocol in (name for name in PROTOCOLS if getattr(cfg, f"eval_{name}")):
+        start = time.perf_counter()
+        loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
+        if not math.isfinite(loss):
+            log(f"final_{protocol}: the loss is {loss}, so there is no score: lower EVAL_TTT_LR")
+            continue
+        ms = round(1e3 * (time.perf_counter() - start))
+        bits = "" if bpb is None else f" val_bpb_{protocol}:{bpb:.8f}"
+        log(f"final_{protocol} {kind}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms")
+        found |= {f"{kind}_{protocol}": loss, f"val_bpb_{protocol}": bpb, f"eval_{protocol}_ms": ms}
+    return found
+
+# CORE (DCLM, arXiv:2406.11794): the mean over 22 in-context learning tasks of the accuracy, centered on
+# chance. A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (their accuracy by chance,
+# percent) and eval_data/ (a .jsonl file per task).
+CORE_TASKS = 22
+CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
+CORE_ORDER_SEED, CORE_SHOTS_SEED = 1337, 1234  # of the examples' order; of the shots of example i, plus i
+
+class Task(NamedTuple):
+    label: str
+    kind: str  # multiple_choice, schema or language_modeling
+    shots: int  # examples in front of a question
+    base: float  # percent that are right by chance
+    items: list  # [Item]
+
+class Item(NamedTuple):
+    """An example."""
+    texts: list  # the question with each of its options
+    gold: int  # the right one
+    question: str | None  # the text without its continuation, of language modelling only
+
+def read_item(kind, line, delimiter):
+    """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
+    row = json.loads(line)
+    if kind == "multiple_choice":
+        texts = [row["query"] + delimiter + choice for choice in row["choices"]]
+    elif kind == "schema":
+        texts = [context + delimiter + row["continuation"] for context in row["context_options"]]
+    else:
+        question = row["context"].strip() + delimiter
+        return Item([question + row["continuation"]], 0, question)
+    return Item(texts, range(len(texts)).index(row["gold"]), None)
+
+def read_tasks(folder, most=0):
+    """[Task] of a bundle, examples shuffled, the first `most` of them, 0: all. Raises Refused."""
+    import yaml
+    folder, tasks, place = Path(folder), [], "core.yaml or eval_meta_data.csv"
+    require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
+    try:
+        with open(folder / "eval_meta_data.csv", encoding="utf-8") as file:
+            bases = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
+        for about in yaml.safe_load((folder / "core.yaml").read_text("utf-8"))["icl_tasks"]:
+            label, kind, shots = about["label"], about["icl_task_type"], about["num_fewshot"][0]
+            place, items = f"{label} in core.yaml, eval_meta_data.csv or {about['dataset_uri']}", []
+            base = float(bases[label])
+            require(kind in CORE_KINDS and shots >= 0 and base < 100, f"{kind}, {shots} shots, {base} %")
+            with open(folder / "eval_data" / about["dataset_uri"], encoding="utf-8") as file:
+                for n, line in enumerate(file, 1):
+                    place = f"{about['dataset_uri']} line {n}"
+                    if line.strip():
+                        items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
+            random.Random(CORE_ORDER_SEED).shuffle(items)
+            items = items[:most or None]
+            require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots")
+            tasks.append(Task(label, kind, shots, base, items))
+        require(tasks, "no tasks")
+    except Exception as error:  # a damaged file may raise anything
+        raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
+    return tasks
+
+def prompt_rows(task, i, encode, bos, longest):
+    """Example i of a task -> [(ids, first)] per option, of which ids[first:] is scored. The prompt: BOS, the
+    shots, drawn from all other examples, and the question, a blank line between them. Scored: from the first
+    token in which the options differ; of a schema the longest common end; in language modelling what comes
+    after the question's tokens. A prompt of more than `longest` tokens keeps its last ones."""
+    draw = random.Random(CORE_SHOTS_SEED + i).sample(range(len(task.items) - 1), task.shots)
+    shots = [task.items[j + (j >= i)] for j in draw]
+    lead = "".join(shot.texts[shot.gold] + "\n\n" for shot in shots)
+    texts, _, question = task.items[i]
+    alone = [] if question is None else [(lead + question).strip()]
+    rows = [[bos, *ids] for ids in encode([lead + text for text in texts] + alone)]
+    if task.kind == "schema":
+        common = len(os.path.commonprefix([row[::-1] for row in rows]))
+        firsts = [len(row) - common for row in rows]
+    else:
+        firsts = [len(os.path.commonprefix(rows))] * len(rows)
+    cuts = [max(0, len(row) - longest) for row in rows[:len(texts)]]
+    return [(tuple(row[cut:]), max(1, first - cut)) for row, first, cut in zip(rows, firsts, cuts)]
+
+def pick_options(model, cfg, task, encode, bos, team):
+    """{example of this rank: pick}. A pick is the option of the lowest mean loss, of equal ones the first, or
+    -1 where no option has a token to score; in language modelling 0 if every token is the likeliest at its
+    place, else -1."""
+    mine, table, options = range(team.rank, len(task.items), team.world_size), {}, []
+    for i in mine:
+        rows = prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len)
+        # equal rows are scored once, so that they tie; rows without a target are not scored: number -1
+        rows = [row if row[1] < len(row[0]) else None for row in rows]
+        options.append([table.setdefault(row, len(table)) if row else -1 for row in rows])
+    nats, right = np.full(len(table) + 1, math.inf), np.zeros(len(table) + 1, bool)  # the last one: number -1
+    for n, losses, hits in score_rows(model, cfg, [*table], team):
+        nats[n], right[n] = losses.mean(), hits.all()
+    wins = right if task.kind == "language_modeling" else np.isfinite(nats)
+    best = [int(nats[numbers].argmin()) for numbers in options]
+    picks = [pick if wins[numbers[pick]] else -1 for pick, numbers in zip(best, options)]
+    return dict(zip(mine, picks))
+
+def core_metric(model, cfg, data, team, log, tasks=None):
+    """{core: mean centered accuracy, None for fewer than all tasks, which have core_partial; core_tasks:
+    {label: accuracy, centered, n, seconds}}, all ranks together. Raises Refused."""
+    tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+    began, results = time.perf_counter(), {}
+    for number, task in enumerate(tasks, 1):
+        start, n, chance = time.perf_counter(), len(task.items), task.base / 100
+        picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
+        right = torch.tensor(sum(task.items[i].gold == pick for i, pick in picks.items()))
+        accuracy = all_reduce(right).item() / n
+        centered, seconds = (accuracy - chance) / (1 - chance), round(time.perf_counter() - start, 2)
+        results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
+        log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
+            f"task {number}/{len(tasks)}")
+    core = sum(row["centered"] for row in results.values()) / len(results)
+    name = "core" if len(results) == CORE_TASKS else "core_partial"
+    log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
+    return {"core": None, name: core, "core_tasks": results}
+
+@torch.no_grad()
+def generate(model, prompt, count, temperature, top_k=0, dtype=None):
+    """prompt (ids) and count ids more, each of the top_k likeliest, 0: all; temperature 0: the likeliest."""
+    ids, cfg, device = list(prompt), model.cfg, model.embed.device
+    for _ in range(count):
+        context = make_context(cfg, len(ids), eval_window(cfg) or cfg.train_seq_len, device, dtype)
+        x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
+        scores = model.logits(x).cpu()
+        best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
+        ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
+    return ids
+
+def show_samples(model, cfg, data, team, log):
+    """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
+    sp = data.tokenizer
+    if not sp:
+        log("samples: none without a tokenizer")
+        return
+    starts = np.flatnonzero(data.val == data.bos)
+    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
+    if cfg.sample:
+        prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
+    torch.manual_seed(cfg.seed)
+    for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
+        ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
+        ids = [token for token in ids if token < sp.vocab_size()]  # the rest is padding of the vocabulary
+        text = sp.decode(prompt)
+        said = sp.decode(ids)[len(text):]
+        whole_lines = said.rpartition("\n")[0]
+        log(f"sample {i}: {text}»{whole_lines or said}")
+
+# ---------- 9 artifact
+CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
+LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # lc=0: the byte before says nothing here
+
+def codec(cfg):
+    """How the artifact is compressed; the first letters name its file."""
+    return "lzma" if cfg.artifact_step or ".lzma." in cfg.eval_from else "int8+zlib"
+
+def artifact_name(cfg):
+    return f"final_model.{codec(cfg)[:4]}.ptz"
+
+def quantize_rows(w, step=0.0, floor=0.0):
+    """w (R, C) -> int8 (R, C), fp16 scales (R,): step * rms of a row; of step 0 its clipped maximum / 127, at
+    least floor."""
+    if step:
+        scale = (step * w.square().mean(1).sqrt()).clamp_min(2**-24).half().float()
+    else:
+        clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)).float()
+        scale = (clip / 127).clamp_min(max(floor, 2**-24))  # 2**-24: the least fp16 number
+    return (w / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale.half()
+
+def pack_artifact(model):
+    """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig."""
+    tensors, cfg, table = {}, model.cfg, parameter_table(model.cfg)
+    for name, w in stored(model).items():
+        row = table[kind_of(name)] if w.is_floating_point() else None  # whole numbers stay
+        if not row or not row.artifact_step:
+            tensors[name] = w
+        elif w.numel() > cfg.artifact_keep:
+            step = cfg.artifact_step * row.artifact_step
+            rows, scales = quantize_rows(w, step, cfg.artifact_scale_floor)
+            tensors[name + ".int8"], tensors[name + ".scale"] = rows, scales
+        else:
+            tensors[name] = w.half()
+    require(all(t.isfinite().all() for t in tensors.values()),
+            "the weights outgrew the artifact's fp16: lower the learning rates")
+    tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
+    raw = to_bytes(cfg, tensors)
+    return lzma.compress(raw, filters=LZMA) if cfg.artifact_step else zlib.compress(raw, 9)
+
+def stored(model):
+    """{name: tensor on the CPU} of a model as files hold it."""
+    return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.counts.stored()
+
+def to_payload(cfg, tensors):
+    """What load_model reads, for torch.save, which would write whole buffers instead of views."""
+    tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+    return dict(shape={name: getattr(cfg, name) for name in MODEL_FIELDS}, tensors=tensors)
+
+def to_bytes(cfg, tensors):
+    buffer = io.BytesIO()  # to a path torch would write the file's name
+    torch.save(to_payload(cfg, tensors), buffer)
+    return buffer.getvalue()
+
+def read_zip(raw):
+    """What torch.save wrote. torch itself does not look at the checksums. Raises ValueError and others."""
+    require(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong", ValueError)
+    return torch.load(io.BytesIO(raw), "cpu", weights_only=True)
+
+def load_model(path, device="cpu", base=None):
+    """Artifact, final_model.pt or checkpoint.pt -> (GPT ready for log_probs, Config: base, or the defaults,
+    but for what the file says). Raises Refused."""
+    try:
+        raw = Path(path).read_bytes()
+        if raw[:2] != b"PK":
+            raw = (zlib if raw[:1] == b"x" else lzma).decompress(raw)
+        payload = read_zip(raw)
+        shape, tensors = {name: payload["shape"][name] for name in MODEL_FIELDS}, payload["tensors"]
+        cfg = replace(base or Config(), **shape, batch_schedule=(1,), seq_schedule=(1,),
+                      train_batch_tokens=shape["train_seq_len"])
+        check_config(cfg)
+        model = GPT(cfg)
+        for name, p in model.named_parameters():
+            rows = tensors.pop(name + ".int8", None)
+            w = tensors.pop(name) if rows is None else rows.float() * tensors.pop(name + ".scale")[:, None]
+            require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
+            p.data.copy_(w)
+        model.to(device)
+        if any(cfg.count_orders):
+            text = tensors.pop("counts.text").numpy().view(np.uint16)
+            check_tokens(text, cfg.vocab_size, "the counted text")
+            model.counts.count(text)
+        require(not tensors, f"unknown {list(tensors)[:1]}")
+    except Exception as error:  # a damaged file may raise anything
+        raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
+    return model.eval(), cfg
+
+def write_atomically(path, write):
+    """The file that write(file) makes -> path, whole or not at all. Raises OSError."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)  # of a full disk: room for the log's last line
+        while not isinstance(error, OSError) and error.__context__:
+            error = error.__context__  # torch raises its own error over that of the disk
+        raise error
+    os.replace(temporary, path)
+
+def write_model(model, folder, code, log):
+    """final_model.pt and the artifact, if one counts -> sizes. code: bytes of train_gpt.py."""
+    cfg, limit = model.cfg, model.cfg.artifact_bytes_limit
+    path = folder / "final_model.pt"
+    write_atomically(path, partial(torch.save, to_payload(cfg, stored(model))))
+    if cfg.score_artifact:
+        packed, path = pack_artifact(model), folder / artifact_name(cfg)
+        write_atomically(path, lambda file: file.write(packed))
+    size = path.stat().st_size
+    total, kind = size + code, codec(cfg) if cfg.score_artifact else "fp32"
+    log(f"Serialized model {kind}: {size} bytes ({sum(p.numel() for p in model.parameters())} weights)",
+        f"Code size: {code} bytes", f"Total submission size {kind}: {total} bytes")
+    if limit:
+        over = f"OVER by {total - limit}" if total > limit else "within it"
+        log(f"artifact_bytes_limit: {limit} bytes, {over}")
+    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
+
+# ---------- 10 checkpoints
+# A checkpoint is torch.save of {config, code_sha256, shape and tensors as load_model reads them, state: the
+# optimizer's of all ranks, progress: TrainState and where loader and generator stand}. A thread writes it to
+# checkpoint.pt while training goes on; the one before stays as checkpoint_prev.pt.
+CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
+WRITE_SECONDS = 20  # that a checkpoint under way has left when its run fails; torchrun kills after 30
+# What may be given with RESUME; everything else is as the run began.
+RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle",
+               "save_every", "save_every_seconds", "device_batch_size")
+
+def write_checkpoint(folder, payload):
+    """At any moment a whole checkpoint is there under one of the two names. Raises OSError."""
+    path, previous = folder / CHECKPOINTS[0], folder / CHECKPOINTS[1]
+    write_atomically(folder / "checkpoint_new.pt", partial(torch.save, payload))
+    if path.exists():
+        os.replace(path, previous)
+    os.replace(folder / "checkpoint_new.pt", path)
+
+def read_checkpoint(folder):
+    """The newer whole one -> (payload or None, [sentence on each that is damaged])."""
+    damaged = []
+    for name in (name for name in CHECKPOINTS if (folder / name).exists()):
+        try:
+            payload = read_zip((folder / name).read_bytes())
+            check_config(Config(**payload["config"]))
+            return payload, damaged
+        except Exception as error:  # a damaged file may raise anything
+            damaged.append(f"{name} is damaged ({type(error).__name__})")
+    return None, damaged
+
+def find_checkpoint(cfg, log):
+    """Rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME; None
+    of a run that has finished. Raises Refused."""
+    run_id, folder = cfg.resume, Path("logs", cfg.resume)
+    require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
+    if (folder / "result.json").exists():
+        log(f"{run_id} has finished: its scores are in {folder}/result.json")
+        return None
+    payload, damaged = read_checkpoint(folder)
+    nothing = f"resume={run_id!r}: there is no whole checkpoint in {folder}, begin anew"
+    require(payload, "; ".join([nothing, *damaged]))
+    log(*(f"resume: {sentence}" for sentence in damaged))
+    require(payload["code_sha256"] == script_sha256(),
+            f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
+    saved = Config(**payload["config"])
+    asked = {name: text for name, (_, text) in overrides(cfg).items() if name not in RESUME_FREE}
+    if cfg.preset != Config.preset:
+        asked["preset"] = cfg.preset
+    for name, text in asked.items():
+        there = show(getattr(saved, name))
+        require(text == there, f"{name}={text}, but {run_id} began with {there}")
+    return payload
+
+def resume(cfg, team, log):
+    """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 has the
+    files: the others get a checkpoint without tensors. Raises Refused."""
+    payload, small = None, None
+    if team.rank == 0:
+        try:
+            payload = find_checkpoint(cfg, log)
+            small = payload and {name: payload[name] for name in ("config", "progress")}
+        except Refused as error:
+            small = error
+    small = team.share(small)
+    if not small:
+        return None, None
+    free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
+    saved = replace(Config(**small["config"]), **free | dict(resume="", run_id=cfg.resume))
+    check_config(saved)
+    step, seconds = small["progress"]["step"], small["progress"]["seconds"]
+    log(f"resume: from step {step} at train_time:{seconds * 1e3:.0f}ms")
+    return saved, payload or small
+
+@torch.no_grad()
+def restore(run, checkpoint):
+    """Puts a checkpoint into a run's model, optimizer and loader, for any number of ranks; rank 0 has the
+    tensors. Returns its TrainState."""
+    team, progress = run.team, checkpoint["progress"]
+    for bank in run.optimizer.banks:
+        values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.grad))))
+        for name, value in values.items():
+            if team.rank == 0:
+                value.copy_(checkpoint["tensors"][name])
+            team.broadcast(value)
+        bank.load(values)
+        for i, mine in enumerate(bank.state):
+            whole = mine.new_zeros((team.world_size * len(mine), *mine.shape[1:]))
+            if team.rank == 0:
+                whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
+            team.broadcast(whole)
+            mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
+    run.optimizer.step_count, run.started = progress["updates"], progress["started"]
+    run.loader.position = progress["position"]
+    torch.set_rng_state(progress["random"])
+    return TrainState(**{f.name: progress[f.name] for f in fields(TrainState)})
+
+class Saver:
+    """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks for the run to stop."""
+    def __init__(self):
+        self.run, self.job, self.last_saved = None, None, ""
+        self.signals = 0  # that came while training; they wait for the end of the step
+        self.in_training = self.wanted = self.stopping = False
+        self.handlers = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # which a shell sets for `command &`
+                self.handlers.append((number, signal.signal(number, self.on_signal)))
+
+    def on_signal(self, *_):
+        if not self.in_training:
+            raise KeyboardInterrupt
+        self.signals += 1
+
+    def begin(self, run, state):
+        """Before the first step of a Run from a TrainState."""
+        self.run, self.thread, self.in_training = run, ThreadPoolExecutor(1), True
+        self.saved_step, self.saved_at = state.step, state.seconds
+
+    def due(self, step, seconds, stop, done):
+        """Is a checkpoint to be made before this step? stop: a signal came to some rank; done: no step
+        follows, so that a run that saves does. While gradients wait for Adam's next step, it waits too."""
+        cfg, new = self.run.cfg, step > self.saved_step
+        self.in_training, self.stopping = not done, bool(stop)
+        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
+        by_step = cfg.save_every and step % cfg.save_every == 0
+        at_end = done and (cfg.save_every or cfg.save_every_seconds)
+        self.wanted |= bool(stop or new and (by_time or by_step or at_end))
+        return self.wanted and all(bank.fresh for bank in self.run.optimizer.banks)
+
+    def save(self, state):
+        """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
+        the checkpoint before, and KeyboardInterrupt once this one is written if it was made for a signal."""
+        run, team = self.run, self.run.team
+        self.wait()
+        payload = to_payload(run.cfg, run.optimizer.weights() | run.model.counts.stored())
+        payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
+                            for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
+        if team.rank == 0:
+            payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
+                position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
+                random=torch.get_rng_state())
+            payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
+            self.job = self.thread.submit(self.write, payload)
+        self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
+        if self.stopping:
+            self.wait()
+        team.share(None)  # here the others wait for rank 0, under the long timeout
+        if self.stopping:
+            raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
+
+    def write(self, payload):
+        step = payload["progress"]["step"]
+        for name, tensor in (payload["tensors"] | payload["state"]).items():
+            require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
+        write_checkpoint(self.run.folder, payload)
+        self.last_saved = f"; the last checkpoint is of step {step}"
+
+    def wait(self):
+        """Until the last one is on the disk. Raises what went wrong with it."""
+        if self.job:
+            self.job.result()
+
+    def verdict(self, why, error):
+        """The sentence for an error that ends this rank; first brings a checkpoint under way to the disk."""
+        self.in_training = True  # a further signal does not cut the file short
+        if self.job:
+            wait([self.job], WRITE_SECONDS)
+        self.release()
+        if not isinstance(error, KeyboardInterrupt):
+            return why + self.last_saved
+        folder = self.run and self.run.folder
+        return f"RESUME={self.run.cfg.run_id}" if folder and (folder / CHECKPOINTS[0]).exists() else why
+
+    def release(self):
+        for handler in self.handlers:
+            signal.signal(*handler)
+
+# ---------- 11 fast kernels
+# Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
+# gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
+FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
+
+def to_fp8(x, scale, dtype):
+    """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, or None: max |x| fills the range."""
+    x, top = x.float(), torch.finfo(dtype).max
+    scale = (x.abs().amax() / top).clamp(1e-30) if scale is None else x.new_full((), scale)
+    return (x / scale).clamp(-top, top).to(dtype), scale  # a bare cast can give inf or nan
+
+def scaled_mm(a, b, scale_a, scale_b, fast=False):
+    """a (M, K) and b (N, K), fp8 -> (scale_a a) @ (scale_b b).T in bf16. The layout is CUDA's; a CPU takes
+    any. fast: less precise accumulation, for the forward pass."""
+    assert not any(side % 16 for side in (*a.shape, *b.shape)), "sides must be multiples of 16"
+    a, b = a.contiguous(), b.contiguous().t()
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+def fp8_product(x, weight, scales):
+    """x (N, K) @ weight (M, K).T in e4m3 -> (product, what fp8_gradients needs)."""
+    x, scale_x = to_fp8(x, scales[0], torch.float8_e4m3fn)
+    w, scale_w = to_fp8(weight, scales[1], torch.float8_e4m3fn)
+    return scaled_mm(x, w, scale_x, scale_w, fast=True), (x, w, scale_x, scale_w)
+
+def fp8_gradients(grad, kept, scale):
+    """Gradients of x and of weight, by products with the gradient in e5m2 (arXiv:2209.05433), which grad may
+    be in already, divided by scale."""
+    x, w, scale_x, scale_w = kept
+    in_fp8 = grad.dtype == torch.float8_e5m2
+    g, scale_g = (grad, scale_x.new_full((), scale)) if in_fp8 else to_fp8(grad, scale, torch.float8_e5m2)
+    return scaled_mm(g, w.t(), scale_g, scale_w), scaled_mm(g.t(), x.t(), scale_g, scale_x)
+
+class Fp8Linear(torch.autograd.Function):
+    """`linear` by the two above. scales: of x, weight and gradient; None: by the maximum."""
+    @staticmethod
+    def forward(ctx, x, weight, scales):
+        y, kept = fp8_product(x, weight, scales[:2])
+        ctx.save_for_backward(*kept)
+        ctx.grad_scale = scales[2]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = fp8_gradients(grad, ctx.saved_tensors, ctx.grad_scale)
+        return dx.to(grad.dtype), dw.float(), None
+
+def fp8_linear(x, weight, scales=(None, None, None)):
+    """`linear` in fp8, except where no gradient is wanted: scores are exact."""
+    if not torch.is_grad_enabled():
+        return linear(x, weight)
+    return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
+
+def head_scales(C, tokens):
+    """Fixed scales: x of unit rms, weights up to 0.87, gradient of a mean over so many tokens."""
+    return C**0.5 / 448, 2**-9, 1 / 448 / tokens
+
+def fp8_head(x, weight):
+    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel()))
+
+def fp8_part(cfg, on_gpu):
+    """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
+    sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads
+    capability = torch.cuda.get_device_capability() if on_gpu else None
+    able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides)
+    part = cfg.fp8.removeprefix("auto-")
+    if part != cfg.fp8:
+        part = part if able and on_gpu else "off"
+    require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
+            f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
+    return part
+
+def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False):
+    """scaled_dot_product_attention in compiled steps on a CPU. Plain products and a fused softmax are faster
+    there than torch's kernel, but they keep all weights, so long sequences stay with torch."""
+    T, K = q.size(2), k.size(2)
+    if T > 1024 or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+                                              enable_gqa=enable_gqa)
+    if is_causal:
+        attn_mask = torch.ones(T, K, dtype=torch.bool, device=q.device).tril()
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    scores = ((q @ k.mT).float() * scale).masked_fill(~attn_mask, -torch.inf)
+    return scores.softmax(-1).to(q.dtype) @ v
+
+cpu_attention = partial(attention, kernel=cpu_kernel)
+
+def gpu_window_mask(window, T, documents, device):
+    """window_mask in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The
+    blocks that a block of queries sees follow one another, and so do those that it sees whole, so their lists
+    need no sort, which would compile for minutes (pytorch#182060). Not measured."""
+    if not (torch.is_tensor(window) and torch.compiler.is_compiling()):
+        return window_mask(int(window), T, documents, device)
+    n, size = T // FLEX_BLOCK, FLEX_BLOCK
+    block = torch.arange(n, device=device)
+    # of a block of queries the first block of keys that it sees, and the first that it sees whole; of a block
+    # of keys the end of the blocks of queries that see it, and of those that see it whole
+    first, whole = (block * size - window) // size, (block * size + 2 * size - 2 - window) // size
+    end, whole_end = (block * size + 2 * size - 1 + window) // size, (block * size + window + 1) // size
+    if documents is not None:  # their numbers grow, so places are counts of smaller ones
+        low, high = documents[:, ::size], documents[:, size - 1::size]
+        first = first.maximum((high[:, None] < low[..., None]).sum(-1))
+        whole = whole.maximum((low[:, None] < high[..., None]).sum(-1))
+        end = end.minimum((low[:, None] <= high[..., None]).sum(-1))
+        whole_end = whole_end.minimum((high[:, None] <= low[..., None]).sum(-1))
+    first, whole = (x.clamp(min=0).minimum(block).view(-1, 1, n, 1) for x in (first, whole))
+    end, whole_end = (x.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1) for x in (end, whole_end))
+    own, i = block[:, None], block
+
+    def mask_mod(b, h, query, key):
+        near = (key <= query) & (query - key <= window)
+        return near if documents is None else near & (documents[b, query] == documents[b, key])
+
+    # (how many, their numbers) of keys seen partly and whole, and of queries that see partly and whole: the
+    # block's own comes last of the keys and first of the queries, never whole
+    partly, seen_by = whole - first, end - whole_end
+    lists = [(partly + 1, torch.where(i < partly, first + i, own)), (own - whole, whole + i),
+             (seen_by + 1, torch.where(i > 0, whole_end + i - 1, own)),
+             (whole_end - own - 1, torch.where(own + i < n, own + 1 + i, own).expand_as(whole_end * i))]
+    tables = [x for count, blocks in lists for x in (count[..., 0].int(), blocks.clamp(max=n - 1).int())]
+    return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
+
+def gpu_attention(q, k, v, mask):
+    """attention by flex attention for block masks; else by the kernel that torch chooses. Not measured."""
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
+    return attention(q, k, v, mask)
+
+@cache
+def flash_attention_3(cfg):
+    """The module of FlashAttention 3 (arXiv:2407.08608), if it is wanted and there, and the GPU a Hopper."""
+    with suppress(ImportError, OSError):
+        import flash_attn_interface
+        wanted = cfg.sdpa_backend == "flash3" and torch.cuda.get_device_capability()[0] == 9
+        return flash_attn_interface if wanted else None
+
+def flash_mask(window, T, documents, device):
+    """window_mask for flash_attention: (tokens before its own, -1: all; where the documents of all rows
+    begin, then the end again and again, int32 (tokens + 1,), or None)."""
+    begins = None
+    if documents is not None:
+        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+        begins = first.nonzero_static(size=len(first) + 1, fill_value=len(first))[:, 0].int()
+    return (window if window < T - 1 else -1), begins
+
+def flash_attention(q, k, v, mask, module):
+    """attention by FlashAttention 3, for masks of flash_mask. Not measured."""
+    (window, begins), T = mask, q.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = dict(softmax_scale=1.0, causal=True, window_size=(window, 0 if window > 0 else -1))
+    if begins is None:
+        return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    return module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options).view_as(q).transpose(1, 2)
+
+if triton:
+    @triton.jit
+    def loss_kernel(logits, targets, losses, grad, V, top: tl.constexpr, factor: tl.constexpr,
+                    BLOCK: tl.constexpr):
+        """A row of logits (N, V), capped to top * sigmoid(4 * x / top), so that exp needs no maximum -> its
+        loss in losses (N,), factor times its gradient in grad (N, V), which may be logits."""
+        row = tl.program_id(0).to(tl.int64)
+        logits, grad, target = logits + row * V, grad + row * V, tl.load(targets + row)
+        picked, total = tl.load(logits + target).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for low in range(0, V, BLOCK):
+            i = low + tl.arange(0, BLOCK)
+            x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
+            total += tl.where(i < V, tl.exp(top * tl.sigmoid(x * (4 / top)) - top), 0.0)
+        norm = tl.log(tl.sum(total)) + top
+        tl.store(losses + row, norm - top * tl.sigmoid(picked * (4 / top)))
+        for low in range(0, V, BLOCK):
+            i = low + tl.arange(0, BLOCK)
+            part = tl.sigmoid(tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) * (4 / top))
+            error = tl.exp(top * part - norm) - tl.where(i == target, 1.0, 0.0)
+            slope = factor * 4 * part * (1 - part)
+            tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
+
+def kernel_losses(logits, targets, cap, factor, dtype):
+    """row_losses by loss_kernel. Not measured."""
+    grad = torch.empty_like(logits, dtype=dtype) if dtype != logits.dtype else logits
+    losses, (N, V) = logits.new_empty(len(logits), dtype=torch.float32), logits.shape
+    loss_kernel[(N,)](logits, targets, losses, grad, V, 2 * cap, factor,
+                      BLOCK=min(8192, 1 << (V - 1).bit_length()), num_warps=16)
+    return losses, grad
+
+def row_losses(logits, targets, cap, factor, dtype):
+    """Losses (N,) of logits (N, V), capped, and factor times their gradient (N, V) in a dtype."""
+    top, hit = 2 * cap, torch.arange(logits.size(1), device=logits.device)
+    part = torch.sigmoid(logits.float() * (2 / cap))  # softcap(x) + cap = top * part; faster than tanh
+    powers = (top * part - top).exp()  # up to this cap they need no maximum
+    total = powers.sum(1, keepdim=True)
+    losses = total.log() + top - top * part.gather(1, targets[:, None])
+    error = powers / total - (hit == targets[:, None]).float()
+    return losses[:, 0], (error * part * (1 - part) * (4 * factor)).to(dtype)
+
+class FusedLoss(torch.autograd.Function):
+    """lm_loss with a softcap. The logits, in the dtype of x, become their gradient at once, which is in e5m2
+    if scales fix one for it. x (N, C), targets (N,). scales: as Fp8Linear has them; None: no fp8."""
+    @staticmethod
+    def forward(ctx, x, head, targets, cap, scales, row_losses):
+        if scales:
+            logits, kept = fp8_product(x, head, scales[:2])
+        else:
+            kept = x, head.to(x.dtype)
+            logits = x @ kept[1].T
+        ctx.grad_scale = scales and scales[2]
+        dtype, factor = torch.float8_e5m2 if ctx.grad_scale else x.dtype, 1 / len(x) / (ctx.grad_scale or 1)
+        losses, grad = row_losses(logits, targets, cap, factor, dtype)
+        ctx.save_for_backward(grad, *kept)
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad, *kept = ctx.saved_tensors
+        grads = fp8_gradients(grad, kept, ctx.grad_scale) if kept[2:] else (grad @ kept[1], grad.T @ kept[0])
+        return grad_loss * grads[0], grad_loss * grads[1].float(), None, None, None, None
+
+def fused_loss(x, head, targets, cap, linear, row_losses=row_losses):
+    """lm_loss by FusedLoss in compiled steps; on a CPU a fifth of a step of `tiny` faster."""
+    if not (0 < cap <= 50 and torch.compiler.is_compiling()):
+        return lm_loss(x, head, targets, cap, linear)
+    x, targets = x.flatten(0, -2), targets.flatten()
+    scales = {fp8_head: head_scales(x.size(-1), len(x)), fp8_linear: (None,) * 3}.get(linear)
+    return FusedLoss.apply(x, head, targets, cap, scales, row_losses)
+
+def choose_kernels(cfg, on_gpu, log):
+    """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
+    part = fp8_part(cfg, on_gpu)
+    if cfg.fp8 != "off":
+        log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
+    linears = {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
+    if not on_gpu:
+        return Kernels(*linears, attention=cpu_attention, loss=fused_loss)
+    by_kernel, module = partial(fused_loss, row_losses=kernel_losses), flash_attention_3(cfg)
+    loss = by_kernel if cfg.triton_kernels and triton else lm_loss
+    log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
+    if module:
+        return Kernels(*linears, flash_mask, partial(flash_attention, module=module), loss)
+    return Kernels(*linears, gpu_window_mask, gpu_attention, loss)
+
+# ---------- 12 ranks, log, memory, plan
+LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
+TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank that hangs
+SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
+CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (records/BENCH.md), for the time that a step would take
+H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
+
+class Team:
+    """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
+    def __init__(self, cfg, env):
+        self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
+        self.group = None
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
+        hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of the driver "
+                f"{subprocess.getoutput(driver)}: install a build for it or set DEVICE=cpu")
+        self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
+        require(not self.on_gpu or self.ranks_here <= gpus,
+                f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
+        sequences = cfg.train_batch_tokens // cfg.train_seq_len
+        require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
+                f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
+        self.device = torch.device(f"cuda:{env.get('LOCAL_RANK', 0)}" if self.on_gpu else "cpu")
+        cpu_has_bf16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
+        has_bf16 = torch.cuda.is_bf16_supported(False) if self.on_gpu else cpu_has_bf16  # not by emulation
+        automatic = torch.bfloat16 if has_bf16 else torch.float32
+        self.dtype = automatic if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+        backend = torch.cuda if self.on_gpu else torch.cpu
+        backend.set_device(self.device)
+        self.wait = backend.synchronize  # until the device has done everything
+        torch.use_deterministic_algorithms(not self.on_gpu)  # for compiled embedding gradients
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it first looks after the next line
+        torch.set_flush_denormal(True)
+        with suppress(AttributeError):  # glibc keeps what is freed: fresh pages take a sixth of a CPU's step
+            ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+            ctypes.CDLL(None).mallopt(-3, 1 << 26)  # M_MMAP_THRESHOLD: what is larger goes back
+        self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
+        if "RANK" in env and not dist.is_initialized():
+            dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
+
+    def share(self, value):
+        """Rank 0's object on every rank, which raises it if it is Refused."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box)
+        if isinstance(box[0], Refused):
+            raise box[0]
+        return box[0]
+
+    def broadcast(self, tensor):
+        """Rank 0's tensor on every rank, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, 0)
+
+    def begin_training(self, slowest_step):
+        """A group whose collectives end the run when a rank is gone or hangs. slowest_step: seconds."""
+        if self.world_size > 1:
+            slowest_step = all_reduce(torch.tensor(slowest_step), "MAX").item()
+            seconds = max(TRAINING_TIMEOUT, SLOWEST_STEPS * slowest_step)
+            self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=seconds))
+
+class Log:
+    """Lines to rank 0's terminal and, once a run folder is open, to its train.log."""
+    def __init__(self, lead):
+        self.lead, self.file, self.path = lead, io.StringIO(), None
+
+    def __call__(self, *lines, echo=True):
+        for line in lines:
+            for file in [sys.stdout, self.file] if self.lead and echo else [self.file]:
+                print(line, file=file, flush=True)
+
+    def open(self, path, head):
+        """Rank 0: goes on in the file, which begins with head if it is new, with what was said so far."""
+        early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
+        print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
+
+    def seal(self):
+        """Rank 0: the sha256 of all that train.log holds so far, so that no line can change unnoticed."""
+        if self.lead and self.path:
+            self(f"log sha256:{file_sha256(self.path)}")
+
+    def last_line(self, line):
+        """Any rank: why it ends. Other ranks than 0 add their line to train.log if they see the file."""
+        if not self.lead and self.path and self.path.exists():
+            with open(self.path, "a", encoding="utf-8") as file:
+                print(line, file=file)
+        else:
+            self(line, echo=False)
+
+@cache
+def script_source():
+    """Bytes of this file, read once so that an edit during the run changes nothing."""
+    return Path(__file__).read_bytes()
+
+def script_sha256():
+    return hashlib.sha256(script_source()).hexdigest()
+
+def brief(error):
+    """An exception in one line, without this machine's folders and name."""
+    line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
+
+def out_of_memory(error):
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+def lost_peer(error):
+    """Did a collective fail, so that the cause is another rank?"""
+    said = ("gloo", "nccl", "connection closed", "pair closure", "timed out waiting")
+    by_backend = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in said)
+    return isinstance(error, dist.DistError) or by_backend
+
+def hardware(team):
+    if team.on_gpu:
+        return f"{team.world_size}x {torch.cuda.get_device_name()}"
+    name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
+    return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
+
+def listed(table):
+    return " ".join(f"{name}:{value}" for name, value in table.items())
+
+def step_memory(cfg, team, sequences):
+    """Bytes that a rank needs with so many sequences at a time, in the stage that needs most. The numbers per
+    token are fitted to peaks that ./run.sh static counted, which are up to 7 % off (records/BENCH.md)."""
+    counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
+    tables = 8 * sum(n > 0 for n in cfg.count_orders) << cfg.count_bits
+    most = max(stage.seq_multiple for stage in stage_table(cfg))
+    tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
+    # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
+    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + (16 if ranks > 1 else 12) / ranks)
+    # 2. what layers keep for the backward pass; fp8 keeps less
+    kinds = per_layer(cfg.window_pattern, cfg.num_layers)
+    kept = cfg.model_dim * sum(13 * (kind in "LS") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
+    part = fp8_part(cfg, team.on_gpu)
+    kept *= 0.68 if team.on_gpu and part == "all" else 1
+    # 3. logits; on a GPU their gradients take their place, in fp8 in two layouts
+    each = 2 * width if not team.on_gpu else width if part == "off" else 4
+    return int(held + tables + tokens * (width * kept + each * cfg.vocab_size))
+
+def micro_batch(cfg, team):
+    """Sequences at a time: the largest divisor of a rank's that device_batch_size or else memory allows: what
+    is free on a GPU, or a rank's part of half a machine."""
+    share, most = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, cfg.device_batch_size
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info()[0] if team.on_gpu else machine / 2 / team.ranks_here
+    return max(n for n in range(1, share + 1) if share % n == 0 and (
+        n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free))
+
+def peak_memory(team, log):
+    """Logs and returns the most that this process has held."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+    text = f"peak memory resident: {most >> 20} MiB"
+    if team.on_gpu:
+        used, held = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+        text = f"peak memory allocated: {used} MiB reserved: {held} MiB"
+    log(text)
+    return text
+
+def help_text():
+    yield __doc__ + "\nConstants, as NAME=value in the environment or --name=value. [default | presets]"
+    for name, f in FIELDS.items():
+        rows = [f"{preset} {show(row[name])}" for preset, row in PRESETS.items() if name in row]
+        doc = f.metadata["doc"] + (f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else "")
+        yield f"  --{name.replace('_', '-'):28} {doc}  [{' | '.join([show(f.default), *rows])}]"
+    yield "Aliases: " + ", ".join(" = ".join(pair) for pair in ALIASES.items())
+
+def plan_lines(cfg, team, micro):
+    """Size, cost and memory of the run, its schedules."""
+    counts, flops = parameter_counts(cfg), flops_per_token(cfg)
+    batch, T, last = cfg.train_batch_tokens, cfg.train_seq_len, total_steps(cfg)
+    yield f"parameters:{counts.total()} ({listed(counts)})"
+    yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
+    yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
+           f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
+           f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
+    if team.world_size > 1:  # gradients and weights of all banks
+        width = team.dtype.itemsize if team.on_gpu else 4
+        yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
+    cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
+    yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
+    yield from stage_lines(cfg)
+
+def stage_lines(cfg):
+    """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
+    last, T = total_steps(cfg), cfg.train_seq_len
+    marks = {stage.first_step for stage in stage_table(cfg)}
+    marks |= {math.ceil(switch * cfg.iterations) for switch in cfg.lr_switches}
+    yield "stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor"
+    for step in sorted(mark for mark in marks if mark < last):
+        stage, lr = stage_at(cfg, step / last), top_lr(cfg, step / last)
+        tokens, row = cfg.train_batch_tokens * stage.batch_multiple, T * stage.seq_multiple
+        sizes = window_sizes(cfg, stage.window, row)
+        yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}"
+    decay = f"{cfg.warmdown_iters} steps" if cfg.warmdown_iters else f"{cfg.warmdown_frac:.0%} of the run"
+    yield f"warmdown: in the last {decay} lr_factor falls to {cfg.lr_floor:g}"
+    sizes = window_sizes(cfg, eval_window(cfg), cfg.eval_context or T)
+    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}, "
+           f"long_window:{sizes['L']} short_window:{sizes['S']}")
+
+def plot_curves(curves, title, path, log):
+    """loss.png of {split: [(step, training seconds, loss)]}; ./run.sh adds what the log says besides."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for split, points in curves.items():
+            _, seconds, losses = zip(*points)
+            axes.plot(seconds, losses, "o-" if split == "val" else "-", label=split)
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log")
+        axes.legend()
+        figure.savefig(path, dpi=110)
+    except Exception as error:
+        log(f"loss.png: not drawn ({brief(error)})")
+
+# ---------- 13 main
+@dataclass
+class TrainState:
+    """Where training stands; a checkpoint keeps it."""
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # on the clock
+    curves: dict = field(default_factory=lambda: {"train": [], "val": []})  # [(step, seconds, loss)]
+    laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
+
+@dataclass
+class Run:
+    """What the parts of one run share."""
+    asked: Config  # before the dataset has its say
+    cfg: Config
+    team: Team
+    log: Log
+    saver: Saver
+    started: str  # UTC
+    data: Data = None
+    loader: Loader = None
+    micro: int = 0  # sequences at a time
+    kernels: Kernels = Kernels()
+    model: GPT = None
+    optimizer: Optimizer = None
+    loss_fn: object = None  # the model, compiled where that is possible
+    folder: Path = None
+
+class Clock:
+    """Training seconds, the pace of a step, and whether another one fits in before the cap. All ranks go by
+    the same time, on which they agree before each step, GPUs before every fourth, and by their pace between;
+    with a cap at most three steps are then under way, without one the host waits at log lines only."""
+    def __init__(self, cfg, team, state, counter=time.perf_counter):
+        self.cap, self.team, self.counter = cfg.max_wallclock_seconds, team, counter
+        self.every = 4 if team.on_gpu else 1
+        self.at, self.then = state.step, state.seconds  # the step and the seconds that were last agreed on
+        self.lap_start, self.laps = (self.at, self.then), state.laps
+        self.under_way = []  # events of steps on the device
+        self.multiple = 1  # of the stage
+        self.stop_asked = 0  # signals that came to some rank
+
+    def start(self, seconds):
+        """The clock starts, or goes on, at so many training seconds."""
+        self.started = self.counter() - seconds
+
+    def seconds(self):
+        return self.counter() - self.started
+
+    def agree(self, step, exactly, signals):
+        """Training seconds at this step, the same on all ranks. exactly: the device was just waited for."""
+        if exactly or step % self.every == 0:
+            while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
+                self.under_way.pop(0).synchronize()
+            mine = torch.tensor([self.seconds(), signals, len(self.under_way)], dtype=torch.float64)
+            self.then, self.stop_asked, pending = all_reduce(mine, "MAX", self.team.group).tolist()
+            self.at = step - int(pending)
+            first, since = self.lap_start
+            if self.at > first and (exactly or self.cap or not self.team.on_gpu):
+                self.laps.append(((self.then - since) / (self.at - first), self.multiple))
+                self.lap_start = self.at, self.then
+        return self.then + (step - self.at) * self.pace(0.5) * self.multiple
+
+    def pace(self, quantile):
+        """Seconds per step and batch multiple, over the last 100 laps."""
+        paces = sorted(seconds / multiple for seconds, multiple in self.laps[-100:]) or [0.0]
+        return paces[int(len(paces) * quantile)]
+
+    def is_over(self, step):
+        """Might the steps until the next agreement end after the cap?"""
+        reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
+        return step > 0 and 0 < self.cap <= self.then + reserve
+
+def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule):
+    """A step on (tokens, targets, candidates if any), at most `micro` sequences at a time. grad_factor: 1 for
+    gradients of the mean loss. schedule: LR factor, momentum, decay factor. Returns this rank's mean loss."""
+    parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
+    for tokens, targets, *candidates in parts:
+        loss = loss_fn(tokens, targets, context, *candidates) / len(parts)
+        optimizer.backward(loss * grad_factor)
+        total = total + loss.detach()
+    optimizer.step(*schedule)
+    return total
+
+def rows_at_once(rows, most):
+    """The largest divisor of rows that is at most `most`, or 1."""
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
+
+def rehearse(run):
+    """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
+    first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
+    the compiled step by the eager one. Sets run.loss_fn; returns the seconds of the slowest micro-step after
+    the first round, times those of a step."""
+    model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
+    changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
+    while True:
+        run.loss_fn, optimizer.adam_step, optimizer.muon_step = model, adam_step, muon_step
+        if compiled:
+            run.loss_fn = torch.compile(model, dynamic=False, fullgraph=run.team.on_gpu)
+            optimizer.adam_step = torch.compile(adam_step, dynamic=True)
+            if run.team.on_gpu:  # a CPU gains nothing
+                optimizer.muon_step = torch.compile(muon_step, dynamic=False, fullgraph=True)
+        try:
+            torch._foreach_zero_(changing)
+            slowest = rehearse_stages(run)
+            break
+        except Exception as error:  # a compiler's back end may raise anything
+            if out_of_memory(error) and run.micro > 1:
+                run.micro = rows_at_once(run.micro, run.micro - 1)
+                run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
+            elif out_of_memory(error) or not compiled:
+                raise
+            else:
+                compiled = False
+                run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    torch._foreach_zero_(changing)
+    optimizer.step_count = 0
+    values = first_values(model, run.cfg.seed)
+    for bank in optimizer.banks:
+        bank.load(values)
+    return slowest
+
+def rehearse_stages(run):
+    """A micro-step of each stage in turn, warmup_steps or more; the seconds that rehearse() returns. Raises
+    on all ranks what went wrong on one."""
+    cfg, team, table, slowest = run.cfg, run.team, stage_table(run.cfg), 0.0
+    for step in range(max(cfg.warmup_steps, len(table))):
+        began, stage, problem = time.perf_counter(), table[step % len(table)], None
+        T = cfg.train_seq_len * stage.seq_multiple
+        share = cfg.train_batch_tokens * stage.batch_multiple // T // team.world_size
+        rows = rows_at_once(share, run.micro // stage.seq_multiple)
+        try:
+            tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
+            context = make_context(cfg, T, stage.window, team.device, team.dtype)
+            loss = run.loss_fn(tokens, tokens.clone(), context, *run.model.candidates(tokens, tokens))
+            run.optimizer.backward(loss)  # without the clone it would be another graph
+            team.wait()
+        except Exception as error:
+            problem = error
+        failed = 2 if problem and out_of_memory(problem) else 1 if problem else 0
+        failed = all_reduce(torch.tensor(failed), "MAX").item()
+        if failed:
+            elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
+            raise problem or elsewhere
+        if step < cfg.warmup_steps:
+            run.optimizer.step(1.0, cfg.muon_momentum)
+            team.wait()
+        if step >= len(table):
+            slowest = max(slowest, (time.perf_counter() - began) * share / rows)
+    return slowest
+
+def train(run, state, counter=time.perf_counter):
+    """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
+    for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
+    cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
+    began, last, reported, key = counter(), total_steps(cfg), False, None
+    if any(cfg.count_orders):
+        run.model.counts.count(np.concatenate(loader.shards))
+        run.log(f"n-grams of {loader.total} tokens counted in {counter() - began:.1f} s")
+        state.seconds += (counter() - began) * (state.step == 0)  # a resumed run has paid for it
+    clock = Clock(cfg, team, state, counter)
+    broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
+    team.wait()
+    clock.start(state.seconds)
+    while True:
+        # 1. the time, the same on all ranks; does another step fit in before the cap?
+        step = state.step
+        state.seconds = clock.agree(step, reported, saver.signals)
+        progress = run_progress(cfg, step, state.seconds)
+        stage = stage_at(cfg, progress)
+        clock.multiple = stage.batch_multiple
+        done = "wallclock_cap" if clock.is_over(step) else "iterations" if step == last else None
+        # 2. a checkpoint; that of the last step is off the clock
+        if saver.due(step, state.seconds, clock.stop_asked or team.world_size == 1 and saver.signals, done):
+            saver.save(state)
+            if done:
+                clock.start(state.seconds)
+            continue
+        # 3. validation, off the clock
+        wanted = cfg.val_loss_every, step and cfg.core_metric_every, step and cfg.sample_every
+        validates, measure, sample = (every and step % every == 0 for every in wanted)
+        if done or validates or measure or sample:
+            team.wait()
+            state.seconds = clock.seconds()
+            score = validate(run, state, None if done else stage.window, done, measure, sample)
+            if done:
+                return score, done
+            clock.start(state.seconds)
+        # 4. a step
+        schedule = [factor(cfg, step, progress) for factor in (lr_factor, muon_momentum, decay_factor)]
+        tokens = cfg.train_batch_tokens * stage.batch_multiple
+        batch = loader.next(tokens, stage.seq_multiple)
+        batch = *batch, *run.model.candidates(*batch)
+        if key != (batch[0].size(1), stage.window):  # its tables go to the device, for which the host waits
+            key = batch[0].size(1), stage.window
+            context = make_context(cfg, *key, team.device, team.dtype)
+        factor = tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        micro = run.micro // stage.seq_multiple
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
+        state.tokens += tokens
+        broken += 0 * loss
+        if team.on_gpu and clock.cap:
+            clock.under_way.append(torch.cuda.current_stream().record_event())
+        state.step += 1
+        # 5. a report, with the mean loss of the ranks
+        reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
+        if reported:
+            mean = all_reduce((loss + broken) / team.world_size, group=team.group).item()
+            step, now = state.step, clock.seconds()
+            state.curves["train"].append((step, now, mean))
+            check_finite(mean, "train_loss", step, state.curves["train"])
+            left = now / run_progress(cfg, step, now) - now
+            run.log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(now, step)} "
+                    f"tok/s:{state.tokens / now:.0f} lr_factor:{schedule[0]:.3f} eta:{left:.0f}s")
+
+def validate(run, state, window, done, measure, sample):
+    """Off the clock: val_loss with the window of the step, at the end with that of evaluation; CORE and
+    samples if asked for. done: why no step follows, or None."""
+    cfg, log, step = run.cfg, run.log, state.step
+    if done == "wallclock_cap":
+        log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
+    score = evaluate(run.model, cfg, run.data, run.team, window)
+    state.curves["val"].append((step, state.seconds, score.val_loss))
+    log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
+    log.seal()
+    check_finite(score.val_loss, "val_loss", step, state.curves["train"])
+    if measure and not done:
+        core_metric(run.model, cfg, run.data, run.team, log)
+    if sample and not done:
+        show_samples(run.model, cfg, run.data, run.team, log)
+    run.team.share(None)  # as in Saver.save
+    return score
+
+def time_text(seconds, step):
+    return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
+
+def check_finite(loss, name, step, curve):
+    past = "before: " + (", ".join(f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]) or "nothing")
+    require(math.isfinite(loss), f"{name} is not finite at step {step} ({past}): lower the learning rates")
+
+def training_report(run, state, score, stop_reason):
+    """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
+    cfg, team, now, tokens = run.cfg, run.team, state.seconds, state.tokens
+    laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
+    step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
+    flops = flops_per_token(cfg) * tokens
+    return dict(
+        train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=state.step,
+        tokens=tokens, tok_per_s=round(tokens / now), stop_reason=stop_reason, total_training_flops=flops,
+        mfu=flops / (H100_FLOPS * team.world_size * now) if re.search("H[12]00", hardware(team)) else None,
+        min_val_bpb=score.val_bpb and score.val_bpb / score.val_loss * min(p[2] for p in state.curves["val"]))
+
+def open_folder(run, again):
+    """logs/<run_id>/ with train_gpt.py and train.log, new or, of a resumed run, again. Raises Refused."""
+    cfg, team, log, rule = run.cfg, run.team, run.log, "=" * 100
+    kind = "eval" if cfg.eval_from else cfg.preset
+    run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
+    folder, problem = Path("logs", run_id), None
+    if team.rank == 0:
+        versions = f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}"
+        gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
+        head = [script_source().decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
+        try:
+            folder.mkdir(parents=True, exist_ok=again)
+            (folder / "train_gpt.py").write_bytes(script_source())
+            log.open(folder / "train.log", "\n".join(head))
+        except OSError as error:
+            problem = Refused(f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})")
+    team.share(problem)
+    log.path, run.folder = folder / "train.log", folder
+    run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)
+    log(f"run folder: {folder}")
+    lines = "".join(f"config {name}={show(value)}\n" for name, value in vars(run.cfg).items())
+    config = hashlib.sha256(lines.encode()).hexdigest()
+    inputs = {"train_gpt.py": script_sha256(), "config": config} | run.data.about["sha256"]
+    log(*(f"sha256 {name}:{digest}" for name, digest in inputs.items()))
+
+def first_result(run, changed, resumed):
+    """result.json as far as it is known before training."""
+    cfg, team, context = run.cfg, run.team, run.cfg.eval_context or run.cfg.train_seq_len
+    settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
+                    eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
+    return dict(
+        run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
+        train_time_ms=0, steps=0, tokens=0, bytes_code=len(script_source()), bytes_model=None,
+        bytes_total=None, code_sha256=script_sha256(), world_size=team.world_size, hardware=hardware(team),
+        torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
+        overrides=changed, data=run.data.about, eval=settings, stop_reason="eval_from",
+        started=run.started, resumed=resumed)
+
+def prepare(run):
+    """Opens the dataset and prints the plan; a dry run does without data. Raises Refused."""
+    cfg, team, log = run.cfg, run.team, run.log
+    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
+    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
+        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, all "
+               f"{total_steps(cfg)} {seconds * total_steps(cfg) / 86400:.0f} days (estimate); "
+               "PRESET=tiny trains for 2 min; DEVICE=cpu insists")
+        require(cfg.dry_run or cfg.device == "cpu", why)
+        log(f"machine: {why}")
+    try:
+        run.data = open_data(cfg, log)
+        bos = cfg.bos_id or max(run.data.bos, 0)
+        run.cfg = cfg = replace(cfg, vocab_size=run.data.vocab_size, bos_id=bos)
+        run.loader = Loader(cfg, run.data, team, log)
+        if (cfg.core or cfg.core_metric_every) and not cfg.dry_run:
+            read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+            require(run.data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
+    except Missing as error:
+        if not cfg.dry_run:
+            raise
+        run.cfg = cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
+        log(f"data: {error}; planning with {cfg.vocab_size} tokens")
+    if not cfg.eval_from:
+        run.micro = micro_batch(cfg, team)
+        log(*plan_lines(cfg, team, run.micro))
+        run.kernels = choose_kernels(cfg, team.on_gpu, log)
+    elif team.on_gpu:
+        run.model.use(choose_kernels(replace(cfg, fp8="off"), True, log))
+
+def train_model(run, checkpoint, began):
+    """First values or a checkpoint, rehearsal, training. Returns Score, curves, part of the result."""
+    cfg, team, log = run.cfg, run.team, run.log
+    with team.device:
+        run.model = GPT(cfg, run.kernels)
+    run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
+                              dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
+    ready = time.perf_counter()
+    log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
+    slowest = rehearse(run)
+    setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
+    log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
+    state = restore(run, checkpoint) if checkpoint else TrainState()
+    team.begin_training(slowest)
+    run.optimizer.group = team.group
+    run.saver.begin(run, state)
+    score, stop_reason = train(run, state)
+    run.optimizer.group = team.group = None
+    for name, value in run.optimizer.weights().items():
+        run.model.get_parameter(name).data = value.to(team.device)
+    report = training_report(run, state, score, stop_reason)
+    report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
+                   compiled=run.loss_fn is not run.model)
+    return score, state.curves, report
+
+def write_and_read_back(run):
+    """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
+    report, model = {}, run.model
+    if run.team.rank == 0:  # other hosts lack the file
+        report = write_model(model, run.folder, len(script_source()), run.log)
+        if run.cfg.score_artifact:
+            del model.counts.tables  # room for those of the file
+            again = load_model(run.folder / artifact_name(run.cfg), run.team.device)[0]
+            model.counts = again.counts
+            model.load_state_dict(again.state_dict())
+    for p in model.parameters():
+        run.team.broadcast(p.data)
+    return report
+
+def finish(run, result, report, scores, curves, began):
+    """Samples, picture, summary and result.json, by rank 0."""
+    cfg, log = run.cfg, run.log
+    score = scores.get("artifact") or scores["trained"]
+    text = score_text(cfg, score)
+    show_samples(run.model, cfg, run.data, run.team, log)
+    if curves:
+        plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+    process_ms, finished = round(1e3 * (time.perf_counter() - began)), f"{datetime.now(UTC):%FT%TZ}"
+    report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
+    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}
+    rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
+    for key, value in rows.items():
+        if isinstance(value, float):
+            value = f"{value:{'.4g' if 'flops' in key else '.8f' if 'bpb' in key else '.4f'}}"
+        log(f"{key:>21}  {listed(value) if isinstance(value, dict) else value}")
+    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))))
+    log.seal()
+    text = json.dumps(result, indent=1) + "\n"
+    write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
+
+def run_once(argv, env, log, saver):
+    """One run: the plan only, the score of a file, or training."""
+    cfg = load_config(env, argv)
+    began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
+    for typed, name in near_misses(env):
+        log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
+    script_source()
+    team, checkpoint, model = Team(cfg, env), None, None
+    if cfg.resume:
+        cfg, checkpoint = resume(cfg, team, log)
+        if not cfg:
+            return
+        team = Team(cfg, env)
+    changed = {name: texts for name, texts in overrides(cfg).items() if name != "dry_run"}
+    log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
+    # 1. the plan
+    if cfg.eval_from:
+        asked, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
+        for name in {"preset", *changed} & {*MODEL_FIELDS}:
+            there = show(getattr(cfg, name))
+            require(show(getattr(asked, name)) == there, f"the model has {name}={there}: give that")
+    run = Run(cfg, cfg, team, log, saver, started, model=model)
+    saver.run = run
+    prepare(run)
+    if cfg.dry_run:
+        return
+    if model and "sample" in changed:
+        show_samples(model, run.cfg, run.data, team, log)
+        return
+    if not model:
+        run.loader.check()
+    open_folder(run, again=checkpoint is not None)
+    result = first_result(run, changed, checkpoint is not None)
+    log(f"eval settings: {listed(result['eval'])}")
+    log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
+    # 2. training, then its artifact as read back; or the file
+    scores, curves, report, cfg = {}, {}, {}, run.cfg
+    if model:
+        kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
+        scores[kind] = evaluate(model, cfg, run.data, team)
+    else:
+        scores["trained"], curves, report = train_model(run, checkpoint, began)
+        result["started"] = run.started
+        report |= write_and_read_back(run)
+        if cfg.score_artifact:
+            log("scoring the artifact as read back")
+            scores["artifact"] = evaluate(run.model, cfg, run.data, team)
+    if cfg.core:
+        result |= core_metric(run.model, cfg, run.data, team, log)
+    result["peak_memory"] = peak_memory(team, log)
+    # 3. the scores
+    for kind, score in scores.items():
+        tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
+        log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
+        check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
+        result[kind] = score._asdict()
+    result |= named_scores(run.model, cfg, run.data, team, log)
+    if team.rank == 0:
+        finish(run, result, report, scores, curves, began)
+
+def main(argv, env):
+    """Returns the exit code: 0 done, 1 failed, 2 refused before training."""
+    if "--help" in argv or "-h" in argv:
+        print(*help_text(), sep="\n")
+        return 0
+    log = Log(lead=env.get("RANK", "0") == "0")
+    saver = Saver()
+    try:
+        run_once(argv, env, log, saver)
+        saver.release()
+        saver.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        code, why = explain(error, log, saver)
+    with suppress(OSError):  # of a full disk
+        log.last_line(why)
+    if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
+        print(f"train_gpt: {why}", file=sys.stderr, flush=True)
+    if dist.is_initialized():  # not waiting for the others in a collective
+        os._exit(code)
+    return code
+
+def explain(error, log, saver):
+    """(exit code, last line of train.log) of what ended this rank; traceback only for a mistake of ours."""
+    refused, interrupted = isinstance(error, (Refused, ImportError)), isinstance(error, KeyboardInterrupt)
+    code, run = 2 if refused and not log.path else 1, saver.run
+    why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
+    if out_of_memory(error):
+        why = "out of memory: lower DEVICE_BATCH_SIZE"
+    elif "EADDRINUSE" in str(error):
+        why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
+    elif lost_peer(error):
+        why = f"another rank is gone or hangs ({brief(error)})"
+    elif not (refused or interrupted or isinstance(error, OSError)):
+        traceback.print_exception(error)
+    if run and run.team.world_size > 1 and log.path and not interrupted:
+        why = f"rank {run.team.rank}: {why}"
+    return code, saver.verdict(why, error)
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # samples may hold what the terminal cannot show
+    sys.exit(main(sys.argv[1:], os.environ))
