@@ -121,7 +121,7 @@ train() {
     local run=("$PYTHON" records/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
-    [ "$preset" != tiny ] || n=$((n > 0))       # its step is one row
+    [ "$preset" != tiny ] || n=$((n > 0))       # its step is one row, then two
     if [ -z "$path$plan_only" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
         if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then

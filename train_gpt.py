@@ -244,8 +244,7 @@ SPEEDRUN = PLAIN | dict(
     matrix_lr=0.023, weight_decay=1.2, normuon_beta2=0.95, orthogonalization="polar_express",
     muon_momentum_cooldown_steps=50, embed_lr=0.6, beta1=0.65, adam_every=2, adam_eps_corrected=False,
     loss_sum_ranks=8,
-    parameters=(
-        "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
+    parameters=("query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
         "query.second=columns", "key.second=columns", "value.second=columns", "attn_proj.second=columns",
         "value_embeds.init=normal", "value_embeds.scale=1", "resid_lambda.scale=1.1",
         "skip_weights.scale=-1.5"),
@@ -259,8 +258,7 @@ GPT2 = PLAIN | dict(
     packing="best_fit", mlp_mult=4, rope_base=10_000.0, qk_gain_init=0.0, value_gate_dim=32, scalar_mix=True,
     layer_scale=False, unet_skips=False, matrix_lr=0.02, head_lr=0.004, scalar_lr=0.5, weight_decay=10.0,
     decay_schedule="linear", normuon_beta2=0.95, orthogonalization="polar_express", adam_eps=1e-10,
-    parameters=(
-        "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
+    parameters=("query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
         "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "head.init=normal",
         "head.scale=0.001", "resid_lambda.lr_mult=0.01", "x0_lambda.scale=0.1", "x0_lambda.beta1=0.96"),
     max_wallclock_seconds=0.0, val_tokens=20_971_520, val_loss_every=250, score_artifact=False, core=True,
@@ -402,6 +400,8 @@ def check_config(cfg):
         (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0
          and all(a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2])),
          "skip_layers", "they are pairs of a layer and a later one"),
+        (all(orders == (0,) or len({0, *orders}) > len(orders) for orders in (c.count_orders, c.copy_orders)),
+         "count_orders copy_orders", "each order once, or 0 alone"),
     ]
     for holds, names, sentence in rules:
         given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
@@ -708,8 +708,8 @@ class NgramCounts(nn.Module):
     def forward(self, tokens, keys, length, orders, targets=None):
         """(is there one, the token, its class), each (orders, B, T). keys: of ngram_keys. length: tokens of a
         document so far (B, T). targets: what is next in training text, whose document then does not count."""
-        n, key = tokens.new_tensor(orders).view(-1, 1, 1), torch.stack([keys[n] for n in orders])
-        place = torch.arange(len(n), device=n.device).view_as(n) << self.cfg.count_bits
+        key, enough = (torch.stack(x) for x in zip(*((keys[n], length >= n) for n in orders)))
+        place = torch.arange(len(key), device=key.device).view(-1, 1, 1) << self.cfg.count_bits
         entry = self.tables.view(-1)[place + (key >> (36 - self.cfg.count_bits))]
         best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
         if targets is not None:
@@ -717,7 +717,7 @@ class NgramCounts(nn.Module):
             best, total = best.maximum(second), total - 1
         count, share = best >> 16, (best >> 16) / total
         sure = 4 * sum(count > x for x in (1, 3, 15)) + sum(share >= x for x in (0.4, 0.7, 0.999))
-        return (entry & 0xFF == key & 0xFF) & (count > 0) & (length >= n), best & 0xFFFF, sure
+        return (entry & 0xFF == key & 0xFF) & (count > 0) & enough, best & 0xFFFF, sure
 
     def stored(self):
         """What files hold: the text."""
@@ -725,15 +725,15 @@ class NgramCounts(nn.Module):
 
 def copies(tokens, keys, length, orders, targets=None):
     """The same, each (1, B, T), for what came after the longest n-gram that the row had before. Class 0 of an
-    order: it was there once; before that it had, 1: another token, 2: the same."""
-    n, key = tokens.new_tensor(orders).view(-1, 1, 1), torch.stack([keys[n] for n in orders])
+    order: it was there once; before that it had, 1: another token, 2: the same. Orders must grow."""
+    key, enough = (torch.stack(x) for x in zip(*((keys[n], length >= n) for n in orders)))
     place = torch.arange(tokens.size(1), device=tokens.device)
-    own = (place + 1 - length) * 2**36  # keys of their own for a document, and for places with too few tokens
-    key, order = torch.where(length >= n, key + own, -1 - place).sort(dim=-1, stable=True)
+    own = (place + 1 - length) * 2**36  # keys of their own for a document; of places with too few tokens: < 0
+    key, order = torch.where(enough, key + own, -1 - place).sort(dim=-1, stable=True)
     again, after = F.pad(key[..., 1:] == key[..., :-1], (1, 0)), tokens.roll(-1, 1).expand_as(order)
     last, before = (after.gather(-1, order.roll(times, -1)) for times in (1, 2))
     sure = torch.where(again & again.roll(1, -1), 1 + (last == before), 0)
-    sure += CLASSES * torch.arange(len(n), device=n.device).view_as(n)
+    sure += CLASSES * torch.arange(len(key), device=key.device).view(-1, 1, 1)
     found = [torch.empty_like(x).scatter_(-1, order, x) for x in (again, last, sure)]
     longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # shorter ones are there, too
     return [x.gather(0, longest) for x in found]
@@ -854,7 +854,7 @@ class Parameter(NamedTuple):
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
     beta1: float = 0.0  # Adam; 0: that of Config
-    every: int = 1  # Adam: factor on adam_every
+    every: int = 1  # steps whose gradients add up to one update; of Adam's times adam_every
 
 def parameter_table(cfg):
     """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
@@ -900,7 +900,7 @@ def parameter_table(cfg):
             require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
         else:
             number = r"[1-9]\d?" if column == "every" else r"-?\d+(\.\d*)?(e-?\d+)?"
-            require(re.fullmatch(number, value), f"parameters={cell!r} must be a number")
+            require(re.fullmatch(number, value), f"parameters={cell!r} must be a number (every: 1 to 99)")
             value, least = float(value), -1e12 if column == "scale" else 0
             most = 0.9999 if column == "beta1" else 1e12
             require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
@@ -961,7 +961,7 @@ def orthogonalize(g, steps, method="newton_schulz", dtype=torch.float32):
 def normuon_scale(update, v, beta2):
     """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows (its columns if wide) divided by their
     running rms, its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
-    v.lerp_(update.square().mean(-1 if v.size(-1) == 1 else -2, keepdim=True), 1 - beta2)
+    v.lerp_(update.square().mean(-1 if v.shape[1:] == (update.size(1), 1) else -2, keepdim=True), 1 - beta2)
     scaled = update * v.clamp_min(1e-10).rsqrt()
     before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
     return scaled * (before / after.clamp_min(1e-10))
@@ -1006,7 +1006,7 @@ class Bank:
         total = math.ceil(self.units / world_size) * world_size * size
         self.grad = torch.zeros(total, device=params[0].device)
         self.data = self.grad.to(dtype, copy=True)
-        self.grads, self.fresh = self.views(self.grad), True  # fresh: what grad holds is of the step before
+        self.grads = self.views(self.grad)
         self.my_data = self.share(self.data)
         self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.share(self.grad)
         self.master = self.my_data if dtype == torch.float32 else self.my_data.float()
@@ -1038,6 +1038,7 @@ class Bank:
         whole = torch.zeros_like(self.grad)
         for name, view in zip(self.names, self.views(whole)):
             view.copy_(values[name])
+        self.fresh = True  # what grad holds is used up, or of other values
         self.data.copy_(whole)
         self.master.copy_(self.share(whole))
 
@@ -1058,7 +1059,7 @@ class Optimizer:
         table, kinds, known = parameter_table(cfg), {}, dict(model.named_parameters())
         for name, p in known.items():
             row = table[kind_of(name)]
-            every = 1 if row.optimizer == "muon" else row.every * cfg.adam_every
+            every = row.every * (1 if row.optimizer == "muon" else cfg.adam_every)
             row = row._replace(kind="", init="", scale=0.0, artifact_step=0.0, every=every)
             shape = p.shape if row.optimizer == "muon" else None
             kinds.setdefault((row, shape), []).append((name, p))
@@ -1077,7 +1078,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr_factor, momentum, decay_factor=1.0):
         """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
-        banks step every adam_every steps or a multiple, on the sum of the gradients since."""
+        banks step every adam_every steps, any by its column every, on the sum of the gradients since."""
         self.step_count += 1
         cfg, grad_scale = self.cfg, 1 / self.world_size
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
@@ -1999,14 +2000,14 @@ class Saver:
 
     def due(self, step, seconds, stop, done):
         """Is a checkpoint to be made before this step? stop: a signal came to some rank; done: no step
-        follows, so that a run that saves does. While gradients wait for Adam's next step, it waits too."""
+        follows, so that a run that saves does. While gradients wait for an update to come, it waits too."""
         cfg, new = self.run.cfg, step > self.saved_step
         self.in_training, self.stopping = not done, bool(stop)
         by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
         by_step = cfg.save_every and step % cfg.save_every == 0
         at_end = done and (cfg.save_every or cfg.save_every_seconds)
         self.wanted |= bool(stop or new and (by_time or by_step or at_end))
-        return self.wanted and all(bank.fresh for bank in self.run.optimizer.banks)
+        return self.wanted and (bool(done) or all(bank.fresh for bank in self.run.optimizer.banks))
 
     def save(self, state):
         """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
@@ -2796,8 +2797,7 @@ def first_result(run, changed, resumed):
     cfg, team, context = run.cfg, run.team, run.cfg.eval_context or run.cfg.train_seq_len
     settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
                     eval_stride=cfg.eval_stride or context, eval_window=eval_window(cfg) or "full")
-    return dict(
-        run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
+    return dict(run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
         train_time_ms=0, steps=0, tokens=0, bytes_code=len(script_source()), bytes_model=None,
         bytes_total=None, code_sha256=script_sha256(), world_size=team.world_size, hardware=hardware(team),
         torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},

@@ -31,6 +31,7 @@ hardware, nothing overlapped. Computed, not measured; without PRESET for golf, s
 """
 import argparse
 import importlib.util
+import inspect
 import json
 import lzma
 import math
@@ -86,6 +87,8 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
         trainer.init_parameters(model, cfg.seed)
     elif team.on_gpu:
         options = dict(dtype=team.dtype)
+    if "muon_dtype" in inspect.signature(trainer.Optimizer).parameters:
+        options["muon_dtype"] = team.dtype
     run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size, **options)
     began = time.perf_counter()
     if hasattr(trainer, "Run"):

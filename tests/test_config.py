@@ -267,7 +267,8 @@ def test_booleans(name):
 @pytest.mark.parametrize("name", TUPLES)
 def test_tuples_are_comma_lists(name):
     kind, least, most = type(FIELDS[name].default[0]), *map(FIELDS[name].metadata.get, ("least", "most"))
-    legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"])
+    legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
+                 count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
         for cfg in load_config(env | {name.upper(): text}), load_config(env, [f"{flag(name)}={text}"]):
@@ -275,6 +276,11 @@ def test_tuples_are_comma_lists(name):
             assert {type(part) for part in getattr(cfg, name)} == {kind}
     wrong = ["", ",", "1,", "1;2", "a", "1,nan", "inf", f"{least},{least - 1}", "1 2", f"{most + 1:g}"]
     assert all(name in refusal({name.upper(): text}) for text in wrong + ["1.5"] * (kind is int))
+
+
+def test_orders_that_cannot_be():
+    for name in ("COUNT_ORDERS", "COPY_ORDERS"):
+        assert all(name.lower() in refusal({name: text}) for text in ("0,2", "2,0", "2,2", "1,3,1"))
 
 
 @pytest.mark.parametrize("name", NUMBERS)

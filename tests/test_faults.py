@@ -33,6 +33,7 @@ STAGES = PLAIN | dict(
     WINDOW_PATTERN="SL", ROPE_YARN="1")
 DOCUMENTS = PLAIN | dict(
     MAX_DOC_LEN="48", PACKING="documents", SHUFFLE="0", SAVE_EVERY="2", NORMUON_BETA2="0.95",
+    PARAMETERS="bigram_embed.every=2",
     GRAD_CLIP_NORM="1", WEIGHT_DECAY="0.1", NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="8")
 # 12 sequences a step, for 1, 2 and 3 ranks
 SHARED = PLAIN | dict(TRAIN_BATCH_TOKENS="768", SAVE_EVERY="1")

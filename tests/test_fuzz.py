@@ -49,7 +49,7 @@ def value_of(rng, name):
     if isinstance(default, float):
         between = math.exp(rng.uniform(math.log(max(least, 1e-6)), math.log(most)))
         return float(rng.choice((least, default, most, between, between)))
-    if isinstance(default, tuple) and default:
+    if isinstance(default, tuple) and default and not isinstance(default[0], str):
         numbers = [rng.choice((least, min(most, 2), most)) for _ in range(rng.randint(1, 3))]
         return tuple(map(type(default[0]), numbers))
     return rng.choice(limits["choices"] or [default])

@@ -104,6 +104,33 @@ def test_adam_equals_torch_on_a_model(tied, every):
         close(values(model)[name], p.detach())
 
 
+@pytest.mark.parametrize("R, C", [(2, 1), (1, 2), (1, 1), (3, 3)])
+@pytest.mark.parametrize("rows", [True, False])
+def test_normuon_means_are_of_what_was_asked(R, C, rows):
+    """Also of a matrix of one row or column, of which both have the same number of means."""
+    update = torch.arange(1.0, 1 + R * C).view(1, R, C)
+    v = torch.zeros(1, R, 1) if rows else torch.zeros(1, 1, C)
+    train_gpt.normuon_scale(update, v, 0.5)
+    assert torch.equal(v, 0.5 * update.square().mean(2 if rows else 1, keepdim=True))
+
+
+def test_muon_may_add_gradients_up():
+    """A matrix with every=2 moves at every second step, as far as by the sum of two gradients."""
+    cfg = replace(SMALL, parameters=("fc.every=2",))
+    model, twin = randomised(cfg), randomised(SMALL)
+    optimizer, plain = Optimizer(model, cfg), Optimizer(twin, SMALL)
+    gradients = [some_gradients(model, step) for step in (0, 1)]
+    for step, gradient in enumerate(gradients):
+        before = values(model)
+        add_gradients(optimizer, gradient)
+        optimizer.step(1.0, 0.9)
+        fc = [name for name in before if kind_of(name) == "fc"]
+        assert all(torch.equal(before[name], values(model)[name]) != step for name in fc)
+    add_gradients(plain, {name: gradients[0][name] + g for name, g in gradients[1].items()})
+    plain.step(1.0, 0.9)
+    assert all(torch.equal(values(model)[name], values(twin)[name]) for name in fc)
+
+
 @pytest.mark.parametrize("corrected", [True, False])
 def test_adam_corrects_its_start_before_eps_or_after(corrected):
     """With gradients of the size of eps, where it matters."""

@@ -232,6 +232,15 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     assert optimizer.step_count == 0
 
 
+def test_the_last_step_is_saved_whatever_waits(train):
+    """Checkpoints wait for bigrams, which are updated every second step, but not at the end."""
+    done = train(TOY, PARAMETERS="bigram_embed.every=2", ITERATIONS="11", SAVE_EVERY="5")
+    assert done.code == 0
+    steps = [torch.load(done.folder / name, weights_only=True)["progress"]["step"]
+             for name in train_gpt.CHECKPOINTS]
+    assert steps == [11, 10] and "RESUME" not in done.log
+
+
 def test_ranks_rehearse_alike(tiny_data, monkeypatch):
     """A rank tells the others what went wrong, memory above all, and raises what went wrong with another."""
     cfg, told, answer = toy_config(tiny_data, vocab_size=512), [], 0
