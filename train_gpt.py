@@ -705,10 +705,10 @@ class NgramCounts(nn.Module):
                 list(pool.map(partial(fill, table, seen, seen.view(np.int8)[7::8] >> 5), range(-4, 4)))
         self.tables.copy_(torch.from_numpy(tables))
 
-    def forward(self, tokens, keys, length, orders, targets=None):
-        """(is there one, the token, its class), each (orders, B, T). keys: of ngram_keys. length: tokens of a
-        document so far (B, T). targets: what is next in training text, whose document then does not count."""
-        key, enough = (torch.stack(x) for x in zip(*((keys[n], length >= n) for n in orders)))
+    def forward(self, keys, targets=None):
+        """(is there one, the token, its class), each (orders, B, T). keys: {n: (hashes, whether the document
+        has n tokens by then)}. targets: what is next in training text, whose document then does not count."""
+        key, enough = map(torch.stack, zip(*(keys[n] for n in sorted(self.cfg.count_orders))))
         place = torch.arange(len(key), device=key.device).view(-1, 1, 1) << self.cfg.count_bits
         entry = self.tables.view(-1)[place + (key >> (36 - self.cfg.count_bits))]
         best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
@@ -723,10 +723,10 @@ class NgramCounts(nn.Module):
         """What files hold: the text."""
         return {"counts.text": torch.from_numpy(self.text.view(np.int16))} if len(self.tables) else {}
 
-def copies(tokens, keys, length, orders, targets=None):
+def copies(tokens, keys, length, orders):
     """The same, each (1, B, T), for what came after the longest n-gram that the row had before. Class 0 of an
-    order: it was there once; before that it had, 1: another token, 2: the same. Orders must grow."""
-    key, enough = (torch.stack(x) for x in zip(*((keys[n], length >= n) for n in orders)))
+    order: it was there once; before that it had, 1: another token, 2: the same."""
+    key, enough = map(torch.stack, zip(*(keys[n] for n in sorted(orders))))
     place = torch.arange(tokens.size(1), device=tokens.device)
     own = (place + 1 - length) * 2**36  # keys of their own for a document; of places with too few tokens: < 0
     key, order = torch.where(enough, key + own, -1 - place).sort(dim=-1, stable=True)
@@ -775,16 +775,16 @@ class GPT(nn.Module):
         if self.candidate_embed is None:
             return []
         cfg, place = self.cfg, torch.arange(tokens.size(1), device=tokens.device)
-        begins = torch.where(tokens == (cfg.bos_id if cfg.max_doc_len else -1), place, 0).cummax(1).values
-        keys = dict(ngram_keys(tokens, cfg.count_orders + cfg.copy_orders))
-        found = [find(tokens, keys, place + 1 - begins, sorted(orders), targets) for find, orders in
-                 ((self.counts, cfg.count_orders), (copies, cfg.copy_orders)) if any(orders)]
+        bos, orders = cfg.bos_id if cfg.max_doc_len else -1, cfg.count_orders + cfg.copy_orders
+        length = place + 1 - torch.where(tokens == bos, place, 0).cummax(1).values
+        keys = {n: (key, length >= n) for n, key in ngram_keys(tokens, orders)}
+        found = [self.counts(keys, targets)] if any(cfg.count_orders) else []
+        found += [copies(tokens, keys, length, cfg.copy_orders)] if any(cfg.copy_orders) else []
         there, token, sure = (torch.cat(parts) for parts in zip(*found))  # (sources, B, T)
         source = torch.arange(len(there), device=place.device).view(-1, 1, 1)
-        rows = source * cfg.vocab_size + token, source * self.classes + sure
-        tables = self.candidate_embed, self.class_embed
-        rows = [torch.where(there, row, len(table) - 1) for row, table in zip(rows, tables)]
-        return [torch.stack(rows).permute(2, 3, 0, 1).contiguous()]
+        token = torch.where(there, source * cfg.vocab_size + token, len(self.candidate_embed) - 1)
+        sure = torch.where(there, source * self.classes + sure, len(self.class_embed) - 1)
+        return [torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()]
 
     def hidden(self, tokens, context, *candidates):
         """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
@@ -854,7 +854,7 @@ class Parameter(NamedTuple):
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
     beta1: float = 0.0  # Adam; 0: that of Config
-    every: int = 1  # steps whose gradients add up to one update; of Adam's times adam_every
+    every: int = 1  # steps whose gradients add up to one update; for Adam times adam_every
 
 def parameter_table(cfg):
     """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
@@ -1077,8 +1077,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor, momentum, decay_factor=1.0):
-        """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. Adam's
-        banks step every adam_every steps, any by its column every, on the sum of the gradients since."""
+        """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. A bank
+        whose row says so takes a step only every so many, on the sum of the gradients since."""
         self.step_count += 1
         cfg, grad_scale = self.cfg, 1 / self.world_size
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]

@@ -72,9 +72,15 @@ def expected_copy(row, begin, t, n):
     return row[ends[-1] + 1], 0 if len(ends) < 2 else 1 + (row[ends[-1] + 1] == row[ends[-2] + 1])
 
 
+def keys_of(tokens, length, orders):
+    return {n: (key, length >= n) for n, key in ngram_keys(tokens, orders)}
+
+
 def found_by(source, tokens, length, orders, targets=None):
     """What NgramCounts or copies finds for the first row of tokens: [[(token, class) or None]] per source."""
-    there, token, sure = source(tokens, dict(ngram_keys(tokens, orders)), length, orders, targets)
+    keys = keys_of(tokens, length, orders)
+    found = copies(tokens, keys, length, orders) if source is copies else source(keys, targets)
+    there, token, sure = found
     return [[(int(a), int(b)) if yes else None for yes, a, b in zip(*(x[i][0] for x in (there, token, sure)))]
             for i in range(len(there))]
 
@@ -125,10 +131,10 @@ def test_copies_are_what_the_row_had(documents):
 
 def test_the_rows_of_a_batch_do_not_see_one_another():
     rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
-    keys = dict(ngram_keys(rows, (1, 3)))
+    keys = keys_of(rows, lengths(rows), (1, 3))
     together = copies(rows, keys, lengths(rows), (1, 3))
     for i in range(4):
-        own = {n: key[i:i + 1] for n, key in keys.items()}
+        own = {n: [x[i:i + 1] for x in pair] for n, pair in keys.items()}
         alone = copies(rows[i:i + 1], own, lengths(rows)[i:i + 1], (1, 3))
         assert all(torch.equal(a[:, i:i + 1], b) for a, b in zip(together, alone))
 
@@ -159,8 +165,8 @@ def test_rows_and_their_embedding():
     model, tokens = randomised(CFG), some_tokens(CFG, 2, 24)
     model.counts.count(some_text())
     rows, = model.candidates(tokens)
-    keys = dict(ngram_keys(tokens, CFG.count_orders + CFG.copy_orders))
-    found = [model.counts(tokens, keys, lengths(tokens), CFG.count_orders),
+    keys = keys_of(tokens, lengths(tokens), CFG.count_orders + CFG.copy_orders)
+    found = [model.counts(keys),
              copies(tokens, keys, lengths(tokens), CFG.copy_orders)]
     sources = [[x[i] for x in source] for source in found for i in range(len(source[0]))]
     assert rows.shape == (2, 24, 2, 4) and model.classes == 2 * CLASSES

@@ -57,6 +57,16 @@ def refused(folder, words, *args, **env):
     assert all(word in err for word in words), err
 
 
+def test_a_run_sorts_without_avx512_unless_told_otherwise(folder):
+    """The trainer reads it when it imports numpy; an empty one leaves numpy as it is."""
+    have(folder, EMBEDDED)
+    program(folder, "stub", 'echo "[$NPY_DISABLE_CPU_FEATURES] $*" >> calls')
+    for given, found in (({}, "[AVX512F]"), ({"NPY_DISABLE_CPU_FEATURES": ""}, "[]"),
+                         ({"NPY_DISABLE_CPU_FEATURES": "AVX2"}, "[AVX2]")):
+        code, err, calls = run(folder, PYTHON="stub", **given)
+        assert code == 0 and calls[-1].split()[0] == found, (err, calls)
+
+
 def test_no_such_interpreter(folder):
     refused(folder, ["PYTHON=nowhere"], "setup", PYTHON="nowhere")
 

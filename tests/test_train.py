@@ -229,7 +229,22 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     init_parameters(fresh, cfg.seed)
     assert all(torch.equal(p, q) for p, q in zip(fresh.parameters(), model.parameters(), strict=True))
     assert not any(t.any() for bank in optimizer.banks for t in (bank.grad, *bank.state))
+    assert all(bank.fresh for bank in optimizer.banks)      # the rehearsal ended between two of Adam's steps
     assert optimizer.step_count == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtype):
+    """On a CPU, where the weights are in fp32."""
+    real, seen = train_gpt.orthogonalize, set()
+
+    def orthogonalize(g, steps, method, given):
+        seen.add((g.dtype, given))
+        return real(g, steps, method, given)
+
+    monkeypatch.setattr(train_gpt, "orthogonalize", orthogonalize)
+    assert train(TOY, DTYPE=dtype, ITERATIONS="2").code == 0
+    assert seen == {(torch.float32, getattr(torch, dtype))}
 
 
 def test_the_last_step_is_saved_whatever_waits(train):
