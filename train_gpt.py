@@ -408,8 +408,7 @@ def check_config(cfg):
         require(holds, f"{given}: {sentence}".replace("\n", " "))
     parameter_table(cfg)
 
-# The depth dial: nanochat's rules (github.com/karpathy/nanochat). Rates and decay of a preset with a depth
-# are stated for this reference model.
+# The depth dial of github.com/karpathy/nanochat. Presets with a depth state rates and decay for this model:
 REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # layers, channels, tokens per step
 CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
 BATCH_POWER = 0.383  # of the tokens of a run: its best batch (arXiv:2505.13738)
@@ -449,8 +448,7 @@ def depth_dial(cfg, given):
     #    the width, between standard parametrization and muP (arXiv:2203.03466), which has the inverse.
     rate = (batch / REFERENCE_BATCH) ** 0.5
     adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
-    # 6. Weight decay: less in longer runs, and, as it is times matrix_lr, more with larger batches
-    #    (arXiv:2405.13698).
+    # 6. Weight decay: less in longer runs; times matrix_lr, so more in larger batches (arXiv:2405.13698).
     factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
     derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
@@ -675,21 +673,23 @@ class NgramCounts(nn.Module):
     documents with any (8) and a check (8)."""
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, self.text = cfg, np.zeros(0, np.uint16)
+        self.cfg, self.text, self.packed = cfg, np.zeros(0, np.uint16), b""
         tables = np.zeros((sum(n > 0 for n in cfg.count_orders), 1 << cfg.count_bits), np.int64)
         self.register_buffer("tables", torch.from_numpy(tables))  # takes no memory until it is written
 
     def count(self, text):
         """Makes the tables from all train tokens in order, uint16 (n,)."""
-        self.text, tables = text, self.tables.cpu().zero_().numpy()
-        tokens = torch.from_numpy(text.astype(np.int64))
-        document = ((tokens == self.cfg.bos_id).cumsum(0).mul_(0x9E3779B1) >> 8 & 0xFFF).short()
+        self.text, self.packed, tables = text, b"", np.empty(self.tables.shape, np.int64)
+        torch.from_numpy(tables).zero_()
+        tokens, begins = torch.from_numpy(text).long(), np.flatnonzero(text == self.cfg.bos_id)
+        document = (np.arange(len(begins) + 1) * 0x9E3779B1 >> 8 & 0xFFF).astype(np.int16)
+        document = document.repeat(np.diff(begins, prepend=0, append=len(text)))
+        low = (tokens[1:].int() << 12).add_(torch.from_numpy(document)[:-1])
 
         def starts(values):
             return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
 
-        def fill(table, seen, top, part):  # (key, next token, document) in bits 36, 16 and 12; one of 8 parts
-            seen = np.sort(seen[top == part])
+        def fill(table, seen):  # (key, next token, document) in bits 36, 16 and 12, in order
             pairs = seen[starts(seen)] >> 12
             first = starts(pairs)
             pairs, counts = pairs[first], np.diff(first, append=len(pairs)).clip(max=255)  # of documents
@@ -701,9 +701,12 @@ class NgramCounts(nn.Module):
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
-                seen = key[n - 1:-1].mul_(1 << 28).add_(tokens[n:] << 12).add_(document[n - 1:-1]).numpy()
-                list(pool.map(partial(fill, table, seen, seen.view(np.int8)[7::8] >> 5), range(-4, 4)))
-        self.tables.copy_(torch.from_numpy(tables))
+                seen = key[n - 1:-1].mul_(1 << 28).add_(low[n - 1:]).numpy()
+                seen.partition(len(seen) // 2)  # then two threads sort in place
+                list(pool.map(np.ndarray.sort, np.array_split(seen, 2)))
+                parts = np.split(seen, seen.searchsorted(np.arange(-31, 32) << 58))  # small: caches hold them
+                list(pool.map(partial(fill, table), parts))
+        self.tables = torch.from_numpy(tables).to(self.tables.device)
 
     def forward(self, keys, targets=None):
         """(is there one, the token, its class), each (orders, B, T). keys: {n: (hashes, whether the document
@@ -720,8 +723,9 @@ class NgramCounts(nn.Module):
         return (entry & 0xFF == key & 0xFF) & (count > 0) & enough, best & 0xFFFF, sure
 
     def stored(self):
-        """What files hold: the text."""
-        return {"counts.text": torch.from_numpy(self.text.view(np.int16))} if len(self.tables) else {}
+        """What files hold: the text, compressed."""
+        self.packed = self.packed or bytearray(zlib.compress(self.text))
+        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8)} if len(self.tables) else {}
 
 def copies(tokens, keys, length, orders):
     """The same, each (1, B, T), for what came after the longest n-gram that the row had before. Class 0 of an
@@ -968,8 +972,7 @@ def normuon_scale(update, v, beta2):
 
 def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected):
     """Adam (arXiv:1412.6980), step from 1; p, m and v change. corrected: v is corrected for its start before
-    eps is added, as in torch; else after. grad_scale, step and lr are 0-dim tensors, so that compiling it
-    once serves every step."""
+    eps is added, as in torch; else after. grad_scale, step, lr: 0-dim, so that one graph serves all steps."""
     grad = grad.to(p.dtype) * grad_scale
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
@@ -979,8 +982,7 @@ def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected)
 
 def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
     """Muon or NorMuon: Nesterov momentum, orthogonalised; cautious decay, where the update shrinks the weight
-    too (arXiv:2411.16085). p (N, R, C), buffer (mean of gradients or their sum) and v change; the numbers
-    are 0-dim tensors, as in adam_step."""
+    too (arXiv:2411.16085). p (N, R, C), buffer (mean or sum of gradients) and v change; numbers are 0-dim."""
     grad = grad.to(p.dtype) * grad_scale
     if cfg.muon_sum:
         nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
@@ -1434,8 +1436,7 @@ class Loader:
             list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
 
     def read(self, start, count):
-        """count tokens of the endless stream from start on, int64 (count,). By pread: with a memory map a
-        shard that shrank would end the process."""
+        """int64 (count,) of the endless stream. By pread: a map of a shard that shrinks ends the process."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
@@ -1774,8 +1775,7 @@ def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
 def quantize_rows(w, step=0.0, floor=0.0):
-    """w (R, C) -> int8 (R, C), fp16 scales (R,): step * rms of a row; of step 0 its clipped maximum / 127, at
-    least floor."""
+    """w (R, C) -> int8 (R, C), fp16 scales (R,): step * rms of a row; 0: clipped maximum / 127, >= floor."""
     if step:
         scale = (step * w.square().mean(1).sqrt()).clamp_min(2**-24).half().float()
     else:
@@ -1841,7 +1841,7 @@ def load_model(path, device="cpu", base=None):
             p.data.copy_(w)
         model.to(device)
         if any(cfg.count_orders):
-            text = tensors.pop("counts.text").numpy().view(np.uint16)
+            text = np.frombuffer(bytearray(zlib.decompress(tensors.pop("counts.text").numpy())), np.uint16)
             check_tokens(text, cfg.vocab_size, "the counted text")
             model.counts.count(text)
         require(not tensors, f"unknown {list(tensors)[:1]}")
@@ -1956,8 +1956,7 @@ def resume(cfg, team, log):
 
 @torch.no_grad()
 def restore(run, checkpoint):
-    """Puts a checkpoint into a run's model, optimizer and loader, for any number of ranks; rank 0 has the
-    tensors. Returns its TrainState."""
+    """Puts a checkpoint, whose tensors rank 0 has, into a run of any number of ranks -> its TrainState."""
     team, progress = run.team, checkpoint["progress"]
     for bank in run.optimizer.banks:
         values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.grad))))
@@ -2615,6 +2614,8 @@ def rehearse(run):
             optimizer.adam_step = torch.compile(adam_step, dynamic=True)
             if run.team.on_gpu:  # a CPU gains nothing
                 optimizer.muon_step = torch.compile(muon_step, dynamic=False, fullgraph=True)
+            else:  # seconds at the next start; the cache's key holds the graph of FusedLoss
+                torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             torch._foreach_zero_(changing)
             slowest = rehearse_stages(run)
@@ -2638,8 +2639,7 @@ def rehearse(run):
     return slowest
 
 def rehearse_stages(run):
-    """A micro-step of each stage in turn, warmup_steps or more; the seconds that rehearse() returns. Raises
-    on all ranks what went wrong on one."""
+    """A micro-step of each stage in turn, warmup_steps or more -> what rehearse() does. Ranks raise alike."""
     cfg, team, table, slowest = run.cfg, run.team, stage_table(run.cfg), 0.0
     for step in range(max(cfg.warmup_steps, len(table))):
         began, stage, problem = time.perf_counter(), table[step % len(table)], None

@@ -21,6 +21,7 @@ def model_file(run):
 def export(args, say):
     """model.safetensors and config.json beside the model, or in --out. Returns their folder."""
     try:
+        import torch
         from safetensors.torch import save_file
     except ImportError:
         raise Refused("export needs safetensors: pip install -r requirements.txt") from None
@@ -34,7 +35,9 @@ def export(args, say):
     folder = Path(args.out or path.parent / "export")
     folder.mkdir(parents=True, exist_ok=True)
     # A tied head is the embedding, which named_parameters() lists once
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()} | model.counts.stored()
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    if any(cfg.count_orders):
+        tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     shape = {name: value for name, value in asdict(cfg).items() if name in train_gpt.MODEL_FIELDS}
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
