@@ -2603,8 +2603,7 @@ def rows_at_once(rows, most):
 def rehearse(run):
     """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
     first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
-    the compiled step by the eager one. Sets run.loss_fn; returns the seconds of the slowest micro-step after
-    the first round, times those of a step."""
+    the compiled step by the eager one. Sets run.loss_fn -> seconds of the slowest step, compiled."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
     while True:
@@ -2614,7 +2613,8 @@ def rehearse(run):
             optimizer.adam_step = torch.compile(adam_step, dynamic=True)
             if run.team.on_gpu:  # a CPU gains nothing
                 optimizer.muon_step = torch.compile(muon_step, dynamic=False, fullgraph=True)
-            else:  # seconds at the next start; the cache's key holds the graph of FusedLoss
+            else:  # seconds less: no trial builds; FusedLoss may be cached, its graph is in the cache's key
+                torch._inductor.config.cpp.vec_isa_ok = True
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             torch._foreach_zero_(changing)
@@ -2842,7 +2842,7 @@ def train_model(run, checkpoint, began):
     run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
                               dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
-    log("rehearsal before the clock" + (", compiling: about a minute" if cfg.compile else ""))
+    log("rehearsal before the clock" + (", compiling: about half a minute" if cfg.compile else ""))
     slowest = rehearse(run)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")

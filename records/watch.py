@@ -24,7 +24,7 @@ from trials import draw_run
 
 # How the line begins with which a stage of a run begins
 STAGES = {
-    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "compiling, about a minute "
+    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "compiling, half a minute "
     "the first time", "setup:": "training", "stopping_early:": "evaluating",
     "Serialized": "evaluating the artifact", "peak memory": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says

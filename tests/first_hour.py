@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from PIL import Image
 
@@ -33,10 +34,11 @@ LIVE = re.compile(r"training +\d+% ")
 
 def conditions():
     """On what kind of machine, how busy, and with which constants from the environment."""
+    machine = train_gpt.hardware(SimpleNamespace(on_gpu=False, world_size=1)).partition(" x ")[2]
     cores, busy = os.cpu_count(), os.getloadavg()[0]
     beside = ", other work beside it" if busy > cores + 1 else ""
     given = " ".join(f"{name}={value}" for name, value in os.environ.items() if name in train_gpt.NAMES)
-    return f"on {cores} cores (load average {busy:.1f}{beside})" + (f", with {given}" if given else "")
+    return f"on {machine} (load average {busy:.1f}{beside})" + (f", with {given}" if given else "")
 
 
 def shown(lines):

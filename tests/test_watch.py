@@ -32,7 +32,7 @@ limits: at most 100000 steps (409600000 tokens); at most 120 s of training
 stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor
                      0            4096        512         256          128    1.0000
 run folder: logs/a
-rehearsal before the clock, compiling: about a minute
+rehearsal before the clock, compiling: about half a minute
 setup:1752ms compile:25111ms
 step:50/100000 train_loss:2.0000 train_time:60000ms step_avg:114.90ms tok/s:35649 lr_factor:1.000 eta:60s
 stopping_early: wallclock_cap train_time:119969ms step:1033/100000
@@ -95,7 +95,7 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     code, lines, live = on_terminal(run, tmp_path)
     assert code == 0
     training = [text for text in live if text.startswith("training")]
-    assert any(text.startswith("compiling, about a minute") for text in live)
+    assert any(text.startswith("compiling, half a minute") for text in live)
     # bits per byte: 2 / ln 2 * 429104 / 1021844
     assert re.match(r"training  50% \|.+\| step 50, loss 2.0000, about 1.212 bpb, 35,649 tok/s, 60 s left",
                     training[0])
