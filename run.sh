@@ -24,6 +24,18 @@ setup() {
     done
     [ -n "$found" ] || refuse "Python 3.11, 3.12 or 3.13 is needed; python3 here is $(python3 -V 2>&1 | head -n 1)"
     install "$found" .venv "$(cat requirements.txt)"
+    without_spaces .venv
+}
+
+# without_spaces FOLDER: sets PYTHON to a path of FOLDER's interpreter that torch's compiler does not split
+without_spaces() {
+    case $PWD in *[[:space:]]*) ;; *) return ;; esac
+    local link=${TMPDIR:-/tmp}/train_gpt_$UID
+    mkdir -m 700 "$link" 2>/dev/null
+    [ -O "$link" ] && [ ! -L "$link" ] || return
+    link+=/$(echo "$PWD/$1" | cksum | tr ' ' _)
+    [ "$(readlink "$link")" = "$PWD/$1" ] || ln -sfn "$PWD/$1" "$link"
+    PYTHON=$link/bin/python
 }
 
 # install PYTHON FOLDER REQUIREMENTS: a virtual environment that has them; sets PYTHON to its interpreter
@@ -68,6 +80,7 @@ static_setup() {
     [ -z "${PYTHON:-}" ] || { setup; return; }
     setup
     install "$PYTHON" .venv-static "$(sed 's/^torch==.*/torch==2.14.1/' requirements.txt)"
+    without_spaces .venv-static
 }
 
 data() {

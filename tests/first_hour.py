@@ -94,7 +94,7 @@ def main(folder):
     """Steps, tutorials, pictures, page."""
     folder = Path(folder) / "a first hour"
     folder.mkdir(parents=True)
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    env = {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
     home, rows, parts = folder, [], []
     for command, what in STEPS:
         seconds, first, lines, live = step(command.format(root=f"'{ROOT}'"), home, env)

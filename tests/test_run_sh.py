@@ -111,6 +111,28 @@ def test_an_installation_is_made_once(folder):
     assert run(folder, "static")[2] == ["-c ", "-c ", "tests/static_gpu.py"]
 
 
+def test_a_path_with_spaces(folder):
+    """torch's compiler is called with paths that have none; nobody else's link is used."""
+    home, links = folder / "my own code", folder / f"train_gpt_{os.getuid()}"
+    home.mkdir()
+    for name in ("run.sh", "requirements.txt", "bin"):
+        shutil.move(folder / name, home)
+    program(home, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
+                             'cp bin/stub .venv/bin/python;; esac')
+    program(home, "stub", 'echo "$*" >> calls; echo "$0" >> ran')
+    have(home, EMBEDDED)
+    for _ in range(2):
+        assert run(home, TMPDIR=str(folder))[0] == 0
+        ran = Path((home / "ran").read_text().splitlines()[-1])
+        assert ran.parents[2] == links and " " not in str(ran)
+        assert ran.samefile(home / ".venv/bin/python") and links.stat().st_mode & 0o777 == 0o700
+        assert len(list(links.iterdir())) == 1
+    shutil.rmtree(links)
+    links.symlink_to(home / "bin")
+    assert run(home, TMPDIR=str(folder))[0] == 0
+    assert (home / "ran").read_text().splitlines()[-1] == str(home / ".venv/bin/python")
+
+
 def test_missing_data_is_made_then_trained_on(folder):
     """The trainer runs once: it prints the plan itself."""
     assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
