@@ -5,9 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+import train_gpt
 from helpers import ROOT, TOY
 
 PAGES = ["README.md", "docs/first_change.md", "docs/own_text.md", "docs/first_gpu.md"]
@@ -117,6 +119,20 @@ def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "records/README.md"])
+def test_constants_that_a_page_names_take_the_values_it_gives(page):
+    """MATRIX_LR=0.02 and --depth=4, a comma list but of --across; what stands for something is in <> or $."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("--across DEPTH=4,6,8", "")
+    found = re.findall(r"\b([A-Z][A-Z0-9_]+)=([^\s`'\"|)$<]+)", text)
+    found += [(name.upper().replace("-", "_"), value)
+              for name, value in re.findall(r"--([a-z][a-z-]+)=([^\s`'\"|)$<]+)", text)]
+    known = [(train_gpt.NAMES[name], value.strip(",.:;")) for name, value in found if name in train_gpt.NAMES]
+    assert known or page in ("docs/first_hour.md", "records/README.md")
+    for name, value in known:
+        value = train_gpt.parse_value(name, value)
+        train_gpt.check_ranges(replace(train_gpt.Config(), **{name: value}))
 
 
 def test_readme_fits():
