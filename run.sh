@@ -29,12 +29,14 @@ setup() {
 
 # without_spaces FOLDER: sets PYTHON to a path of FOLDER's interpreter that torch's compiler does not split
 without_spaces() {
-    case $PWD in *[[:space:]]*) ;; *) return ;; esac
-    local link=${TMPDIR:-/tmp}/train_gpt_$UID
+    local folder=$(pwd -P)/$1 link=${TMPDIR:-/tmp}
+    case $folder in *[[:space:]]*) ;; *) return ;; esac
+    case $link in *[[:space:]]*) link=/tmp ;; esac
+    link+=/train_gpt_$UID
     mkdir -m 700 "$link" 2>/dev/null
     [ -O "$link" ] && [ ! -L "$link" ] || return
-    link+=/$(echo "$PWD/$1" | cksum | tr ' ' _)
-    [ "$(readlink "$link")" = "$PWD/$1" ] || ln -sfn "$PWD/$1" "$link"
+    link+=/$(echo "$folder" | cksum | tr ' ' _)
+    [ "$(readlink "$link")" = "$folder" ] || ln -sfn "$folder" "$link"
     PYTHON=$link/bin/python
 }
 
@@ -130,7 +132,7 @@ train() {
     done
     setup
     # np.sort, which counts n-grams, takes 5 times as long with AVX-512 on Zen 4 as with AVX2; on Intel half
-    if grep -qs AuthenticAMD /proc/cpuinfo; then
+    if grep -qs AuthenticAMD /proc/cpuinfo && [ -z "${NPY_ENABLE_CPU_FEATURES:-}" ]; then
         export NPY_DISABLE_CPU_FEATURES="${NPY_DISABLE_CPU_FEATURES-AVX512F}"
     fi
     local run=("$PYTHON" records/watch.py "$PYTHON")
@@ -160,10 +162,10 @@ case "${1:-}" in
     data) shift; setup; data "$@" ;;
     test)
         shift
-        setup
-        if [ "${1:-} ${2:-}" = "-m static" ]; then
-            static_setup
-        fi
+        case "${1:-} ${2:-}" in
+            "-m static") static_setup ;;
+            *) setup ;;
+        esac
         # All tests: a file at a time in each of two processes. Tests that are named run in one, as pytest does
         if [ $# = 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
             export OMP_NUM_THREADS=1

@@ -680,7 +680,7 @@ class NgramCounts(nn.Module):
     def count(self, text):
         """Makes the tables from all train tokens in order, uint16 (n,)."""
         self.text, self.packed, tables = text, b"", np.empty(self.tables.shape, np.int64)
-        torch.from_numpy(tables).zero_()
+        torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
         tokens, begins = torch.from_numpy(text).long(), np.flatnonzero(text == self.cfg.bos_id)
         document = (np.arange(len(begins) + 1) * 0x9E3779B1 >> 8 & 0xFFF).astype(np.int16)
         document = document.repeat(np.diff(begins, prepend=0, append=len(text)))
@@ -699,11 +699,13 @@ class NgramCounts(nn.Module):
             second = np.maximum.reduceat(np.where(ranked == best.repeat(sizes), 0, ranked), first)
             table[keys >> (36 - self.cfg.count_bits)] = best << 40 | second << 16 | total << 8 | keys & 0xFF
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads) as pool:
             for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
                 seen = key[n - 1:-1].mul_(1 << 28).add_(low[n - 1:]).numpy()
-                seen.partition(len(seen) // 2)  # then two threads sort in place
-                list(pool.map(np.ndarray.sort, np.array_split(seen, 2)))
+                cuts = np.arange(1, threads) * len(seen) // threads
+                seen.partition(cuts)  # then each thread sorts a part in place
+                list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
                 parts = np.split(seen, seen.searchsorted(np.arange(-31, 32) << 58))  # small: caches hold them
                 list(pool.map(partial(fill, table), parts))
         self.tables = torch.from_numpy(tables).to(self.tables.device)
@@ -723,7 +725,7 @@ class NgramCounts(nn.Module):
         return (entry & 0xFF == key & 0xFF) & (count > 0) & enough, best & 0xFFFF, sure
 
     def stored(self):
-        """What files hold: the text, compressed."""
+        """What files hold: the text, uint16, compressed by zlib."""
         self.packed = self.packed or bytearray(zlib.compress(self.text))
         return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8)} if len(self.tables) else {}
 
@@ -1177,9 +1179,7 @@ def scheduled_progress(cfg, progress):
 def lr_factor(cfg, step, progress):
     """Factor on every LR at this step and progress."""
     # 1. a warmdown in steps becomes a part of the run, at the pace so far
-    decay = cfg.warmdown_frac
-    if cfg.warmdown_iters:
-        decay = cfg.warmdown_iters * progress / max(step, 1)
+    decay = cfg.warmdown_iters * progress / max(step, 1) if cfg.warmdown_iters else cfg.warmdown_frac
     # 2. the top until the warmdown begins, then linear down to the floor
     left = 1 - scheduled_progress(cfg, progress)
     down = max(0.0, 1 - left / decay) if decay else 0.0
@@ -1191,13 +1191,9 @@ def decay_factor(cfg, step, progress):
 
 def muon_momentum(cfg, step, progress):
     """Warms up by steps done, cools down by steps left at the pace so far."""
-    first = cfg.muon_momentum_warmup_start
-    left = (1 - progress) * step / progress if progress else math.inf
-    part = 1.0
-    if cfg.muon_momentum_warmup_steps:
-        part = min(part, step / cfg.muon_momentum_warmup_steps)
-    if cfg.muon_momentum_cooldown_steps:
-        part = min(part, left / cfg.muon_momentum_cooldown_steps)
+    first, up = cfg.muon_momentum_warmup_start, cfg.muon_momentum_warmup_steps
+    down, left = cfg.muon_momentum_cooldown_steps, (1 - progress) * step / progress if progress else math.inf
+    part = min(1.0, step / up if up else 1.0, left / down if down else 1.0)
     return first + (cfg.muon_momentum - first) * part
 
 # ---------- 7 data
@@ -1436,7 +1432,7 @@ class Loader:
             list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
 
     def read(self, start, count):
-        """int64 (count,) of the endless stream. By pread: a map of a shard that shrinks ends the process."""
+        """count tokens of the endless stream, int64. By pread: a map of a shard that shrinks ends the run."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
@@ -1841,7 +1837,9 @@ def load_model(path, device="cpu", base=None):
             p.data.copy_(w)
         model.to(device)
         if any(cfg.count_orders):
-            text = np.frombuffer(bytearray(zlib.decompress(tensors.pop("counts.text").numpy())), np.uint16)
+            stream, packed = zlib.decompressobj(), tensors.pop("counts.text")
+            text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
+            require(packed.dtype == torch.uint8 and stream.eof and not stream.unused_data, "no counted text")
             check_tokens(text, cfg.vocab_size, "the counted text")
             model.counts.count(text)
         require(not tensors, f"unknown {list(tensors)[:1]}")
@@ -2013,7 +2011,7 @@ class Saver:
         the checkpoint before, and KeyboardInterrupt once this one is written if it was made for a signal."""
         run, team = self.run, self.run.team
         self.wait()
-        payload = to_payload(run.cfg, run.optimizer.weights() | run.model.counts.stored())
+        payload = to_payload(run.cfg, run.optimizer.weights())
         payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
         if team.rank == 0:
@@ -2031,6 +2029,7 @@ class Saver:
 
     def write(self, payload):
         step = payload["progress"]["step"]
+        payload["tensors"] |= self.run.model.counts.stored()  # compressed here, off the clock
         for name, tensor in (payload["tensors"] | payload["state"]).items():
             require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
         write_checkpoint(self.run.folder, payload)
@@ -2307,8 +2306,7 @@ class Team:
     """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
     def __init__(self, cfg, env):
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-        self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
-        self.group = None
+        self.ranks_here, self.group = int(env.get("LOCAL_WORLD_SIZE", 1)), None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
         hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -2603,7 +2601,7 @@ def rows_at_once(rows, most):
 def rehearse(run):
     """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
     first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
-    the compiled step by the eager one. Sets run.loss_fn -> seconds of the slowest step, compiled."""
+    the compiled step by the eager one. Sets run.loss_fn -> seconds of the slowest step, compiled by then."""
     model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
     changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
     while True:
@@ -2613,8 +2611,8 @@ def rehearse(run):
             optimizer.adam_step = torch.compile(adam_step, dynamic=True)
             if run.team.on_gpu:  # a CPU gains nothing
                 optimizer.muon_step = torch.compile(muon_step, dynamic=False, fullgraph=True)
-            else:  # seconds less: no trial builds; FusedLoss may be cached, its graph is in the cache's key
-                torch._inductor.config.cpp.vec_isa_ok = True
+            else:  # seconds less: fewer trial builds; FusedLoss is cached, its graph is in the cache's key
+                torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             torch._foreach_zero_(changing)
@@ -2842,7 +2840,8 @@ def train_model(run, checkpoint, began):
     run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
                               dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
-    log("rehearsal before the clock" + (", compiling: about half a minute" if cfg.compile else ""))
+    how_long = "some minutes" if team.on_gpu else "half a minute"
+    log("rehearsal before the clock" + (f", compiling: about {how_long}" if cfg.compile else ""))
     slowest = rehearse(run)
     setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
     log(f"setup:{setup_ms}ms compile:{compile_ms}ms")

@@ -1,6 +1,7 @@
 """Candidates for the next token: n-gram counts of the training text, copies from the row; files, clock."""
 import itertools
 import re
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -109,6 +110,38 @@ def test_a_document_of_its_own_says_nothing():
     row = torch.from_numpy(text.astype(np.int64))[None]
     assert {*found_by(counts, row[:, :-1], lengths(row)[:, :-1], (2,), row[:, 1:])[0]} == {None}
     assert found_by(counts, row[:, 1:3], torch.tensor([[1, 2]]), (2,))[0][1] == (7, 3)
+
+
+def test_counts_of_short_and_extreme_texts():
+    """No n-gram fits in; all tokens alike; tokens above 32,767; more documents than 16 bits hold."""
+    cfg = replace(CFG, vocab_size=65_536, count_orders=(1, 2, 4))
+    after_pair = torch.tensor([[BOS, 40_000]]), torch.tensor([[1, 2]])
+    for length in range(6):
+        tables = counted(cfg, np.arange(length).astype(np.uint16)).tables
+        assert [(table != 0).sum().item() for table in tables] == [max(0, length - n) for n in (1, 2, 4)]
+    assert (counted(cfg, np.full(1000, BOS, np.uint16)).tables != 0).sum(1).tolist() == [1, 1, 1]
+    text = np.tile(np.array([BOS, 40_000, 65_535], np.uint16), 70_000)
+    assert found_by(counted(cfg, text), *after_pair, (1, 2, 4))[1][1] == (65_535, 15)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_counts_do_not_depend_on_the_threads(threads):
+    text = some_text(20_011)
+    alone = counted(CFG, text).tables
+    torch.set_num_threads(threads)
+    together = counted(CFG, text).tables
+    torch.set_num_threads(1)
+    assert torch.equal(alone, together)
+
+
+def test_a_second_text_replaces_the_first():
+    counts, (one, two) = NgramCounts(CFG), (some_text(seed=seed) for seed in (3, 4))
+    counts.count(one)
+    before = counts.stored()["counts.text"].clone()
+    counts.count(two)
+    assert torch.equal(counts.tables, counted(CFG, two).tables)
+    assert zlib.decompress(before.numpy()) == one.tobytes()
+    assert zlib.decompress(counts.stored()["counts.text"].numpy()) == two.tobytes()
 
 
 @pytest.mark.parametrize("documents", [True, False])
@@ -239,3 +272,25 @@ def test_a_run_counts_on_the_clock_and_its_files_know(train, monkeypatch):
     path.write_bytes(train_gpt.pack_artifact(model))
     with pytest.raises(train_gpt.Refused, match="counted text"):
         train_gpt.load_model(path)
+
+
+def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
+    model, path = randomised(CFG), tmp_path / "model.pt"
+    model.counts.count(some_text())
+    whole = train_gpt.stored(model)
+    raw = bytes(whole["counts.text"].numpy())
+    damaged = {"cut off": raw[:-9], "bytes after it": raw + b"more", "an odd byte": zlib.compress(b"123"),
+               "not compressed": some_text().tobytes(), "empty": b"", "whole": raw}
+    for case, part in damaged.items():
+        text = torch.frombuffer(bytearray(part) or bytearray(1), dtype=torch.uint8)[:len(part)]
+        torch.save(train_gpt.to_payload(CFG, whole | {"counts.text": text}), path)
+        if case == "whole":
+            assert train_gpt.load_model(path)[0].counts.text.tolist() == some_text().tolist()
+        else:
+            with pytest.raises(train_gpt.Refused, match="damaged or no model"):
+                train_gpt.load_model(path)
+    floats = torch.frombuffer(bytearray(raw[:len(raw) // 4 * 4]), dtype=torch.float32)
+    for tensors in (whole | {"counts.text": floats}, {name: w for name, w in whole.items() if name != "counts.text"}):
+        torch.save(train_gpt.to_payload(CFG, tensors), path)
+        with pytest.raises(train_gpt.Refused, match="damaged or no model"):
+            train_gpt.load_model(path)

@@ -1,5 +1,6 @@
 """Attention, masks and loss: the readable versions against dense ones, the fast ones against the readable."""
 
+import importlib.util
 import inspect
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from helpers import TOY, fake_team, init_parameters
+from helpers import SCRIPT, TOY, fake_team, init_parameters
 from train_gpt import Config, Kernels, attention, linear, lm_loss, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -243,6 +244,31 @@ def test_fused_loss_in_fp8_is_as_near_as_the_reference(product, compiling):
             zip(loss_and_gradients(loss, x, head, targets, 15.0, product), exact)]
            for loss in (train_gpt.fused_loss, lm_loss)]
     assert all(mine <= 1.2 * other + 0.005 for mine, other in zip(*off)) and max(off[0]) > 0.02
+
+
+def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatch):
+    """rehearse() lets CPUs keep compiled graphs with FusedLoss; another backward pass must not meet them."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT.read_text().replace("(4 * factor)", "(12 * factor)"))
+    spec = importlib.util.spec_from_file_location("other", other)
+    monkeypatch.setitem(sys.modules, "other", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(sys.modules["other"])
+    draw, targets = torch.Generator().manual_seed(0), torch.arange(6)
+    x, head = torch.randn(6, 8, generator=draw).requires_grad_(), torch.randn(40, 8, generator=draw)
+    hits = torch._dynamo.utils.counters["aot_autograd"]
+
+    def gradient(module):
+        torch._dynamo.reset()
+        before = hits["autograd_cache_hit"]
+        loss = torch.compile(lambda x: module.fused_loss(x, head, targets, 15.0, module.linear))(x)
+        return torch.autograd.grad(loss, x)[0], hits["autograd_cache_hit"] - before
+
+    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+        found = [gradient(module) for module in (train_gpt, train_gpt, sys.modules["other"])]
+    (first, _), (again, hit), (changed, missed) = found
+    assert torch.equal(first, again) and hit == 1
+    assert torch.allclose(changed, 3 * first) and missed == 0
 
 
 @pytest.mark.parametrize("cap, compiled, fused", [

@@ -57,12 +57,22 @@ def refused(folder, words, *args, **env):
     assert all(word in err for word in words), err
 
 
+def test_static_tests_run_with_a_cuda_build(folder):
+    program(folder, "python3", 'case "$*" in *"-m venv"*) mkdir -p $3/bin; '
+                               'cp bin/stub $3/bin/python;; esac')
+    program(folder, "stub", 'echo "$0 $*" >> calls; case "$*" in "-m venv .venv-static") '
+                            'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
+    assert run(folder, "test", "-m", "static")[2][-1].endswith(".venv-static/bin/python -m pytest -q -m static")
+    assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python -m pytest -q -k x")
+
+
 def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(folder):
     """The trainer reads it when it imports numpy; an empty one leaves numpy as it is."""
     have(folder, EMBEDDED)
     program(folder, "stub", 'echo "[$NPY_DISABLE_CPU_FEATURES] $*" >> calls')
     for vendor, given, found in (("AuthenticAMD", {}, "[AVX512F]"), ("GenuineIntel", {}, "[]"),
                                  ("AuthenticAMD", {"NPY_DISABLE_CPU_FEATURES": ""}, "[]"),
+                                 ("AuthenticAMD", {"NPY_ENABLE_CPU_FEATURES": "AVX512F"}, "[]"),
                                  ("AuthenticAMD", {"NPY_DISABLE_CPU_FEATURES": "AVX2"}, "[AVX2]")):
         program(folder, "grep", f'[ "$2" = {vendor} ]')
         code, err, calls = run(folder, PYTHON="stub", **given)
@@ -121,16 +131,23 @@ def test_a_path_with_spaces(folder):
                              'cp bin/stub .venv/bin/python;; esac')
     program(home, "stub", 'echo "$*" >> calls; echo "$0" >> ran')
     have(home, EMBEDDED)
-    for _ in range(2):
-        assert run(home, TMPDIR=str(folder))[0] == 0
-        ran = Path((home / "ran").read_text().splitlines()[-1])
-        assert ran.parents[2] == links and " " not in str(ran)
-        assert ran.samefile(home / ".venv/bin/python") and links.stat().st_mode & 0o777 == 0o700
+    (folder / "code").symlink_to(home)
+
+    def ran(place, temporary):
+        assert run(place, TMPDIR=str(temporary))[0] == 0
+        return Path((home / "ran").read_text().splitlines()[-1])
+
+    for place in (home, home, folder / "code"):
+        program_path = ran(place, folder)
+        assert program_path.parents[2] == links and " " not in str(program_path)
+        assert program_path.samefile(home / ".venv/bin/python") and links.stat().st_mode & 0o777 == 0o700
         assert len(list(links.iterdir())) == 1
+    elsewhere = ran(home, home).parents[1]      # TMPDIR with a space
+    assert elsewhere.parent == Path("/tmp", links.name)
+    elsewhere.unlink()
     shutil.rmtree(links)
     links.symlink_to(home / "bin")
-    assert run(home, TMPDIR=str(folder))[0] == 0
-    assert (home / "ran").read_text().splitlines()[-1] == str(home / ".venv/bin/python")
+    assert ran(home, folder) == home / ".venv/bin/python"
 
 
 def test_missing_data_is_made_then_trained_on(folder):
