@@ -268,7 +268,7 @@ def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatc
         found = [gradient(module) for module in (train_gpt, train_gpt, sys.modules["other"])]
     (first, _), (again, hit), (changed, missed) = found
     assert torch.equal(first, again) and hit == 1
-    assert torch.allclose(changed, 3 * first) and missed == 0
+    assert torch.allclose(changed, 3 * first, atol=1e-5) and missed == 0
 
 
 @pytest.mark.parametrize("cap, compiled, fused", [

@@ -62,7 +62,8 @@ def test_static_tests_run_with_a_cuda_build(folder):
                                'cp bin/stub $3/bin/python;; esac')
     program(folder, "stub", 'echo "$0 $*" >> calls; case "$*" in "-m venv .venv-static") '
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
-    assert run(folder, "test", "-m", "static")[2][-1].endswith(".venv-static/bin/python -m pytest -q -m static")
+    called = run(folder, "test", "-m", "static")[2][-1]
+    assert called.endswith(".venv-static/bin/python -m pytest -q -m static")
     assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python -m pytest -q -k x")
 
 
