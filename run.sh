@@ -2,8 +2,8 @@
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
 # ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
-# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | gpt2 [-n SHARDS]: published tokens;
-# data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
+# data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | sp8192 | gpt2 [-n SHARDS]: published
+# tokens; data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
 set -u
 cd "$(dirname "$0")" || exit 1
@@ -101,7 +101,8 @@ gpus() {
 preset_data() {
     case $1 in
         tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
-        golf | golf_plus) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 80 || exit $? ;;
+        golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 80 || exit $? ;;
+        golf_plus) [ -f data/datasets/fineweb10B_sp8192/manifest.json ] || data sp8192 -n 128 || exit $? ;;
         speedrun | speedrun_plus) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
         gpt2) [ -f data/datasets/fineweb_edu/manifest.json ] || data fineweb-edu || exit $? ;;
         gpt2_plus) [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $? ;;

@@ -3,6 +3,7 @@
     python data/download.py sp1024            # 10 train shards (1B tokens), all val shards, the tokenizer
     python data/download.py sp1024 -n 80      # more train shards; complete files are kept
     python data/download.py sp1024 -n 0       # all that the repository lists
+    python data/download.py sp8192 -n 128     # the same text by 8,192 pieces
     python data/download.py gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
     python data/download.py climbmix          # text, 220 train shards and val (22 GB), tokenized here
     python data/download.py fineweb-edu       # the same with another text
@@ -62,6 +63,8 @@ class Source(NamedTuple):
 SOURCES = {
     "sp1024": Source("willdepueoai/parameter-golf", "fineweb10B_sp1024", 10,
                      "datasets/datasets/fineweb10B_sp1024/", "datasets/tokenizers/fineweb_1024_bpe.model"),
+    "sp8192": Source("kevclark/parameter-golf", "fineweb10B_sp8192", 10,
+                     "datasets/datasets/fineweb10B_sp8192/", "datasets/tokenizers/fineweb_8192_bpe.model"),
     "gpt2": Source("kjj0/fineweb10B-gpt2", "fineweb10B_gpt2", 9, "", vocab_size=50257, bos_id=50256),
     "fineweb-edu": Source("karpathy/fineweb-edu-100b-shuffle", "fineweb_edu", 220, "", vocab_size=32768,
                           parquet=True),

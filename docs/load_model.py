@@ -94,11 +94,13 @@ def log_probs(cfg, w, tables, tokens):
     cos, sin, back = angles.cos(), angles.sin(), place[:, None] - place  # query - key
     x = F.embedding(tokens, w["embed"])
     if cfg["bigram_rows"]:
-        pairs = (tokens * 0x9E3779B1 ^ tokens.roll(1, 1) * 0x85EBCA6B) % cfg["bigram_rows"]
-        x = x + F.embedding(pairs, w["bigram_embed"]) * (place > 0)[:, None]
+        rows = cfg["bigram_rows"] - 1
+        seen = F.pad(tokens[:, 1:], (1, 0), value=rows).int()
+        pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % rows
+        x = x + F.embedding(F.pad(pairs, (1, 0), value=rows), w["bigram_embed"])
     x = x + candidates(cfg, w, tables, tokens)
     x0, outputs = (x := norm(x)), []
-    skips = [(i, N // 2 * 2 - 1 - i) for i in range(N // 2)] if cfg["unet_skips"] else []
+    skips = [(N // 2 - 1 - i, N // 2 + i) for i in range(N // 2)] if cfg["unet_skips"] else []
     for i in range(N):
         b = {name.split(".", 2)[2]: t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
         kind, table = (cfg[name][i % len(cfg[name])] for name in ("window_pattern", "value_embed_layers"))
@@ -109,10 +111,11 @@ def log_probs(cfg, w, tables, tokens):
             v = h @ b["value"].T + (F.embedding(tokens, w[f"value_embeds.{table - 1}"]) if table else 0)
             q, k = h @ b["query"].T, h @ b["key"].T
             q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
-            if cfg["key_offset"] and kind == "L":  # half of each key head comes from the token before
-                now, before = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-                k = torch.cat((now, F.pad(before, (0, 0, 0, 0, 1, -1))), -1).flatten(-2)
             q, k = (rotate(*norm(y).chunk(2, -1), cos, sin) for y in (q, k))
+            if cfg["key_offset"] and kind == "L":  # half of each key head comes from the token before
+                now, ahead = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+                ahead = torch.cat((ahead[:, :, :1], ahead[:, :, :-1]), 2)
+                k = torch.cat((now, ahead), -1).flatten(-2)
             q, seen = q * b.get("qk_gain", torch.ones(q.size(1)))[:, None, None], back <= window[kind]
             y = F.scaled_dot_product_attention(q, k, v, (back >= 0) & seen, enable_gqa=True)
             x = x + scales[0] * (y.transpose(1, 2).flatten(2) @ b["attn_proj"].T)

@@ -365,16 +365,17 @@ def parts_of(run, window, rows, T):
     tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
 
     def attend(block, kind, value_embed, h):
-        documents = (tokens == cfg.bos_id).cumsum(1) if cfg.max_doc_len else None
-        mask = kernels.window_mask(context.windows[kind], T, documents, team.device)
-        follows = torch.ones(T, dtype=torch.bool, device=team.device)
-        return block.attend(train_gpt.rms_norm(h), value_embed, mask, follows, context)
+        times, documents = 2 if kind == "P" else 1, None
+        if cfg.max_doc_len:
+            documents = (tokens == cfg.bos_id).cumsum(1).repeat_interleave(times, 1)
+        mask = kernels.window_mask(context.windows[kind], times * T, documents, team.device)
+        return block.attend(train_gpt.rms_norm(h), value_embed, mask, context)
 
     def mlp(h, fc, proj):
-        return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
+        return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear, cfg.mlp_slope)
 
     def head(h, weight):
-        return kernels.loss(train_gpt.rms_norm(h), weight, tokens, cfg.logit_softcap, kernels.head_linear)
+        return kernels.loss(train_gpt.rms_norm(h), weight, tokens, model.cap, kernels.head_linear)
 
     both = partial(forward_and_backward, compiled=cfg.compile)
     found = {"attention": [], "MLP": [], "head and loss": [(1, both(head, [h, model.head], []))]}
@@ -458,7 +459,7 @@ def parts_table(settings, steps):
 # ---------- codecs
 def by_largest(bits):
     """quantize_rows of so many bits: the largest of a row is the largest number."""
-    def quantize(w, step, floor):
+    def quantize(w, step, floor, most, hessian):
         scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2**-24).half()
         return (w / scale.float()[:, None]).round().to(torch.int8), scale
     return quantize

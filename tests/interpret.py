@@ -7,6 +7,7 @@ test_static_gpu.py runs it, as a CUDA build of torch has Triton.
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
@@ -16,7 +17,7 @@ import torch  # noqa: E402
 import test_golden  # noqa: E402
 import train_gpt  # noqa: E402
 from test_kernels import head_and_tokens  # noqa: E402
-from train_gpt import FusedLoss, Kernels, fp8_head, fp8_linear, head_scales, linear, lm_loss  # noqa: E402
+from train_gpt import Kernels, fp8_head, fp8_linear, linear, lm_loss  # noqa: E402
 
 
 def found(loss, x, head, targets):
@@ -29,21 +30,21 @@ def errors(mine, exact):
     return [float((a - b).norm() / b.norm()) for a, b in zip(mine, exact, strict=True)]
 
 
-def fused(cap, scales, x, head, targets):
-    by_kernel = train_gpt.kernel_losses
-    return FusedLoss.apply(x.flatten(0, -2), head, targets.flatten(), cap, scales, by_kernel)
+def fused(cap, product, x, head, targets, weights=None):
+    with mock.patch("torch.compiler.is_compiling", lambda: True):
+        return train_gpt.fused_loss(x, head, targets, cap, product, weights, train_gpt.kernel_losses)
 
 
-def reference(cap, product, x, head, targets):
-    return lm_loss(x, head, targets, cap, product)
+def reference(cap, product, x, head, targets, weights=None):
+    return lm_loss(x, head, targets, cap, product, weights)
 
 
-def golden_loss(x, head, targets, cap, product):
+def golden_loss(x, head, targets, cap, product, weights):
     """FusedLoss in fp32; what is computed in fp64 stays with lm_loss."""
-    if x.dtype != torch.float32 or not 0 < cap <= 50:
-        return lm_loss(x, head, targets, cap, product)
+    if x.dtype != torch.float32 or not 0 < cap[0] <= 50:
+        return lm_loss(x, head, targets, cap, product, weights)
     golden_loss.calls += 1
-    return fused(cap, None, x, head, targets)
+    return fused(cap, product, x, head, targets, weights)
 
 
 def golden_tests():
@@ -64,20 +65,24 @@ def golden_tests():
 def main():
     assert train_gpt.triton, "there is no Triton here"
     good = True
-    for cap in (2.0, 15.0, 30.0):
+    for cap in ((2.0, 0.0, 0.0), (15.0, 0.0, 0.0), (11.5, 5.0, 15.0)):
         for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 0.015)):
             for tokens, V in ((96, 64), (93, 50)):
                 x, head, targets = head_and_tokens(dtype, tokens, V=V, size=2.0)
                 exact = x.detach().float().requires_grad_()
-                wanted = found(partial(reference, cap, linear), exact, head, targets)
-                off = errors(found(partial(fused, cap, None), x, head, targets), wanted)
-                good &= max(off) < most
-                print("equal" if max(off) < most else "DIFFERENT", cap, dtype, tokens, V, off)
+                for weights in (None, torch.tensor([1.0, 0.5, 0.25])):
+                    wanted = found(partial(reference, cap, linear, weights=weights), exact, head, targets)
+                    got = found(partial(fused, cap, linear, weights=weights), x, head, targets)
+                    off = errors(got, wanted)
+                    good &= max(off) < most
+                    verdict = "equal" if max(off) < most else "DIFFERENT"
+                    print(verdict, cap, dtype, tokens, V, weights, off)
     x, head, targets = head_and_tokens(torch.bfloat16)
-    wanted = found(partial(reference, 15.0, linear), x, head, targets)
-    for product, scales in ((fp8_head, head_scales(32, 96)), (fp8_linear, (None,) * 3), (linear, None)):
-        off = errors(found(partial(fused, 15.0, scales), x, head, targets), wanted)
-        allowed = errors(found(partial(reference, 15.0, product), x, head, targets), wanted)
+    cap = (15.0, 0.0, 0.0)
+    wanted = found(partial(reference, cap, linear), x, head, targets)
+    for product in (fp8_head, fp8_linear, linear):
+        off = errors(found(partial(fused, cap, product), x, head, targets), wanted)
+        allowed = errors(found(partial(reference, cap, product), x, head, targets), wanted)
         fits = all(a <= 1.2 * b + 0.005 for a, b in zip(off, allowed))
         good &= fits and (max(off) > 0.02) == (product is not linear)
         print("equal" if fits else "DIFFERENT", product.__name__, off, "by lm_loss", allowed)

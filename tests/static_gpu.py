@@ -341,7 +341,7 @@ class Subject:
         T = cfg.train_seq_len * stage.seq_multiple
         tokens = cfg.train_batch_tokens * stage.batch_multiple
         rows = tokens // T // run.team.world_size
-        context = self.trainer.make_context(cfg, T, stage.window, run.team.device, run.team.dtype)
+        context = self.trainer.training_context(cfg, T, stage, run.team)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
         if hasattr(run.model, "candidates"):
             batch += run.model.candidates(*batch)

@@ -244,9 +244,10 @@ def run_on(device, monkeypatch, others=None, **settings):
         return tensor
 
     saver = SimpleNamespace(signals=0, due=lambda *_: False)
-    loader = SimpleNamespace(next=lambda tokens, multiple: 2 * (torch.empty(tokens // 64, 64),))
+    loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),))
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1,
-                        model=SimpleNamespace(candidates=lambda *_: []))
+                        model=SimpleNamespace(candidates=lambda *_: []),
+                        optimizer=SimpleNamespace(take_mean=lambda: None))
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
         for name, fake in dict(

@@ -31,8 +31,17 @@ PINNED = {
         residual_mix=True, scalar_mix=False, layer_scale=True,
         unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(0, 1),
         window_pattern="-L", window_schedule=(128,), window_block=1, eval_window=0,
+        value_gate_factor=2.0, smear_normed=False, short_window=0.5,
+        logit_shift=0.0, logit_width=0.0, value_gate_mixed=(0,), attn_lambdas=False, attn_source=0,
+        bigram_lambdas=False, mix_sublayers=False, skip_gate_dim=0,
+        mlp_slope=0.0, depth_scale=False, exclusive=False, skip_mix=False, loop_layers=(0,),
+        loop_schedule=(0,),
         # of the run
         run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash3",
+        gate_lr=0.008, muon_momentum_end=0.0, polar_margin=1.02, adam_weight_decay=0.0,
+        cautious_decay="muon", lr_warmup_steps=0,
+        untie_at=0.0, stage_starts=(0.0,), doc_schedule=(0,), mtp_schedule=("1",),
+        artifact_codec="auto", gptq_batches=0, muon_row_norm=False, ema_decay=0.0,
         compile=True, triton_kernels=True, dry_run=False,
         eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
         sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
@@ -75,10 +84,8 @@ PINNED = {
         data_fingerprint="", train_batch_tokens=131_072, shuffle=False, packing="documents", max_epochs=1,
         val_tokens=10_485_760, val_batch_size=262_144, eval_context=262_144,
         parameters=(
-            "query.scale=0.8660254", "key.scale=0.8660254", "value.scale=0.8660254", "fc.scale=0.8660254",
-            "query.second=columns", "key.second=columns", "value.second=columns", "attn_proj.second=columns",
-            "value_embeds.init=normal", "value_embeds.scale=1", "resid_lambda.scale=1.1",
-            "skip_weights.scale=-1.5"),
+            "query+key+value+fc scale=0.8660254", "query+key+value+attn_proj second=columns",
+            "value_embeds init=normal scale=1", "resid_lambda scale=1.1", "skip_weights scale=-1.5"),
         matrix_lr=0.023, embed_lr=0.6, muon_momentum_cooldown_steps=50, orthogonalization="polar_express",
         normuon_beta2=0.95, weight_decay=1.2, beta1=0.65, adam_eps_corrected=False, loss_sum_ranks=8,
         adam_every=2, iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0,
@@ -96,29 +103,69 @@ PINNED = {
         shuffle=False, packing="best_fit", val_tokens=20_971_520, core=True, depth=26,
         target_param_data_ratio=7.25,
         parameters=(
-            "query.scale=1.7320508", "key.scale=1.7320508", "value.scale=1.7320508", "fc.scale=1.7320508",
-            "value_embeds.init=uniform", "value_embeds.scale=1.7320508", "head.init=normal",
-            "head.scale=0.001", "resid_lambda.lr_mult=0.01", "x0_lambda.scale=0.1", "x0_lambda.beta1=0.96"),
+            "query+key+value+fc scale=1.7320508", "value_embeds init=uniform scale=1.7320508",
+            "head init=normal scale=0.001", "resid_lambda lr_mult=0.01", "x0_lambda scale=0.1 beta1=0.96"),
         matrix_lr=0.02, embed_lr=0.3 * (768 / 1664)**0.5, head_lr=0.004 * (768 / 1664)**0.5, scalar_lr=0.5,
         orthogonalization="polar_express", normuon_beta2=0.95, weight_decay=1.1988066830515525,
         decay_schedule="linear", adam_eps=1e-10, iterations=12_700, max_wallclock_seconds=0.0)}
-# what we add to the records
-PINNED["golf_plus"] = PINNED["golf"] | dict(
-    tie_embeddings=False, logit_softcap=15.0, key_offset=True, bigram_rows=16_384,
-    value_embed_layers=(1, 0, 0, 0, 0, 0, 0, 0, 2), artifact_step=0.2, artifact_scale_floor=0.0,
-    eval_sliding=1024, eval_ttt=131_072)
-PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(key_offset=True, bigram_rows=131_072)
-PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(
-    key_offset=True, bigram_rows=16_384, data_path="data/datasets/climbmix")
+# the later records
+PINNED["golf_plus"] = PINNED["golf"] | dict(vocab_size=8192, train_seq_len=2048, num_layers=11, mlp_mult=4,
+    mlp_slope=0.5, depth_scale=True, qk_gain_init=4.0, exclusive=True, rope_fraction=0.25, skip_mix=True,
+    loop_layers=(4, 5), loop_schedule=(0, 2), train_log_every=500, val_loss_every=4000,
+    artifact_step=0.41451612903225804, artifact_codec="brotli", gptq_batches=64, artifact_scale_floor=0.0,
+    data_path="data/datasets/fineweb10B_sp8192", tokenizer_path="data/tokenizers/fineweb_8192_bpe.model",
+    train_batch_tokens=786432, packing="shards", eval_sliding=64,
+    parameters=("query+key+value+fc init=orthogonal", "matrix artifact_most=31",
+    "scalar decay_mult=1 artifact_step=1", "fc decay_mult=0.5",
+    "embed decay_mult=4.25 artifact_step=0.3799136"), muon_row_norm=True, ema_decay=0.997,
+    weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
+    grad_clip_norm=0.3, max_wallclock_seconds=588.0, warmup_steps=40, warmdown_iters=0, warmdown_frac=0.667)
+PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(num_layers=11, logit_softcap=11.5, logit_shift=5.0,
+    logit_width=15.0, key_offset=True, value_gate_dim=12, value_gate_mixed=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0,
+    1), value_lambdas=False, attn_lambdas=True, attn_source=7, bigram_rows=251520, bigram_lambdas=True,
+    mix_sublayers=True, layer_scale=True, skip_gate_dim=12, skip_layers=(3, 6), backout_layer=7,
+    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 3, 4, 5), window_pattern="PSPLSP-SSPL",
+    parameters=("matrix scale=0.8660254", "attn_proj init=uniform", "input_lambda scale=0.5",
+    "mlp_proj scale=0 lr_mult=4", "value_embeds init=normal scale=0.01",
+    "head+embed init=normal scale=0.005 lr=head_lr beta1=0.5 beta2=0.95 decay_mult=1.2",
+    "value_embed beta1=0.75 beta2=0.95 decay_mult=3", "gate optimizer=adam lr=gate_lr decay_mult=0.008",
+    "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
+    "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
+    "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"), adam_weight_decay=0.005,
+    cautious_decay="all", beta1=0.9, beta2=0.99, adam_eps=1e-10, untie_at=0.666896551724138,
+    iterations=1450, warmdown_frac=0.6, lr_floor=0.15, stage_starts=(0.0, 0.3331034482758621,
+    0.666896551724138, 1.0), doc_schedule=(896, 2048, 2048, 2048), mtp_schedule=("1 0.5 0.25:0", "1 0.5:0",
+    "1", "1"), lr_schedule=(1.0, 1.52, 1.73), lr_switches=(0.0, 0.3331034482758621, 0.666896551724138))
+PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(num_layers=24, model_dim=1536, num_heads=12,
+    attn_scale=0.12727922, value_gate_dim=12, value_gate_factor=3.0, rope_base=100000.0, smear_dim=24,
+    smear_documents=True, smear_normed=True, backout_layer=12, value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4,
+    0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12), window_pattern="SSSLSSSLSSSLSSSLSSSLSSSL",
+    short_window=0.25, data_path="data/datasets/climbmix", train_batch_tokens=1048576, val_tokens=41943040,
+    depth=24, target_param_data_ratio=8.0, parameters=("query+key+value scale=1.7320508",
+    "fc scale=0.6928203", "embed scale=0.8 beta2=0.995 decay_mult=0.1",
+    "head init=normal scale=0.001 beta2=0.96", "value_gate+smear_gate init=positive scale=0.02",
+    "value_embeds init=uniform scale=1.7320508 beta2=0.995 lr_mult=0.5",
+    "resid_lambda scale=1.15 change=-0.1 lr_mult=0.01 decay_mult=5",
+    "x0_lambda scale=0.2 change=-0.15 beta1=0.96", "smear_gate optimizer=adam decay_mult=0",
+    "smear_gate+smear+backout lr=gate_lr", "backout scale=0.2"), matrix_lr=0.028284271247461905,
+    embed_lr=0.30000000000000004, head_lr=0.008000000000000002, scalar_lr=0.7071067811865476, gate_lr=0.2,
+    muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9, polar_margin=1.01,
+    normuon_beta2=0.9, weight_decay=2.1120722517736326, decay_schedule="cosine", adam_weight_decay=0.01,
+    iterations=5568, lr_warmup_steps=40, warmdown_frac=0.6499640804597702, lr_floor=0.05)
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
-TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple and name != "parameters"]
+TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple
+          and name not in ("parameters", "mtp_schedule")]       # of text
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
-COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
+COMPANIONS = {"loop_layers": {"loop_schedule": (2,), "batch_schedule": (1,)},
+              "loop_schedule": {"loop_layers": (0, 1), "batch_schedule": (1,)},
+              "lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
               "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192,
                                "batch_schedule": (1,)},
-              "packing": {"shuffle": False}, "window_schedule": {"batch_schedule": (1,)}}
+              "packing": {"shuffle": False},
+              } | {name: {"batch_schedule": (1,)} for name in (
+                  "window_schedule", "stage_starts", "doc_schedule", "mtp_schedule")}
 
 
 def flag(name):
@@ -133,7 +180,9 @@ def other_value(name):
         train_batch_tokens=8192, model_dim=512, num_heads=8,
         num_kv_heads=2, val_tokens=2, count_orders=(2, 5), copy_orders=(1, 3),
         skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
-        lr_switches=(0.0, 0.25), parameters=("head.init=normal", "head.scale=0.01"))
+        lr_switches=(0.0, 0.25), polar_margin=1.01, value_gate_mixed=(1, 0), loop_layers=(0, 1),
+        loop_schedule=(0, 2), stage_starts=(0.0, 0.5), doc_schedule=(64, 0), mtp_schedule=("1", "1 0.5:0"),
+        parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
         return special[name]
     if f.metadata["choices"]:
@@ -183,7 +232,8 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
     cfg = train_gpt.preset_config(preset)
     values = dict(model_dim=[cfg.num_heads * head for head in (4, 10, 64)], num_layers=[1, 2, 5, 13],
                   train_seq_len=[64, 256, 2048], train_batch_tokens=[n * cfg.train_seq_len for n in (1, 96)])
-    derived = "iterations weight_decay window_schedule embed_lr head_lr scalar_lr matrix_lr".split()
+    derived = ("iterations weight_decay window_schedule embed_lr head_lr scalar_lr matrix_lr warmdown_frac "
+               "train_batch_tokens").split()
     for value in values[name]:
         cfg = load_config({"PRESET": preset, name.upper(): str(value)})
         assert getattr(cfg, name) == value and {*overrides(cfg)} <= {name, *(derived if cfg.depth else ())}
@@ -268,7 +318,8 @@ def test_booleans(name):
 def test_tuples_are_comma_lists(name):
     kind, least, most = type(FIELDS[name].default[0]), *map(FIELDS[name].metadata.get, ("least", "most"))
     legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
-                 count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"])
+                 count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"],
+                 stage_starts=["0,0.25"], loop_layers=["0, 1"], loop_schedule=["0,2"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
         for cfg in load_config(env | {name.upper(): text}), load_config(env, [f"{flag(name)}={text}"]):
@@ -281,6 +332,12 @@ def test_tuples_are_comma_lists(name):
 def test_orders_that_cannot_be():
     for name in ("COUNT_ORDERS", "COPY_ORDERS"):
         assert all(name.lower() in refusal({name: text}) for text in ("0,2", "2,0", "2,2", "1,3,1"))
+
+
+def test_weights_of_several_targets_are_words():
+    assert load_config({"MTP_SCHEDULE": "1 0.5:0,1"}).mtp_schedule == ("1 0.5:0", "1")
+    for text in ("a", "1;2", "1:2:3", "-1", "1 nan", "1 .5", " "):
+        assert "mtp_schedule" in refusal({"MTP_SCHEDULE": text})
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -400,7 +457,7 @@ def test_given_cells_come_after_those_of_the_preset(monkeypatch):
     "head.optimizer=sgd", "head.lr=seed", "head.lr=", "head.group=", "head.scale=", "head.scale=x",
     "head.scale=nan", "head.scale=1e999", "head.lr_mult=-1", "fc.decay_mult=-1", "fc.artifact_step=-1",
     # what does not go together: a vector has no rows, and one number per row is no range
-    "embed.scale=-1", "qk_gain.optimizer=muon", "qk_gain.init=uniform", "qk_gain.artifact_step=1",
+    "embed.scale=-1", "qk_gain.optimizer=muon", "qk_gain.init=uniform",
     "backout.optimizer=muon", "resid_lambda.init=normal", "x0_lambda.init=uniform", "fc.second=both",
     "qk_gain.group=matrix,qk_gain.optimizer=muon", "head.beta1=1", "head.every=0", "head.every=1.5",
     "head.every=100"])
@@ -470,9 +527,9 @@ def test_overrides_are_printed(dry_run):
 
 @pytest.mark.parametrize("preset, command, parameters, steps", [
     ("tiny", "./run.sh data", None, 100_000), ("golf", "./run.sh data sp1024", 17_059_912, 20_000),
-    ("golf_plus", "./run.sh data sp1024", 26_497_096, 20_000),
+    ("golf_plus", "./run.sh data --text", 35_943_512, 20_000),
     ("speedrun", "./run.sh data gpt2", None, 2160), ("gpt2", "./run.sh data fineweb-edu", None, 12_700),
-    ("gpt2_plus", "./run.sh data climbmix", None, 12_700)])
+    ("gpt2_plus", "./run.sh data climbmix", 1_384_122_122, 5568)])
 def test_a_dry_run_needs_no_data(preset, command, parameters, steps, dry_run):
     text = "\n".join(dry_run(f"--preset={preset}", "--dry-run"))
     cfg = load_config({"PRESET": preset})

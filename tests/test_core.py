@@ -346,7 +346,7 @@ def test_picks_equal_the_reference(toy, bundle, name):
     """Every example of the bundle; each task has options picked and not, words right and wrong."""
     cfg = replace(toy.cfg, **MODELS[name])
     tasks = read_bundle(bundle)
-    model, picked = taught_model(cfg, 3, toy, tasks), {}
+    model, picked = taught_model(cfg, 5, toy, tasks), {}
     ranks = 1 + [*MODELS].index(name)
     for mine, task in zip(read_tasks(bundle), tasks, strict=True):
         picked[task["label"]] = set(assert_same_picks(toy, model, mine, task, ranks=ranks))

@@ -29,7 +29,7 @@ INSTEAD = [
     (r"(train_gpt\.py --preset=\w+|run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
     (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_gpu.py"),
     (r"run\.sh static .*", "run.sh static --help"), (r"run\.sh bench .*", "run.sh bench --help")]
-NETWORK = re.compile(r"run\.sh data (?:sp1024|gpt2|fineweb-edu|climbmix|core)\b")
+NETWORK = re.compile(r"run\.sh data (?:sp1024|sp8192|gpt2|fineweb-edu|climbmix|core)\b")
 # What a run needs that some command asks for by a name
 BEFORE = [("first", "RUN_ID=first ./run.sh"), ("logs/alone", "RUN_ID=alone MATRIX_LR=0.0123 ./run.sh")]
 

@@ -213,7 +213,7 @@ def test_compiled_loss_equals_the_reference(product):
     loss = torch.compile(by_kernel, dynamic=False, fullgraph=True)
 
     def run(fn, product):
-        value = fn(x, head, targets, 15.0, product)
+        value = fn(x, head, targets, (15.0, 0.0, 0.0), product)
         return [value, *torch.autograd.grad(value, (x, head))]
 
     exact = run(train_gpt.lm_loss, train_gpt.linear)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import itertools
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -218,30 +219,46 @@ def head_and_tokens(dtype=torch.float32, tokens=96, C=32, V=64, size=0.2):
     return x, head, torch.randint(V, (3, tokens // 3), generator=draw)
 
 
-def loss_and_gradients(loss, x, head, targets, cap, linear):
-    value = loss(x, head, targets, cap, linear)
+def loss_and_gradients(loss, x, head, targets, cap, linear, *weights):
+    value = loss(x, head, targets, cap, linear, *weights)
     return [value, *torch.autograd.grad(3 * value, (x, head))]
 
 
-@pytest.mark.parametrize("cap", [2.0, 15.0, 50.0])
+CAPS = [(2.0, 0.0, 0.0), (15.0, 0.0, 0.0), (50.0, 0.0, 0.0), (11.5, 5.0, 15.0)]
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 0.5, 0.25)])
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("dtype, size, most", [(torch.float32, 0.2, 2e-6), (torch.float32, 20.0, 2e-6),
                                                (torch.bfloat16, 0.2, 0.01)])
-def test_fused_loss_equals_the_reference(cap, dtype, size, most, compiling):
-    """Value and gradients, also of logits far beyond the cap; bf16 as far as it rounds."""
+def test_fused_loss_equals_the_reference(cap, dtype, size, most, weights, compiling):
+    """Value and gradients, also of logits far beyond the cap and of several targets; bf16 as far as it
+    rounds."""
     x, head, targets = head_and_tokens(dtype, V=50, size=size)
-    exact = x.detach().float().requires_grad_()
-    want = loss_and_gradients(lm_loss, exact, head, targets, cap, linear)
-    got = loss_and_gradients(train_gpt.fused_loss, x, head, targets, cap, linear)
+    exact, weights = x.detach().float().requires_grad_(), weights and torch.tensor(weights)
+    want = loss_and_gradients(lm_loss, exact, head, targets, cap, linear, weights)
+    got = loss_and_gradients(train_gpt.fused_loss, x, head, targets, cap, linear, weights)
     for mine, true in zip(got, want, strict=True):
         assert (mine - true).norm() <= most * true.norm()
+
+
+def test_several_targets():
+    """The weighted losses on the next targets of the row, not beyond it, by the mean over all tokens."""
+    x, head, targets = head_and_tokens()
+    weights, cap = torch.tensor([1.0, 0.5, 0.25]), (11.5, 5.0, 15.0)
+    scores, wanted = torch.log_softmax(train_gpt.softcap(linear(x, head).double(), *cap), -1), 0.0
+    for row, t, k in itertools.product(range(targets.size(0)), range(targets.size(1)), range(3)):
+        if t + k < targets.size(1):
+            wanted -= weights[k] * scores[row, t, targets[row, t + k]] / targets.numel()
+    assert lm_loss(x, head, targets, cap, linear, weights).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("product", [train_gpt.fp8_head, train_gpt.fp8_linear])
 def test_fused_loss_in_fp8_is_as_near_as_the_reference(product, compiling):
     x, head, targets = head_and_tokens(torch.bfloat16)
-    exact = loss_and_gradients(lm_loss, x, head, targets, 15.0, linear)
+    exact = loss_and_gradients(lm_loss, x, head, targets, CAPS[1], linear)
     off = [[((a - b).norm() / b.norm()).item() for a, b in
-            zip(loss_and_gradients(loss, x, head, targets, 15.0, product), exact)]
+            zip(loss_and_gradients(loss, x, head, targets, CAPS[1], product), exact)]
            for loss in (train_gpt.fused_loss, lm_loss)]
     assert all(mine <= 1.2 * other + 0.005 for mine, other in zip(*off)) and max(off[0]) > 0.02
 
@@ -250,18 +267,18 @@ def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatc
     """rehearse() lets CPUs keep compiled graphs with FusedLoss; another backward pass must not meet them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     other = tmp_path / "other.py"
-    other.write_text(SCRIPT.read_text().replace("(4 * factor)", "(12 * factor)"))
+    other.write_text(SCRIPT.read_text().replace("(top * scale * factor)", "(3 * top * scale * factor)"))
     spec = importlib.util.spec_from_file_location("other", other)
     monkeypatch.setitem(sys.modules, "other", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules["other"])
-    draw, targets = torch.Generator().manual_seed(0), torch.arange(6)
-    x, head = torch.randn(6, 8, generator=draw).requires_grad_(), torch.randn(40, 8, generator=draw)
+    draw, targets = torch.Generator().manual_seed(0), torch.arange(6)[None]
+    x, head = torch.randn(1, 6, 8, generator=draw).requires_grad_(), torch.randn(40, 8, generator=draw)
     hits = torch._dynamo.utils.counters["aot_autograd"]
 
     def gradient(module):
         torch._dynamo.reset()
         before = hits["autograd_cache_hit"]
-        loss = torch.compile(lambda x: module.fused_loss(x, head, targets, 15.0, module.linear))(x)
+        loss = torch.compile(lambda x: module.fused_loss(x, head, targets, CAPS[1], module.linear))(x)
         return torch.autograd.grad(loss, x)[0], hits["autograd_cache_hit"] - before
 
     with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
@@ -280,7 +297,7 @@ def test_fused_loss_leaves_the_rest_to_the_reference(cap, compiled, fused, monke
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     monkeypatch.setattr(train_gpt, "lm_loss", lambda *_: "reference")
     monkeypatch.setattr(train_gpt.FusedLoss, "apply", lambda *args: taken.append(args) or "fused")
-    got = train_gpt.fused_loss(x, head, targets, cap, linear, row_losses="kernel")
+    got = train_gpt.fused_loss(x, head, targets, (cap, 0.0, 0.0), linear, row_losses="kernel")
     assert got == ("fused" if fused else "reference") and len(taken) == fused
     assert not fused or taken[0][-2:] == (None, "kernel")
 

@@ -21,7 +21,10 @@ MAXIMAL = replace(  # has every kind of parameter; a test below says so
     window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,
     count_orders=(2,), count_bits=12, copy_orders=(1, 3), attn_gate_dim=8, max_doc_len=9, bos_id=4,
     attn_scale=0.3, rope_yarn=True, rope_end=True,
-    scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=5)
+    scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=6,
+    value_gate_mixed=(0, 0, 0, 1), logit_shift=2.0, logit_width=20.0, smear_normed=True, bigram_lambdas=True,
+    attn_lambdas=True, attn_source=3, mix_sublayers=True, skip_gate_dim=7, skip_mix=True, depth_scale=True,
+    exclusive=True)
 
 
 def randomised(cfg, seed=0):
@@ -77,11 +80,11 @@ def rope_speeds(cfg, D, window):
     return torch.tensor(speeds, dtype=torch.float64), factor
 
 
-def turned(x, speed):
-    """RoPE on x (T, D): channels d and d + D/2 are one complex number that turns by -position * speed[d]."""
+def turned(x, speed, places):
+    """RoPE on x (T, D): channels d and d + D/2 are one complex number that turns by -place * speed[d]."""
     T, D = x.shape
     z = torch.complex(x[:, :D // 2].contiguous(), x[:, D // 2:].contiguous())
-    angle = -torch.arange(T, dtype=torch.float64)[:, None] * speed
+    angle = -places[:, None] * speed
     z = z * torch.polar(torch.ones(T, D // 2, dtype=torch.float64), angle)
     return torch.cat((z.real, z.imag), -1)
 
@@ -98,31 +101,44 @@ def attended(q, k, v, reach, factor, begins):
 
 def reference_embedding(cfg, w, tokens, begins):
     """tokens (T,) -> (T, C): embedding, bigram with the token before, candidates (test_candidates.py has
-    their rows), a gated part of the one before, which with smear_documents may be of another document."""
-    x = w["embed"][tokens].clone()
+    their rows), a gated part of the one before, which with smear_documents may be of another document; and
+    the bigrams if they are not in it."""
+    x, bigrams = w["embed"][tokens].clone(), None
     follows = [t for t in range(len(tokens)) if begins[t] < t]
     if cfg.bigram_rows:
-        for t in follows:
-            pair = (int(tokens[t]) * 0x9E3779B1) ^ (int(tokens[t - 1]) * 0x85EBCA6B)
-            x[t] += w["bigram_embed"][pair % cfg.bigram_rows]
+        bigrams = torch.stack([w["bigram_embed"][row] for row in bigram_rows(cfg, tokens.tolist())])
+        if not cfg.bigram_lambdas:
+            x, bigrams = x + bigrams, None
     for rows in w["candidates"]:
         for t, (token, sure) in enumerate(rows[0].tolist()):
             for a, c in zip(token, sure):
                 x[t] += w["candidate_embed"][a] * w["class_scale"][c] + w["class_embed"][c]
     if cfg.smear_dim:
+        x = normalised(x) if cfg.smear_normed else x
         plain = x.clone()
         for t in range(1, len(tokens)) if cfg.smear_documents else follows:
             opened = torch.sigmoid(plain[t, :cfg.smear_dim] @ w["smear_gate"][0])
             x[t] += w["smear"].squeeze() * opened * plain[t - 1]
-    return normalised(x)
+    return x if cfg.smear_dim and cfg.smear_normed else normalised(x), bigrams
 
 
-def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
+def bigram_rows(cfg, tokens):
+    """The first token has the last row, and counts as that number for the second (in 32 bits)."""
+    last, before = cfg.bigram_rows - 1, cfg.bigram_rows - 1
+    rows = [last]
+    for token in tokens[1:]:
+        rows.append((36313 * token ^ (27191 * before + 2**31) % 2**32 - 2**31) % max(1, last))
+        before = token
+    return rows
+
+
+def reference_attention(cfg, b, h, value_embed, mixed, kind, reach, window, begins):
     """b: {name: tensor} of a block; h (T, C), normalised -> what its attention adds to the stream."""
     H, KV, D = cfg.num_heads, cfg.num_kv_heads or cfg.num_heads, cfg.model_dim // cfg.num_heads
     speeds, factor = rope_speeds(cfg, D, window)
     q, k, v, heads = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T, []
     own, table = b["value_lambdas"] if cfg.value_lambdas else (1, 1)
+    own, end = (own * b["input_lambda"], b["output_lambda"]) if cfg.attn_lambdas else (own, 1)
     for n in range(H):
         pair = n * KV // H  # the kv head that this query head shares
         one_q, one_k, one_v = (y[:, m * D:(m + 1) * D] for y, m in ((q, n), (k, pair), (v, pair)))
@@ -130,68 +146,110 @@ def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
         if value_embed is not None:
             added = value_embed[:, pair * D:(pair + 1) * D]
             if cfg.value_gate_dim:  # from 0 to 2
-                added = 2 * torch.sigmoid(h[:, :cfg.value_gate_dim] @ b["value_gate"][pair])[:, None] * added
+                seen = h[:, :cfg.value_gate_dim]
+                if mixed:
+                    half = cfg.value_gate_dim // 2
+                    seen = torch.cat((h[:, :half], value_embed[:, :half]), 1)
+                opened = torch.sigmoid(seen @ b["value_gate"][pair])[:, None]
+                added = cfg.value_gate_factor * opened * added
             one_v = one_v + table * added
+        places = torch.arange(len(h), dtype=torch.float64)
+        one_q, one_k = (turned(normalised(y), speeds, 2 * places + m % 2 if kind == "P" else places)
+                        for y, m in ((one_q, n), (one_k, pair)))
         if cfg.key_offset and kind == "L":  # second and fourth quarter, from the token before
             late = [d for d in range(D) if d % (D // 2) >= (D // 2 + 1) // 2]
-            moved = one_k.clone()
-            for t in range(len(h)):
-                moved[t, late] = one_k[t - 1, late] if begins[t] < t else 0.0
-            one_k = moved
-        one_q, one_k = turned(normalised(one_q), speeds), turned(normalised(one_k), speeds)
+            one_k[1:, late] = one_k[:-1, late].clone()
         if cfg.qk_gain_init:
             one_q = one_q * b["qk_gain"][n]
-        y = attended(one_q, one_k, one_v, reach[kind], factor, begins)
+        heads.append([one_q, one_k, one_v])
+    if kind == "P":  # head n with head n + H / 2, in turn
+        twice, out = [2 * begins[t // 2] for t in range(2 * len(h))], [None] * H
+        for n in range(H // 2):
+            q, k, v = (torch.stack(both, 1).flatten(0, 1) for both in zip(heads[n], heads[n + H // 2]))
+            out[n], out[n + H // 2] = attended(q, k, v, reach[kind], factor, twice).view(-1, 2, D).unbind(1)
+    else:
+        out = [attended(*head, reach[kind], factor, begins) for head in heads]
+    for n, y in enumerate(out):
+        if cfg.exclusive:
+            unit = heads[n][2] / heads[n][2].norm(dim=1, keepdim=True)
+            y = y - (y * unit).sum(1, keepdim=True) * unit
         if cfg.attn_gate_dim:
             y = y * torch.sigmoid(h[:, :cfg.attn_gate_dim] @ b["attn_gate"][n])[:, None]
-        heads.append(y)
-    return torch.cat(heads, -1) @ b["attn_proj"].T
+        out[n] = y
+    return end * torch.cat(out, -1) @ b["attn_proj"].T
 
 
 def reference_log_probs(cfg, model, tokens, window):
     """One sequence, tokens (T,) -> (T, V) float64. window: of long layers, 0: everything."""
     w = {name: p.detach().double() for name, p in model.named_parameters()}
     w["candidates"] = model.candidates(tokens[None])
-    T, half = len(tokens), cfg.num_layers // 2
-    short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len) // 2
+    first, last = cfg.loop_layers if cfg.loop_layers != (0,) else (0, -1)
+    order = [*range(last + 1), *[*range(first, last + 1)] * cfg.loop_schedule[-1],
+             *range(last + 1, cfg.num_layers)]
+    T, half = len(tokens), len(order) // 2
+    short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len)
+    short = int(cfg.short_window * short)
     short = max(cfg.window_block, short - short % cfg.window_block)
-    reach = {"L": window or T, "S": short}
+    reach = {"L": window or T, "S": short, "P": short}
     skip_weights = w.get("skip_weights")
     if skip_weights is not None and cfg.skip_sigmoid:
         skip_weights = 1 / (1 + (-skip_weights).exp())
     begins = [0] * T  # of the document of each position
     for t in range(1, T):
         begins[t] = t if cfg.max_doc_len and tokens[t] == cfg.bos_id else begins[t - 1]
-    x0 = x = reference_embedding(cfg, w, tokens, begins)
-    stack, popped, outputs = [], 0, []
+    x0, bigrams = reference_embedding(cfg, w, tokens, begins)
+    x = x0 if bigrams is None else x0 + w["blocks.0.bigram_lambda"] * bigrams
+    stack, popped, outputs = [], 0, {}
+
+    def joined(x, row, earlier):
+        weight = skip_weights[row]
+        if cfg.skip_gate_dim:
+            weight = weight * 2 * torch.sigmoid(x0[:, :cfg.skip_gate_dim] @ w["skip_gate"][row])[:, None]
+        part = torch.sigmoid(w["skip_mix"][row]) if cfg.skip_mix else None
+        return part * x + (1 - part) * weight * earlier if cfg.skip_mix else x + weight * earlier
+
     further = list(zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]))
-    for i in range(cfg.num_layers):
+    for place, i in enumerate(order):
         b = {name.split(".")[-1]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
         kind = cfg.window_pattern[i % len(cfg.window_pattern)]
-        if cfg.unet_skips and i >= half and stack:  # inside out: the last one in is the first one out
-            popped += 1
-            x = x + skip_weights[half - popped] * stack.pop()
-        for row, (source, target) in enumerate(further, half * cfg.unet_skips):
+        if cfg.unet_skips and place >= half and stack:  # inside out: the last one in is the first one out
+            x, popped = joined(x, popped, stack.pop()), popped + 1
+        for row, (source, target) in enumerate(further, len(order) // 2 * cfg.unet_skips):
             if target == i:
-                x = x + skip_weights[row] * outputs[source]
+                x = joined(x, row, outputs[source])
+        keep, added = (1, 1), 0
         if cfg.residual_mix and kind != "0":
-            x = b["resid_lambda"] * x + b["x0_lambda"] * x0
+            added = b["x0_lambda"] * x0
+            if cfg.mix_sublayers:
+                keep = b["resid_lambda"]
+            else:
+                x = b["resid_lambda"] * x
+        if bigrams is not None and i and kind != "0":
+            added = added + b["bigram_lambda"] * bigrams
+        if not cfg.mix_sublayers:
+            x, added = x + added, 0
         scale = b["layer_scale"] if cfg.layer_scale and kind != "0" else (1, 1)
-        if kind in "LS":
+        depth = (i + 1) ** -0.5 if cfg.depth_scale else 1
+        if kind in "LSP":
             table = cfg.value_embed_layers[i % len(cfg.value_embed_layers)]
             value_embed = w[f"value_embeds.{table - 1}"][tokens] if table else None
-            h = normalised(x)
-            x = x + scale[0] * reference_attention(cfg, b, h, value_embed, kind, reach, window, begins)
+            mixed = cfg.value_gate_mixed[i % len(cfg.value_gate_mixed)]
+            h = depth * normalised(outputs[cfg.attn_source] if 0 < cfg.attn_source < i else x)
+            y = reference_attention(cfg, b, h, value_embed, mixed, kind, reach, window, begins)
+            x = keep[0] * x + scale[0] * y + added
         if kind != "0":
-            x = x + scale[1] * ((normalised(x) @ b["fc"].T).clamp(min=0) ** 2 @ b["mlp_proj"].T)
-        outputs.append(x)
-        if i < half:
+            inner = depth * normalised(x) @ b["fc"].T
+            inner = torch.where(inner > 0, inner, cfg.mlp_slope * inner)
+            x = keep[1] * x + scale[1] * (inner ** 2 @ b["mlp_proj"].T)
+        outputs[i] = x
+        if place < half:
             stack.append(x)
     if cfg.backout_layer:
         x = x - w["backout"] * outputs[cfg.backout_layer]
     logits = normalised(x) @ (w["embed"] if cfg.tie_embeddings else w["head"]).T
     if cfg.logit_softcap:
-        logits = cfg.logit_softcap * torch.tanh(logits / cfg.logit_softcap)
+        width = cfg.logit_width or cfg.logit_softcap
+        logits = cfg.logit_softcap * torch.tanh((logits + cfg.logit_shift) / width)
     return logits - logits.exp().sum(-1, keepdim=True).log()
 
 
@@ -246,6 +304,23 @@ SETTINGS = {
         num_layers=5, num_heads=4, qk_gain_init=0.0, rope_base=1e4, key_offset=False, bigram_rows=0,
         scalar_mix=True, layer_scale=False, unet_skips=False, value_gate_dim=32,
         value_embed_layers=(1, 0, 2, 0, 3), window_pattern="SSSLL", window_schedule=(20,)),
+    "smear after the norm": dict(smear_dim=5, smear_normed=True, **DOCUMENTS),
+    "short windows": dict(window_pattern="SL", window_schedule=(12,), short_window=0.25),
+    "shifted softcap": dict(logit_shift=5.0, logit_width=20.0),
+    "heads in pairs": dict(window_pattern="PL", window_schedule=(10,), num_kv_heads=2),
+    "heads in pairs, documents": dict(window_pattern="P", window_schedule=(10,), **DOCUMENTS),
+    "bigram lambdas": dict(bigram_lambdas=True, bigram_rows=40),
+    "mixes of sublayers": dict(mix_sublayers=True, window_pattern="LL-0", value_embed_layers=(0,)),
+    "mixes of sublayers, bigrams": dict(mix_sublayers=True, bigram_lambdas=True, scalar_mix=True),
+    "attention to an earlier stream": dict(attn_source=1),
+    "attention lambdas": dict(attn_lambdas=True, value_embed_layers=(1,)),
+    "value gates that see values": dict(value_gate_dim=6, value_gate_mixed=(1, 0), value_gate_factor=3.0),
+    "gated skips": dict(skip_gate_dim=9, skip_layers=(0, 2)),
+    "mixed skips": dict(skip_mix=True, skip_layers=(0, 2)),
+    "loops": dict(loop_layers=(1, 2), loop_schedule=(0, 2), skip_mix=True, skip_layers=(0, 3)),
+    "loops of one layer": dict(loop_layers=(3, 3), loop_schedule=(1,)),
+    "exclusive": dict(exclusive=True, num_kv_heads=2),
+    "depth scale and slope": dict(depth_scale=True, mlp_slope=0.5),
     "maximal": {name: getattr(MAXIMAL, name) for name in MODEL_FIELDS},
 }
 
@@ -341,7 +416,7 @@ def test_the_table_has_a_row_for_every_kind():
     assert shapes.keys() == table.keys() and all(row.kind == kind for kind, row in table.items())
     muon = {kind for kind, row in table.items() if row.optimizer == "muon"}
     assert muon == {"query", "key", "value", "attn_proj", "fc", "mlp_proj", "attn_gate", "smear_gate",
-                    "value_gate"}
+                    "value_gate", "skip_gate"}
     assert all(shapes[kind] == 2 for kind in muon)
 
 
@@ -369,7 +444,8 @@ CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0
                  candidate_embed=0, class_embed=0, class_scale=1,
                  smear=0, smear_gate=0, value_gate=0, resid_lambda=1, x0_lambda=0, value_lambdas=0.5,
                  layer_scale=1,
-                 skip_weights=1, qk_gain=1.25, backout=0.5)
+                 skip_weights=1, qk_gain=1.25, backout=0.5, skip_gate=0, skip_mix=0, input_lambda=1,
+                 output_lambda=1, bigram_lambda=0.05)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -544,7 +544,7 @@ def test_muon_momentum():
 def test_stage_table():
     """A column of one entry serves every stage."""
     def rows(**columns):
-        return [tuple(stage[2:]) for stage in stage_table(replace(cfg, **columns))]
+        return [tuple(stage[2:5]) for stage in stage_table(replace(cfg, **columns))]
 
     cfg = replace(Config(), batch_schedule=(1, 2, 3), window_schedule=(384, 896, 1408))
     assert rows() == [(1, 1, 384), (2, 1, 896), (3, 1, 1408)]
@@ -552,10 +552,17 @@ def test_stage_table():
     assert rows(window_schedule=(0,)) == [(1, 1, 0), (2, 1, 0), (3, 1, 0)]
     assert rows(seq_schedule=(1, 2, 3)) == [(1, 1, 384), (2, 2, 896), (3, 3, 1408)]
     alone = replace(cfg, batch_schedule=(6,), window_schedule=(0,), seq_schedule=(1, 2))
-    assert [tuple(stage[2:]) for stage in stage_table(alone)] == [(6, 1, 0), (6, 2, 0)]
+    assert [tuple(stage[2:5]) for stage in stage_table(alone)] == [(6, 1, 0), (6, 2, 0)]
     progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     assert [train_gpt.stage_at(cfg, p).batch_multiple for p in progress] == [1, 1, 2, 2, 2, 3, 3, 3]
-    assert stage_table(replace(Config(), batch_schedule=(1,), window_schedule=(0,))) == [(0, 0, 1, 1, 0)]
+    assert stage_table(replace(Config(), batch_schedule=(1,), window_schedule=(0,))) == [
+        (0, 0, 1, 1, 0, 0, "1", 0)]
+    cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), doc_schedule=(9, 8, 7), loop_schedule=(0, 1, 2),
+                  mtp_schedule=("1 0.5:0", "1", "1 0.25"), iterations=100)
+    assert [stage[1:] for stage in stage_table(cfg)] == [
+        (0, 1, 1, 384, 9, "1 0.5:0", 0), (10, 2, 1, 896, 8, "1", 1), (70, 3, 1, 1408, 7, "1 0.25", 2)]
+    weights = [train_gpt.mtp_weights(cfg, part) for part in (0.0, 0.05, 0.3, 0.8, 1.0)]
+    assert weights == [[1, 0.5], [1, pytest.approx(0.25)], [1], [1, 0.25], [1, 0.25]]
 
 
 @pytest.mark.parametrize("iterations, extension, stages", [(7, 0, 3), (10, 3, 4), (2, 1, 4), (1, 0, 3)])

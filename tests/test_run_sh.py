@@ -157,11 +157,12 @@ def test_missing_data_is_made_then_trained_on(folder):
     assert run(folder, "golf", PYTHON="stub")[2][1] == "data/download.py sp1024 -n 80"
     assert run(folder, "--preset=golf", PYTHON="stub")[2][1] == "data/download.py sp1024 -n 80"
     assert run(folder, PYTHON="stub", PRESET="golf")[2][1] == "data/download.py sp1024 -n 80"
+    assert run(folder, "golf_plus", PYTHON="stub")[2][1] == "data/download.py sp8192 -n 128"
     for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
         fetched = [f"data/download.py {source}", "data/download.py core"]
         assert run(folder, preset, PYTHON="stub")[2][1:3] == fetched
     have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
-    have(folder, "data/datasets/fineweb_edu/manifest.json")
+    have(folder, "data/datasets/fineweb_edu/manifest.json", "data/datasets/fineweb10B_sp8192/manifest.json")
     for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
         calls = run(folder, *args, PYTHON="stub", DEVICE="cpu")[2]
         assert len(calls) == 1 and calls[0].startswith("train_gpt.py")

@@ -157,7 +157,7 @@ def test_the_scaled_run(root, train, monkeypatch):
         done = train(SCALED)
     assert done.code == 0, done.err
     assert len(steps) == 28
-    for step, (shape, long, short, grad_factor, lr, momentum, decay) in enumerate(steps):
+    for step, (shape, long, short, grad_factor, lr, momentum, decay, _) in enumerate(steps):
         assert len(shape) == 2 and shape[0] == 4 and (shape[1], long, short) == stage_of(step)
         assert grad_factor == 4 * shape[1] / 8 and decay == lr
         top = (1.0, 1.51, 1.93)[(step >= 0.33 * 24) + (step >= 0.66 * 24)]
@@ -204,10 +204,10 @@ def test_shards_that_run_out(root, train):
 
 # -------------------------------------------------------------------------------- independent documents
 PARTS = replace(
-    preset_config("speedrun_plus"), smear_documents=False, vocab_size=70, bos_id=3, model_dim=32,
+    preset_config("speedrun"), smear_documents=False, vocab_size=70, bos_id=3, model_dim=32,
     num_heads=2, num_layers=6, train_seq_len=64, max_doc_len=40,
     value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
-    window_schedule=(8, 24), window_block=4, skip_layers=(1, 2), backout_layer=4, bigram_rows=97)
+    window_schedule=(8, 24), window_block=4, skip_layers=(1, 2), backout_layer=4)
 
 
 def row_with(document, place, seed, T=64):
