@@ -1602,6 +1602,7 @@ def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
     found, kind = {}, loss_name(cfg)
     for protocol in (name for name in PROTOCOLS if getattr(cfg, f"eval_{name}")):
+        log(f"evaluating {protocol}")
         start = time.perf_counter()
         loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
         if not math.isfinite(loss):
@@ -1714,6 +1715,7 @@ def core_metric(model, cfg, data, team, log, tasks=None):
     {label: accuracy, centered, n, seconds}}, all ranks together. Raises Refused."""
     tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
     began, results = time.perf_counter(), {}
+    log("evaluating CORE")
     for number, task in enumerate(tasks, 1):
         start, n, chance = time.perf_counter(), len(task.items), task.base / 100
         picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
@@ -2734,6 +2736,7 @@ def validate(run, state, window, done, measure, sample):
     cfg, log, step = run.cfg, run.log, state.step
     if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
+    log("evaluating val_loss")
     score = evaluate(run.model, cfg, run.data, run.team, window)
     state.curves["val"].append((step, state.seconds, score.val_loss))
     log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")

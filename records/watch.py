@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,16 +25,15 @@ from trials import draw_run
 
 # How the line begins with which a stage of a run begins
 STAGES = {
-    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "compiling, half a minute "
-    "the first time", "setup:": "training", "stopping_early:": "evaluating",
-    "Serialized": "evaluating the artifact", "peak memory": "writing samples"}
+    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "warming up",
+    "setup:": "training", "Serialized": "evaluating the artifact", "final_": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
     r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
-    r"step:\d+/\d+ train_loss|n-grams of |stopping_early:|Serialized |Code size:|Total submission|"
-    r"peak memory|"
-    r"scoring the artifact|final_")
+    r"step:\d+/\d+ train_loss|n-grams of |stopping_early:|evaluating |Serialized |Code size:|"
+    r"Total submission|peak memory|scoring the artifact|final_")
+STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
 
 
@@ -41,22 +41,39 @@ class Progress:
     """What the lines of a run have said so far."""
     def __init__(self):
         self.stage, self.began, self.seen = "starting", time.monotonic(), {}
-        self.step = None        # (step, of how many, loss, training seconds, seconds left, tok/s, when)
-        self.in_samples = self.in_summary = False
+        self.step = None        # (step, training seconds, seconds left, tok/s, when) of the last report
+        self.at = 0, 0          # the last step that a line told, and of how many
+        self.losses = deque(maxlen=10)      # (step, loss) of the last reports
+        self.trained = self.in_samples = self.in_summary = False
         self.sample = []
 
     def read(self, line):
         """Takes a line in. Is it one to show?"""
-        for start, stage in STAGES.items():
-            if line.startswith(start) and not self.in_samples:
-                self.enter(stage)
-        if line.startswith("sample 1: "):
-            self.in_samples = True
+        found, told = STEP.match(line), STEP_OF.match(line)
+        if self.in_samples and told and self.at[0] < int(told[1]) <= int(told[2]) == self.at[1]:
+            self.in_samples = False         # a step after samples in the middle of the run
+        if line.startswith("sample 1: ") and not self.in_samples:
+            self.in_samples, self.sample = True, []
         if self.in_samples and SUMMARY.match(line) and line.strip().startswith("train_time_ms"):
             self.in_samples, self.in_summary = False, True
         if self.in_samples:
             self.sample.append(line)
             return True
+        for start, stage in STAGES.items():
+            if line.startswith(start):
+                self.enter(stage)
+        if words := re.fullmatch(r"rehearsal before the clock, compiling: (.+)", line):
+            self.enter(f"compiling, {words[1]} the first time")
+        if re.fullmatch(r"evaluating \S+", line):
+            self.enter(line)
+        if line.startswith("eval settings:") and "parameters" not in self.seen:     # EVAL_FROM
+            self.trained = True
+            self.enter("evaluating val_loss")
+        self.trained |= line.startswith("stopping_early:")
+        if re.match(r"core\w*_metric:", line) and not self.trained:
+            self.enter("training")
+        if found:
+            self.read_step(found, line)
         for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
                              ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
                              ("data", r"data: (\S+) train tokens:\d+"),
@@ -64,14 +81,23 @@ class Progress:
                              ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
             if found := re.match(pattern, line):
                 self.seen.setdefault(key, found[1])
-        if found := STEP.match(line):
-            left = re.search(r"eta:(\d+)s", line)
-            if found[3] == "train_loss" and found[6] and left:
-                self.step = (int(found[1]), int(found[2]), float(found[4]), float(found[6]) / 1e3,
-                             int(left[1]), int(found[8] or 0), time.monotonic())
-            elif found[3] != "train_loss" and found[1] == found[2]:
-                self.enter("writing the model")
         return not (QUIET.match(line) or self.in_summary)
+
+    def read_step(self, found, line):
+        """Takes a step line in, which STEP found: after a validation the run trains on, unless it was the last."""
+        self.at, left = (int(found[1]), int(found[2])), re.search(r"eta:(\d+)s", line)
+        if found[3] != "train_loss":
+            self.trained |= self.at[0] == self.at[1]
+            self.enter("writing the model" if self.trained else "training")
+        elif found[6] and left:
+            self.enter("training")
+            self.losses.append((self.at[0], float(found[4])))
+            self.step = self.at[0], float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
+
+    def mean_loss(self):
+        """Of the last ten reports, those of the first half of the steps so far apart: the loss fell since."""
+        losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
+        return sum(losses) / len(losses)
 
     def enter(self, stage):
         if stage != self.stage:
@@ -97,8 +123,8 @@ class Progress:
         now = time.monotonic()
         if self.stage != "training" or not self.step:
             return None, f"{self.stage}: {now - self.began:.0f} s"
-        step, last, loss, seconds, left, rate, then = self.step
-        since = min(now - then, left)
+        step, seconds, left, rate, then = self.step
+        since, loss = min(now - then, left), self.mean_loss()
         bpb = self.bits_per_byte(loss)
         words = [f"step {step:,}", f"loss {loss:.4f}", f"about {bpb:.3f} bpb" if bpb else "",
                  f"{rate:,} tok/s", f"{left - since:.0f} s left"]

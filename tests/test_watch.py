@@ -36,6 +36,7 @@ rehearsal before the clock, compiling: about half a minute
 setup:1752ms compile:25111ms
 step:50/100000 train_loss:2.0000 train_time:60000ms step_avg:114.90ms tok/s:35649 lr_factor:1.000 eta:60s
 stopping_early: wallclock_cap train_time:119969ms step:1033/100000
+evaluating val_loss
 step:1033/100000 val_loss:2.0077 val_bpb:1.2163 train_time:119969ms step_avg:116.14ms
 peak memory resident: 840 MiB
 final_model val_loss:2.0077 val_bpb:1.2163
@@ -95,7 +96,7 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     code, lines, live = on_terminal(run, tmp_path)
     assert code == 0
     training = [text for text in live if text.startswith("training")]
-    assert any(text.startswith("compiling, half a minute") for text in live)
+    assert any(text.startswith("compiling, about half a minute the first time: ") for text in live)
     # bits per byte: 2 / ln 2 * 429104 / 1021844
     assert re.match(r"training  50% \|.+\| step 50, loss 2.0000, about 1.212 bpb, 35,649 tok/s, 60 s left",
                     training[0])
@@ -111,6 +112,83 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
 
 def test_a_narrow_terminal(run, tmp_path):
     assert max(map(len, on_terminal(run, tmp_path, columns=50)[2])) < 50
+
+
+# A run of 200 steps that samples and validates on its way, and scores in further ways at its end
+MIDDLE = """data: embedded train tokens:25176420 in 1 shards, val tokens:429104
+parameters:9241732 (embed:131072)
+limits: at most 200 steps (819200 tokens); no cap
+run folder: logs/a
+rehearsal before the clock, compiling: about some minutes
+setup:1752ms compile:25111ms
+{}
+sample 1: x »y
+step:9/9 train_loss:1.0000 train_time:9ms eta:9s
+step:100/200 train_loss:1.0000 train_time:9ms eta:9s
+{}
+evaluating CORE
+core_metric:0.100000 tasks:22 seconds:1.0
+{}
+evaluating val_loss
+step:200/200 val_loss:2.0077 train_time:119969ms step_avg:116.14ms
+Serialized model int8+zlib: 9 bytes (9 weights)
+evaluating sliding
+final_sliding val_loss_sliding:2.00000000 eval_time:9ms
+sample 1: a »b
+        train_time_ms  119969
+"""
+
+
+def report(step, kind="train", loss=2.0):
+    if kind == "val":
+        return f"evaluating val_loss\nstep:{step}/200 val_loss:2.0000 train_time:9ms step_avg:9.00ms"
+    return (f"step:{step}/200 train_loss:{loss:.4f} train_time:{step * 9}ms step_avg:9.00ms tok/s:9 "
+            f"lr_factor:1.000 eta:{200 - step}s")
+
+
+MIDDLE = MIDDLE.format(report(100, "val"), report(150), report(200)).splitlines()
+
+
+def test_samples_in_the_middle_of_a_run():
+    """The next step of the run ends them, no text that looks like one; the last samples are kept."""
+    progress = watch.Progress()
+    shown = {line: progress.read(line) for line in MIDDLE}
+    assert not shown[report(150)] and not shown[report(200)]
+    assert shown["step:9/9 train_loss:1.0000 train_time:9ms eta:9s"]
+    assert progress.step[0] == 200 and progress.sample == ["sample 1: a »b"]
+
+
+def test_what_is_evaluated_is_said():
+    """Also in the middle of a run, which then trains on, and of a file."""
+    progress, stages = watch.Progress(), []
+    for line in MIDDLE:
+        progress.read(line)
+        stages += [progress.stage] if [progress.stage] != stages[-1:] else []
+    assert stages == [
+        "reading the data", "setting up", "compiling, about some minutes the first time", "training",
+        "evaluating val_loss", "training", "evaluating CORE", "training", "evaluating val_loss",
+        "writing the model", "evaluating the artifact", "evaluating sliding", "writing samples"]
+    progress = watch.Progress()
+    for line in ("data: embedded train tokens:9 in 1 shards, val tokens:9", "eval settings: eval_tokens:full"):
+        progress.read(line)
+    assert progress.live()[1].startswith("evaluating val_loss: ")
+    progress.read("core_metric:0.100000 tasks:22 seconds:1.0")
+    assert progress.stage != "training"
+
+
+def test_the_loss_that_is_shown_is_a_mean():
+    """Of ten reports, but none of before half of the steps, when it was another."""
+    progress = watch.Progress()
+    for step in range(1, 11):
+        progress.read(report(step, loss=7.0))
+    assert progress.mean_loss() == 7
+    for step, loss in ((60, 3.0), (80, 2.0), (100, 1.0)):
+        progress.read(report(step, loss=loss))
+    assert progress.mean_loss() == 2
+    for step in range(101, 111):
+        progress.read(report(step, loss=1.5))
+    progress.stage = "training"
+    assert progress.mean_loss() == 1.5 and "loss 1.5000" in progress.live()[1]
 
 
 def test_without_tqdm_a_terminal_gets_the_log_lines(run, tmp_path):
