@@ -35,6 +35,7 @@ QUIET = re.compile(
     r"Total submission|peak memory|scoring the artifact|final_")
 STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
+SAMPLE_ROWS = 5     # of each sample on a terminal; train.log has them all
 
 
 class Progress:
@@ -45,10 +46,10 @@ class Progress:
         self.at = 0, 0          # the last step that a line told, and of how many
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
         self.trained = self.in_samples = self.in_summary = False
-        self.sample = []
+        self.sample, self.rows_left = [], 0
 
     def read(self, line):
-        """Takes a line in. Is it one to show?"""
+        """Takes a line in. Returns what a terminal shows of it; None: nothing."""
         found, told = STEP.match(line), STEP_OF.match(line)
         if self.in_samples and told and self.at[0] < int(told[1]) <= int(told[2]) == self.at[1]:
             self.in_samples = False         # a step after samples in the middle of the run
@@ -58,7 +59,7 @@ class Progress:
             self.in_samples, self.in_summary = False, True
         if self.in_samples:
             self.sample.append(line)
-            return True
+            return self.beginning(line)
         for start, stage in STAGES.items():
             if line.startswith(start):
                 self.enter(stage)
@@ -81,10 +82,10 @@ class Progress:
                              ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
             if found := re.match(pattern, line):
                 self.seen.setdefault(key, found[1])
-        return not (QUIET.match(line) or self.in_summary)
+        return None if QUIET.match(line) or self.in_summary else line
 
     def read_step(self, found, line):
-        """Takes a step line in, which STEP found: after a validation the run trains on, unless it was the last."""
+        """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
         self.at, left = (int(found[1]), int(found[2])), re.search(r"eta:(\d+)s", line)
         if found[3] != "train_loss":
             self.trained |= self.at[0] == self.at[1]
@@ -94,8 +95,17 @@ class Progress:
             self.losses.append((self.at[0], float(found[4])))
             self.step = self.at[0], float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
 
+    def beginning(self, line):
+        """Of a line of a sample what fits into the sample's first rows on the terminal; None: nothing."""
+        if re.match(r"sample \d+: ", line):
+            self.rows_left = SAMPLE_ROWS
+        line, columns = line.expandtabs(), shutil.get_terminal_size().columns
+        fits = line[:self.rows_left * columns] if self.rows_left else None
+        self.rows_left = max(0, self.rows_left - max(1, math.ceil(len(line) / columns)))
+        return fits
+
     def mean_loss(self):
-        """Of the last ten reports, those of the first half of the steps so far apart: the loss fell since."""
+        """Of the last ten reports, but of none before half of the steps so far, as the loss falls."""
         losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
         return sum(losses) / len(losses)
 
@@ -183,11 +193,12 @@ def follow(child, screen, progress, logger):
         if line is None:
             open_streams = open_streams - {name}
             continue
-        shown = progress.read(line) if name == "stdout" else True
+        shown = progress.read(line) if name == "stdout" else line
         if name == "stdout":
             logger.line(line, progress)
-        if shown or screen.bar is None:
-            screen.show(line, getattr(sys, name))
+        shown = line if screen.bar is None else shown
+        if shown is not None:
+            screen.show(shown, getattr(sys, name))
         if line.startswith("run folder:") and screen.bar is not None:
             for row in progress.plan():
                 screen.show(row, sys.stdout)
@@ -199,34 +210,53 @@ def size_text(size):
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
 
 
-def score_text(result):
-    """The score that counts and what it took, in one line."""
+def scores_text(result):
+    """The scores that count."""
     names = [name for name in ("core", "val_bpb", "val_loss", "val_loss_partial")
              if result.get(name) is not None]
-    score = ", ".join(f"{name} {result[name]:.4f}" for name in names)
-    return (f"{score} after {result['steps']:,} steps, {result['tokens']:,} tokens and "
-            f"{result['train_time_ms'] / 1e3:.1f} s of training ({result['tok_per_s']:,} tok/s)")
+    return ", ".join(f"{name} {result[name]:.4f}" for name in names)
 
 
 def target_of(result):
     """What records/targets.json has for the run's game; {} where the run played another one."""
-    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "max_wallclock_seconds"}
+    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
+                  "max_wallclock_seconds"}
     if other_game & {*result["overrides"]}:
         return {}
     return json.loads((HOME / "targets.json").read_text(encoding="utf-8"))[track_of(result["preset"])]
 
 
+def distance(result, other):
+    """How far a result is from one of targets.json, in a line. Where that has `seconds`, the game is to reach
+    its value in fewer of them."""
+    goal, seconds = f"{other['metric']} {other['value']:.10g}", other.get("seconds")
+    what = f"{other['name']}: {f'{seconds} s to ' if seconds else ''}{goal} ({other['about']})"
+    mine = result.get(other["metric"])
+    if mine is None:
+        return what
+    gap, unit = (mine - other["value"]) * (1 if other["better"] == "lower" else -1), ""     # > 0: worse
+    if seconds and gap > 0:
+        return f"{gap:.4f} short of {goal}; {what}"
+    if seconds:
+        gap, unit = result["train_time_ms"] / 1e3 - seconds, " s"
+    return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
+
+
 def end_lines(folder, result):
-    """The screen after a run that trained: score, what it compares with, the files, what to try next."""
-    model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
+    """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
-    yield score_text(result)
-    yield from (f"  {line}" for line in target_of(result).get("compare", ()))
-    yield (f"in {folder}/: train.log, result.json, loss.png, "
-           f"{model} ({size_text((folder / model).stat().st_size)}), train_gpt.py as it ran")
+    if not result["steps"]:
+        yield f"{scores_text(result)} of {result['config']['eval_from']}"
+        yield f"in {folder}/: train.log, result.json"
+        return
+    model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
+    yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
+           f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
+    yield from (f"  {distance(result, other)}" for other in target_of(result).get("compare", ()))
+    yield (f"in {folder}/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
+           f"{model} ({size_text((folder / model).stat().st_size)})")
     if result["overrides"].keys() - {"run_id", "seed"}:
-        yield ("next: is it better, or luck? ./run.sh record compare trains both with several seeds: "
-               "docs/first_change.md")
+        yield "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"
     else:
         yield "next: change a number, say ./run.sh MATRIX_LR=0.02, and compare: docs/first_change.md"
 
@@ -320,8 +350,8 @@ def main(command):
         folder = Path(progress.seen["folder"])
         try:
             result = json.loads((folder / "result.json").read_text())
+            print(*end_lines(folder, result), sep="\n", flush=True)
             if result["steps"]:
-                print(*end_lines(folder, result), sep="\n", flush=True)
                 draw_run(folder, target_of(result).get("curve", ()))
         except Exception as error:      # the run itself is done: its code stays 0
             print(f"the end of {folder} cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)

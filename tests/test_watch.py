@@ -153,8 +153,9 @@ def test_samples_in_the_middle_of_a_run():
     """The next step of the run ends them, no text that looks like one; the last samples are kept."""
     progress = watch.Progress()
     shown = {line: progress.read(line) for line in MIDDLE}
-    assert not shown[report(150)] and not shown[report(200)]
-    assert shown["step:9/9 train_loss:1.0000 train_time:9ms eta:9s"]
+    assert shown[report(150)] is None is shown[report(200)]
+    inside = "step:9/9 train_loss:1.0000 train_time:9ms eta:9s"
+    assert shown[inside] == inside
     assert progress.step[0] == 200 and progress.sample == ["sample 1: a »b"]
 
 
@@ -169,7 +170,7 @@ def test_what_is_evaluated_is_said():
         "evaluating val_loss", "training", "evaluating CORE", "training", "evaluating val_loss",
         "writing the model", "evaluating the artifact", "evaluating sliding", "writing samples"]
     progress = watch.Progress()
-    for line in ("data: embedded train tokens:9 in 1 shards, val tokens:9", "eval settings: eval_tokens:full"):
+    for line in (MIDDLE[0], "run folder: logs/a", "eval settings: eval_tokens:full"):
         progress.read(line)
     assert progress.live()[1].startswith("evaluating val_loss: ")
     progress.read("core_metric:0.100000 tasks:22 seconds:1.0")
@@ -203,14 +204,51 @@ def test_a_pipe_has_every_line_then_the_end(run, tmp_path):
     lines, _, end = done.stdout.partition("\n\nval_bpb")
     assert lines + "\n" == LINES
     assert end.splitlines() == [
-        " 1.2164, val_loss 2.0077 after 1,033 steps, 4,231,168 tokens and 120.0 s of training (35,269 tok/s)",
-        *(f"  {line}" for line in json.loads((ROOT / "records/targets.json").read_text())["tiny"]["compare"]),
-        "in logs/a/: train.log, result.json, loss.png, final_model.int8.ptz (2.5 MB), train_gpt.py as it ran",
-        "next: is it better, or luck? ./run.sh record compare trains both with several seeds: "
-        "docs/first_change.md"]
+        " 1.2164, val_loss 2.0077 after 1,033 steps, 4,231,168 tokens, 120.0 s (35,269 tok/s)",
+        *(f"  {watch.distance(RESULT, other)}" for other in watch.target_of(RESULT)["compare"]),
+        "in logs/a/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
+        "final_model.int8.ptz (2.5 MB)",
+        "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"]
 
 
-@pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds"])
+def test_the_end_fits_a_terminal(run, tmp_path):
+    """24 rows of 100 columns hold three long samples and all that follows."""
+    sample = "sample {}: def »f(x):\n" + "    return x\n" * 9
+    text = "".join(map(sample.format, (1, 2))) + "sample 3: " + "long " * 200 + "\nafter\n"
+    (tmp_path / "lines").write_text(re.sub(r"(?s)sample 1.*?(?=\n +train_time_ms)", text.strip(), LINES))
+    code, lines, _ = on_terminal(run, tmp_path, columns=100)
+    screen = lines[lines.index("sample 1: def »f(x):"):]
+    assert code == 0 and screen.count("    return x") == 8 and "after" not in screen
+    third = next(line for line in screen if line.startswith("sample 3"))
+    assert len(third) in (499, 500) and screen[-2].startswith("next: ")
+    assert sum(max(1, -(-len(line) // 100)) for line in screen[:-1]) <= 24, "\n".join(screen)
+
+
+def test_the_distance_to_the_record_and_to_a_plain_gpt():
+    lower = dict(name="the record", metric="val_bpb", better="lower", value=1.2, about="x, 5 seeds")
+    assert watch.distance(RESULT, lower) == "0.0164 behind the record: val_bpb 1.2 (x, 5 seeds)"
+    plain = lower | dict(name="a plain GPT", value=1.6039)
+    assert watch.distance(RESULT, plain) == "0.3875 ahead of a plain GPT: val_bpb 1.6039 (x, 5 seeds)"
+    assert watch.distance(RESULT | {"val_bpb": None}, lower) == "the record: val_bpb 1.2 (x, 5 seeds)"
+    race = lower | dict(metric="val_loss", value=3.28, seconds=132.2144)
+    assert watch.distance(RESULT, race) == (
+        "12.2454 s ahead of the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
+    assert watch.distance(RESULT | {"val_loss": 3.3}, race) == (
+        "0.0200 short of val_loss 3.28; the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
+    core = lower | dict(metric="core", better="higher", value=0.25, seconds=100)
+    for value, words in ((0.2, "0.0500 short of core 0.25; the record: "), (0.3, "19.9690 s behind the record: ")):
+        assert watch.distance(RESULT | {"core": value}, core) == f"{words}100 s to core 0.25 (x, 5 seeds)"
+
+
+def test_the_end_of_a_scored_file(run, tmp_path):
+    """EVAL_FROM has its score and folder, no training to speak of."""
+    scored = RESULT | dict(steps=0, tokens=0, train_time_ms=0, config={"eval_from": "logs/b/final_model.pt"})
+    (tmp_path / "logs/a/result.json").write_text(json.dumps(scored))
+    assert in_pipe(run, tmp_path).stdout.endswith(
+        "\n\nval_bpb 1.2164, val_loss 2.0077 of logs/b/final_model.pt\nin logs/a/: train.log, result.json\n")
+
+
+@pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds", "iterations"])
 def test_another_game_is_not_compared(name):
     assert watch.target_of(RESULT)["compare"]
     assert not watch.target_of(RESULT | {"overrides": {name: ["a", "b"]}})
