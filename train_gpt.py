@@ -13,6 +13,10 @@ of (step, progress) - 7 data - 8 evaluation: loss, named scores, CORE, samples -
 checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock, rehearsal, loop, one run
 """
 # ---------- 2 imports
+import sys
+if sys.version_info < (3, 11):  # which some of what follows does not know
+    print("train_gpt: Python 3.11 or newer is needed: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 import csv
 import ctypes
 import hashlib
@@ -27,7 +31,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 import traceback
 import zipfile
@@ -1256,6 +1259,8 @@ def read_dataset(cfg, folder, get_it, log):
         manifest = json.loads(path.read_text())
     else:
         shards = sorted(folder.glob("*_*_*.bin"))
+        if shards and name in DATA_ARGUMENTS:
+            log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
         manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
     train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
                    for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
@@ -2902,6 +2907,8 @@ def run_once(argv, env, log, saver):
     began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
+    if env.get("LOGGER"):
+        log("warning: LOGGER needs ./run.sh: nothing is handed on from here")
     script_source()
     team, checkpoint, model = Team(cfg, env), None, None
     if cfg.resume:
@@ -2987,6 +2994,8 @@ def explain(error, log, saver):
     why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
+    elif "No space left" in str(error):
+        why = "the disk is full: free some GB" + f", then RESUME={run.cfg.run_id}" * bool(saver.last_saved)
     elif "EADDRINUSE" in str(error):
         why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
     elif lost_peer(error):

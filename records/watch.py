@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from folders import HOME, track_of
@@ -322,8 +323,9 @@ def open_logger(kind):
         try:
             return Logger(kind)
         except ImportError:
-            why = (f"LOGGER={kind} needs the package {kind}: "
-                   f"{os.path.relpath(sys.executable)} -m pip install {kind}")
+            python = os.path.relpath(sys.executable)
+            install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+            why = f"LOGGER={kind} needs the package {kind}: {install} {kind}"
     print(f"run.sh: {why}", file=sys.stderr)
     return None
 
@@ -334,7 +336,8 @@ def main(command):
         return 2
     progress, screen = Progress(), Screen(sys.stdout.isatty())
     # A session of its own, so that a signal reaches it once: from here
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    env = {name: text for name, text in os.environ.items() if name != "LOGGER"}    # which is heeded here
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
                              errors="replace", start_new_session=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:

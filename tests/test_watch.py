@@ -236,8 +236,9 @@ def test_the_distance_to_the_record_and_to_a_plain_gpt():
     assert watch.distance(RESULT | {"val_loss": 3.3}, race) == (
         "0.0200 short of val_loss 3.28; the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
     core = lower | dict(metric="core", better="higher", value=0.25, seconds=100)
-    for value, words in ((0.2, "0.0500 short of core 0.25; the record: "), (0.3, "19.9690 s behind the record: ")):
-        assert watch.distance(RESULT | {"core": value}, core) == f"{words}100 s to core 0.25 (x, 5 seeds)"
+    for value, words in ((0.2, "0.0500 short of core 0.25; "), (0.3, "19.9690 s behind ")):
+        assert watch.distance(RESULT | {"core": value}, core) == (
+            f"{words}the record: 100 s to core 0.25 (x, 5 seeds)")
 
 
 def test_the_end_of_a_scored_file(run, tmp_path):
@@ -331,3 +332,12 @@ def test_a_logger_that_is_missing_is_refused(run, tmp_path, kind, words):
     assert done.returncode == 2 and done.stdout == "" and words in done.stderr, done.stderr
     assert done.stderr.startswith("run.sh: LOGGER=") and len(done.stderr.splitlines()) == 1
     assert time.monotonic() - began < 60
+
+
+def test_where_there_is_no_pip_the_advice_is_uv(monkeypatch, capsys):
+    """As in an environment that uv made."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(watch, "find_spec", lambda name: None)
+    assert watch.open_logger("wandb") is None
+    python = os.path.relpath(sys.executable)
+    assert capsys.readouterr().err.endswith(f": uv pip install --python {python} wandb\n")
