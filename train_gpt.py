@@ -2040,7 +2040,7 @@ class Saver:
         for name, tensor in (payload["tensors"] | payload["state"]).items():
             require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
         write_checkpoint(self.run.folder, payload)
-        self.last_saved = f"; the last checkpoint is of step {step}"
+        self.last_saved = f"; RESUME={self.run.cfg.run_id} goes on from step {step}"
 
     def wait(self):
         """Until the last one is on the disk. Raises what went wrong with it."""
@@ -2995,7 +2995,7 @@ def explain(error, log, saver):
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
     elif "No space left" in str(error):
-        why = "the disk is full: free some GB" + f", then RESUME={run.cfg.run_id}" * bool(saver.last_saved)
+        why = "the disk is full: free some GB"
     elif "EADDRINUSE" in str(error):
         why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
     elif lost_peer(error):
