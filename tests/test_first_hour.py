@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import first_hour
 import folders
 import record
 import train_gpt
@@ -165,3 +166,15 @@ def test_no_git_and_no_nvidia_smi_for_a_run(place):
                           env=env)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "in logs/r/: train.log" in done.stdout and SCRIPT.exists()
+
+
+def test_what_the_page_takes_from_a_run(tmp_path):
+    """How long the newest run compiled, and its whole end screen."""
+    for number, (run_id, ms) in enumerate((("a", 9000), ("b", 25111))):
+        log = tmp_path / "logs" / run_id / "train.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(f'log(f"setup:{{a}}ms compile:{{b}}ms")\nsetup:17ms compile:{ms}ms\n')
+        os.utime(log, (number, number))
+    assert first_hour.compile_seconds(tmp_path) == 25.111
+    end = ["sample 1: x »y", *["z"] * 30, "next: "]
+    assert first_hour.end_screen(["plan: ", "step:9/9", *end]) == end
