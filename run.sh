@@ -11,8 +11,17 @@ cd "$(dirname "$0")" || exit 1
 refuse() { echo "run.sh: $*" >&2; exit 2; }
 
 setup() {
+    # What would be kept in a home that cannot be written
+    if [ ! -w "${HOME:-}" ]; then
+        export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv-cache/matplotlib}" PIP_NO_CACHE_DIR=1
+        export UV_CACHE_DIR="${UV_CACHE_DIR:-$PWD/.venv-cache/uv}"
+    fi
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON is no program"
+        case $("$PYTHON" -V 2>&1) in
+            "Python 2."* | "Python 3."[0-9].* | "Python 3.10."*)
+                refuse "Python 3.11 or newer is needed; PYTHON=$PYTHON is $("$PYTHON" -V 2>&1)" ;;
+        esac
         return
     fi
     local candidate found=""

@@ -13,6 +13,10 @@ of (step, progress) - 7 data - 8 evaluation: loss, named scores, CORE, samples -
 checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock, rehearsal, loop, one run
 """
 # ---------- 2 imports
+import sys
+if sys.version_info < (3, 11):  # which some of what follows does not know
+    print("train_gpt: Python 3.11 or newer is needed: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 import csv
 import ctypes
 import hashlib
@@ -28,7 +32,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 import traceback
 import zipfile
@@ -1529,6 +1532,8 @@ def read_dataset(cfg, folder, get_it, log):
         manifest = json.loads(path.read_text())
     else:
         shards = sorted(folder.glob("*_*_*.bin"))
+        if shards and name in DATA_ARGUMENTS:
+            log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
         manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
     train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
                    for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
@@ -1904,6 +1909,7 @@ def named_scores(model, cfg, data, team, log):
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
     found, kind = {}, loss_name(cfg)
     for protocol in (name for name in PROTOCOLS if getattr(cfg, f"eval_{name}")):
+        log(f"evaluating {protocol}")
         start = time.perf_counter()
         loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
         if not math.isfinite(loss):
@@ -2016,6 +2022,7 @@ def core_metric(model, cfg, data, team, log, tasks=None):
     {label: accuracy, centered, n, seconds}}, all ranks together. Raises Refused."""
     tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
     began, results = time.perf_counter(), {}
+    log("evaluating CORE")
     for number, task in enumerate(tasks, 1):
         start, n, chance = time.perf_counter(), len(task.items), task.base / 100
         picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
@@ -2398,7 +2405,7 @@ class Saver:
         for name, tensor in (payload["tensors"] | payload["state"]).items():
             require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
         write_checkpoint(self.run.folder, payload)
-        self.last_saved = f"; the last checkpoint is of step {step}"
+        self.last_saved = f"; RESUME={self.run.cfg.run_id} goes on from step {step}"
 
     def wait(self):
         """Until the last one is on the disk. Raises what went wrong with it."""
@@ -3130,6 +3137,7 @@ def validate(run, state, stage, done, measure, sample):
     cfg, log, step = run.cfg, run.log, state.step
     if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
+    log("evaluating val_loss")
     now = dict(window=stage.window, loops=stage.loops) if stage else {}
     score = evaluate(run.model, cfg, run.data, run.team, **now)
     state.curves["val"].append((step, state.seconds, score.val_loss))
@@ -3302,6 +3310,8 @@ def run_once(argv, env, log, saver):
     began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
+    if env.get("LOGGER"):
+        log("warning: LOGGER needs ./run.sh: nothing is handed on from here")
     script_source()
     team, checkpoint, model = Team(cfg, env), None, None
     if cfg.resume:
@@ -3387,6 +3397,8 @@ def explain(error, log, saver):
     why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
+    elif "No space left" in str(error):
+        why = "the disk is full: free some GB"
     elif "EADDRINUSE" in str(error):
         why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
     elif lost_peer(error):

@@ -8,6 +8,12 @@ from folders import ROOT
 from runs import Refused, demand
 
 
+# Of these docs/load_model.py takes any value but, where tiny has one, 0; else what tiny has
+SIZES = {"preset", "vocab_size", "train_seq_len", "bos_id", "num_layers", "model_dim", "num_heads",
+         "num_kv_heads", "mlp_mult", "logit_softcap", "qk_gain_init", "rope_base", "bigram_rows",
+         "count_orders", "count_bits", "copy_orders", "window_schedule", "window_block", "eval_window"}
+
+
 def model_file(run):
     """What a run is scored by: its artifact, else its weights; or the file itself. Raises Refused."""
     path = Path(run) if Path(run).exists() else Path("logs", run)
@@ -40,8 +46,12 @@ def export(args, say):
         tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     shape = {name: value for name, value in asdict(cfg).items() if name in train_gpt.MODEL_FIELDS}
+    tiny = asdict(train_gpt.load_config({}))
+    unlike = [name for name, value in shape.items()
+              if value != tiny[name] and (name not in SIZES or not value)]
+    shape["unlike_tiny"] = unlike
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
     weights = sum(t.numel() for t in tensors.values())
     say(f"wrote {folder}/model.safetensors ({len(tensors)} tensors, {weights:,} weights) and config.json; "
-        "docs/load_model.py reads those of the preset tiny")
+        "docs/load_model.py " + (f"lacks {', '.join(unlike)}" if unlike else "reads them"))
     return str(folder)

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from folders import HOME, track_of
@@ -24,39 +26,56 @@ from trials import draw_run
 
 # How the line begins with which a stage of a run begins
 STAGES = {
-    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "compiling, half a minute "
-    "the first time", "setup:": "training", "stopping_early:": "evaluating",
-    "Serialized": "evaluating the artifact", "peak memory": "writing samples"}
+    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "warming up",
+    "setup:": "training", "Serialized": "evaluating the artifact", "final_": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
     r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
-    r"step:\d+/\d+ train_loss|n-grams of |stopping_early:|Serialized |Code size:|Total submission|"
-    r"peak memory|"
-    r"scoring the artifact|final_")
+    r"step:\d+/\d+ train_loss|n-grams of |stopping_early:|evaluating |Serialized |Code size:|"
+    r"Total submission|peak memory|scoring the artifact|final_")
+STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
+SAMPLE_ROWS = 5     # of each sample on a terminal; train.log has them all
 
 
 class Progress:
     """What the lines of a run have said so far."""
     def __init__(self):
         self.stage, self.began, self.seen = "starting", time.monotonic(), {}
-        self.step = None        # (step, of how many, loss, training seconds, seconds left, tok/s, when)
-        self.in_samples = self.in_summary = False
-        self.sample = []
+        self.step = None        # (step, training seconds, seconds left, tok/s, when) of the last report
+        self.at = 0, 0          # the last step that a line told, and of how many
+        self.losses = deque(maxlen=10)      # (step, loss) of the last reports
+        self.trained = self.in_samples = self.in_summary = False
+        self.sample, self.rows_left = [], 0
 
     def read(self, line):
-        """Takes a line in. Is it one to show?"""
-        for start, stage in STAGES.items():
-            if line.startswith(start) and not self.in_samples:
-                self.enter(stage)
-        if line.startswith("sample 1: "):
-            self.in_samples = True
+        """Takes a line in. Returns what a terminal shows of it; None: nothing."""
+        found, told = STEP.match(line), STEP_OF.match(line)
+        if self.in_samples and told and self.at[0] < int(told[1]) <= int(told[2]) == self.at[1]:
+            self.in_samples = False         # a step after samples in the middle of the run
+        if line.startswith("sample 1: ") and not self.in_samples:
+            self.in_samples, self.sample = True, []
         if self.in_samples and SUMMARY.match(line) and line.strip().startswith("train_time_ms"):
             self.in_samples, self.in_summary = False, True
         if self.in_samples:
             self.sample.append(line)
-            return True
+            return self.beginning(line)
+        for start, stage in STAGES.items():
+            if line.startswith(start):
+                self.enter(stage)
+        if words := re.fullmatch(r"rehearsal before the clock, compiling: (.+)", line):
+            self.enter(f"compiling, {words[1]} the first time")
+        if re.fullmatch(r"evaluating \S+", line):
+            self.enter(line)
+        if line.startswith("eval settings:") and "parameters" not in self.seen:     # EVAL_FROM
+            self.trained = True
+            self.enter("evaluating val_loss")
+        self.trained |= line.startswith("stopping_early:")
+        if re.match(r"core\w*_metric:", line) and not self.trained:
+            self.enter("training")
+        if found:
+            self.read_step(found, line)
         for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
                              ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
                              ("data", r"data: (\S+) train tokens:\d+"),
@@ -64,14 +83,32 @@ class Progress:
                              ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
             if found := re.match(pattern, line):
                 self.seen.setdefault(key, found[1])
-        if found := STEP.match(line):
-            left = re.search(r"eta:(\d+)s", line)
-            if found[3] == "train_loss" and found[6] and left:
-                self.step = (int(found[1]), int(found[2]), float(found[4]), float(found[6]) / 1e3,
-                             int(left[1]), int(found[8] or 0), time.monotonic())
-            elif found[3] != "train_loss" and found[1] == found[2]:
-                self.enter("writing the model")
-        return not (QUIET.match(line) or self.in_summary)
+        return None if QUIET.match(line) or self.in_summary else line
+
+    def read_step(self, found, line):
+        """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
+        self.at, left = (int(found[1]), int(found[2])), re.search(r"eta:(\d+)s", line)
+        if found[3] != "train_loss":
+            self.trained |= self.at[0] == self.at[1]
+            self.enter("writing the model" if self.trained else "training")
+        elif found[6] and left:
+            self.enter("training")
+            self.losses.append((self.at[0], float(found[4])))
+            self.step = self.at[0], float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
+
+    def beginning(self, line):
+        """Of a line of a sample what fits into the sample's first rows on the terminal; None: nothing."""
+        if re.match(r"sample \d+: ", line):
+            self.rows_left = SAMPLE_ROWS
+        line, columns = line.expandtabs(), shutil.get_terminal_size().columns
+        fits = line[:self.rows_left * columns] if self.rows_left else None
+        self.rows_left = max(0, self.rows_left - max(1, math.ceil(len(line) / columns)))
+        return fits
+
+    def mean_loss(self):
+        """Of the last ten reports, but of none before half of the steps so far, as the loss falls."""
+        losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
+        return sum(losses) / len(losses)
 
     def enter(self, stage):
         if stage != self.stage:
@@ -97,8 +134,8 @@ class Progress:
         now = time.monotonic()
         if self.stage != "training" or not self.step:
             return None, f"{self.stage}: {now - self.began:.0f} s"
-        step, last, loss, seconds, left, rate, then = self.step
-        since = min(now - then, left)
+        step, seconds, left, rate, then = self.step
+        since, loss = min(now - then, left), self.mean_loss()
         bpb = self.bits_per_byte(loss)
         words = [f"step {step:,}", f"loss {loss:.4f}", f"about {bpb:.3f} bpb" if bpb else "",
                  f"{rate:,} tok/s", f"{left - since:.0f} s left"]
@@ -157,11 +194,12 @@ def follow(child, screen, progress, logger):
         if line is None:
             open_streams = open_streams - {name}
             continue
-        shown = progress.read(line) if name == "stdout" else True
+        shown = progress.read(line) if name == "stdout" else line
         if name == "stdout":
             logger.line(line, progress)
-        if shown or screen.bar is None:
-            screen.show(line, getattr(sys, name))
+        shown = line if screen.bar is None else shown
+        if shown is not None:
+            screen.show(shown, getattr(sys, name))
         if line.startswith("run folder:") and screen.bar is not None:
             for row in progress.plan():
                 screen.show(row, sys.stdout)
@@ -173,34 +211,53 @@ def size_text(size):
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
 
 
-def score_text(result):
-    """The score that counts and what it took, in one line."""
+def scores_text(result):
+    """The scores that count."""
     names = [name for name in ("core", "val_bpb", "val_loss", "val_loss_partial")
              if result.get(name) is not None]
-    score = ", ".join(f"{name} {result[name]:.4f}" for name in names)
-    return (f"{score} after {result['steps']:,} steps, {result['tokens']:,} tokens and "
-            f"{result['train_time_ms'] / 1e3:.1f} s of training ({result['tok_per_s']:,} tok/s)")
+    return ", ".join(f"{name} {result[name]:.4f}" for name in names)
 
 
 def target_of(result):
     """What records/targets.json has for the run's game; {} where the run played another one."""
-    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "max_wallclock_seconds"}
+    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
+                  "max_wallclock_seconds"}
     if other_game & {*result["overrides"]}:
         return {}
     return json.loads((HOME / "targets.json").read_text(encoding="utf-8"))[track_of(result["preset"])]
 
 
+def distance(result, other):
+    """How far a result is from one of targets.json, in a line. Where that has `seconds`, the game is to reach
+    its value in fewer of them."""
+    goal, seconds = f"{other['metric']} {other['value']:.10g}", other.get("seconds")
+    what = f"{other['name']}: {f'{seconds} s to ' if seconds else ''}{goal} ({other['about']})"
+    mine = result.get(other["metric"])
+    if mine is None:
+        return what
+    gap, unit = (mine - other["value"]) * (1 if other["better"] == "lower" else -1), ""     # > 0: worse
+    if seconds and gap > 0:
+        return f"{gap:.4f} short of {goal}; {what}"
+    if seconds:
+        gap, unit = result["train_time_ms"] / 1e3 - seconds, " s"
+    return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
+
+
 def end_lines(folder, result):
-    """The screen after a run that trained: score, what it compares with, the files, what to try next."""
-    model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
+    """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
-    yield score_text(result)
-    yield from (f"  {line}" for line in target_of(result).get("compare", ()))
-    yield (f"in {folder}/: train.log, result.json, loss.png, "
-           f"{model} ({size_text((folder / model).stat().st_size)}), train_gpt.py as it ran")
+    if not result["steps"]:
+        yield f"{scores_text(result)} of {result['config']['eval_from']}"
+        yield f"in {folder}/: train.log, result.json"
+        return
+    model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
+    yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
+           f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
+    yield from (f"  {distance(result, other)}" for other in target_of(result).get("compare", ()))
+    yield (f"in {folder}/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
+           f"{model} ({size_text((folder / model).stat().st_size)})")
     if result["overrides"].keys() - {"run_id", "seed"}:
-        yield ("next: is it better, or luck? ./run.sh record compare trains both with several seeds: "
-               "docs/first_change.md")
+        yield "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"
     else:
         yield "next: change a number, say ./run.sh MATRIX_LR=0.02, and compare: docs/first_change.md"
 
@@ -266,8 +323,9 @@ def open_logger(kind):
         try:
             return Logger(kind)
         except ImportError:
-            why = (f"LOGGER={kind} needs the package {kind}: "
-                   f"{os.path.relpath(sys.executable)} -m pip install {kind}")
+            python = os.path.relpath(sys.executable)
+            install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+            why = f"LOGGER={kind} needs the package {kind}: {install} {kind}"
     print(f"run.sh: {why}", file=sys.stderr)
     return None
 
@@ -278,7 +336,8 @@ def main(command):
         return 2
     progress, screen = Progress(), Screen(sys.stdout.isatty())
     # A session of its own, so that a signal reaches it once: from here
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    env = {name: text for name, text in os.environ.items() if name != "LOGGER"}    # which is heeded here
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
                              errors="replace", start_new_session=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -294,8 +353,8 @@ def main(command):
         folder = Path(progress.seen["folder"])
         try:
             result = json.loads((folder / "result.json").read_text())
+            print(*end_lines(folder, result), sep="\n", flush=True)
             if result["steps"]:
-                print(*end_lines(folder, result), sep="\n", flush=True)
                 draw_run(folder, target_of(result).get("curve", ()))
         except Exception as error:      # the run itself is done: its code stays 0
             print(f"the end of {folder} cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)

@@ -30,6 +30,8 @@ STEPS = [       # command, what it is
 ]
 MARK = "<!-- measured -->"      # what follows on a page is written here
 LIVE = re.compile(r"training +\d+% ")
+COLUMNS = 100       # of the terminal
+BOARD_HEIGHT = 1900     # pixels: table, curves, and where the constants begin
 
 
 def conditions():
@@ -50,11 +52,22 @@ def shown(lines):
 def step(command, home, env):
     """(seconds, seconds to the first training loss or None, lines, states of the live line)"""
     began, stamps = time.time(), []
-    code, lines, live = on_terminal(["bash", "-c", command], home, columns=118, env=env, stamps=stamps)
+    code, lines, live = on_terminal(["bash", "-c", command], home, columns=COLUMNS, env=env, stamps=stamps)
     seconds = time.time() - began
     assert code == 0, (command, lines[-5:])
     first = next((at - began for at, text in stamps if LIVE.search(text)), None)
     return seconds, first, lines, live
+
+
+def compile_seconds(home):
+    """Of the newest run, by its train.log."""
+    log = max(home.glob("logs/*/train.log"), key=lambda path: path.stat().st_mtime)
+    return int(re.findall(r"^setup:\d+ms compile:(\d+)ms$", log.read_text(encoding="utf-8"), re.M)[-1]) / 1e3
+
+
+def end_screen(lines):
+    """What a terminal shows at the end of a run: its samples and all that follows."""
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("sample 1: ")):]
 
 
 def picture(page, path, width, height):
@@ -69,11 +82,12 @@ def picture(page, path, width, height):
 
 
 def terminal_picture(lines, path, folder):
-    page = Path(folder, "terminal.html")
-    body = html.escape("\n".join(lines))
+    """A screenshot of a terminal, which goes on in the next row where a line is too long."""
+    rows = [line[i:i + COLUMNS] for line in lines for i in range(0, max(1, len(line)), COLUMNS)]
+    page, body = Path(folder, "terminal.html"), html.escape("\n".join(rows))
     page.write_text(f"<meta charset=utf-8><body style='margin:0;background:#fafafa'><pre style='margin:12px;"
                     f"font:14px/1.4 monospace;color:#111'>{body}</pre>", encoding="utf-8")
-    picture(page, path, 1040, 24 + 20 * len(lines))
+    picture(page, path, 880, 24 + 20 * len(rows))
 
 
 def fill(page, home, env):
@@ -100,25 +114,27 @@ def main(folder):
         seconds, first, lines, live = step(command.format(root=f"'{ROOT}'"), home, env)
         home = folder / "train_gpt"
         known = command.format(root="<this repository>")
-        rows.append(f"| `{known}` | {what} | {seconds:.0f} | {f'{first:.0f}' if first else ''} |")
+        trained = f"{compile_seconds(home):.0f} | {first:.0f}" if first else " | "
+        rows.append(f"| `{known}` | {what} | {seconds:.0f} | {trained} |")
         parts.append(f"```\n$ {known}\n" + "\n".join(shown(lines)) + "\n```\n")
         print(rows[-1], flush=True)
         if command == "./run.sh":
             training = [text for text in live if LIVE.match(text)]
             half = training[len(training) // 2]
             terminal_picture([f"$ {known}", *lines[:2], half], ROOT / "docs/terminal_live.png", folder)
-            terminal_picture([f"$ {known}", *shown(lines)], ROOT / "docs/terminal_end.png", folder)
+            terminal_picture(end_screen(lines), ROOT / "docs/terminal_end.png", folder)
             run = max((home / "logs").glob("tiny_*/loss.png"))
             shutil.copy(run, ROOT / "docs/loss.png")
-    picture(home / "board.html", ROOT / "docs/board.png", 1280, 1250)
+    picture(home / "board.html", ROOT / "docs/board.png", 1280, BOARD_HEIGHT)
     for page in ("docs/first_change.md", "docs/own_text.md"):
         seconds = fill(page, home, env)
         name = Path(page).name
-        rows.append(f"| [{name}]({name}) | the tutorial, all its commands | {seconds:.0f} |  |")
+        rows.append(f"| [{name}]({name}) | the tutorial, all its commands | {seconds:.0f} |  |  |")
         print(rows[-1], flush=True)
     path = ROOT / "docs/first_hour.md"
     head = path.read_text(encoding="utf-8").partition(MARK)[0]
-    heads = ["| command | what | seconds | to the first training loss |", "|---|---|---:|---:|"]
+    heads = ["| command | what | seconds | of them compiling | to the first training loss |",
+             "|---|---|---:|---:|---:|"]
     table = "\n".join([*heads, *rows])
     path.write_text(f"{head}{MARK}\nBy `python tests/first_hour.py`, {conditions()}:\n\n{table}\n\n"
                     "## What it printed\n\n" + "\n".join(parts), encoding="utf-8")

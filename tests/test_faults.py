@@ -248,7 +248,7 @@ def test_a_signal_from_outside(go, whole, root):
 
 # ---------------------------------------------------------------- ranks that die or hang
 GONE = (r"rank {}: another rank is gone or hangs \(.*\)"
-        r"(; the last checkpoint is of step \d)?")
+        r"(; RESUME=\w+ goes on from step \d)?")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -310,7 +310,7 @@ def test_the_timeout_of_training_is_longer_where_steps_are(monkeypatch):
     pytest.param("oom@step:8@1", "rank 1: out of memory: lower DEVICE_BATCH_SIZE",
                  marks=pytest.mark.slow),
     pytest.param("full@write/checkpoint_new.pt:300@0",
-                 "rank 0: OSError: [Errno 28] No space", marks=pytest.mark.slow)])
+                 "rank 0: the disk is full: free some GB; RESUME=", marks=pytest.mark.slow)])
 def test_two_ranks_of_which_one_fails(fault, sentence, go, whole, report):
     """Each says what it saw, the cause among it, and both go on to the same bits."""
     done = go(PLAIN, fault, ranks=2)
@@ -563,7 +563,7 @@ def test_not_finite(what, every, go, report):
     told = [logged for logged in done.losses if logged < step][-3:]
     before = ", ".join(f"{done.losses[logged]:.4f} at step {logged}" for logged in told)
     assert f"train_loss is not finite at step {step} (before: {before})" in said
-    assert said.endswith("; the last checkpoint is of step 12"), said
+    assert said.endswith(f"; RESUME={done.run_id} goes on from step 12"), said
     assert saved_step(done.folder) == 12
     payload, _ = read_checkpoint(done.folder)
     assert all(tensor.isfinite().all() for tensor in tensors_of(payload).values())
@@ -585,7 +585,7 @@ def test_out_of_memory(go, whole, report):
     done = go(PLAIN, "nap@sync/checkpoint_new.pt.tmp:2;oom@step:8", NAP="1")
     said = one_sentence(done)
     assert said.startswith("out of memory: lower DEVICE_BATCH_SIZE"), said
-    assert said.endswith("; the last checkpoint is of step 6"), said
+    assert said.endswith(f"; RESUME={done.run_id} goes on from step 6"), said
     goes_on(go, whole, done)
     report("out of memory in a step", said, done.since)
 
@@ -622,13 +622,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", [
     "full@write/checkpoint_new.pt:300", "full@sync/checkpoint_new.pt.tmp:2", "full@write/final_model.pt:1",
-    "full@sync/final_model.int8.ptz.tmp:1", "full@write/result.json:1", "full@log:18", "full@log:28",
+    "full@sync/final_model.int8.ptz.tmp:1", "full@write/result.json:1", "full@log:19", "full@log:31",
     "readonly@write/checkpoint_new.pt:300"])
 def test_a_full_disk(fault, go, whole, report):
     """... on a checkpoint, on a file of the end, on train.log: a sentence, exit 1, and it can be resumed."""
     done = go(PLAIN, fault)
     said = one_sentence(done)
-    assert ("No space left on device" if "full" in fault else "Read-only file system") in said
+    full = f"the disk is full: free some GB; RESUME={done.run_id} goes on from step "
+    assert said.startswith(full) if "full" in fault else "Read-only file system" in said, said
     goes_on(go, whole, done)
     report(fault, said, done.since)
 
@@ -656,7 +657,8 @@ def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data, report):
     try:
         done = go(PLAIN, cwd=tmp_path, RUN_ID="full")
         said = done.err.strip().removeprefix("train_gpt: ")
-        assert done.code == 1 and "No space left on device" in said and "\n" not in said, done.err
+        full = "the disk is full: free some GB" + ("; RESUME=full goes on from step 3" if room > 1 else "")
+        assert done.code == 1 and said == full, done.err
         assert done.last == said and done.result is None
         report(f"a file system with room for {room} checkpoints fills up", said, done.seconds)
         subprocess.run(["mount", "-o", "remount,size=50m", str(logs)], check=True)

@@ -1,6 +1,7 @@
 """What a newcomer's machine may lack, and what is said then."""
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import first_hour
 import folders
 import record
 import train_gpt
@@ -89,6 +91,49 @@ def test_data_half_downloaded(tiny_data, tmp_path, damage, words):
     assert len(done.err.splitlines()) == 1 and not (tmp_path / "logs").exists()
 
 
+def test_the_port_of_torchrun_is_in_use():
+    """Its own words come before any of ours; README and first_gpu.md say what they mean."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--master-port={port}",
+                               str(SCRIPT), "--dry-run"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "" and "EADDRINUSE" in done.stderr.splitlines()[-1]
+    for page in ("README.md", "docs/first_gpu.md"):
+        assert "EADDRINUSE" in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_an_old_python_by_hand(tmp_path):
+    code = "import runpy, sys; sys.version_info = (3, 10); runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, SCRIPT], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"train_gpt: Python 3\.11 or newer is needed.*\n", done.stderr), done.stderr
+
+
+def test_shards_of_a_known_dataset_without_a_manifest(tiny_data, tmp_path):
+    """They load, as published ones do, but a download may have been cut short; others are their owner's."""
+    for name, command in (("fineweb10B_sp1024", "`./run.sh data sp1024 -n 80`"), ("mine", "")):
+        folder, said = tmp_path / name, []
+        shutil.copytree(tiny_data / TOY["DATA_PATH"], folder)
+        (folder / "manifest.json").unlink()
+        cfg = train_gpt.load_config(TOY | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
+        assert len(train_gpt.open_data(cfg, said.append).train) == 3
+        warned = [line for line in said if line.startswith("data: no manifest.json, so ")]
+        assert len(warned) == bool(command) and all(command in line for line in warned)
+
+
+def test_logger_by_hand(tmp_path):
+    """Only ./run.sh hands a log on: the trainer alone says so, under watch.py it does not."""
+    by_hand = run_cli(tmp_path, "--dry-run", env={"LOGGER": "wandb"})
+    assert by_hand.code == 0 and "warning: LOGGER needs ./run.sh" in by_hand.out
+    command = [sys.executable, folders.HOME / "watch.py", sys.executable, SCRIPT, "--dry-run"]
+    (tmp_path / "wandb.py").touch()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"LOGGER": "wandb", "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and "parameters:" in done.stdout and "LOGGER" not in done.stdout
+
+
 @pytest.mark.slow
 def test_a_home_that_cannot_be_written(place):
     """Nothing needs it. A folder that cannot exist stands for it, as root may write anywhere."""
@@ -121,3 +166,15 @@ def test_no_git_and_no_nvidia_smi_for_a_run(place):
                           env=env)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "in logs/r/: train.log" in done.stdout and SCRIPT.exists()
+
+
+def test_what_the_page_takes_from_a_run(tmp_path):
+    """How long the newest run compiled, and its whole end screen."""
+    for number, (run_id, ms) in enumerate((("a", 9000), ("b", 25111))):
+        log = tmp_path / "logs" / run_id / "train.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(f'log(f"setup:{{a}}ms compile:{{b}}ms")\nsetup:17ms compile:{ms}ms\n')
+        os.utime(log, (number, number))
+    assert first_hour.compile_seconds(tmp_path) == 25.111
+    end = ["sample 1: x »y", *["z"] * 30, "next: "]
+    assert first_hour.end_screen(["plan: ", "step:9/9", *end]) == end

@@ -37,7 +37,8 @@ def run(folder, *args, **env):
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)} | env)
     calls = folder / "calls"
     calls = calls.read_text().splitlines() if calls.exists() else []
-    return done.returncode, done.stderr.strip(), [call.removeprefix(WATCH) for call in calls]
+    calls = [call.removeprefix(WATCH) for call in calls if not call.endswith("-V")]    # which Python it is
+    return done.returncode, done.stderr.strip(), calls
 
 
 def sees_gpus(folder, count):
@@ -82,6 +83,25 @@ def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(folder):
 
 def test_no_such_interpreter(folder):
     refused(folder, ["PYTHON=nowhere"], "setup", PYTHON="nowhere")
+
+
+def test_an_old_interpreter_of_ones_own(folder):
+    for version in ("2.7.18", "3.8.18", "3.10.13"):
+        program(folder, "old", f'[ "$1" = -V ] && echo Python {version} || echo "$*" >> calls')
+        refused(folder, ["3.11", f"PYTHON=old is Python {version}"], "setup", PYTHON="old")
+    program(folder, "new", '[ "$1" = -V ] && echo Python 3.14.0 || echo "$*" >> calls')
+    assert run(folder, "depths", PYTHON="new") == (0, "", ["records/depths.py"])
+
+
+def test_a_home_that_cannot_be_written(folder):
+    """Caches then stand beside .venv, unless told otherwise, and pip keeps none."""
+    program(folder, "stub", 'echo "$MPLCONFIGDIR $UV_CACHE_DIR $PIP_NO_CACHE_DIR" >> calls')
+    cache = folder / ".venv-cache"
+    there = f"{cache}/matplotlib {cache}/uv 1"
+    assert run(folder, "depths", PYTHON="stub", HOME="/proc/nowhere")[2][-1] == there
+    told = dict(MPLCONFIGDIR="a", UV_CACHE_DIR="b")
+    assert run(folder, "depths", PYTHON="stub", HOME="/proc/nowhere", **told)[2][-1] == "a b 1"
+    assert run(folder, "depths", PYTHON="stub")[2][-1].strip() == ""
 
 
 def test_unsupported_python(folder):

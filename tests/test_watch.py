@@ -36,6 +36,7 @@ rehearsal before the clock, compiling: about half a minute
 setup:1752ms compile:25111ms
 step:50/100000 train_loss:2.0000 train_time:60000ms step_avg:114.90ms tok/s:35649 lr_factor:1.000 eta:60s
 stopping_early: wallclock_cap train_time:119969ms step:1033/100000
+evaluating val_loss
 step:1033/100000 val_loss:2.0077 val_bpb:1.2163 train_time:119969ms step_avg:116.14ms
 peak memory resident: 840 MiB
 final_model val_loss:2.0077 val_bpb:1.2163
@@ -95,7 +96,7 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     code, lines, live = on_terminal(run, tmp_path)
     assert code == 0
     training = [text for text in live if text.startswith("training")]
-    assert any(text.startswith("compiling, half a minute") for text in live)
+    assert any(text.startswith("compiling, about half a minute the first time: ") for text in live)
     # bits per byte: 2 / ln 2 * 429104 / 1021844
     assert re.match(r"training  50% \|.+\| step 50, loss 2.0000, about 1.212 bpb, 35,649 tok/s, 60 s left",
                     training[0])
@@ -113,6 +114,84 @@ def test_a_narrow_terminal(run, tmp_path):
     assert max(map(len, on_terminal(run, tmp_path, columns=50)[2])) < 50
 
 
+# A run of 200 steps that samples and validates on its way, and scores in further ways at its end
+MIDDLE = """data: embedded train tokens:25176420 in 1 shards, val tokens:429104
+parameters:9241732 (embed:131072)
+limits: at most 200 steps (819200 tokens); no cap
+run folder: logs/a
+rehearsal before the clock, compiling: about some minutes
+setup:1752ms compile:25111ms
+{}
+sample 1: x »y
+step:9/9 train_loss:1.0000 train_time:9ms eta:9s
+step:100/200 train_loss:1.0000 train_time:9ms eta:9s
+{}
+evaluating CORE
+core_metric:0.100000 tasks:22 seconds:1.0
+{}
+evaluating val_loss
+step:200/200 val_loss:2.0077 train_time:119969ms step_avg:116.14ms
+Serialized model int8+zlib: 9 bytes (9 weights)
+evaluating sliding
+final_sliding val_loss_sliding:2.00000000 eval_time:9ms
+sample 1: a »b
+        train_time_ms  119969
+"""
+
+
+def report(step, kind="train", loss=2.0):
+    if kind == "val":
+        return f"evaluating val_loss\nstep:{step}/200 val_loss:2.0000 train_time:9ms step_avg:9.00ms"
+    return (f"step:{step}/200 train_loss:{loss:.4f} train_time:{step * 9}ms step_avg:9.00ms tok/s:9 "
+            f"lr_factor:1.000 eta:{200 - step}s")
+
+
+MIDDLE = MIDDLE.format(report(100, "val"), report(150), report(200)).splitlines()
+
+
+def test_samples_in_the_middle_of_a_run():
+    """The next step of the run ends them, no text that looks like one; the last samples are kept."""
+    progress = watch.Progress()
+    shown = {line: progress.read(line) for line in MIDDLE}
+    assert shown[report(150)] is None is shown[report(200)]
+    inside = "step:9/9 train_loss:1.0000 train_time:9ms eta:9s"
+    assert shown[inside] == inside
+    assert progress.step[0] == 200 and progress.sample == ["sample 1: a »b"]
+
+
+def test_what_is_evaluated_is_said():
+    """Also in the middle of a run, which then trains on, and of a file."""
+    progress, stages = watch.Progress(), []
+    for line in MIDDLE:
+        progress.read(line)
+        stages += [progress.stage] if [progress.stage] != stages[-1:] else []
+    assert stages == [
+        "reading the data", "setting up", "compiling, about some minutes the first time", "training",
+        "evaluating val_loss", "training", "evaluating CORE", "training", "evaluating val_loss",
+        "writing the model", "evaluating the artifact", "evaluating sliding", "writing samples"]
+    progress = watch.Progress()
+    for line in (MIDDLE[0], "run folder: logs/a", "eval settings: eval_tokens:full"):
+        progress.read(line)
+    assert progress.live()[1].startswith("evaluating val_loss: ")
+    progress.read("core_metric:0.100000 tasks:22 seconds:1.0")
+    assert progress.stage != "training"
+
+
+def test_the_loss_that_is_shown_is_a_mean():
+    """Of ten reports, but none of before half of the steps, when it was another."""
+    progress = watch.Progress()
+    for step in range(1, 11):
+        progress.read(report(step, loss=7.0))
+    assert progress.mean_loss() == 7
+    for step, loss in ((60, 3.0), (80, 2.0), (100, 1.0)):
+        progress.read(report(step, loss=loss))
+    assert progress.mean_loss() == 2
+    for step in range(101, 111):
+        progress.read(report(step, loss=1.5))
+    progress.stage = "training"
+    assert progress.mean_loss() == 1.5 and "loss 1.5000" in progress.live()[1]
+
+
 def test_without_tqdm_a_terminal_gets_the_log_lines(run, tmp_path):
     (tmp_path / "tqdm.py").write_text("raise ImportError")
     code, lines, live = on_terminal(run, tmp_path, env={"PYTHONPATH": str(tmp_path)})
@@ -125,14 +204,52 @@ def test_a_pipe_has_every_line_then_the_end(run, tmp_path):
     lines, _, end = done.stdout.partition("\n\nval_bpb")
     assert lines + "\n" == LINES
     assert end.splitlines() == [
-        " 1.2164, val_loss 2.0077 after 1,033 steps, 4,231,168 tokens and 120.0 s of training (35,269 tok/s)",
-        *(f"  {line}" for line in json.loads((ROOT / "records/targets.json").read_text())["tiny"]["compare"]),
-        "in logs/a/: train.log, result.json, loss.png, final_model.int8.ptz (2.5 MB), train_gpt.py as it ran",
-        "next: is it better, or luck? ./run.sh record compare trains both with several seeds: "
-        "docs/first_change.md"]
+        " 1.2164, val_loss 2.0077 after 1,033 steps, 4,231,168 tokens, 120.0 s (35,269 tok/s)",
+        *(f"  {watch.distance(RESULT, other)}" for other in watch.target_of(RESULT)["compare"]),
+        "in logs/a/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
+        "final_model.int8.ptz (2.5 MB)",
+        "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"]
 
 
-@pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds"])
+def test_the_end_fits_a_terminal(run, tmp_path):
+    """24 rows of 100 columns hold three long samples and all that follows."""
+    sample = "sample {}: def »f(x):\n" + "    return x\n" * 9
+    text = "".join(map(sample.format, (1, 2))) + "sample 3: " + "long " * 200 + "\nafter\n"
+    (tmp_path / "lines").write_text(re.sub(r"(?s)sample 1.*?(?=\n +train_time_ms)", text.strip(), LINES))
+    code, lines, _ = on_terminal(run, tmp_path, columns=100)
+    screen = lines[lines.index("sample 1: def »f(x):"):]
+    assert code == 0 and screen.count("    return x") == 8 and "after" not in screen
+    third = next(line for line in screen if line.startswith("sample 3"))
+    assert len(third) in (499, 500) and screen[-2].startswith("next: ")
+    assert sum(max(1, -(-len(line) // 100)) for line in screen[:-1]) <= 24, "\n".join(screen)
+
+
+def test_the_distance_to_the_record_and_to_a_plain_gpt():
+    lower = dict(name="the record", metric="val_bpb", better="lower", value=1.2, about="x, 5 seeds")
+    assert watch.distance(RESULT, lower) == "0.0164 behind the record: val_bpb 1.2 (x, 5 seeds)"
+    plain = lower | dict(name="a plain GPT", value=1.6039)
+    assert watch.distance(RESULT, plain) == "0.3875 ahead of a plain GPT: val_bpb 1.6039 (x, 5 seeds)"
+    assert watch.distance(RESULT | {"val_bpb": None}, lower) == "the record: val_bpb 1.2 (x, 5 seeds)"
+    race = lower | dict(metric="val_loss", value=3.28, seconds=132.2144)
+    assert watch.distance(RESULT, race) == (
+        "12.2454 s ahead of the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
+    assert watch.distance(RESULT | {"val_loss": 3.3}, race) == (
+        "0.0200 short of val_loss 3.28; the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
+    core = lower | dict(metric="core", better="higher", value=0.25, seconds=100)
+    for value, words in ((0.2, "0.0500 short of core 0.25; "), (0.3, "19.9690 s behind ")):
+        assert watch.distance(RESULT | {"core": value}, core) == (
+            f"{words}the record: 100 s to core 0.25 (x, 5 seeds)")
+
+
+def test_the_end_of_a_scored_file(run, tmp_path):
+    """EVAL_FROM has its score and folder, no training to speak of."""
+    scored = RESULT | dict(steps=0, tokens=0, train_time_ms=0, config={"eval_from": "logs/b/final_model.pt"})
+    (tmp_path / "logs/a/result.json").write_text(json.dumps(scored))
+    assert in_pipe(run, tmp_path).stdout.endswith(
+        "\n\nval_bpb 1.2164, val_loss 2.0077 of logs/b/final_model.pt\nin logs/a/: train.log, result.json\n")
+
+
+@pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds", "iterations"])
 def test_another_game_is_not_compared(name):
     assert watch.target_of(RESULT)["compare"]
     assert not watch.target_of(RESULT | {"overrides": {name: ["a", "b"]}})
@@ -215,3 +332,12 @@ def test_a_logger_that_is_missing_is_refused(run, tmp_path, kind, words):
     assert done.returncode == 2 and done.stdout == "" and words in done.stderr, done.stderr
     assert done.stderr.startswith("run.sh: LOGGER=") and len(done.stderr.splitlines()) == 1
     assert time.monotonic() - began < 60
+
+
+def test_where_there_is_no_pip_the_advice_is_uv(monkeypatch, capsys):
+    """As in an environment that uv made."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(watch, "find_spec", lambda name: None)
+    assert watch.open_logger("wandb") is None
+    python = os.path.relpath(sys.executable)
+    assert capsys.readouterr().err.endswith(f": uv pip install --python {python} wandb\n")
