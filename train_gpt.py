@@ -84,7 +84,7 @@ class ModelConfig:
     preset: str = option("tiny", "row of PRESETS that the constants start from")
     vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536)
     train_seq_len: int = option(4096, "tokens per sequence", 2, 1 << 20)
-    max_doc_len: int = optional(0, "documents see only themselves, packed ones are cut here; 0: neither")
+    max_doc_len: int = optional(0, "attention stays in a document, packed ones are cut here; 0: neither")
     bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535)
     num_layers: int = option(2, "blocks", 1, 1000)
     model_dim: int = option(128, "width of the residual stream", 2, 1 << 16)
@@ -150,6 +150,8 @@ class Config(ModelConfig):
     dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
     fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
                       choices=("off", "head", "all", "auto-head", "auto-all"))
+    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "of a head in fp8 the largest input (0: model_dim ** "
+                                  "0.5), weight and gradient of the summed loss", 0, 1e6)
     sdpa_backend: str = option("flash3", "on a GPU: FlashAttention 3 if it is there; auto: flex and torch's",
                                choices=("flash3", "auto"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
@@ -234,7 +236,7 @@ class Config(ModelConfig):
     adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
     grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
     # schedule
-    untie_at: float = optional(0.0, "part of iterations in which the head is the embedding (#51: -3.2 s)")
+    untie_at: float = optional(0.0, "part of iterations with the embedding as head (#51: -3.2 s)", 0, 1)
     iterations: int = option(100_000, "steps at most", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
@@ -312,7 +314,7 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
     stage_starts=(0.0, 483 / 1450, 967 / 1450, 1.0), doc_schedule=(896, 2048, 2048, 2048),
     mtp_schedule=("1 0.5 0.25:0", "1 0.5:0", "1", "1"),
     lr_schedule=(1.0, 1.52, 1.73), lr_switches=(0.0, 483 / 1450, 967 / 1450),
-    adam_eps=1e-10, beta1=0.9, beta2=0.99, scalar_lr=0.04, head_lr=0.008, embed_lr=0.6,
+    fp8_head_most=(100.0, 1.6, 0.75), adam_eps=1e-10, beta1=0.9, beta2=0.99,
     adam_weight_decay=0.005, cautious_decay="all",  # (#50: -1.1 s)
     untie_at=967 / 1450, iterations=1450, extension_iterations=40, warmdown_frac=0.6, lr_floor=0.15,
     parameters=(
@@ -462,6 +464,11 @@ def check_config(cfg):
         (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim, c.skip_gate_dim) <= c.model_dim,
          "smear_dim attn_gate_dim value_gate_dim skip_gate_dim model_dim", "none may exceed model_dim"),
         (not c.untie_at or not c.tie_embeddings, "untie_at tie_embeddings", "a tied head stays tied"),
+        (not c.untie_at or len({row[2:6] + row[9:] for row in parameter_table(c).values()
+                                if row.kind in ("head", "embed")}) == 1,
+         "untie_at parameters", "head and embed need the same optimizer, rates and betas"),
+        (not c.bigram_lambdas or per_layer(c.window_pattern, c.num_layers)[0] != "0",
+         "bigram_lambdas window_pattern", "the first layer adds bigrams, so it may not be 0"),
         ("P" not in c.window_pattern or (c.num_kv_heads or c.num_heads) % 2 == 0,
          "window_pattern num_heads num_kv_heads", "pairs of heads need even numbers of them"),
         (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
@@ -473,6 +480,7 @@ def check_config(cfg):
          "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
         (c.val_tokens != 1, "val_tokens", "no target is left"),
         (re.fullmatch("[LSP0-]+", c.window_pattern), "window_pattern", "a layer is one of L, S, P, - and 0"),
+        (len(c.fp8_head_most) == 3, "fp8_head_most", "three numbers, of input, weight and gradient"),
         (len(stage_counts | {1}) < 3, " ".join(["stage_starts", *STAGE_COLUMNS]),
          "they must have as many entries as each other, or one"),
         ([0, *c.stage_starts[1:]] == sorted(c.stage_starts), "stage_starts", "they must grow from 0"),
@@ -567,10 +575,13 @@ def horizon_weights(cfg):
     return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
 
 def flops_per_token(cfg):
-    """Matmul FLOPs of training as PaLM counts them: 6 per weight, 12 * width * window per layer."""
+    """Matmul FLOPs of training as PaLM counts them: 6 per weight, 12 * width * window per layer; layers that
+    are passed again count as often as in the mean of the stages."""
     sizes = window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
     keys = sum(sizes.get(kind, 0) for kind in per_layer(cfg.window_pattern, cfg.num_layers))
-    return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
+    passes = [len(layer_order(cfg, loops)) for loops in cfg.loop_schedule]
+    again, head = sum(passes) / len(passes) / cfg.num_layers, cfg.vocab_size * cfg.model_dim
+    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
 
 # ---------- 4 model
 class Context(NamedTuple):
@@ -753,7 +764,8 @@ class Block(nn.Module):
         self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
         self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
-        self.resid_lambda = parameter(*[2] * cfg.mix_sublayers, mix, on=has_mlp and cfg.residual_mix)
+        mixes = (2, mix) if cfg.mix_sublayers else (mix,)
+        self.resid_lambda = parameter(*mixes, on=has_mlp and cfg.residual_mix)
         self.x0_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
         self.layer_scale = parameter(2, mix, on=has_mlp and cfg.layer_scale)
 
@@ -1146,7 +1158,7 @@ def first_values(model, seed):
             depth = [int(part) for part in name.split(".") if part.isdigit()][:1] or [0]
             value += row.scale + row.change * depth[0] / max(1, model.cfg.num_layers - 1)
         values[name] = value
-    if getattr(model.cfg, "untie_at", 0):  # it begins as the head
+    if model.cfg.untie_at:  # it begins as the head
         values["embed"] = values["head"].clone()
     return values
 
@@ -1361,10 +1373,8 @@ class Optimizer:
     def take_mean(self):
         """The weights become the mean of the past ones, with ema_decay."""
         for bank in self.banks if self.cfg.ema_decay else ():
-            bank.master.copy_(bank.state[2])
-            bank.my_data.copy_(bank.master)
-            if self.world_size > 1:
-                all_gather(bank.data, bank.my_data.view(-1), group=self.group)
+            mean = bank.whole(bank.state[2]).flatten()
+            bank.load(dict(zip(bank.names, bank.views(mean))))
 
     def weights(self):
         """{name: fp32 on the CPU} of all parameters in banks; all ranks together."""
@@ -1617,7 +1627,8 @@ class Loader:
         elif cfg.packing not in ("spans", "shards"):
             self.find_documents(cfg, data)
         dealt = [self.shards[rank::team.world_size] for rank in range(team.world_size)]
-        require(cfg.packing != "shards" or all(max(map(len, part), default=0) > self.T for part in dealt),
+        enough = cfg.packing != "shards" or all(max(map(len, part), default=0) > self.T for part in dealt)
+        require(enough or cfg.eval_from,
                 f"packing=shards deals {len(self.shards)} shards to {team.world_size} ranks: take fewer")
         held, needed = self.total, planned_tokens(cfg)
         if cfg.packing == "documents":
@@ -1888,7 +1899,8 @@ def target_nats(model, cfg, tokens, protocol, team, *how):
     if protocol == "ttt":
         every, trained_model = cfg.eval_ttt, GPT(cfg).to(team.device)
         trained_model.load_state_dict(model.state_dict())
-        model, optimizer = trained_model, Optimizer(trained_model, cfg, team.rank, team.world_size)
+        model, no_mean = trained_model, replace(cfg, ema_decay=0.0)
+        optimizer = Optimizer(trained_model, no_mean, team.rank, team.world_size)
     waiting, scored, trained = [], 0, 0  # rows to score; the last token that was scored, and trained on
     for row in rows:
         waiting.append(row)
@@ -2075,9 +2087,9 @@ SHUFFLED = b"BSHF\x02"  # then every second byte, then the others
 
 def codec(cfg):
     """How the artifact is compressed; the first letters name its file."""
-    named = [kind for kind in ("lzma", "brotli") if f".{kind[:4]}." in cfg.eval_from]
-    kind = (named + [cfg.artifact_codec])[0]
-    kind = kind if kind != "auto" else "lzma" if cfg.artifact_step else "zlib"
+    kind = cfg.artifact_codec if cfg.artifact_codec != "auto" else "lzma" if cfg.artifact_step else "zlib"
+    if cfg.eval_from:  # by the file's name
+        kind = next((kind for kind in ("lzma", "brotli") if f".{kind[:4]}." in cfg.eval_from), "zlib")
     return "int8+zlib" if kind == "zlib" else kind
 
 def compress(raw, kind):
@@ -2101,13 +2113,13 @@ def artifact_name(cfg):
 
 def quantize_rows(w, step=0.0, floor=0.0, most=127, hessian=None):
     """w (R, C) -> int8 (R, C) up to most, fp16 scales (R,): step * rms of a row; of step 0 its clipped
-    maximum / 127, at least floor. hessian (C, C) of its inputs: by gptq(), with std in place of rms."""
+    maximum / most, at least floor. hessian (C, C) of its inputs: by gptq(), with std in place of rms."""
     if step:
         spread = w.square().mean(1).sqrt() if hessian is None else w.std(1)
         scale = (step * spread).clamp_min(2**-24).half().float()
     else:
         clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)).float()
-        scale = (clip / 127).clamp_min(max(floor, 2**-24))  # 2**-24: the least fp16 number
+        scale = (clip / most).clamp_min(max(floor, 2**-24))  # 2**-24: the least fp16 number
     nearest = (w / scale[:, None]).round().clamp(-most, most)
     return (nearest if hessian is None else gptq(w, scale, most, hessian)).to(torch.int8), scale.half()
 
@@ -2140,6 +2152,7 @@ def calibrate(model, cfg, data, team):
 
     loader, T = Loader(cfg, data, team), cfg.train_seq_len
     context = make_context(cfg, T, eval_window(cfg), team.device, team.dtype)
+    torch.set_float32_matmul_precision("high")  # TF32 holds what bf16 does
     model.use(kernels._replace(linear=record))
     for _ in range(cfg.gptq_batches):
         for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
@@ -2479,12 +2492,12 @@ def fp8_linear(x, weight, scales=(None, None, None)):
         return linear(x, weight)
     return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
 
-def head_scales(C, tokens):
-    """Fixed scales: x of unit rms, weights up to 0.87, gradient of a mean over so many tokens."""
-    return C**0.5 / 448, 2**-9, 1 / 448 / tokens
+def head_scales(C, tokens, most=(0.0, 0.875, 1.0)):
+    """Fixed scales of x, weight and gradient, by fp8_head_most; the loss is a mean over so many tokens."""
+    return (most[0] or C**0.5) / 448, most[1] / 448, most[2] / 448 / tokens
 
-def fp8_head(x, weight):
-    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel()))
+def fp8_head(x, weight, most=(0.0, 0.875, 1.0)):
+    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
 def fp8_part(cfg, on_gpu):
     """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
@@ -2590,19 +2603,19 @@ if triton:
         -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits."""
         row = tl.program_id(0).to(tl.int64)
         logits, grad, targets = logits + row * V, grad + row * V, targets + row * MANY
-        total, loss, whole = tl.zeros((BLOCK,), tl.float32), 0.0, 0.0
+        total, picked, whole = tl.zeros((BLOCK,), tl.float32), 0.0, 0.0
+        for k in tl.static_range(MANY):  # before gradients may take the logits' place
+            target = tl.load(targets + k)
+            weight = tl.where(target < 0, 0.0, tl.load(weights + k))
+            x = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+            picked += weight * top * tl.sigmoid((x + shift) * scale)
+            whole += weight
         for low in range(0, V, BLOCK):
             i = low + tl.arange(0, BLOCK)
             x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
             total += tl.where(i < V, tl.exp(top * tl.sigmoid((x + shift) * scale) - top), 0.0)
         norm = tl.log(tl.sum(total)) + top
-        for k in tl.static_range(MANY):
-            target = tl.load(targets + k)
-            weight = tl.where(target < 0, 0.0, tl.load(weights + k))
-            x = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
-            loss += weight * (norm - top * tl.sigmoid((x + shift) * scale))
-            whole += weight
-        tl.store(losses + row, loss)
+        tl.store(losses + row, whole * norm - picked)
         for low in range(0, V, BLOCK):
             i = low + tl.arange(0, BLOCK)
             part = tl.sigmoid((tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) + shift) * scale)
@@ -2665,7 +2678,9 @@ def fused_loss(x, head, targets, cap, linear, mtp=None, row_losses=row_losses):
     weights = x.new_ones(1, dtype=torch.float32) if mtp is None else mtp
     ahead = [F.pad(targets[:, k:], (0, k), value=-1) for k in range(len(weights))]
     x, targets = x.flatten(0, -2), torch.stack(ahead, -1).flatten(0, 1)
-    scales = {fp8_head: head_scales(x.size(-1), len(x)), fp8_linear: (None,) * 3}.get(linear)
+    scales = (None,) * 3 if linear is fp8_linear else None
+    if getattr(linear, "func", linear) is fp8_head:
+        scales = head_scales(x.size(-1), len(x), **getattr(linear, "keywords", {}))
     return FusedLoss.apply(x, head, targets, weights, cap, scales, row_losses)
 
 def choose_kernels(cfg, on_gpu, log):
@@ -2673,7 +2688,8 @@ def choose_kernels(cfg, on_gpu, log):
     part = fp8_part(cfg, on_gpu)
     if cfg.fp8 != "off":
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
-    linears = {"off": (linear, linear), "head": (linear, fp8_head), "all": (fp8_linear, fp8_linear)}[part]
+    head = partial(fp8_head, most=cfg.fp8_head_most)
+    linears = {"off": (linear, linear), "head": (linear, head), "all": (fp8_linear, fp8_linear)}[part]
     if not on_gpu:
         return Kernels(*linears, attention=cpu_attention, loss=fused_loss)
     by_kernel, module = partial(fused_loss, row_losses=kernel_losses), flash_attention_3(cfg)
@@ -2814,8 +2830,8 @@ def step_memory(cfg, team, sequences):
     most = max(stage.seq_multiple for stage in stage_table(cfg))
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
-    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4
-                             + ((16 if ranks > 1 else 12) + 4 * (cfg.ema_decay > 0)) / ranks)
+    shared = (16 if ranks > 1 else 12) + (4 if cfg.ema_decay else 0)
+    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / ranks)
     # 2. what layers keep for the backward pass; fp8 keeps less
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
     kinds = [kinds[i] for i in layer_order(cfg, max(cfg.loop_schedule))]
@@ -2881,7 +2897,7 @@ def stage_lines(cfg):
         stage, lr = stage_at(cfg, step / last), top_lr(cfg, step / last)
         tokens, row = cfg.train_batch_tokens * stage.batch_multiple, T * stage.seq_multiple
         sizes = window_sizes(cfg, stage.window, row)
-        rest = "".join(f" {getattr(stage, name):>{len(name)}}" for name in more)
+        rest = "".join(f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}" for name in more)
         yield f"{step:22} {tokens:15} {row:10} {sizes['L']:11} {sizes['S']:12} {lr:9.4f}{rest}"
     decay = f"{cfg.warmdown_iters} steps" if cfg.warmdown_iters else f"{cfg.warmdown_frac:.0%} of the run"
     yield f"warmdown: in the last {decay} lr_factor falls to {cfg.lr_floor:g}"

@@ -168,7 +168,8 @@ def check_time_cap(folder, options):
     for run in folder.runs:
         in_time = run.time is None or run.time <= cap
         require(in_time, f"{run.file}: {run.time} s of training, the cap is {cap} s")
-    for _, _, result, name in our_runs(folder):  # reading training data to calibrate rounding is training
+    # to read training data for calibrating the rounding is training
+    for _, _, result, name in our_runs(folder) if folder.ours else ():
         whole = (result["train_time_ms"] + result.get("calibration_ms", 0)) / 1e3
         require(whole <= cap, f"{name}: {whole} s of training and calibration, the cap is {cap} s")
     return f"longest {max(run.time or 0 for run in folder.runs):.4f} s, the cap is {cap} s"
@@ -207,7 +208,7 @@ def check_data(folder, options):
     """The track's dataset and split, by the log as by the result."""
     track = folder.track
     wanted = {"data": track.data, "fingerprint": track.fingerprint,
-              "val_tokens": track.val[0], "val_bytes": track.val[1]}
+              "val_tokens": None if track.any_tokenizer else track.val[0], "val_bytes": track.val[1]}
     for run, log, result, name in our_runs(folder):
         for key, want in wanted.items():
             value = run.facts.get(key)
@@ -437,7 +438,10 @@ def check_final_scores(ours):
     """The two scores, each rounded on one line of the log and exact on another."""
     run, log, result, name = ours
     lines = {tag: {"val_loss": loss, "val_bpb": bpb} for tag, loss, bpb in run.finals}
-    codec = "int8_zlib" if float(result["config"].get("artifact_step", 0)) == 0 else "lzma"
+    config = result["config"]
+    codec = "int8_zlib" if float(config.get("artifact_step", 0)) == 0 else "lzma"
+    if config.get("artifact_codec", "auto") != "auto":
+        codec = config["artifact_codec"].replace("zlib", "int8_zlib")
     counts = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
     tags = {"trained": "final_model", "artifact": f"final_{codec}_roundtrip"}
     for part, tag in tags.items():
@@ -535,7 +539,7 @@ def is_member(name, companions):
     stem, _, end = name.partition(".")
     kind, _, seed = stem.partition("_seed")
     if kind == "final_model":
-        return end in ("int8.ptz", "lzma.ptz") and (stem == kind or seed.isdigit())
+        return end in ("int8.ptz", "lzma.ptz", "brot.ptz") and (stem == kind or seed.isdigit())
     if name in ("train.log", "result.json", "train_gpt.py", "loss.png", "changes.diff", *companions):
         return True
     return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()

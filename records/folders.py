@@ -38,6 +38,7 @@ class Track(NamedTuple):
     min_runs: int = 5
     byte_cap: int = 0               # script and artifact
     time_cap: float = 0             # seconds of training
+    any_tokenizer: bool = False     # may val have another number of tokens, for the same bytes?
     eval_cap: float = 0             # seconds of everything after training
     fingerprint: str = ""           # of the dataset's text
     val: tuple = (0, 0)             # tokens and bytes of the val split
@@ -81,11 +82,14 @@ TRACKS = {
         hardware="8x NVIDIA H100", start=8967, start_name="nanochat, depth 26, ratio 7.25"),
 }
 LATER_TRACKS = TRACKS | {"gpt2": TRACKS["gpt2"]._replace(data="fineweb_edu or climbmix")}
+NEWEST_TRACKS = LATER_TRACKS | {"golf": TRACKS["golf"]._replace(
+    data="fineweb10B_sp1024 or fineweb10B_sp8192", any_tokenizer=True)}
 RULES = {       # a record is judged by the version that its submission.json names
     1: Rules(TRACKS, max_lines=1500, max_columns=110, until="2026-11-22",
              companions=("core.py", "dial.py", "golf.py", "kernels.py")),
     2: Rules(LATER_TRACKS, max_lines=4000, max_columns=200, until="2026-11-22"),
-    3: Rules(LATER_TRACKS, max_lines=4000, max_columns=200, digests=True),
+    3: Rules(LATER_TRACKS, max_lines=4000, max_columns=200, digests=True, until="2026-11-24"),
+    4: Rules(NEWEST_TRACKS, max_lines=4000, max_columns=200, digests=True),
 }
 NEWEST = max(RULES)
 

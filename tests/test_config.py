@@ -38,6 +38,7 @@ PINNED = {
         loop_schedule=(0,),
         # of the run
         run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash3",
+        fp8_head_most=(0.0, 0.875, 1.0),
         gate_lr=0.008, muon_momentum_end=0.0, polar_margin=1.02, adam_weight_decay=0.0,
         cautious_decay="muon", lr_warmup_steps=0,
         untie_at=0.0, stage_starts=(0.0,), doc_schedule=(0,), mtp_schedule=("1",),
@@ -120,7 +121,8 @@ PINNED["golf_plus"] = PINNED["golf"] | dict(vocab_size=8192, train_seq_len=2048,
     "embed decay_mult=4.25 artifact_step=0.3799136"), muon_row_norm=True, ema_decay=0.997,
     weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
     grad_clip_norm=0.3, max_wallclock_seconds=588.0, warmup_steps=40, warmdown_iters=0, warmdown_frac=0.667)
-PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(num_layers=11, logit_softcap=11.5, logit_shift=5.0,
+PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(num_layers=11, logit_softcap=11.5,
+    fp8_head_most=(100.0, 1.6, 0.75), logit_shift=5.0,
     logit_width=15.0, key_offset=True, value_gate_dim=12, value_gate_mixed=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0,
     1), value_lambdas=False, attn_lambdas=True, attn_source=7, bigram_rows=251520, bigram_lambdas=True,
     mix_sublayers=True, layer_scale=True, skip_gate_dim=12, skip_layers=(3, 6), backout_layer=7,
@@ -164,6 +166,7 @@ COMPANIONS = {"loop_layers": {"loop_schedule": (2,), "batch_schedule": (1,)},
               "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192,
                                "batch_schedule": (1,)},
               "packing": {"shuffle": False},
+              "untie_at": {"parameters": ("bigram_embed.every=2", "embed.lr=head_lr")},
               } | {name: {"batch_schedule": (1,)} for name in (
                   "window_schedule", "stage_starts", "doc_schedule", "mtp_schedule")}
 
@@ -180,7 +183,8 @@ def other_value(name):
         train_batch_tokens=8192, model_dim=512, num_heads=8,
         num_kv_heads=2, val_tokens=2, count_orders=(2, 5), copy_orders=(1, 3),
         skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
-        lr_switches=(0.0, 0.25), polar_margin=1.01, value_gate_mixed=(1, 0), loop_layers=(0, 1),
+        lr_switches=(0.0, 0.25), polar_margin=1.01, fp8_head_most=(1.0, 2.0, 3.0),
+        value_gate_mixed=(1, 0), loop_layers=(0, 1),
         loop_schedule=(0, 2), stage_starts=(0.0, 0.5), doc_schedule=(64, 0), mtp_schedule=("1", "1 0.5:0"),
         parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
@@ -319,7 +323,8 @@ def test_tuples_are_comma_lists(name):
     kind, least, most = type(FIELDS[name].default[0]), *map(FIELDS[name].metadata.get, ("least", "most"))
     legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
                  count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"],
-                 stage_starts=["0,0.25"], loop_layers=["0, 1"], loop_schedule=["0,2"])
+                 stage_starts=["0,0.25"], fp8_head_most=["0,1,2.5"],
+                 loop_layers=["0, 1"], loop_schedule=["0,2"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
         for cfg in load_config(env | {name.upper(): text}), load_config(env, [f"{flag(name)}={text}"]):
@@ -527,7 +532,7 @@ def test_overrides_are_printed(dry_run):
 
 @pytest.mark.parametrize("preset, command, parameters, steps", [
     ("tiny", "./run.sh data", None, 100_000), ("golf", "./run.sh data sp1024", 17_059_912, 20_000),
-    ("golf_plus", "./run.sh data --text", 35_943_512, 20_000),
+    ("golf_plus", "./run.sh data sp8192 -n 128", 35_943_512, 20_000),
     ("speedrun", "./run.sh data gpt2", None, 2160), ("gpt2", "./run.sh data fineweb-edu", None, 12_700),
     ("gpt2_plus", "./run.sh data climbmix", 1_384_122_122, 5568)])
 def test_a_dry_run_needs_no_data(preset, command, parameters, steps, dry_run):

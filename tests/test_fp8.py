@@ -191,7 +191,18 @@ def choose(on_gpu=False, **settings):
     """(products of the blocks and of the head, what each line in the log says that fp8 is)"""
     lines = []
     kernels = train_gpt.choose_kernels(replace(SMALL, **settings), on_gpu, lines.append)
-    return kernels[:2], [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
+    products = tuple(getattr(product, "func", product) for product in kernels[:2])
+    return products, [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
+
+
+def test_the_scales_of_speedrun_plus():
+    """Of its specification; weights beyond 0.875 are kept, as those of speedrun are not."""
+    most = train_gpt.load_config({"PRESET": "speedrun_plus"}).fp8_head_most
+    assert train_gpt.head_scales(768, 10, most) == (100 / 448, 1.6 / 448, 0.75 / 448 / 10)
+    head = train_gpt.choose_kernels(replace(SMALL, fp8="head", fp8_head_most=most), False, print).head_linear
+    x, weight = torch.ones(16, 16, requires_grad=True), torch.full((16, 16), 1.5)
+    assert head(x, weight).mean().item() == pytest.approx(24, rel=0.1)
+    assert fp8_head(x, weight).mean().item() == pytest.approx(14, rel=0.1)
 
 
 @pytest.fixture

@@ -395,7 +395,7 @@ def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkey
     assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens .*; ttt: 10 changes", out)
     submission = json.loads((made / "submission.json").read_text())
     result = json.loads((made / "result.json").read_text())
-    assert submission["rules_version"] == 3 and submission["seeds"] == [0, 1, 2]
+    assert submission["rules_version"] == 4 and submission["seeds"] == [0, 1, 2]
     assert list(submission["files"]) == sorted(submission["files"]) and set(folders.KEYS) <= set(submission)
     assert [path.name for path in made.glob("*.py")] == ["train_gpt.py"] and "companions" not in result
     script = (made / "train_gpt.py").read_bytes()
@@ -547,7 +547,7 @@ def test_the_board_lists_records_best_first(tool, home):
     text = page.read_text()
     tiny = text.split("<!-- board tiny -->")[1].split("<!-- /board tiny -->")[0]
     assert re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny) == [path.name for path in made]
-    assert "version 3: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
+    assert "version 4: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
     assert tool("board")[0] == 0 and page.read_text() == text
 
 
@@ -732,3 +732,21 @@ def test_scripts_of_rules_version_1_are_probed_with_golf_beside_them(monkeypatch
     module.log_probs = lambda model, tokens: old_log_probs(model, tokens.roll(-1, 1))
     with pytest.raises(leak_probe.ProbeFailed, match="a leak: "):
         leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)
+
+
+@pytest.mark.parametrize("version, fits", [(3, False), (4, True)])
+def test_golf_by_another_tokenizer(version, fits, monkeypatch):
+    """golf_plus has 8,192 pieces: another number of val tokens for the same bytes, and another compressor."""
+    data = dict(name="fineweb10B_sp8192", fingerprint=None, val_tokens=40_000_000, val_bytes=151_080_363,
+                train_tokens=9, sha256={})
+    facts = {"data": data["name"], "fingerprint": "None", "val_tokens": "40000000", "val_bytes": "151080363",
+             "train_tokens": "9"}
+    run = SimpleNamespace(facts=facts)
+    monkeypatch.setattr(checks, "our_runs", lambda _: [(run, "train.log", {"data": data}, "result.json")])
+    folder = SimpleNamespace(track=folders.RULES[version].tracks["golf"])
+    if fits:
+        assert "same text" in checks.check_data(folder, None)
+        facts["val_bytes"] = data["val_bytes"] = "151080000"
+    with pytest.raises(checks.Broken, match="in the rules"):
+        checks.check_data(folder, None)
+    assert checks.is_member("final_model.brot.ptz", ()) and not checks.is_member("final_model.zip", ())

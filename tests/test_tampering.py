@@ -52,7 +52,7 @@ def toy(tiny_data, tmp_path_factory):
 
 def go_to(made, patch):
     """The tools in the toy's repository, with its rules."""
-    patch.setitem(folders.RULES, 3, made.rules)
+    patch.setitem(folders.RULES, 4, made.rules)
     for module in (folders, record):
         patch.setattr(module, "HOME", made.root / "records")
     for module in (checks, replay):
@@ -61,7 +61,7 @@ def go_to(made, patch):
 
 def toy_rules(result):
     """Rules version 3 with a track of the toy's data and two runs."""
-    data, rules = result["data"], folders.RULES[3]
+    data, rules = result["data"], folders.RULES[4]
     track = rules.tracks["tiny"]._replace(
         data="toy", fingerprint="toy", val=(data["val_tokens"], data["val_bytes"]), sha256=data["sha256"],
         min_runs=2)
