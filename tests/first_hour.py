@@ -14,10 +14,13 @@ from types import SimpleNamespace
 
 from PIL import Image
 
-import train_gpt
-from test_board_page import CHROMIUM
-from test_docs import ROOT
-from test_watch import on_terminal
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "records")]
+
+import train_gpt  # noqa: E402
+from test_board_page import CHROMIUM  # noqa: E402
+from test_docs import ROOT  # noqa: E402
+from test_watch import on_terminal  # noqa: E402
 
 STEPS = [       # command, what it is
     ("git clone {root} train_gpt", "the clone"),
