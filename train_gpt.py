@@ -2607,8 +2607,8 @@ if triton:
         for k in tl.static_range(MANY):  # before gradients may take the logits' place
             target = tl.load(targets + k)
             weight = tl.where(target < 0, 0.0, tl.load(weights + k))
-            x = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
-            picked += weight * top * tl.sigmoid((x + shift) * scale)
+            its = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+            picked += weight * top * tl.sigmoid((its + shift) * scale)
             whole += weight
         for low in range(0, V, BLOCK):
             i = low + tl.arange(0, BLOCK)
@@ -2621,7 +2621,7 @@ if triton:
             part = tl.sigmoid((tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) + shift) * scale)
             error = whole * tl.exp(top * part - norm)
             for k in tl.static_range(MANY):
-                error -= tl.where(i == tl.load(targets + k), tl.load(weights + k), 0.0)
+                error -= tl.where(i == tl.load(targets + k).to(tl.int32), tl.load(weights + k), 0.0)
             slope = factor * top * scale * part * (1 - part)
             tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
 

@@ -351,14 +351,16 @@ def test_the_loss_kernel_by_triton_s_interpreter():
 
 
 @pytest.mark.static
+@pytest.mark.parametrize("many", [1, 3])
 @pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
                                               (90, "*fp8e5")])
-def test_the_loss_kernel_fits_registers(capability, grad, tmp_path, capsys):
-    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each."""
+def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys):
+    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 64 registers two
+    rows fit a multiprocessor, with up to 128 one; three targets take more."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     types = dict(logits="*bf16", targets="*i64", weights="*fp32", losses="*fp32", grad=grad, V="i32")
-    constants = dict(MANY=3, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=8192)
+    constants = dict(MANY=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=8192)
     kernel = train_gpt.triton.compile(
         ASTSource(train_gpt.loss_kernel, types | dict.fromkeys(constants, "constexpr"), constants),
         GPUTarget("cuda", capability, 32), dict(num_warps=16))
@@ -370,9 +372,9 @@ def test_the_loss_kernel_fits_registers(capability, grad, tmp_path, capsys):
     words = r"Used (\d+) registers", r"(\d+) bytes spill stores"
     registers, spilled = (int(re.search(word, said)[1]) for word in words)
     with capsys.disabled():
-        print(f"\nloss_kernel {name} gradient {grad[1:]}: {registers} registers, {spilled} bytes spilled, "
+        print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} bytes spilled, "
               f"{kernel.metadata.shared} bytes of shared memory")
-    assert registers <= 64 and spilled <= 16
+    assert (registers <= 64 and spilled <= 16) if many == 1 else (registers <= 128 and spilled <= 32)
 
 
 @pytest.mark.static
