@@ -355,8 +355,8 @@ def test_the_loss_kernel_by_triton_s_interpreter():
 @pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
                                               (90, "*fp8e5")])
 def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys):
-    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 64 registers two
-    rows fit a multiprocessor, with up to 128 one; three targets take more."""
+    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 64 registers
+    two rows fit a multiprocessor, with up to 128 one; three targets take more."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     types = dict(logits="*bf16", targets="*i64", weights="*fp32", losses="*fp32", grad=grad, V="i32")
@@ -372,8 +372,8 @@ def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys
     words = r"Used (\d+) registers", r"(\d+) bytes spill stores"
     registers, spilled = (int(re.search(word, said)[1]) for word in words)
     with capsys.disabled():
-        print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} bytes spilled, "
-              f"{kernel.metadata.shared} bytes of shared memory")
+        print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} "
+              f"bytes spilled, {kernel.metadata.shared} bytes of shared memory")
     assert (registers <= 64 and spilled <= 16) if many == 1 else (registers <= 128 and spilled <= 32)
 
 
