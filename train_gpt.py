@@ -1233,7 +1233,7 @@ class Bank:
     share of units: whole matrices for Muon, 64 numbers for Adam. data: what the model reads. master: this
     rank's share in fp32, that of data if data is fp32. grad: of all micro-steps, fp32."""
     def __init__(self, row, names, params, rank, world_size, dtype, ema=False):
-        self.state = []
+        self.state, self.fresh = [], True
         self.row, self.names, self.rank, self.world_size = row, names, rank, world_size
         self.unit = params[0].shape if row.optimizer == "muon" else (64,)
         size, self.shapes = math.prod(self.unit), [p.shape for p in params]
