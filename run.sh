@@ -152,7 +152,8 @@ train() {
     if [ -z "$path$plan_only" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
         if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then
-            machine=$("$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run | sed -n 's/^machine: //p')
+            machine=$("$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run) || exit $?
+            machine=$(echo "$machine" | sed -n 's/^machine: //p')
             [ -z "$machine" ] || refuse "$machine"
         fi
         preset_data "$preset"

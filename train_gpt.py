@@ -348,15 +348,14 @@ GPT2_PLUS = GPT2 | dict(
     attn_scale=0.12727922,  # 1.2 * 1.2 * 128 ** -0.5: q and k times 1.2 after their norm
     head_lr=0.008, gate_lr=0.2, weight_decay=14.0, decay_schedule="cosine", adam_weight_decay=0.01,
     normuon_beta2=0.9, polar_margin=1.01, lr_warmup_steps=40, warmdown_frac=0.65, lr_floor=0.05,
-    muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9,
+    muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9, val_tokens=41_943_040,
     parameters=(
         "query+key+value scale=1.7320508", "fc scale=0.6928203", "embed scale=0.8 beta2=0.995 decay_mult=0.1",
         "head init=normal scale=0.001 beta2=0.96", "value_gate+smear_gate init=positive scale=0.02",
         "value_embeds init=uniform scale=1.7320508 beta2=0.995 lr_mult=0.5",
         "resid_lambda scale=1.15 change=-0.1 lr_mult=0.01 decay_mult=5",
         "x0_lambda scale=0.2 change=-0.15 beta1=0.96", "smear_gate optimizer=adam decay_mult=0",
-        "smear_gate+smear+backout lr=gate_lr", "backout scale=0.2"),
-    val_tokens=41_943_040)
+        "smear_gate+smear+backout lr=gate_lr", "backout scale=0.2"))
 PRESETS = {"tiny": {}, "golf": GOLF, "speedrun": SPEEDRUN, "gpt2": GPT2,
            "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS, "gpt2_plus": GPT2_PLUS}
 
@@ -411,7 +410,8 @@ def parse_flags(argv):
         flag, equals, text = words.pop(0).partition("=")
         name = flag[2:].replace("-", "_").upper()
         if flag[:2] != "--" or name not in NAMES:
-            nearest = dict(near_misses([name])).get(name, "help").lower().replace("_", "-")
+            longer = next((known for known in NAMES if known.startswith(name)), "help") if name else "help"
+            nearest = dict(near_misses([name])).get(name, longer).lower().replace("_", "-")
             raise Refused(f"unknown argument {flag}; did you mean --{nearest}?")
         if not equals:  # the value is the next word; a Boolean can do without, and so can --fp8
             bare = "all" if name == "FP8" else "1" if isinstance(FIELDS[NAMES[name]].default, bool) else None

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from folders import ROOT
-from runs import Refused, demand
+from runs import Refused
 
 
 # Of these docs/load_model.py takes any value but, where tiny has one, 0; else what tiny has
@@ -16,12 +16,12 @@ SIZES = {"preset", "vocab_size", "train_seq_len", "bos_id", "num_layers", "model
 
 def model_file(run):
     """What a run is scored by: its artifact, else its weights; or the file itself. Raises Refused."""
-    path = Path(run) if Path(run).exists() else Path("logs", run)
-    if path.is_dir():
-        found = [*sorted(path.glob("final_model.*.ptz")), path / "final_model.pt"]
-        path = next((file for file in found if file.exists()), path / "final_model.pt")
-    demand(path.is_file(), f"{run} holds no model: give a run folder, a record folder or a model file")
-    return path
+    for path in (Path(run), Path("logs", run)):
+        files = [path, *sorted(path.glob("final_model.*.ptz")), path / "final_model.pt"]
+        for file in files:
+            if file.is_file():
+                return file
+    raise Refused(f"{run} holds no model: give a run folder, a record folder or a model file")
 
 
 def export(args, say):
@@ -51,7 +51,8 @@ def export(args, say):
               if value != tiny[name] and (name not in SIZES or not value)]
     shape["unlike_tiny"] = unlike
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
-    weights = sum(t.numel() for t in tensors.values())
-    say(f"wrote {folder}/model.safetensors ({len(tensors)} tensors, {weights:,} weights) and config.json; "
+    weights, text = sum(p.numel() for p in model.parameters()), len(model.counts.text)
+    counted = f" and the {text:,} training tokens that n-grams are counted from" if text else ""
+    say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}) and config.json; "
         "docs/load_model.py " + (f"lacks {', '.join(unlike)}" if unlike else "reads them"))
     return str(folder)

@@ -369,6 +369,12 @@ def test_minus_one_is_off():
         assert name in refusal({name.upper(): "-1"})
 
 
+def test_an_unknown_flag_names_the_nearest():
+    assert "--matrix-lr?" in refusal({}, ["--matrx-lr=1"])
+    assert "--max-wallclock-seconds?" in refusal({}, ["--max-wallclock=10"])
+    assert "--help?" in refusal({}, ["--x=1"]) and "--help?" in refusal({}, ["--"])
+
+
 def test_flags_take_negative_and_spaced_values():
     assert "iterations=-5" in refusal({}, ["--iterations", "-5"])
     assert load_config({}, ["--sample", "once upon a time"]).sample == "once upon a time"

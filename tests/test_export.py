@@ -3,10 +3,12 @@ import json
 import re
 import struct
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import export
 import train_gpt
 from helpers import ROOT, init_parameters, toy_environment
 
@@ -50,6 +52,16 @@ def test_the_loader_gives_the_same_log_probs(tool, tmp_path, one_thread, setting
         changed = tokens.clone()
         changed[:, -1] = (changed[:, -1] + 1) % 512
         assert T == 1 or not torch.allclose(loaded(changed), want, atol=2e-2)
+
+
+def test_a_folder_without_a_model_hides_no_run(tmp_path, monkeypatch):
+    """The tutorials make a folder `mine` and a run `mine`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(export.Refused, match="mine holds no model"):
+        export.model_file("mine")
+    save(tmp_path / "logs/mine/final_model.pt")
+    assert export.model_file("mine") == Path("logs/mine/final_model.pt")
 
 
 def test_the_files(tool, tmp_path):

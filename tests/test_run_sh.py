@@ -188,6 +188,12 @@ def test_missing_data_is_made_then_trained_on(folder):
         assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
 
 
+def test_a_word_that_is_no_preset_is_refused_once(folder):
+    program(folder, "stub", 'echo "$*" >> calls; echo "train_gpt: no preset" >&2; exit 2')
+    code, err, calls = run(folder, "bord", PYTHON="stub")
+    assert (code, err, len(calls)) == (2, "train_gpt: no preset", 1)
+
+
 def test_a_game_for_gpus_is_refused_before_its_data_are_fetched(folder):
     program(folder, "stub", 'echo "$*" >> calls; case "$*" in *--dry-run) echo "machine: takes a GPU";; esac')
     code, err, calls = run(folder, "gpt2", PYTHON="stub")
