@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
+# ./run.sh [PRESET] --help                            every constant, with its unit and the presets' values
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
 # ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | sp8192 | gpt2 [-n SHARDS]: published
@@ -123,13 +124,13 @@ preset_data() {
 }
 
 train() {
-    local flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" argument n
+    local flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" argument n word=""
     for argument in "$@"; do
         case $argument in
             --*) ;;
             LOGGER=*) export LOGGER="${argument#*=}"; continue ;;
             *=*) argument="--$(echo "${argument%%=*}" | tr 'A-Z_' 'a-z-')=${argument#*=}" ;;
-            *) argument="--preset=$argument" ;;
+            *) word=$argument argument="--preset=$argument" ;;
         esac
         case $argument in
             --preset=*) preset=${argument#*=} ;;
@@ -152,7 +153,11 @@ train() {
     if [ -z "$path$plan_only" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
         if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then
-            machine=$("$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run) || exit $?
+            machine=$("$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run) || {
+                local code=$?
+                [ -z "$word" ] || echo "run.sh: ./run.sh help lists its commands" >&2
+                exit $code
+            }
             machine=$(echo "$machine" | sed -n 's/^machine: //p')
             [ -z "$machine" ] || refuse "$machine"
         fi
@@ -168,7 +173,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help) sed -n '2,7s/^# //p' run.sh ;;
+    -h | --help | help) sed -n '2,8s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)

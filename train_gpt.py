@@ -168,7 +168,7 @@ class Config(ModelConfig):
     sample_top_k: int = optional(0, "sample among the k likeliest tokens; 0: all", 0, 65_536)
     train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
     val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
-    artifact_bytes_limit: int = optional(0, "bytes of artifact and script; 0: no limit")
+    artifact_bytes_limit: int = optional(0, "bytes of artifact and script, by coarser steps; 0: no limit")
     artifact_step: float = optional(0.0, "rounding step / rms of a row; 0: its maximum / 127", 0, 10)
     artifact_codec: str = option("auto", "compressor; auto: lzma with artifact_step, else zlib",
                                  choices=("auto", "zlib", "lzma", "brotli"))
@@ -1084,24 +1084,17 @@ def parameter_table(cfg):
         ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
         ("candidate_embed", "value_embed", "adam", "embed_lr", 1.0, 1.0, "constant", 0.0,     1.6),
         ("class_embed",  "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
-        ("class_scale",  "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
         ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("smear_gate",   "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
         ("skip_gate",    "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("resid_lambda", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
-        ("x0_lambda",    "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
-        ("value_lambdas", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 0.5,        0.0),
-        ("input_lambda", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
-        ("output_lambda", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
-        ("bigram_lambda", "scalar",     "adam", "scalar_lr", 1.0, 0.0, "constant", 0.05,       0.0),
-        ("layer_scale",  "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
-        ("qk_gain",      "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", gain,       0.0),
-        ("smear",        "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
-        ("skip_weights", "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 1.0,        0.0),
-        ("skip_mix",     "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.0,        0.0),
-        ("backout",      "scalar",      "adam", "scalar_lr", 1.0, 0.0, "constant", 0.5,        0.0),
     ]
+    scalars = dict(  # kind: first value
+        class_scale=1.0, resid_lambda=1.0, x0_lambda=0.0, value_lambdas=0.5, input_lambda=1.0, qk_gain=gain,
+        output_lambda=1.0, bigram_lambda=0.05, layer_scale=1.0, smear=0.0, skip_weights=1.0, skip_mix=0.0,
+        backout=0.5)
+    rows += [(kind, "scalar", "adam", "scalar_lr", 1.0, 0.0, "constant", first, 0.0)
+             for kind, first in scalars.items()]
     table = {row[0]: Parameter(*row) for row in rows}
     texts = dict(optimizer=("muon", "adam"), init=("uniform", "positive", "normal", "orthogonal", "constant"),
                  second=("long", "rows", "columns"),
@@ -1118,10 +1111,9 @@ def parameter_table(cfg):
             most = 0.9999 if column in ("beta1", "beta2") else 127 if column == "artifact_most" else 1e12
             require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
         table[kind] = table[kind]._replace(**{column: value})
-    vectors = {row[0] for row in rows if row[1] == "scalar"}
     for row in table.values():
         plain = row.optimizer == "adam" and row.init == "constant"
-        require(row.kind not in vectors or plain,
+        require(row.kind not in scalars or plain,
                 f"parameters: {row.kind} is no matrix, so it needs optimizer=adam and init=constant")
         require(row.scale >= 0 or row.init == "constant", f"parameters: {row.kind}.scale is negative")
     return table
@@ -2083,6 +2075,7 @@ def show_samples(model, cfg, data, team, log):
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
 LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # lc=0: the byte before says nothing here
+ENTRY_BYTES = 64  # that a tensor's name and place take, compressed
 SHUFFLED = b"BSHF\x02"  # then every second byte, then the others
 
 def codec(cfg):
@@ -2160,24 +2153,60 @@ def calibrate(model, cfg, data, team):
     model.use(kernels)
     return {name: total.cpu() / cfg.gptq_batches for name, total in sums.items()}
 
-def pack_artifact(model, hessians=None):
-    """Bytes of the artifact: int8 rows, small tensors in fp16, scalars in fp32, and ModelConfig. hessians: of
-    calibrate()."""
+def packed_tensors(w, row, cfg, whole, hessian=None, coarser=1.0):
+    """{end of its name: tensor} that the artifact has of a parameter of `whole` weights, or of rows w of it:
+    int8 rows and their scales, small ones in fp16, scalars in fp32. row: of the parameter table. coarser: a
+    factor on the steps of rounding."""
+    if not row.artifact_step:
+        return {"": w}
+    if whole <= cfg.artifact_keep or row.group == "scalar":
+        return {"": w.half()}
+    step, most = cfg.artifact_step * row.artifact_step * coarser, row.artifact_most
+    most = most if step else most // coarser  # which then decides how wide steps are
+    rows, scales = quantize_rows(w, step, cfg.artifact_scale_floor, most, hessian)
+    return {".int8": rows, ".scale": scales}
+
+def planned_bytes(cfg):
+    """Bytes of the artifact if its weights are normal, as trained ones nearly are: of each shape of a kind
+    64 KiB are drawn and compressed. None where it holds the training text, too."""
+    if any(cfg.count_orders):
+        return None
+    table, sizes, generator = parameter_table(cfg), {}, torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        parameters = [(table[kind_of(name)], p.shape) for name, p in GPT(cfg).named_parameters()]
+    for row, shape in dict.fromkeys(parameters):
+        some = min(shape[0], max(1, (1 << 16) // math.prod(shape[1:])))
+        w = torch.randn((some, *shape[1:]), generator=generator)
+        parts = packed_tensors(w, row, cfg, shape.numel()).values()
+        raw = b"".join(part.numpy().tobytes() for part in parts)
+        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / some
+    return round(sum(sizes[key] for key in parameters))
+
+def pack_artifact(model, hessians=None, coarser=1.0):
+    """Bytes of the artifact: packed_tensors() and ModelConfig. hessians: of calibrate()."""
     tensors, cfg, table = {}, model.cfg, parameter_table(model.cfg)
     for name, w in stored(model).items():
-        row = table[kind_of(name)] if w.is_floating_point() else None  # whole numbers stay
-        if not row or not row.artifact_step:
-            tensors[name] = w
-        elif w.numel() > cfg.artifact_keep and row.group != "scalar":
-            step, hessian = cfg.artifact_step * row.artifact_step, (hessians or {}).get(name)
-            rows, scales = quantize_rows(w, step, cfg.artifact_scale_floor, row.artifact_most, hessian)
-            tensors[name + ".int8"], tensors[name + ".scale"] = rows, scales
-        else:
-            tensors[name] = w.half()
+        parts, hessian = {"": w}, (hessians or {}).get(name)
+        if w.is_floating_point():  # whole numbers stay
+            parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), hessian, coarser)
+        tensors |= {name + end: part for end, part in parts.items()}
     require(all(t.isfinite().all() for t in tensors.values()),
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
     return compress(to_bytes(cfg, tensors), codec(cfg))
+
+def fitting_artifact(model, most, log, hessians=None):
+    """pack_artifact() in at most so many bytes, 0: any, by steps up to 4 times as wide; as it is if these do
+    not help. Takes no training data, so no training time."""
+    packed, coarser, weights = pack_artifact(model, hessians), 1.0, sum(p.numel() for p in model.parameters())
+    smaller = packed
+    while most and (over := len(smaller) - most) > 0 and coarser < 4:
+        coarser = min(4, coarser * max(1.002, 2 ** (8 * over / weights)))  # twice as wide: a bit less each
+        smaller = pack_artifact(model, hessians, coarser)
+    if coarser == 1 or len(smaller) > most:
+        return packed
+    log(f"artifact: {len(packed) - most} bytes over the limit; steps {coarser:.4f} times as wide fit")
+    return smaller
 
 def stored(model):
     """{name: tensor on the CPU} of a model as files hold it."""
@@ -2253,7 +2282,8 @@ def write_model(model, folder, code, log, hessians=None):
     path = folder / "final_model.pt"
     write_atomically(path, partial(torch.save, to_payload(cfg, stored(model))))
     if cfg.score_artifact:
-        packed, path = pack_artifact(model, hessians), folder / artifact_name(cfg)
+        packed = fitting_artifact(model, limit and limit - code, log, hessians)
+        path = folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
     size = path.stat().st_size
     total, kind = size + code, codec(cfg) if cfg.score_artifact else "fp32"
@@ -2883,6 +2913,10 @@ def plan_lines(cfg, team, micro):
         yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
     yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
+    size = planned_bytes(cfg) if cfg.artifact_bytes_limit and cfg.score_artifact else None
+    if size:
+        yield (f"artifact: {size} bytes and {len(script_source())} of code (estimate), "
+               f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
     yield from stage_lines(cfg)
 
 def stage_lines(cfg):
@@ -3085,6 +3119,7 @@ def train(run, state, counter=time.perf_counter):
     cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
     began, last, reported, key = counter(), total_steps(cfg), False, None
     if any(cfg.count_orders):
+        run.log("counting n-grams")
         run.model.counts.count(np.concatenate(loader.shards))
         run.log(f"n-grams of {loader.total} tokens counted in {counter() - began:.1f} s")
         state.seconds += (counter() - began) * (state.step == 0)  # a resumed run has paid for it

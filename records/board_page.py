@@ -52,7 +52,7 @@ for (const button of document.querySelectorAll("th button")) button.onclick = ()
 class Row(NamedTuple):
     """A run as the page shows it."""
     name: str           # its folder, and its log where the folder holds several
-    group: str          # runs with the same one share a colour: a record's, or those of equal constants
+    group: str          # runs that share a colour: a record's, or those of equal script and constants
     run: Run
     result: dict        # result.json; {} where there is none
     folder: Path
@@ -94,6 +94,7 @@ def rows_of(paths, say):
             words = [result.get("preset", "")]
             words += [f"{key}={pair[-1]}" for key, pair in result.get("overrides", {}).items()
                       if key not in ("seed", "run_id")]
+            words.append(f"script {result.get('code_sha256', '')[:6]}")
             group = home.name if is_record or not result else " ".join(words)
             for run in found:
                 name = home.name if alone and len(found) == 1 else f"{home.name}/{run.file}"
@@ -129,7 +130,7 @@ def links(row, home):
 def main_table(rows, colors, home):
     """A row a run: scores, counts, links."""
     heads = ["run", "preset", "val_bpb", "val_loss", "core", "seconds", "steps", "tokens", "bytes", "seed",
-             "hardware", "files"]
+             "text", "hardware", "files"]
     made = []
     for row in rows:
         run, result = row.run, row.result
@@ -143,7 +144,8 @@ def main_table(rows, colors, home):
             cell(row.name, dot + html.escape(row.name + state)),
             cell(result.get("preset") or run.config.get("preset")),
             *(cell(*pair) for pair in scores + counts), cell(run.seed if run.seed >= 0 else None),
-            cell(run.facts.get("hardware")), cell("", links(row, home))])
+            cell(result.get("data", {}).get("name")), cell(run.facts.get("hardware")),
+            cell("", links(row, home))])
     return table(heads, made)
 
 

@@ -402,10 +402,12 @@ def record_to_beat(runs):
 
 
 def plot(args, say):
-    """Curves of the runs at each path, and in grey those of their track's record."""
+    """Curves of the runs at each path, and in grey those of their track's record. Trials which differ by seed
+    alone are one curve."""
     curves = {}
     for path in args.paths:
-        curves[Path(path).stem or path] = load_runs([path], say)
+        label = re.sub(r"^(trial_.*)_seed\d+$", r"\1", Path(path).stem)
+        curves.setdefault(label or path, []).extend(load_runs([path], say))
     title = " / ".join(curves)
     record = record_to_beat([run for runs in curves.values() for run in runs])
     if any(name.endswith(label) for name in record for label in curves):

@@ -27,12 +27,13 @@ from trials import draw_run
 # How the line begins with which a stage of a run begins
 STAGES = {
     "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "warming up",
-    "setup:": "training", "Serialized": "evaluating the artifact", "final_": "writing samples"}
+    "setup:": "training", "counting n-grams": "counting n-grams", "n-grams of": "training",
+    "Serialized": "evaluating the artifact", "final_": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
     r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
-    r"step:\d+/\d+ train_loss|n-grams of |stopping_early:|evaluating |Serialized |Code size:|"
+    r"step:\d+/\d+ train_loss|(counting )?n-grams|stopping_early:|evaluating |Serialized |Code size:|"
     r"Total submission|peak memory|scoring the artifact|final_")
 STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
@@ -180,8 +181,8 @@ def pump(stream, name, lines):
     lines.put((name, None))
 
 
-def follow(child, screen, progress, logger):
-    """Shows the child's lines until it closes both of its streams."""
+def follow(child, screen, progress, logger, stop):
+    """Shows the child's lines until it closes both of its streams. stop: has an entry once a signal came."""
     lines, open_streams = queue.Queue(), {"stdout", "stderr"}
     for name in open_streams:
         threading.Thread(target=pump, args=(getattr(child, name), name, lines), daemon=True).start()
@@ -189,6 +190,9 @@ def follow(child, screen, progress, logger):
         try:
             name, line = lines.get(timeout=0.2)
         except queue.Empty:
+            if len(stop) == 1:
+                stop.append("told")
+                screen.show("stopping: a checkpoint is saved first if training has begun", sys.stderr)
             screen.tick(*progress.live())
             continue
         if line is None:
@@ -334,7 +338,7 @@ def main(command):
     logger = open_logger(os.environ.get("LOGGER", ""))
     if not logger:
         return 2
-    progress, screen = Progress(), Screen(sys.stdout.isatty())
+    progress, screen, stop = Progress(), Screen(sys.stdout.isatty()), []
     # A session of its own, so that a signal reaches it once: from here
     env = {name: text for name, text in os.environ.items() if name != "LOGGER"}    # which is heeded here
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
@@ -342,9 +346,9 @@ def main(command):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             passed = signal.SIGTERM if number == signal.SIGHUP else number
-            signal.signal(number, lambda *_, passed=passed: child.send_signal(passed))
+            signal.signal(number, lambda *_, passed=passed: (stop.append(passed), child.send_signal(passed)))
     try:
-        follow(child, screen, progress, logger)
+        follow(child, screen, progress, logger, stop)
         code = child.wait()
     finally:
         screen.close()

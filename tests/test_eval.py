@@ -213,18 +213,40 @@ def test_what_an_artifact_holds(settings, tmp_path):
 
 
 def test_sizes_and_limits_of_artifacts(tmp_path):
-    """Fewer levels are a smaller file; the limit is the last size that is within it; weights beyond fp16 are
-    no artifact."""
+    """Fewer levels are a smaller file; the limit is the last size that is within it; a larger artifact is
+    rounded further, if that helps; weights beyond fp16 are no artifact."""
     models = [randomised(wide_config(artifact_step=step, artifact_keep=4096)) for step in (0.0, 0.1, 0.4)]
     sizes = [len(pack_artifact(model)) for model in models]
     assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.7 * sizes[1]
-    for limit, fits in ((0, True), (sizes[0] + 50, True), (sizes[0] + 49, False)):
+    for limit, fits in ((0, True), (sizes[0] + 50, True), (60, False)):
         models[0].cfg = replace(models[0].cfg, artifact_bytes_limit=limit)
         report = train_gpt.write_model(models[0], tmp_path, 50, lambda *lines: None)
         assert report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
+    for model, size, share in (models[0], sizes[0], 0.9999), (models[2], sizes[2], 0.8):
+        limit = int(share * size) + 50
+        model.cfg, said = replace(model.cfg, artifact_bytes_limit=limit), []
+        report = train_gpt.write_model(model, tmp_path, 50, lambda *lines: said.extend(lines))
+        assert 0.95 * limit < report["bytes_total"] <= limit and report["artifact_within_limit"]
+        assert said[0].startswith(f"artifact: {size + 50 - limit} bytes over the limit; steps ")
+        again = train_gpt.load_model(tmp_path / train_gpt.artifact_name(model.cfg))[0]
+        assert (again.head - model.head).abs().max() < 0.2 * model.head.abs().max()
     models[0].head.data[0, 0] = 1e8
     with pytest.raises(Refused):
         pack_artifact(models[0])
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(artifact_step=0.25), dict(artifact_step=0.4, artifact_codec="brotli"),
+    dict(artifact_keep=10**6)])
+def test_planned_bytes(changes):
+    """Of normal weights, whatever their size, within 1 %; tiny's also hold text that nobody knows yet."""
+    cfg = wide_config(**dict(artifact_keep=4096, count_orders=(0,)) | changes)
+    model = randomised(cfg)
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            p.data.normal_(0, 0.3)
+    assert train_gpt.planned_bytes(cfg) == pytest.approx(len(pack_artifact(model)), rel=0.01)
+    assert train_gpt.planned_bytes(Config()) is None
 
 
 # -------------------------------------------------------------------------------- one run

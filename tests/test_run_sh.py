@@ -191,7 +191,7 @@ def test_missing_data_is_made_then_trained_on(folder):
 def test_a_word_that_is_no_preset_is_refused_once(folder):
     program(folder, "stub", 'echo "$*" >> calls; echo "train_gpt: no preset" >&2; exit 2')
     code, err, calls = run(folder, "bord", PYTHON="stub")
-    assert (code, err, len(calls)) == (2, "train_gpt: no preset", 1)
+    assert (code, err, len(calls)) == (2, "train_gpt: no preset\nrun.sh: ./run.sh help lists its commands", 1)
 
 
 def test_a_game_for_gpus_is_refused_before_its_data_are_fetched(folder):
@@ -279,7 +279,7 @@ def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     words = "sp1024", "climbmix", "core", "depths", "PYTHON="
-    assert len(lines) == 6 and all(word in done.stdout for word in words)
+    assert len(lines) == 7 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])

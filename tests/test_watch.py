@@ -264,13 +264,16 @@ def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
 
 @pytest.mark.parametrize("sent, received", [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
 def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
-    command = f"trap 'echo got {received}; exit 7' {received}; echo ready; while sleep 0.1; do :; done"
+    command = (f"trap 'echo got {received}; sleep 1; exit 7' {received}; echo ready; "
+               "while sleep 0.1; do :; done")
     process = subprocess.Popen(     # not ignored, as in what a shell runs in the background
-        [*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        [*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(getattr(signal, f"SIG{sent}"))
-    assert process.communicate(timeout=30)[0] == f"got {received}\n" and process.returncode == 7
+    out, err = process.communicate(timeout=30)
+    assert out == f"got {received}\n" and process.returncode == 7
+    assert err == "stopping: a checkpoint is saved first if training has begun\n"
 
 
 def test_a_real_run(tiny_data, tmp_path):
