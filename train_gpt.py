@@ -3236,7 +3236,8 @@ def open_folder(run, again):
             (folder / "train_gpt.py").write_bytes(script_source())
             log.open(folder / "train.log", "\n".join(head))
         except OSError as error:
-            problem = Refused(f"run_id={run_id!r}: {folder} cannot be written ({error.strerror})")
+            why = "exists" if isinstance(error, FileExistsError) else f"cannot be written ({error.strerror})"
+            problem = Refused(f"run_id={run_id!r}: {folder} {why}")
     team.share(problem)
     log.path, run.folder = folder / "train.log", folder
     run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)

@@ -79,6 +79,7 @@ class Progress:
             self.read_step(found, line)
         for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
                              ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
+                             ("later", r" {3,}[1-9]\d* +(\d+) +\d+ +\d+ +\d+ +\d\.\d{4}"),
                              ("data", r"data: (\S+) train tokens:\d+"),
                              ("train", r"data: \S+ train tokens:(\d+)"),
                              ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
@@ -122,7 +123,9 @@ class Progress:
         limits = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", limits)
         if "data" in seen:
             yield f"data: {seen['data']}, {seen['train']} tokens to train on, {seen['val']} to be scored on"
-        yield f"plan: {seen.get('parameters')} parameters, {seen.get('batch')} tokens per step, {limits}"
+        batch = seen.get("batch")
+        later = f" (later {seen['later']})" if seen.get("later", batch) != batch else ""
+        yield f"plan: {seen.get('parameters')} parameters, {batch} tokens per step{later}, {limits}"
 
     def bits_per_byte(self, loss):
         """Of a loss in nats per token, by the val split's bytes per token; None where they are unknown."""

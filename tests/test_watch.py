@@ -31,6 +31,7 @@ parameters:9241732 (embed:131072)
 limits: at most 100000 steps (409600000 tokens); at most 120 s of training
 stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor
                      0            4096        512         256          128    1.0000
+                 50000            8192        512         256          128    1.0000
 run folder: logs/a
 rehearsal before the clock, compiling: about half a minute
 setup:1752ms compile:25111ms
@@ -104,8 +105,8 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     text = "\n".join(lines)
     assert text.startswith("override matrix_lr 0.03 -> 0.02\ndata: this is another game")
     assert ("data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on\n"
-            "plan: 9,241,732 parameters, 4,096 tokens per step, at most 100,000 steps, at most 120 s of "
-            "training\nstep:1033/100000 val_loss" in text)
+            "plan: 9,241,732 parameters, 4,096 tokens per step (later 8,192), at most 100,000 steps, at most "
+            "120 s of training\nstep:1033/100000 val_loss" in text)
     assert "step:50/" not in text and "train_time_ms" not in text and "peak memory" not in text
     assert "sample 1: def »f(x):\n    return x\n   x  step:9/9 train_loss:1.0000\n\nval_bpb 1.2164" in text
 
