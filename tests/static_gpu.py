@@ -478,6 +478,7 @@ def measure(words, ranks, trainer_path):
     found["stages"] = {}
     for stage in trainer.stage_table(cfg):
         name = f"x{stage.batch_multiple} window {stage.window}"
+        name += f" loops {stage.loops}" if getattr(stage, "loops", 0) else ""
         if name not in found["stages"]:
             found["stages"][name] = subject.stage(stage)
     try:

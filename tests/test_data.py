@@ -230,6 +230,32 @@ def test_best_fit_refuses_ranks_without_a_group():
             loader_of(data, rank, 3, packing="best_fit", bos_id=BOS)
 
 
+def test_shards_deals_whole_shards_to_ranks():
+    """Each rank's rows are of its own shards, cut from one place of each, every row once an epoch, not in
+    order; a new loader at the position of another one goes on alike."""
+    sizes, low, seen = (4 * T + 9, 6 * T + 3, 5 * T + 1, 3 * T + 8), 0, []
+    own = []                # first and last token of each shard
+    for size in sizes:
+        own, low = [*own, (low, low + size - 1)], low + size
+    for rank in range(2):
+        settings = dict(rank=rank, world_size=2, packing="shards")
+        loader = loader_of(stream_data(sizes), **settings)
+        steps = [loader.next(4 * T) for _ in range(4)]          # two rows of this rank each
+        rows = [row[0].item() for tokens, _ in steps for row in tokens]
+        for tokens, targets in steps:
+            assert torch.equal(targets, tokens + 1) and tokens.shape == (2, T)
+        homes = [next(i for i, (first, last) in enumerate(own) if first <= row <= last) for row in rows]
+        assert {*homes} == {rank, rank + 2} and rows != sorted(rows) and len({*rows}) == 8
+        for shard in {*homes}:
+            phases = {(row - own[shard][0]) % T for row, home in zip(rows, homes) if home == shard}
+            assert len(phases) == 1
+        other = loader_of(stream_data(sizes), **settings)
+        other.position = 8
+        assert all(torch.equal(a, b) for a, b in zip(other.next(4 * T), steps[2]))
+        seen += rows
+    assert len({*seen}) == 16
+
+
 def test_rows_grow_with_the_stage():
     """seq_multiple makes a row longer; the tokens of a step stay what was asked for."""
     data = documents_data(sizes=(90, 70))
