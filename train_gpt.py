@@ -2175,7 +2175,7 @@ def planned_bytes(cfg):
     with torch.device("meta"):
         parameters = [(table[kind_of(name)], p.shape) for name, p in GPT(cfg).named_parameters()]
     for row, shape in dict.fromkeys(parameters):
-        some = min(shape[0], max(1, (1 << 16) // math.prod(shape[1:])))
+        some = max(1, (1 << 16) // math.prod(shape[1:]))
         w = torch.randn((some, *shape[1:]), generator=generator)
         parts = packed_tensors(w, row, cfg, shape.numel()).values()
         raw = b"".join(part.numpy().tobytes() for part in parts)
