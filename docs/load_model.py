@@ -1,5 +1,5 @@
-"""Models of the preset tiny with nothing but torch, as `./run.sh record export RUN` wrote them. In docs/:
-model = load("../logs/RUN/export"); model(tokens) -> log-probabilities of the next token, tokens int64 (B, T)."""
+"""Models of the preset tiny with nothing but torch, as `./run.sh record export RUN` wrote them:
+model = load("../logs/RUN/export"), in docs/; model(tokens int64 (B, T)) -> log-probabilities of the next"""
 import json
 from pathlib import Path
 import torch

@@ -622,7 +622,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", [
     "full@write/checkpoint_new.pt:300", "full@sync/checkpoint_new.pt.tmp:2", "full@write/final_model.pt:1",
-    "full@sync/final_model.int8.ptz.tmp:1", "full@write/result.json:1", "full@log:19", "full@log:31",
+    "full@sync/final_model.int8.ptz.tmp:1", "full@write/result.json:1", "full@log:20", "full@log:31",
     "readonly@write/checkpoint_new.pt:300"])
 def test_a_full_disk(fault, go, whole, report):
     """... on a checkpoint, on a file of the end, on train.log: a sentence, exit 1, and it can be resumed."""
