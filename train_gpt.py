@@ -446,6 +446,7 @@ def check_ranges(cfg):
         least, most, choices = limits["least"], limits["most"], limits["choices"]
         require(type(value) is kind, f"{name}={value!r} must be of type {kind.__name__}")
         require(not choices or value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+        require(value != () or name == "parameters", f"{name} needs an entry")
         for number in value if isinstance(value, tuple) else (value,):
             require(isinstance(number, str) or least <= number <= most,
                     f"{name}={show(value)} must be from {least:g} to {most:g}")

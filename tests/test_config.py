@@ -369,6 +369,11 @@ def test_minus_one_is_off():
         assert name in refusal({name.upper(): "-1"})
 
 
+def test_a_schedule_needs_an_entry():
+    assert "mtp_schedule needs an entry" in refusal({"MTP_SCHEDULE": ""})
+    assert load_config({"PARAMETERS": ""}).parameters == Config.parameters
+
+
 def test_an_unknown_flag_names_the_nearest():
     assert "--matrix-lr?" in refusal({}, ["--matrx-lr=1"])
     assert "--max-wallclock-seconds?" in refusal({}, ["--max-wallclock=10"])
