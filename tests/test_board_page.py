@@ -87,6 +87,15 @@ def test_what_stands_in_it(page):
     assert path.stat().st_size < 4_000_000
 
 
+def test_another_script_has_another_colour(tmp_path):
+    for name, digest in (("one", "1"), ("two", "1"), ("three", "2")):
+        add_run(tmp_path, name, 2.5, "0.03")
+        path = tmp_path / name / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"code_sha256": digest}))
+    groups = {row.name: row.group for row in board_page.rows_of([tmp_path], print)}
+    assert groups["one"] == groups["two"] != groups["three"]
+
+
 def test_runs_and_records_of_this_repository(tool, tmp_path):
     assert tool("board", "--html", ROOT / "records", "--out", tmp_path / "board.html")[0] == 0
     reader = Reader((tmp_path / "board.html").read_text())

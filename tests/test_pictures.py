@@ -93,3 +93,17 @@ def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
     assert max(finals.get_xdata()) == pytest.approx(end, rel=0.02) and right > max(finals.get_xdata())
     assert tool("plot", home / newest, "--by", by, "--out", "x.png")[0] == 0
     assert not any(name.startswith("record") for name in labels(figures.pop().axes[0]))
+
+
+def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for trial, seed in ((0, 1338), (0, 1339), (1, 1340)):
+        folder = tmp_path / f"trial_20260101_{trial}_seed{seed}"
+        folder.mkdir()
+        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
+        (folder / "train.log").write_bytes(log.read_bytes())
+    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
+    names = labels(figures.pop().axes[0])
+    assert [name for name in names if "2 runs" in name] == ["trial_20260101_0: train, 2 runs"]
+    assert [name for name in names if "one run" in name] == ["trial_20260101_1: train, one run"]

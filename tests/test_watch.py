@@ -263,6 +263,13 @@ def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
     assert code == 1 and "why" in lines
 
 
+def test_counting_is_a_stage_of_its_own():
+    progress = watch.Progress()
+    for line, stage in (("setup:1ms compile:2ms", "training"), ("counting n-grams", "counting n-grams"),
+                        ("n-grams of 9 tokens counted in 1.0 s", "training")):
+        assert progress.read(line) is None and progress.stage == stage
+
+
 @pytest.mark.parametrize("sent, received", [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
 def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
     command = (f"trap 'echo got {received}; sleep 1; exit 7' {received}; echo ready; "
