@@ -587,11 +587,11 @@ def flops_per_token(cfg):
 # ---------- 4 model
 class Context(NamedTuple):
     """What the forward pass needs besides tokens and weights; make_context() makes one."""
-    rope: tuple  # cos and sin of every position, each (T, head_dim / 2), in the dtype of activations
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2), in the dtype of activations
     attn_scale: torch.Tensor  # factor on q @ k, 0-dim
     windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
-    pair_rope: tuple = ()  # the same for pairs of heads, each (2, T, head_dim / 2)
+    pair_rope: tuple = ()  # the same for pairs of heads, each (T, 1, 2, head_dim / 2)
     loops: int = 0  # further passes through the layers of loop_layers
     mtp: torch.Tensor | None = None  # (n,) weights of the losses on the next n targets; None: one target
 
@@ -602,11 +602,11 @@ def make_context(cfg, T, window, device, dtype=None, loops=None):
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     frequencies, attn_scale = rope_frequencies(cfg, window)
     frequencies = frequencies.to(device)
-    angles = torch.arange(T, device=device)[:, None] * frequencies
+    angles = torch.arange(T, device=device)[:, None, None] * frequencies
     rope = angles.cos().to(dtype), angles.sin().to(dtype)
     pair_rope = ()
     if "P" in kinds:  # even heads are rotated as at 2 t, odd ones as at 2 t + 1, whatever the pairs
-        angles = torch.arange(2 * T, device=device).view(T, 2).T[..., None] * frequencies
+        angles = torch.arange(2 * T, device=device).view(T, 1, 2, 1) * frequencies
         pair_rope = angles.cos().to(dtype), angles.sin().to(dtype)
     windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
     for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
@@ -711,7 +711,7 @@ def rope_frequencies(cfg, window):
     return frequencies, scale
 
 def rotate(x, cos, sin):
-    """RoPE on the two halves of each head. x (B, H, T, D), cos and sin (T, D / 2)."""
+    """RoPE on the two halves of each head. x (B, T, H, D), cos and sin (T, 1, D / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
@@ -735,12 +735,12 @@ def gate(x, weight):
     return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
 
 def pair_heads(x):
-    """(B, H, T, D) -> (B, H / 2, 2 T, D): at 2 t + s stands head s H / 2 + j of token t."""
-    return x.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    """(B, T, H, D) -> (B, 2 T, H / 2, D): at 2 t + s stands head s H / 2 + j of token t."""
+    return x.unflatten(2, (2, -1)).flatten(1, 2)
 
 def unpair_heads(x):
-    """The inverse: (B, H / 2, 2 T, D) -> (B, H, T, D)."""
-    return x.unflatten(2, (-1, 2)).permute(0, 3, 1, 2, 4).flatten(1, 2)
+    """The inverse: (B, 2 T, H / 2, D) -> (B, T, H, D)."""
+    return x.unflatten(1, (-1, 2)).flatten(2, 3)
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
@@ -803,24 +803,24 @@ class Block(nn.Module):
             factors = self.value_lambdas.to(v.dtype)
             v, value_embed = factors[0] * v, factors[1] * value_embed
         v = v + value_embed
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
-        q, k = rms_norm(q), rms_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        scale = context.attn_scale
+        if self.qk_gain is not None:  # of each token: the kernel of the norm then sums its gradient per head
+            scale = (self.qk_gain.float() * scale)[:, None].expand(*q.shape[:3], 1)
+        q, k = (rms_norm(q) * scale).to(k.dtype), rms_norm(k)
         if self.paired:
-            q, k = (rotate(y.unflatten(1, (-1, 2)), *context.pair_rope).flatten(1, 2) for y in (q, k))
+            q, k = (rotate(y.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3) for y in (q, k))
         else:
             q, k = (rotate(y, *context.rope) for y in (q, k))
         if self.key_offset:  # half of each key head from the token before: a match finds what came after it
             now, ahead = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-            k = torch.cat((now, torch.cat((ahead[:, :, :1], ahead[:, :, :-1]), 2)), -1).flatten(-2)
-        if self.qk_gain is not None:
-            q = q * self.qk_gain.to(q.dtype)[:, None, None]
-        paired = (pair_heads(y) if self.paired else y for y in (q * context.attn_scale, k, v))
-        y = self.kernels.attention(*paired, mask)
+            k = torch.cat((now, torch.cat((ahead[:, :1], ahead[:, :-1]), 1)), -1).flatten(-2)
+        paired = (pair_heads(y) if self.paired else y for y in (q, k, v))
+        y = self.kernels.attention(*(y.transpose(1, 2) for y in paired), mask).transpose(1, 2)
         y = unpair_heads(y) if self.paired else y
         if self.cfg.exclusive:
-            y, own = y.unflatten(1, (v.size(1), -1)), F.normalize(v, dim=-1)[:, :, None]
-            y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(1, 2)
-        y = y.transpose(1, 2)
+            y, own = y.unflatten(2, (v.size(2), -1)), F.normalize(v, dim=-1)[:, :, :, None]
+            y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if self.attn_gate is not None:
             y = y * gate(h, self.attn_gate)[..., None]
         if self.output_lambda is not None:

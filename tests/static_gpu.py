@@ -1,6 +1,7 @@
 """What a training step does on a GPU, found without one.
 
     ./run.sh static [PRESET ...] [NAME=value ...] [--gpu h100 ...] [--ranks 8 ...] [--json FILE]
+    ./run.sh static speedrun --kernels 20               and the Triton kernels that move most bytes
     ./run.sh static speedrun --against FILE             what a change did to the compiled step
     ./run.sh static speedrun --trainer PATH             another checkout's train_gpt.py
 
@@ -411,7 +412,7 @@ def figures(lines, flex_flop, eager, steps):
     name = os.environ.get("STATIC_NAME", GPUS["h100"].name)
     gpu = next(gpu for gpu in GPUS.values() if gpu.name == name)
     kinds, flop, moved, ms = (collections.Counter() for _ in range(4))
-    registers = spilled = 0
+    kernels = collections.defaultdict(lambda: [0, 0, 0, 0])  # name: [bytes, launches, registers, stack]
     for kind, *words in lines:
         kinds[kind] += 1
         if kind == "gemm":
@@ -428,12 +429,14 @@ def figures(lines, flex_flop, eager, steps):
             ms["attention"] += 1e3 * work / gpu.attention
         elif kind == "bytes" and not ("flex" in words[0] and "_tem_" in words[0]):
             moved["triton"] += int(words[1])
+            kernels[words[0]][0] += int(words[1])
         elif kind == "memset":
             moved["memset"] += int(words[0])
         elif kind == "collective":
             moved["collectives"] += int(words[1])
         elif kind == "triton":
-            registers, spilled = max(registers, int(words[4])), max(spilled, int(words[5]))
+            row = kernels[words[0]]
+            row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
     flop["flex attention"], moved["eager"] = flex_flop, eager
     ms["attention"] += 1e3 * flex_flop / (0.8 * gpu.attention)
     ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / gpu.bandwidth
@@ -447,9 +450,19 @@ def figures(lines, flex_flop, eager, steps):
         ms={name: round(value / steps, 2) for name, value in ms.items() if value},
         sum_ms=round(total, 1),
         collectives_ms=round(1e3 * moved["collectives"] / steps / NVLINK, 1),
-        registers=registers,
-        spilled_bytes=spilled,
+        registers=max((row[2] for row in kernels.values()), default=0),
+        spilled_bytes=max((row[3] for row in kernels.values()), default=0),
         refused=refusals(lines),
+        largest=[
+            dict(
+                name=name,
+                GB=round(row[0] / steps / 1e9, 3),
+                launches=row[1] / steps,
+                registers=row[2],
+                stack=row[3],
+            )
+            for name, row in sorted(kernels.items(), key=lambda item: -item[1][0])
+        ],
     )
 
 
@@ -521,8 +534,8 @@ def problems(found):
     return sentences
 
 
-def report(title, found):
-    """Prints what measure() found."""
+def report(title, found, kernels=0):
+    """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
     print(f"\n== {title}")
     for sentence in problems(found):
         print(f"  PROBLEM: {sentence}")
@@ -555,6 +568,11 @@ def report(title, found):
         print(
             f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}; collectives {row['collectives_ms']}"
         )
+        for kernel in row["largest"][:kernels]:
+            print(
+                f"    {kernel['GB']:8.3f} GB, {kernel['launches']:g} launches, "
+                f"{kernel['registers']} registers, stack {kernel['stack']} B: {kernel['name']}"
+            )
     print(f"  evaluation: {found['evaluation']}")
 
 
@@ -570,7 +588,7 @@ def changes(before, after):
     old, new = flat(before), flat(after)
     for place in sorted(old.keys() | new.keys()):
         a, b = old.get(place), new.get(place)
-        if a == b or place.endswith(("seconds", "host_ms")):
+        if a == b or place.endswith(("seconds", "host_ms", "largest")):
             continue
         both = all(isinstance(x, (int, float)) and x for x in (a, b))
         yield f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else "")
@@ -584,6 +602,7 @@ def parse(argv):
     parser.add_argument("--gpu", nargs="+", default=["h100"], choices=GPUS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8])
     parser.add_argument("--trainer", type=Path, default=HERE.parent, help="folder of train_gpt.py")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N that move most bytes")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--against", type=Path, help="file of --json: print what changed")
     parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
@@ -637,7 +656,7 @@ def main(argv):
         for preset, gpu, ranks in itertools.product(args.presets, args.gpu, args.ranks):
             title = " ".join([preset, *args.settings, f"on {ranks} x {gpu}"])
             results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
-            report(title, results[title])
+            report(title, results[title], args.kernels)
             sys.stdout.flush()
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

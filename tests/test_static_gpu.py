@@ -210,6 +210,9 @@ def test_figures_of_two_steps():
     dense = 4 * 2 * 4 * 128 * 128 * 64 / 2
     assert found["launches"] == 8 and found["kinds"]["gemm"] == 2 and found["registers"] == 255
     assert found["spilled_bytes"] == 16 and found["refused"] == {"cublasLt fp8: the layout is not TN": 2}
+    flex = dict(name="triton_tem_fused_flex_attention_1", GB=0, launches=1, registers=255, stack=16)
+    add = dict(name="triton_poi_fused_add_0", GB=0, launches=1, registers=40, stack=0)
+    assert found["largest"] == [add, flex]  # flex attention's bytes are not counted
     assert found["TFLOP"] == {
         "bf16": round(2 * 64 * 32 * 16 * 2 / 1e12, 3),
         "fp8": 0.0,
