@@ -996,9 +996,8 @@ class GPT(nn.Module):
             for row, (source, to) in enumerate(self.skips, self.unet):
                 if to == i:
                     x = self.skip(x, x0, outputs[source], row)
-            value_embed = 0
-            if self.tables[i]:
-                value_embed = F.embedding(tokens, self.value_embeds[self.tables[i] - 1]).to(x.dtype)
+            table = self.tables[i]
+            value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype) if table else 0
             if kind != "0":
                 source = outputs[cfg.attn_source] if 0 < cfg.attn_source < i else None
                 x = block(x, x0, bigrams if i else None, source, value_embed, masks.get(kind), context)
@@ -1224,7 +1223,7 @@ def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
 class Bank:
     """Parameters with the same rule, as views of one buffer: one collective serves all. Each rank updates its
     share of units: whole matrices for Muon, 64 numbers for Adam. data: what the model reads. master: this
-    rank's share in fp32, that of data if data is fp32. grad: of all micro-steps, fp32."""
+    rank's share in fp32, that of data if data is fp32. grad: of all micro-steps; fp32, of tables as data."""
     def __init__(self, row, names, params, rank, world_size, dtype, ema=False):
         self.state, self.fresh = [], True
         self.row, self.names, self.rank, self.world_size = row, names, rank, world_size
@@ -1233,8 +1232,8 @@ class Bank:
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
         self.units = int(self.places[-1]) // size  # that hold parameters; the rest makes the shares equal
         total = math.ceil(self.units / world_size) * world_size * size
-        self.grad = torch.zeros(total, device=params[0].device)
-        self.data = self.grad.to(dtype, copy=True)
+        self.data = torch.zeros(total, dtype=dtype, device=params[0].device)
+        self.grad = torch.zeros_like(self.data, dtype=dtype if "embed" in row.group else torch.float32)
         self.grads = self.views(self.grad)
         self.my_data = self.share(self.data)
         self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.share(self.grad)
@@ -1266,7 +1265,7 @@ class Bank:
     @torch.no_grad()
     def load(self, values):
         """Parameters from {name: fp32}."""
-        whole = torch.zeros_like(self.grad)
+        whole = torch.zeros_like(self.data, dtype=torch.float32)
         for name, view in zip(self.names, self.views(whole)):
             view.copy_(values[name])
         self.fresh = True  # what grad holds is used up, or of other values
@@ -2373,7 +2372,7 @@ def restore(run, checkpoint):
     """Puts a checkpoint, whose tensors rank 0 has, into a run of any number of ranks -> its TrainState."""
     team, progress = run.team, checkpoint["progress"]
     for bank in run.optimizer.banks:
-        values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.grad))))
+        values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.data, dtype=torch.float32))))
         for name, value in values.items():
             if team.rank == 0:
                 value.copy_(checkpoint["tensors"][name])
@@ -2860,9 +2859,10 @@ def step_memory(cfg, team, sequences):
     tables = 8 * sum(n > 0 for n in cfg.count_orders) << cfg.count_bits
     most = max(stage.seq_multiple for stage in stage_table(cfg))
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
-    # 1. weights as the model reads them, gradients; a rank's share of gradients, masters and moments
+    # 1. weights as the model reads them, gradients, their sums; a rank's share of gradients, masters, moments
     shared = (16 if ranks > 1 else 12) + (4 if cfg.ema_decay else 0)
     held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / ranks)
+    held -= (4 - width) * team.on_gpu * (counts["embed"] + counts["value_embed"])
     # 2. what layers keep for the backward pass; fp8 keeps less
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
     kinds = [kinds[i] for i in layer_order(cfg, max(cfg.loop_schedule))]

@@ -355,6 +355,27 @@ def test_data_gradients_and_state_are_all_that_a_step_changes():
     assert all(torch.equal(p, found[1][name]) for name, p in found[0].items())
 
 
+def test_bf16_weights_have_fp32_masters():
+    """As on a GPU. The sums of the tables' gradients are bf16, too, others are not; steps are those of fp32
+    up to what bf16 gradients lose."""
+    cfg = replace(SMALL, adam_every=2, normuon_beta2=0.95)
+    model, twin = randomised(cfg), randomised(cfg)
+    optimizer = Optimizer(model, cfg, dtype=torch.bfloat16, muon_dtype=torch.float32)
+    plain, before = Optimizer(twin, cfg), values(twin)
+    for bank in optimizer.banks:
+        table = kind_of(bank.names[0]) in ("embed", "bigram_embed", "value_embeds")
+        assert bank.data.dtype == torch.bfloat16 and bank.master.dtype == torch.float32
+        assert bank.grad.dtype == (torch.bfloat16 if table else torch.float32), bank.names
+    for step in range(4):
+        take_step(model, optimizer, step)
+        take_step(twin, plain, step)
+    masters = optimizer.weights()
+    for name, p in values(twin).items():
+        assert torch.equal(values(model)[name], masters[name].bfloat16())
+        off, moved = (masters[name] - p).norm(), (p - before[name]).norm()
+        assert 0 < off <= 0.05 * moved, (name, float(off / moved))  # small sums differ in sign
+
+
 @pytest.mark.parametrize("limit", [0.01, 3.0, 1e5])
 def test_clipping_equals_torch(limit):
     model, twin = randomised(SMALL), randomised(SMALL)
