@@ -2708,9 +2708,9 @@ def fused_loss(x, head, targets, cap, linear, mtp=None, row_losses=row_losses):
     weights = x.new_ones(1, dtype=torch.float32) if mtp is None else mtp
     ahead = [F.pad(targets[:, k:], (0, k), value=-1) for k in range(len(weights))]
     x, targets = x.flatten(0, -2), torch.stack(ahead, -1).flatten(0, 1)
-    scales = (None,) * 3 if linear is fp8_linear else None
-    if getattr(linear, "func", linear) is fp8_head:
-        scales = head_scales(x.size(-1), len(x), **getattr(linear, "keywords", {}))
+    scales = head_scales(x.size(-1), len(x), **getattr(linear, "keywords", {}))
+    if getattr(linear, "func", linear) is not fp8_head:  # no gradient is larger than 1 / tokens
+        scales = (None, None, scales[2]) if linear is fp8_linear else None
     return FusedLoss.apply(x, head, targets, weights, cap, scales, row_losses)
 
 def choose_kernels(cfg, on_gpu, log):
@@ -2869,8 +2869,8 @@ def step_memory(cfg, team, sequences):
     kept = cfg.model_dim * sum(13 * (kind in "LSP") + 2.2 * cfg.mlp_mult * (kind != "0") for kind in kinds)
     part = fp8_part(cfg, team.on_gpu)
     kept *= 0.68 if team.on_gpu and part == "all" else 1
-    # 3. logits; on a GPU their gradients take their place, in fp8 in two layouts
-    each = 2 * width if not team.on_gpu else width if part == "off" else 4
+    # 3. logits; on a GPU their gradients take their place, in fp8 a place beside them
+    each = 2 * width if not team.on_gpu else width if part == "off" else width + 1
     return int(held + tables + tokens * (width * kept + each * cfg.vocab_size))
 
 def micro_batch(cfg, team):
