@@ -274,9 +274,12 @@ def test_counting_is_a_stage_of_its_own():
 def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
     command = (f"trap 'echo got {received}; sleep 1; exit 7' {received}; echo ready; "
                "while sleep 0.1; do :; done")
-    process = subprocess.Popen(     # not ignored, as in what a shell runs in the background
-        [*WATCH, "bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    def as_in_a_terminal():     # what a shell runs in the background ignores INT, below nohup HUP
+        for ignored in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_DFL)
+
+    process = subprocess.Popen([*WATCH, "bash", "-c", command], text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, preexec_fn=as_in_a_terminal)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(getattr(signal, f"SIG{sent}"))
     out, err = process.communicate(timeout=30)
