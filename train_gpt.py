@@ -805,7 +805,7 @@ class Block(nn.Module):
         v = v + value_embed
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         scale = context.attn_scale
-        if self.qk_gain is not None:  # of each token: the kernel of the norm then sums its gradient per head
+        if self.qk_gain is not None:  # expanded over tokens, so that the norm's kernel sums its gradient
             scale = (self.qk_gain.float() * scale)[:, None].expand(*q.shape[:3], 1)
         q, k = (rms_norm(q) * scale).to(k.dtype), rms_norm(k)
         if self.paired:
@@ -2861,8 +2861,8 @@ def step_memory(cfg, team, sequences):
     tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients, their sums; a rank's share of gradients, masters, moments
     shared = (16 if ranks > 1 else 12) + (4 if cfg.ema_decay else 0)
-    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / ranks)
-    held -= (4 - width) * team.on_gpu * (counts["embed"] + counts["value_embed"])
+    narrow = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # whose sums are no wider
+    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / ranks) - (4 - width) * narrow
     # 2. what layers keep for the backward pass; fp8 keeps less
     kinds = per_layer(cfg.window_pattern, cfg.num_layers)
     kinds = [kinds[i] for i in layer_order(cfg, max(cfg.loop_schedule))]

@@ -261,6 +261,14 @@ def test_fused_loss_in_fp8_is_as_near_as_the_reference(product, compiling):
             zip(loss_and_gradients(loss, x, head, targets, CAPS[1], product), exact)]
            for loss in (train_gpt.fused_loss, lm_loss)]
     assert all(mine <= 1.2 * other + 0.005 for mine, other in zip(*off)) and max(off[0]) > 0.02
+    dtypes = []
+
+    def spy(*args):
+        dtypes.append(args[-1])
+        return train_gpt.row_losses(*args)
+
+    train_gpt.fused_loss(x, head, targets, CAPS[1], product, row_losses=spy)
+    assert dtypes == [torch.float8_e5m2]  # no gradient of logits size in bf16
 
 
 def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatch):
