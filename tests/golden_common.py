@@ -1,0 +1,458 @@
+"""What the golden tests of all recipes share: the sets on the disk, how the trainer is called, comparisons.
+
+Everything that calls train_gpt stands in the section "the trainer". Which of its parameters and constants is
+which of a set's stands in golden_<recipe>.py. All else, shapes included, is read from the sets.
+"""
+import json
+import math
+import os
+import re
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+from helpers import add_gradients, fake_team, write_shard
+
+OURS = Path(__file__).parent / "golden"
+GOLDEN = Path(os.environ.get("GOLDEN") or OURS)     # GOLDEN=FOLDER lays another set over ours
+FOREIGN = GOLDEN.resolve() != OURS.resolve()
+
+# The matrices of a block, by the names that our parameters and those of the later sets have
+MATRICES = ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
+
+
+# ---------------------------------------------------------------- the trainer
+CPU = torch.device("cpu")
+load_config, replace = train_gpt.load_config, train_gpt.replace
+kind_of = train_gpt.kind_of
+
+
+def make_model(cfg):
+    return train_gpt.GPT(cfg)
+
+
+def full_size_shapes(cfg):
+    """{name of a parameter: its shape}, without the memory."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in make_model(cfg).named_parameters()}
+
+
+def make_context(cfg, T, window, dtype=torch.float32, **fields):
+    """For rows of T tokens and long layers that see so many tokens before their own; fields: of Context."""
+    return train_gpt.make_context(cfg, T, window, CPU, dtype)._replace(**fields)
+
+
+def loss_of(model, tokens, targets, context):
+    return model(tokens, targets, context)
+
+
+def logits_of(model, tokens, context):
+    return model.logits(model.hidden(tokens, context))
+
+
+def stated_in(cfg, name):
+    """A constant as one types it, by the name that an environment has; None: there is no such constant."""
+    value = getattr(cfg, train_gpt.NAMES.get(name, name.lower()), None)
+    return None if value is None else train_gpt.show(value)
+
+
+def parameter_rows(cfg):
+    """{kind of parameter: its row of the parameter table, every number resolved}. lr: before the factor of
+    tall matrices. decay: what a step takes off a weight, over its LR."""
+    found = {}
+    for kind, row in train_gpt.parameter_table(cfg).items():
+        muon = row.optimizer == "muon"
+        decay = cfg.weight_decay * cfg.matrix_lr if muon else cfg.adam_weight_decay
+        found[kind] = SimpleNamespace(
+            optimizer=row.optimizer, lr=getattr(cfg, row.lr) * row.lr_mult, decay=decay * row.decay_mult,
+            betas=[row.beta1 or cfg.beta1, row.beta2 or cfg.beta2], eps=cfg.adam_eps,
+            init=row.init, scale=row.scale, change=row.change,
+            artifact_step=row.artifact_step and cfg.artifact_step * row.artifact_step,
+            artifact_most=row.artifact_most, scalar=row.group == "scalar")
+    return found
+
+
+def make_optimizer(model, cfg, first_step):
+    """As it is at this step of a run, but that it has no state."""
+    optimizer = train_gpt.Optimizer(model, cfg)
+    optimizer.step_count = first_step % cfg.adam_every
+    return optimizer
+
+
+def step_on_gradients(optimizer, gradients, now):
+    """A step on {name: gradient} at `now`, which is of Schedule.at."""
+    add_gradients(optimizer, gradients)
+    optimizer.step(now.lr, now.momentum, now.decay_factor, now.tied)
+
+
+def step_on_batch(model, optimizer, batch, rows, context, grad_factor, lr, momentum, decay_factor):
+    """A training step, at most so many rows at a time."""
+    train_gpt.train_step(model, optimizer, batch, rows, context, grad_factor, lr, momentum, decay_factor)
+
+
+def adam_alone(p, grads, lr, betas, eps, cfg):
+    """p after a step on each of grads."""
+    p = p.clone()
+    m = torch.zeros_like(p)
+    v = torch.zeros_like(p)
+    for step, grad in enumerate(grads, 1):
+        numbers = [torch.tensor(x) for x in (1.0, float(step), lr)]
+        train_gpt.adam_step(p, grad, m, v, *numbers, *betas, eps, cfg.adam_eps_corrected)
+    return p
+
+
+def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
+    """p after a step on each of grads by our Optimizer, as a parameter of this kind. decay: what a step takes
+    off a weight, over its LR."""
+    cfg = replace(cfg, matrix_lr=lr, weight_decay=decay / lr, adam_every=1)
+    module = torch.nn.Module()
+    module.register_parameter(kind, torch.nn.Parameter(p.clone().contiguous()))
+    optimizer = train_gpt.Optimizer(module, cfg)
+    for grad, momentum in zip(grads, momenta):
+        add_gradients(optimizer, {kind: grad})
+        optimizer.step(1.0, momentum)
+    return module.get_parameter(kind).detach()
+
+
+def decay_scale(cfg):
+    """What Muon takes off a weight, over its LR, at a decay factor of 1."""
+    return cfg.weight_decay * cfg.matrix_lr
+
+
+class Schedule:
+    """Of a run at full size."""
+
+    def __init__(self, cfg):
+        self.cfg, self.seen = cfg, {}
+
+    def at(self, step, seconds=0.0, progress=None):
+        """lr, momentum, decay_factor, tied: what a step takes. progress, and of the stage tokens (of a
+        batch), windows {"L": long, "S": short}, attn_scale, longest (document), loops."""
+        cfg = self.cfg
+        if progress is None:
+            progress = train_gpt.run_progress(cfg, step, seconds)
+        stage = train_gpt.stage_at(cfg, progress)
+        if stage not in self.seen:
+            T = cfg.train_seq_len * stage.seq_multiple
+            self.seen[stage] = dict(
+                tokens=cfg.train_batch_tokens * stage.batch_multiple, longest=stage.longest,
+                windows=train_gpt.window_sizes(cfg, stage.window, T), loops=stage.loops,
+                attn_scale=train_gpt.rope_frequencies(cfg, stage.window)[1])
+        return SimpleNamespace(
+            progress=progress, lr=train_gpt.lr_factor(cfg, step, progress),
+            momentum=train_gpt.muon_momentum(cfg, step, progress),
+            decay_factor=train_gpt.decay_factor(cfg, step, progress),
+            tied=train_gpt.tied(cfg, step, progress), **self.seen[stage])
+
+    def target_weights(self, progress):
+        """Of the losses on the next targets."""
+        return train_gpt.mtp_weights(self.cfg, progress)
+
+    def adam_steps(self, step):
+        """Does Adam take a step at the end of this one?"""
+        return (step + 1) % self.cfg.adam_every == 0
+
+
+def open_shards(folder, parts):
+    """{name: tokens} of shards on the disk, as the trainer opens them."""
+    found = {}
+    for number, tokens in enumerate(parts):
+        path = folder / f"x_train_{number:06d}.bin"
+        write_shard(path, tokens)
+        found[path.name] = train_gpt.open_shard(path)
+    return found
+
+
+def make_loader(cfg, shards, bos, ranks, rank, groups=()):
+    """groups: {name of a shard: documents of each of its groups}."""
+    data = train_gpt.Data(shards, None, None, cfg.vocab_size, bos, None, {}, dict(groups))
+    return train_gpt.Loader(cfg, data, fake_team(rank, ranks), log=lambda *_: None)
+
+
+def loss_of_split(model, cfg, tokens, protocol="plain"):
+    """val_loss of a val split."""
+    data = train_gpt.Data({}, tokens, None, cfg.vocab_size, cfg.bos_id, None, {})
+    return train_gpt.evaluate(model, cfg, data, fake_team(), protocol=protocol).val_loss
+
+
+def nats_of(model, tokens, targets):
+    """Of each target, by log_probs."""
+    with torch.no_grad():
+        return -train_gpt.log_probs(model, tokens).gather(-1, targets[..., None])[..., 0].double()
+
+
+# ---------------------------------------------------------------- the sets
+@cache
+def open_set(recipe):
+    """The set of a recipe. One that is not there is skipped by name if it is not ours that is asked for."""
+    path = GOLDEN / recipe.FILE
+    if not path.exists() and FOREIGN:
+        pytest.skip(f"{recipe.FILE}: not in this folder")
+    assert path.exists(), f"{recipe.FILE} is missing"
+    return recipe(np.load(path))
+
+
+def set_fixture(recipe):
+    """A fixture that is the set of a recipe."""
+    @pytest.fixture(scope="module")
+    def opened(one_thread):
+        return open_set(recipe)
+    return opened
+
+
+class GoldenSet:
+    """A set: JSON texts, arrays, weights by prefix, batches. A recipe adds FILE, its place in the folder; cfg
+    and full, our Config at toy and at full size; ours(), which of our parameters is which of theirs; and
+    RATES_OF_TALL, whether their rates hold the factor of tall matrices. ours() is linear with factors 1, so
+    it serves weights, gradients and updates alike."""
+
+    def __init__(self, npz):
+        self.npz, self.arrays = npz, {}
+        self.names = {*npz.files}
+
+    def array(self, name):
+        if name not in self.arrays:
+            self.arrays[name] = self.npz[name]
+        return self.arrays[name]
+
+    def tensor(self, name):
+        return torch.from_numpy(np.asarray(self.array(name)))
+
+    def json(self, name):
+        return json.loads(str(self.array(name)))
+
+    def rows(self, name):
+        """Rows of a schedule as {column: number}."""
+        columns = self.json("schedule_columns")
+        return [dict(zip(columns, row)) for row in self.array(name).tolist()]
+
+    def matches(self, pattern):
+        """[what the group of the pattern holds, of every name that it fits], in order, each once."""
+        found = (re.fullmatch(pattern, name) for name in self.npz.files)
+        return list(dict.fromkeys(match[1] for match in found if match))
+
+    def their_weights(self, prefix):
+        return {name: self.tensor(f"{prefix}.{name}") for name in self.matches(re.escape(prefix) + r"\.(.*)")}
+
+    def weights(self, prefix):
+        return self.ours(self.their_weights(prefix))
+
+    def batches(self, prefix=""):
+        """How many there are."""
+        return len(self.matches(re.escape(prefix) + r"tokens_(\d+)"))
+
+    def model(self):
+        """Ours with their weights: every parameter of the one is one of the other."""
+        model = make_model(self.cfg)
+        weights = self.weights("w0")
+        assert {name: tuple(w.shape) for name, w in weights.items()} == \
+            {name: tuple(p.shape) for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name])
+        return model
+
+    def context(self, T, window, dtype=torch.float32, **fields):
+        return make_context(self.cfg, T, window, dtype, **fields)
+
+
+class Seed(GoldenSet):
+    """A set of golden/README.md. A recipe also says where SCALARS are one tensor there, compared as one, and
+    what SCALAR_GRADIENT allows them; TABLES, whose updates change sign; and the methods that raise here."""
+    SCALARS, SCALAR_GRADIENT, TABLES = (), 8e-6, ()
+
+    def __init__(self, npz):
+        super().__init__(npz)
+        self.cfg = load_config(self.json("overrides"))
+        self.full = load_config(self.json("overrides_full"))
+        self.schedule = Schedule(self.full)
+
+    @classmethod
+    def series(cls):
+        """Names of the series of steps, before a test has opened the set."""
+        path = GOLDEN / cls.FILE
+        return json.loads(str(np.load(path)["series"])) if path.exists() else ["none"]
+
+    def prefix(self, series):
+        """Of the batches of a series: its own where they grow, else the plain ones."""
+        return f"{series}/" if self.batches(f"{series}/") else ""
+
+    def batch(self, k, prefix=""):
+        return self.tensor(f"{prefix}tokens_{k}"), self.tensor(f"{prefix}targets_{k}")
+
+    def setting_context(self, setting, T):
+        """Context of one of `settings`, whose numbers beside the long window are ours."""
+        context = self.context(T, setting["window_long"])
+        sizes = context.windows
+        if "S" in sizes and setting["window_short"]:
+            assert int(sizes["S"]) == setting["window_short"], setting
+        if "attn_scale" in setting:
+            assert context.attn_scale.item() == pytest.approx(setting["attn_scale"], rel=1e-6), setting
+        return context
+
+    def rows_at_once(self, batch):
+        """Rows of a micro-step."""
+        return len(batch[0])
+
+    def grad_factor(self, row, batch):
+        """Their gradient over that of the mean loss, at a row of a series."""
+        return 1
+
+    def decay_at(self, row):
+        """What Muon takes off a weight, over its LR, at a row of a schedule."""
+        return row["wd"]
+
+    def unit_decay(self, about):
+        """The same of an optimizer alone."""
+        return about.get("wd", 0)
+
+    def unit_kind(self, name):
+        """(the kind of our parameter that an optimizer alone is tried on, whether theirs is transposed)"""
+        return "query", False
+
+    def first_values(self, name, about):
+        """First values of a tensor at full size; inf: drawn."""
+        law = about["init"]
+        values = {"constant": law.get("value"), "zeros": 0, "rows": law.get("values")}.get(law["kind"], math.inf)
+        values = torch.tensor(values, dtype=torch.float64)
+        while values.dim() < len(about["shape"]):
+            values = values.unsqueeze(-1)
+        return values.expand(about["shape"])
+
+    def packing_config(self, about):
+        """For the Loader of the packing."""
+        raise NotImplementedError
+
+    def stated_decay(self, about):
+        """What a step takes off a weight, over its LR, by an entry of init."""
+        return about.get("wd", 0) * about.get("wd_mult", 1)
+
+
+class Later(GoldenSet):
+    """A set of golden/plus/README.md. A recipe also gives PRESET; toy(), its constants; settings(); NAMES,
+    {kind of our parameter: their name}; and RATES_OF_TALL."""
+
+    def __init__(self, npz):
+        super().__init__(npz)
+        self.meta = self.json("meta")
+        self.full = load_config({"PRESET": self.PRESET})
+        self.schedule = Schedule(self.full)
+        self.overrides = {"PRESET": self.PRESET} | {name: str(x) for name, x in self.toy().items()}
+        self.cfg = load_config(self.overrides)
+
+    @classmethod
+    def series(cls):
+        path = GOLDEN / cls.FILE
+        if not path.exists():
+            return ["none"]
+        found = (re.match(r"(\w+)\.dw\d+\.", name) for name in np.load(path).files)
+        return list(dict.fromkeys(match[1] for match in found if match))
+
+    def batch(self, k):
+        rows = [self.tensor(f"{name}_{k}").long() for name in ("tokens", "targets")]
+        return [row.view(-1, row.size(-1)) for row in rows]
+
+    def settings(self):
+        """[prefix (of names), losses (of each batch), context, weights (a function of {name: parameter})]"""
+        raise NotImplementedError
+
+    def first_step(self, series, steps):
+        """Of a series of so many."""
+        raise NotImplementedError
+
+    def schedule_at(self, step, series):
+        return self.schedule.at(step)
+
+    @cache
+    def numbers(self):
+        """{their name: of each number its place in all of them}"""
+        shapes = {name: w.shape for name, w in self.their_weights("w0").items()}
+        places = torch.arange(sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
+        parts = places.split([shape.numel() for shape in shapes.values()])
+        return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items())}
+
+    def theirs(self, ours):
+        """{our name: tensor} -> {their name: tensor}; nan where ours has no such number."""
+        numbers = self.numbers()
+        flat = torch.full((sum(part.numel() for part in numbers.values()),), math.nan, dtype=torch.float64)
+        for name, places in self.ours(numbers).items():
+            flat[places.flatten().long()] = ours[name].detach().double().flatten()
+        return {name: flat[places.long()] for name, places in numbers.items()}
+
+    def synthetic_gradients(self, step):
+        """Of golden/plus/README.md, as ours."""
+        found = {}
+        for i, name in enumerate(sorted(self.their_weights("w0"))):
+            draw = np.random.default_rng([self.meta["seed"], step, i]).standard_normal
+            found[name] = torch.from_numpy((0.01 * draw(self.array(f"w0.{name}").shape)).astype(np.float32))
+        return self.ours(found)
+
+    def first_text(self, kind, text):
+        """The part of an entry's `init` that is about this kind of our parameters."""
+        return text
+
+    def entry(self, kind):
+        """The entry of `init` for this kind of our parameters: blocks.i.query/key/value (10 layers)."""
+        init = self.json("init")
+        name = self.NAMES.get(kind, kind)
+        found = [about for key, about in init.items() if name in re.split(r"[./]", key.split(" ")[0])]
+        assert len(found) == 1, (kind, [*init])
+        return found[0]
+
+
+# ---------------------------------------------------------------- comparisons
+def difference(ours, theirs):
+    """|ours - theirs| / |theirs|, Euclidean."""
+    return (ours - theirs).norm().item() / (theirs.norm().item() or 1)
+
+
+def close(ours, theirs, tolerance, what):
+    """All numbers of two lists, at once."""
+    ours = np.asarray(ours, np.float64)
+    theirs = np.asarray(theirs, np.float64)
+    assert ours.shape == theirs.shape and len(ours), what
+    off = np.abs(ours - theirs)
+    assert (off <= tolerance).all(), (what, [(i, ours[i], theirs[i]) for i in np.flatnonzero(off > tolerance)[:5]])
+
+
+def distinct(tensor):
+    """The different values of a tensor, of which much may be one number, expanded."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.unique().tolist()
+
+
+def nats_and_loss(model, tokens, targets, context):
+    """(nats of each target, mean loss by logits, mean loss by the model)"""
+    with torch.no_grad():
+        scores = logits_of(model, tokens, context).flatten(0, 1)
+        nats = F.cross_entropy(scores.double(), targets.flatten(), reduction="none")
+        return nats, nats.mean().item(), loss_of(model, tokens, targets, context).item()
+
+
+def gradients(model, tokens, targets, context):
+    """{name: gradient of the mean loss}"""
+    names, params = zip(*model.named_parameters())
+    loss = loss_of(model, tokens, targets, context)
+    return dict(zip(names, torch.autograd.grad(loss, params, materialize_grads=True)))
+
+
+@contextmanager
+def in_fp64():
+    """What the trainer makes fp32 of stays fp64."""
+    to_fp32 = torch.Tensor.float
+    with mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_fp32(x)):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)

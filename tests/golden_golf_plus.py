@@ -1,0 +1,204 @@
+"""golf_plus: which parameters and constants of ours are which of golden/plus/golf_plus.npz, and what only this
+set holds."""
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from golden_common import (MATRICES, Later, difference, fake_team, kind_of, loss_of_split, make_loader,
+                           make_optimizer, open_shards, parameter_rows, replace, set_fixture,
+                           step_on_gradients)
+
+
+class GolfPlus(Later):
+    FILE, PRESET, RATES_OF_TALL = "plus/golf_plus.npz", "golf_plus", False
+    # {kind of our parameter: theirs, by which `init` has it}
+    NAMES = {"layer_scale": "attn_scale", "resid_lambda": "residual_mix", "x0_lambda": "residual_mix",
+             "skip_mix": "skip_gates"}
+    # {our constant at full size: theirs} where the names differ; and those that are the same
+    CONSTANTS = {"eval_sliding": "eval_stride", "gptq_batches": "gptq_calibration_batches"}
+    SAME = ("vocab_size", "num_layers", "model_dim", "num_kv_heads", "num_heads", "mlp_mult", "tie_embeddings",
+            "logit_softcap", "rope_base", "tied_embed_lr", "tied_embed_init_std", "matrix_lr", "scalar_lr",
+            "muon_momentum", "beta1", "beta2", "muon_momentum_warmup_start", "muon_momentum_warmup_steps",
+            "muon_backend_steps", "adam_eps", "ema_decay", "grad_clip_norm", "train_seq_len",
+            "train_batch_tokens", "iterations", "warmdown_frac", "qk_gain_init")
+
+    def toy(self):
+        meta = self.meta
+        return {
+            "NUM_LAYERS": meta["layers"], "NUM_HEADS": meta["heads"], "NUM_KV_HEADS": meta["kv_heads"],
+            "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"], "TRAIN_SEQ_LEN": meta["seq"],
+            "TRAIN_BATCH_TOKENS": meta["seq"] * meta["rows"], "ARTIFACT_KEEP": 0,
+            "LOOP_LAYERS": f"{meta['loop_start']},{meta['loop_end']}",
+            "LOOP_SCHEDULE": f"0,{meta['num_loops']}",
+            "ROPE_FRACTION": meta["rope_dims"] / meta["head_dim"]}
+
+    def ours(self, w):
+        """Their heads rotate the first channels, ours the first ones of both halves."""
+        D, rotated = self.meta["head_dim"], self.meta["rope_dims"]
+        n, fixed = rotated // 2, (D - rotated) // 2
+        order = [*range(n), *range(rotated, rotated + fixed), *range(n, rotated), *range(rotated + fixed, D)]
+        found = {"embed": w["embed"], "skip_weights": w["skip_weights"], "skip_mix": w["skip_gates"]}
+        for i in range(self.meta["layers"]):
+            block = f"blocks.{i}."
+            for name in (*MATRICES, "qk_gain"):
+                found[block + name] = w[block + name]
+            for name in ("query", "key"):
+                matrix = w[block + name]
+                found[block + name] = matrix.view(-1, D, matrix.size(1))[:, order].reshape(matrix.shape)
+            found |= {
+                block + "resid_lambda": w[block + "residual_mix"][0],
+                block + "x0_lambda": w[block + "residual_mix"][1],
+                block + "layer_scale": torch.stack([w[block + "attn_scale"], w[block + "mlp_scale"]])}
+        return found
+
+    def settings(self):
+        """Before and after the loops begin."""
+        meta, found = self.meta, []
+        assert self.context(meta["seq"], 0).loops == meta["num_loops"]
+        for name, losses in zip(self.json("loss_columns"), self.array("loss").T, strict=True):
+            loops = {"plain": 0, "loop": meta["num_loops"]}[name]
+            order = meta[f"encoder_{name}"] + meta[f"decoder_{name}"]
+            assert train_gpt.layer_order(self.cfg, loops) == order
+            context = self.context(meta["seq"], 0, loops=loops)
+            found.append(SimpleNamespace(prefix=f"{name}.", losses=losses, context=context, weights=dict))
+        return found
+
+    def first_step(self, series, steps):
+        return self.json("optimizer_setting")[series]["first"]
+
+    def schedule_at(self, step, series):
+        """By the clock."""
+        return self.schedule.at(step, progress=self.json("optimizer_setting")[series]["frac"])
+
+    def first_text(self, kind, text):
+        """row 0: 1, row 1: 0"""
+        if text.startswith("row 0"):
+            return text.split(", ")[kind == "x0_lambda"].split(": ")[1]
+        return text
+
+
+golf_plus = set_fixture(GolfPlus)
+
+
+def test_golf_plus_schedule(golf_plus):
+    """By the clock: LR, momentum, loops."""
+    half = golf_plus.json("full_size")["enable_looping_at"]
+    for row in golf_plus.rows("schedule"):
+        now = golf_plus.schedule.at(int(row["step"]), row["nominal_ms"] / 1000)
+        off = max(abs(now.lr - row["lr_factor"]), abs(now.momentum - row["muon_momentum"]))
+        assert off < 2e-6 and abs(now.progress - row["frac"]) < 1e-6, row
+        assert abs(now.progress - half) < 1e-6 or (now.loops > 0) == row["loop_active"], row
+
+
+def test_golf_plus_at_full_size(golf_plus):
+    cfg, full = golf_plus.full, golf_plus.json("full_size")
+    for ours, theirs in ({name: name for name in golf_plus.SAME} | golf_plus.CONSTANTS).items():
+        assert getattr(cfg, ours) == full[theirs], ours
+    assert cfg.loop_layers == (full["loop_start"], full["loop_end"])
+    assert cfg.loop_schedule == (0, full["num_loops"])
+    assert cfg.max_wallclock_seconds == full["max_wallclock_seconds"] - full["gptq_reserve_seconds"]
+    assert cfg.warmup_steps == 2 * full["warmup_steps"]     # they loop in the second half
+    theirs = golf_plus.tensor("rope.inv_freq")
+    ours = train_gpt.rope_frequencies(cfg, 0)[0]
+    torch.testing.assert_close(ours[:len(theirs)], theirs, rtol=2e-6, atol=0)
+    assert not ours[len(theirs):].any()
+
+
+def test_golf_plus_rows(golf_plus, tmp_path):
+    """Of each rank's shards in random order."""
+    about, meta = golf_plus.json("packing"), golf_plus.meta
+    parts = []
+    for k, size in enumerate(about["shard_sizes"]):
+        draw = np.random.default_rng(meta["seed"] + 10 + k)     # as the set's note says
+        parts.append(draw.integers(0, meta["vocab"], size))
+    shards = open_shards(tmp_path, parts)
+    ranks, rows, T = about["world"], about["rows_a_step_and_rank"], about["seq"]
+    cfg = replace(golf_plus.cfg, train_seq_len=T, train_batch_tokens=ranks * rows * T)
+    for rank in range(ranks):
+        loader = make_loader(cfg, shards, golf_plus.cfg.bos_id, ranks, rank)
+        for step, theirs in enumerate(golf_plus.array(f"packing.rank{rank}")):
+            x, _ = loader.next(ranks * rows * T)
+            assert x.tolist() == theirs.tolist(), (rank, step)
+
+
+def test_golf_plus_validation(golf_plus):
+    """Nats of plain rows and of the sliding score, of which each row's scored part is theirs."""
+    model, tokens = golf_plus.model(), golf_plus.array("validation.tokens").astype(np.int64)
+    edges = golf_plus.array("validation.sliding_edges")
+    cfg = replace(golf_plus.cfg, eval_sliding=int(edges[1, 0]), eval_stride=0)
+    rows = train_gpt.protocol_rows(cfg, "sliding", len(tokens))
+    assert [[low, last, first - low - 1] for low, first, last in rows] == edges.tolist()
+    for protocol, name in (("plain", "rows"), ("sliding", "sliding")):
+        theirs = golf_plus.array(f"validation.{name}_result")[0]
+        ours = loss_of_split(model, cfg, tokens, protocol)
+        assert ours == pytest.approx(theirs, rel=1e-6), name
+
+
+def test_golf_plus_mean_of_weights(golf_plus):
+    """After every step, from the first weights on: e <- 0.997 e + 0.003 w."""
+    kept, added = map(float, re.match(r"e <- (\S+) e \+ (\S+) w after every step", golf_plus.json("ema")).groups())
+    model = golf_plus.model()
+    optimizer = make_optimizer(model, golf_plus.cfg, 0)
+    means = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(3):
+        now = golf_plus.schedule_at(step, golf_plus.series()[0])
+        step_on_gradients(optimizer, golf_plus.synthetic_gradients(step), now)
+        means = {name: kept * means[name] + added * p.detach() for name, p in model.named_parameters()}
+    optimizer.take_mean()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), means[name], rtol=1e-6, atol=1e-7)
+
+
+def test_golf_plus_rounding(golf_plus):
+    """GPTQ of a matrix, in every setting that they tried; what full size uses."""
+    w, hessian = golf_plus.tensor("quant.W"), golf_plus.tensor("quant.H")
+    tried = golf_plus.matches(r"quant\.(.*)\.info")
+    assert tried
+    for name in tried:
+        about = golf_plus.json(f"quant.{name}.info")
+        step, most = about["clip_sigmas"] / about["clip_range"], about["clip_range"]
+        rows, scale = train_gpt.quantize_rows(w, step, 0.0, most, hessian)
+        assert (rows.numpy() == golf_plus.array(f"quant.{name}.q")).all(), name
+        assert (scale.numpy() == golf_plus.array(f"quant.{name}.scale")).all(), name
+    full, table = golf_plus.json("full_size"), parameter_rows(golf_plus.full)
+    for kind, prefix in [(kind, "matrix") for kind in MATRICES] + [("embed", "embed")]:
+        most = 2 ** (full[f"{prefix}_bits"] - 1) - 1
+        assert table[kind].artifact_most == most
+        step = full[f"{prefix}_clip_sigmas"] / most
+        assert table[kind].artifact_step == pytest.approx(step, rel=1e-6), kind
+    small = {kind for kind, row in table.items() if row.scalar and row.artifact_step}
+    kinds = {kind_of(name) for name, _ in golf_plus.model().named_parameters()}
+    assert small & kinds == kinds - {*MATRICES, "embed"}        # in fp16
+
+
+def test_golf_plus_calibration(golf_plus, monkeypatch):
+    """Sums of products of the inputs, over the passes of a looped layer, by batch."""
+    calls = int(golf_plus.array("quant.hessian.calls_of_looped_layer_a_batch"))
+    assert calls == 1 + golf_plus.meta["num_loops"]
+    names = golf_plus.matches(r"quant\.hessian\.(embed|blocks\..*)")
+    batches = [golf_plus.batch(k) for k in range(golf_plus.batches())]
+    monkeypatch.setattr(train_gpt, "Loader", lambda *_: SimpleNamespace(next=lambda _: batches.pop(0)))
+    cfg = replace(golf_plus.cfg, gptq_batches=len(batches))
+    team = fake_team()
+    team.dtype = torch.float32
+    found = train_gpt.calibrate(golf_plus.model(), cfg, None, team)
+    assert names and not batches
+    assert {kind_of(name) for name in found} == {*MATRICES, "embed"}
+    for name in names:
+        assert difference(found[name], golf_plus.tensor(f"quant.hessian.{name}")) < 1e-4, name
+
+
+def test_golf_plus_compressor(golf_plus):
+    """Bytes shuffled as theirs, and back; their size, where brotli is the version that they had."""
+    brotli = pytest.importorskip("brotli")
+    raw = golf_plus.array("quant.bytes_in").tobytes()
+    packed = train_gpt.compress(raw, "brotli")
+    assert brotli.decompress(packed) == golf_plus.array("quant.shuffled").tobytes()
+    for part in (raw, raw[:-1]):
+        assert train_gpt.decompress(train_gpt.compress(part, "brotli")) == part
+    assert len(packed) == golf_plus.json("quant.compressed_sizes")["brotli11"]
+    assert train_gpt.codec(golf_plus.full) == golf_plus.json("full_size")["compressor"]
