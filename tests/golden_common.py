@@ -54,6 +54,11 @@ def loss_of(model, tokens, targets, context):
     return model(tokens, targets, context)
 
 
+def rope_of(cfg, window):
+    """Radians per token of each pair of channels."""
+    return train_gpt.rope_frequencies(cfg, window)[0]
+
+
 def logits_of(model, tokens, context):
     return model.logits(model.hidden(tokens, context))
 
@@ -408,6 +413,34 @@ class Later(GoldenSet):
         return found[0]
 
 
+# ---------------------------------------------------------------- what a later set's `init` says
+def stated_law(text):
+    """(law, bound, std or first value, change over the layers) of an entry's text."""
+    text = text.partition("fixed later: ")[2] or text
+    numbers = [float(number) for number in re.findall(r"[-+]?\d+\.?\d*", text.replace("- ", "-"))]
+    if text.startswith("uniform"):
+        return ("positive" if numbers[0] == 0 else "uniform", numbers[1], 0)
+    if text.startswith("normal"):
+        return ("normal", numbers[-1], 0)
+    if text.startswith("orthogonal"):
+        return ("orthogonal", numbers[-1], 0)
+    if text.startswith("sqrt"):
+        return ("constant", numbers[0] ** 0.5, 0)
+    return ("constant", 0 if text == "zeros" else numbers[0], numbers[1] if " i/" in text else 0)
+
+
+def check_decay(row, lr, about, kind):
+    """What a step takes off a weight; `row` has it over our LR, which lacks the factor of tall matrices."""
+    if "weight_decay" in about:
+        assert row.decay * about.get("update_mul", 1) == pytest.approx(about["weight_decay"], rel=1e-6), kind
+    elif "wd_mul" in about:         # (lr*factor)^2*0.005*wd_mul
+        factor = float(re.search(r"\^2\*([\d.]+)\*wd_mul", about["decay_per_step"])[1])
+        assert row.decay == pytest.approx(lr * factor * about["wd_mul"]), kind
+    elif "decay_per_step" in about:     # 1.2*(0.023*factor)*(0.023*factor*lr_mul)
+        numbers = re.match(r"([\d.]+)\*\(([\d.]+)\*factor\)\*", about["decay_per_step"]).groups()
+        assert row.decay == pytest.approx(math.prod(map(float, numbers))), kind
+
+
 # ---------------------------------------------------------------- comparisons
 def difference(ours, theirs):
     """|ours - theirs| / |theirs|, Euclidean."""
@@ -428,7 +461,8 @@ def distinct(tensor):
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
-    return tensor.unique().tolist()
+    least, most = tensor.aminmax()
+    return [least.item()] if least == most else tensor.unique().tolist()
 
 
 def nats_and_loss(model, tokens, targets, context):
