@@ -1,7 +1,8 @@
 """What the golden tests of all recipes share: the sets on the disk, how the trainer is called, comparisons.
 
-Everything that calls train_gpt stands in the section "the trainer". Which of its parameters and constants is
-which of a set's stands in golden_<recipe>.py. All else, shapes included, is read from the sets.
+What the shared tests ask of train_gpt stands in the section "the trainer". golden_<recipe>.py says which of
+its parameters and constants are which of a set's, and tests what that set alone holds. Everything else,
+shapes included, is read from the sets.
 """
 import json
 import math
@@ -270,8 +271,9 @@ class GoldenSet:
 
 
 class Seed(GoldenSet):
-    """A set of golden/README.md. A recipe also says where SCALARS are one tensor there, compared as one, and
-    what SCALAR_GRADIENT allows them; TABLES, whose updates change sign; and the methods that raise here."""
+    """A set of golden/README.md. A recipe may also name SCALARS, kinds that are one tensor there for all
+    layers and are compared as one, with the tolerance SCALAR_GRADIENT, and TABLES, whose tiny gradients
+    change sign."""
     SCALARS, SCALAR_GRADIENT, TABLES = (), 8e-6, ()
 
     def __init__(self, npz):
@@ -326,15 +328,11 @@ class Seed(GoldenSet):
     def first_values(self, name, about):
         """First values of a tensor at full size; inf: drawn."""
         law = about["init"]
-        values = {"constant": law.get("value"), "zeros": 0, "rows": law.get("values")}.get(law["kind"], math.inf)
-        values = torch.tensor(values, dtype=torch.float64)
+        known = {"constant": law.get("value"), "zeros": 0, "rows": law.get("values")}
+        values = torch.tensor(known.get(law["kind"], math.inf), dtype=torch.float64)
         while values.dim() < len(about["shape"]):
             values = values.unsqueeze(-1)
         return values.expand(about["shape"])
-
-    def packing_config(self, about):
-        """For the Loader of the packing."""
-        raise NotImplementedError
 
     def stated_decay(self, about):
         """What a step takes off a weight, over its LR, by an entry of init."""
@@ -342,8 +340,8 @@ class Seed(GoldenSet):
 
 
 class Later(GoldenSet):
-    """A set of golden/plus/README.md. A recipe also gives PRESET; toy(), its constants; settings(); NAMES,
-    {kind of our parameter: their name}; and RATES_OF_TALL."""
+    """A set of golden/plus/README.md. A recipe also gives PRESET; toy(), its constants; settings(); and
+    NAMES, {kind of our parameter: their name}, where the two differ."""
 
     def __init__(self, npz):
         super().__init__(npz)
@@ -366,7 +364,8 @@ class Later(GoldenSet):
         return [row.view(-1, row.size(-1)) for row in rows]
 
     def settings(self):
-        """[prefix (of names), losses (of each batch), context, weights (a function of {name: parameter})]"""
+        """[one of prefix (of names), losses (of each batch), context, and weights, which makes of {name:
+        parameter} the weights to set]"""
         raise NotImplementedError
 
     def first_step(self, series, steps):
@@ -413,6 +412,12 @@ class Later(GoldenSet):
         return found[0]
 
 
+def value_tables(w, suffix=""):
+    """Value embeddings: theirs are named after their layers, ours are counted."""
+    layers = sorted({int(name.split(".")[1]) for name in w if name.startswith("value_embeds.")})
+    return {f"value_embeds.{n}": w[f"value_embeds.{i}{suffix}"] for n, i in enumerate(layers)}
+
+
 # ---------------------------------------------------------------- what a later set's `init` says
 def stated_law(text):
     """(law, bound, std or first value, change over the layers) of an entry's text."""
@@ -452,8 +457,9 @@ def close(ours, theirs, tolerance, what):
     ours = np.asarray(ours, np.float64)
     theirs = np.asarray(theirs, np.float64)
     assert ours.shape == theirs.shape and len(ours), what
-    off = np.abs(ours - theirs)
-    assert (off <= tolerance).all(), (what, [(i, ours[i], theirs[i]) for i in np.flatnonzero(off > tolerance)[:5]])
+    assert np.isfinite(ours).all() and np.isfinite(theirs).all(), what
+    wrong = np.flatnonzero(np.abs(ours - theirs) > tolerance)
+    assert not len(wrong), (what, [(i, ours[i], theirs[i]) for i in wrong[:5]])
 
 
 def distinct(tensor):

@@ -1,4 +1,5 @@
-"""golf: which parameters and constants of ours are which of golden/golf.npz, and what only this set holds."""
+"""golf: which of our parameters and constants are which of golden/golf.npz,
+and tests of what this set alone holds. Runs with test_golden.py."""
 import pytest
 import torch
 

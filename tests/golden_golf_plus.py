@@ -1,5 +1,5 @@
-"""golf_plus: which parameters and constants of ours are which of golden/plus/golf_plus.npz, and what only this
-set holds."""
+"""golf_plus: which of our parameters and constants are which of golden/plus/golf_plus.npz,
+and tests of what this set alone holds. Runs with test_golden.py."""
 import re
 from types import SimpleNamespace
 
@@ -20,11 +20,12 @@ class GolfPlus(Later):
              "skip_mix": "skip_gates"}
     # {our constant at full size: theirs} where the names differ; and those that are the same
     CONSTANTS = {"eval_sliding": "eval_stride", "gptq_batches": "gptq_calibration_batches"}
-    SAME = ("vocab_size", "num_layers", "model_dim", "num_kv_heads", "num_heads", "mlp_mult", "tie_embeddings",
-            "logit_softcap", "rope_base", "tied_embed_lr", "tied_embed_init_std", "matrix_lr", "scalar_lr",
-            "muon_momentum", "beta1", "beta2", "muon_momentum_warmup_start", "muon_momentum_warmup_steps",
-            "muon_backend_steps", "adam_eps", "ema_decay", "grad_clip_norm", "train_seq_len",
-            "train_batch_tokens", "iterations", "warmdown_frac", "qk_gain_init")
+    SAME = ("vocab_size", "num_layers", "model_dim", "num_kv_heads", "num_heads", "mlp_mult",
+            "tie_embeddings", "logit_softcap", "rope_base", "tied_embed_lr", "tied_embed_init_std",
+            "matrix_lr", "scalar_lr", "muon_momentum", "muon_momentum_warmup_start",
+            "muon_momentum_warmup_steps", "muon_backend_steps", "beta1", "beta2", "adam_eps", "ema_decay",
+            "grad_clip_norm", "train_seq_len", "train_batch_tokens", "iterations", "warmdown_frac",
+            "qk_gain_init")
 
     def toy(self):
         meta = self.meta

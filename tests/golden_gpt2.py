@@ -1,11 +1,13 @@
-"""gpt2: which parameters and constants of ours are which of golden/gpt2.npz, and what only this set holds."""
+"""gpt2: which of our parameters and constants are which of golden/gpt2.npz,
+and tests of what this set alone holds. Runs with test_golden.py."""
 import math
 
 import numpy as np
 import pytest
 
 import train_gpt
-from golden_common import Seed, load_config, make_loader, nats_of, open_shards, replace, set_fixture
+from golden_common import (Seed, load_config, make_loader, nats_of, open_shards, replace, set_fixture,
+                           value_tables)
 
 
 class GPT2(Seed):
@@ -27,10 +29,7 @@ class GPT2(Seed):
                 block + "x0_lambda": w["x0_lambdas"][i:i + 1]}
             if theirs + "attn.ve_gate.weight" in w:
                 found[block + "value_gate"] = w[theirs + "attn.ve_gate.weight"]
-        layers = sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))
-        for n, i in enumerate(layers):
-            found[f"value_embeds.{n}"] = w[f"value_embeds.{i}.weight"]
-        return found
+        return found | value_tables(w, ".weight")
 
     def packing_config(self, about):
         return replace(self.cfg, train_seq_len=about["row_tokens"], train_batch_tokens=about["row_tokens"],

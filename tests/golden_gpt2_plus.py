@@ -1,5 +1,5 @@
-"""gpt2_plus: which parameters and constants of ours are which of golden/plus/gpt2_plus.npz, and what only this
-set holds."""
+"""gpt2_plus: which of our parameters and constants are which of golden/plus/gpt2_plus.npz,
+and tests of what this set alone holds. Runs with test_golden.py."""
 import math
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ import torch
 
 import train_gpt
 from golden_common import (MATRICES, Later, load_config, make_loader, nats_of, open_shards, replace,
-                           set_fixture)
+                           set_fixture, value_tables)
 from golden_gpt2 import documents
 
 
@@ -46,8 +46,8 @@ class GPT2Plus(Later):
         found = {
             "embed": w["embed"][:vocab], "head": w["head"][:vocab], "smear_gate": w["smear_gate"],
             "smear": w["smear_lambda"].view(1, 1), "backout": w["backout_lambda"]}
-        for n, i in enumerate(sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))):
-            found[f"value_embeds.{n}"] = w[f"value_embeds.{i}"][:vocab]
+        for name, table in value_tables(w).items():
+            found[name] = table[:vocab]
         for i in range(self.meta["layers"]):
             block = f"blocks.{i}."
             for name in (*MATRICES, "value_gate"):
@@ -83,8 +83,9 @@ def test_gpt2_plus_at_full_size(gpt2_plus):
     sizes = train_gpt.window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
     ours = dict(
         depth=cfg.depth, ratio=cfg.target_param_data_ratio, model_dim=cfg.model_dim, heads=cfg.num_heads,
-        vocab=cfg.vocab_size, seq=cfg.train_seq_len, steps=cfg.iterations, batch_tokens=cfg.train_batch_tokens,
-        windows=[sizes[kind] for kind in cfg.window_pattern], backout_layer=cfg.backout_layer,
+        vocab=cfg.vocab_size, seq=cfg.train_seq_len, steps=cfg.iterations,
+        batch_tokens=cfg.train_batch_tokens, backout_layer=cfg.backout_layer,
+        windows=[sizes[kind] for kind in cfg.window_pattern],
         scaling_weights=train_gpt.horizon_weights(cfg), weight_decay=decay,
         value_embed_layers=[i for i, table in enumerate(cfg.value_embed_layers) if table],
         flops_per_token=train_gpt.flops_per_token(cfg))

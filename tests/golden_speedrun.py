@@ -1,5 +1,5 @@
-"""speedrun: which parameters and constants of ours are which of golden/speedrun.npz, and what only this set
-holds."""
+"""speedrun: which of our parameters and constants are which of golden/speedrun.npz,
+and tests of what this set alone holds. Runs with test_golden.py."""
 import re
 
 import pytest

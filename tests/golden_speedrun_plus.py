@@ -1,5 +1,5 @@
-"""speedrun_plus: which parameters and constants of ours are which of golden/plus/speedrun_plus.npz, and what
-only this set holds."""
+"""speedrun_plus: which of our parameters and constants are which of golden/plus/speedrun_plus.npz,
+and tests of what this set alone holds. Runs with test_golden.py."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from golden_common import (MATRICES, Later, difference, make_context, make_loader, open_shards, replace,
-                           set_fixture)
+                           set_fixture, value_tables)
 
 UNIT_STEP = 1200    # of unit.attention_*: golden/plus/README.md
 
@@ -35,13 +35,12 @@ class SpeedrunPlus(Later):
     def ours(self, w):
         """Their heads rotate adjacent channels of the first half, ours the first quarters of both halves."""
         D = self.meta["head_dim"]
-        order = [*range(0, D // 2, 2), *range(D // 2, 3 * D // 4), *range(1, D // 2, 2), *range(3 * D // 4, D)]
+        first, second = [*range(0, D // 2, 2)], [*range(1, D // 2, 2)]
+        order = [*first, *range(D // 2, 3 * D // 4), *second, *range(3 * D // 4, D)]
         found = {name: w[name] for name in ("embed", "head", "bigram_embed", "smear_gate", "skip_gate")}
         found |= {
             "smear": w["smear_lambda"].view(1, 1), "backout": w["backout_lambda"],
-            "skip_weights": w["skip_lambda"].view(1, 1)}
-        for n, i in enumerate(sorted(int(name.split(".")[1]) for name in w if name.startswith("value_embeds"))):
-            found[f"value_embeds.{n}"] = w[f"value_embeds.{i}"]
+            "skip_weights": w["skip_lambda"].view(1, 1)} | value_tables(w)
         for i in range(self.meta["layers"]):
             block = f"blocks.{i}."
             for name in (*MATRICES, "attn_gate", "value_gate"):

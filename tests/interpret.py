@@ -14,6 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import golden_common  # noqa: E402
 import test_golden  # noqa: E402
 import train_gpt  # noqa: E402
 from test_kernels import head_and_tokens  # noqa: E402
@@ -49,14 +50,14 @@ def golden_loss(x, head, targets, cap, product, weights):
 
 def golden_tests():
     """Losses and gradients of tests/test_golden.py with the kernel: do they pass, and was it used?"""
-    plain, golden_loss.calls = test_golden.Golden.model, 0
+    plain, golden_loss.calls = golden_common.GoldenSet.model, 0
 
     def with_kernel(golden):
         model = plain(golden)
         model.use(Kernels(loss=golden_loss))
         return model
 
-    test_golden.Golden.model = with_kernel
+    golden_common.GoldenSet.model = with_kernel
     code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "losses or gradients", test_golden.__file__])
     print(f"golden tests: exit code {code}, {golden_loss.calls} losses by the kernel")
     return code == 0 and golden_loss.calls > 0

@@ -1,13 +1,15 @@
-"""golf, speedrun and gpt2, and golf_plus, speedrun_plus and gpt2_plus, against numbers that the public records'
-own code gave, at toy size and at full size: README.md of tests/golden and of tests/golden/plus are the
-specifications, the .npz beside them hold the numbers.
+"""golf, speedrun and gpt2, and golf_plus, speedrun_plus and gpt2_plus, against numbers that the public
+records' own code gave, at toy size and at full size. README.md of tests/golden and of tests/golden/plus are
+the specifications, the .npz beside them hold the numbers.
 
-GOLDEN=FOLDER lays another set of the same form over ours: *.npz, plus/*.npz, frontier/*.npz. A file there that
-no recipe below reads, or one that is missing, is skipped by name; of ours none may be missing.
+GOLDEN=FOLDER lays another set of the same form over ours: *.npz, plus/*.npz, frontier/*.npz. A file there
+that has no recipe here is skipped by name, and so is a recipe whose file is missing. Of our own files none
+may be missing.
 
-What all sets of a form share is tested here. What one set alone holds is tested in golden_<recipe>.py, whose
-tests this file runs, too, and which says what of ours is what of theirs.
+What all sets of a form share is tested here; what one set alone holds is tested in golden_<recipe>.py, whose
+tests run with this file. Those modules also say which of our parameters and constants are which of a set's.
 """
+import re
 from collections import Counter
 
 import numpy as np
@@ -18,8 +20,8 @@ import torch.nn.functional as F
 pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
                                "golden_golf_plus", "golden_speedrun_plus", "golden_gpt2_plus")
 from golden_common import (  # noqa: E402
-    FOREIGN, GOLDEN, adam_alone, check_decay, close, decay_scale, difference, distinct, full_size_shapes, gradients,
-    in_fp64, kind_of, load_config, logits_of, loss_of, loss_of_split, make_loader,
+    FOREIGN, GOLDEN, adam_alone, check_decay, close, decay_scale, difference, distinct, full_size_shapes,
+    gradients, in_fp64, kind_of, load_config, logits_of, loss_of, loss_of_split, make_loader,
     make_optimizer, muon_alone, nats_and_loss, open_set, open_shards, parameter_rows, rope_of, stated_in,
     stated_law, step_on_batch, step_on_gradients)
 from golden_golf import *  # noqa: E402, F403
@@ -78,13 +80,13 @@ def test_each_set_has_a_recipe(file):
 
 
 def test_the_folder_holds_a_set():
-    """GOLDEN=FOLDER with a slip of the pen would pass else, all of it skipped."""
+    """Else a mistyped GOLDEN=FOLDER would pass, with every test skipped."""
     assert {*files_there()} & {*SETS}, f"no set of {', '.join(SETS)}"
 
 
 def test_constants_that_a_set_states(seed):
-    """All are accepted, together and those of full size also alone; a constant that the recipe lacks may stand
-    at its off-value, and then changes nothing."""
+    """All are accepted, together and those of full size also alone. A constant that the recipe lacks stands
+    at its off-value, which changes nothing."""
     full, toy = seed.json("overrides_full"), seed.json("overrides")
     assert full["PRESET"] == toy["PRESET"]
     for name, text in full.items():
@@ -148,7 +150,8 @@ def compared(seed, ours, theirs):
     found = {name: (a, theirs[name]) for name, a in ours.items() if kind_of(name) not in seed.SCALARS}
     for kind in seed.SCALARS:
         names = [name for name in ours if kind_of(name) == kind]
-        found[kind] = tuple(torch.cat([tensors[name].flatten() for name in names]) for tensors in (ours, theirs))
+        mine, other = ([tensors[name].flatten() for name in names] for tensors in (ours, theirs))
+        found[kind] = torch.cat(mine), torch.cat(other)
     return found
 
 
@@ -178,8 +181,8 @@ def updates_off(seed, series, after, dtype):
         batch = seed.batch(k, prefix)
         context = seed.context(batch[0].size(1), int(row["window_long"]), dtype)
         decay_factor = seed.decay_at(row) / (decay_scale(cfg) or 1)
-        step_on_batch(model, optimizer, batch, seed.rows_at_once(batch), context, seed.grad_factor(row, batch),
-                      row["lr"], row["momentum"], decay_factor)
+        step_on_batch(model, optimizer, batch, seed.rows_at_once(batch), context,
+                      seed.grad_factor(row, batch), row["lr"], row["momentum"], decay_factor)
         if k + 1 not in after:
             continue
         ours = {name: p.detach() - first[name] for name, p in model.named_parameters()}
@@ -204,11 +207,12 @@ def test_optimizers_alone(seed):
 
 
 def unit_alone(seed, name, about, p, grads, momenta):
-    """p after the steps; where the note says that it is read as 4 matrices, each for itself."""
+    """p after the steps. Where the note says that it is read as several matrices, each for itself."""
     if "betas" in about:
         return adam_alone(p, grads, about["lr"], about["betas"], about["eps"], seed.cfg)
     kind, transposed = seed.unit_kind(name)
-    parts = about["note"].count("4 matrices") * 4 or 1 if "note" in about else 1
+    said = re.search(r"read as (\d+) matrices", about.get("note", ""))
+    parts = int(said[1]) if said else 1
     matrices = p.reshape(parts, len(p), -1)
     grads = grads.reshape(len(grads), parts, len(p), -1)
     if transposed:
@@ -282,7 +286,8 @@ def test_first_values_optimizers_and_rates_at_full_size(seed):
 @pytest.mark.parametrize("recipe", [Golf, Speedrun], ids=name_of)
 def test_rows_of_a_token_stream(recipe, tmp_path, one_thread):
     seed = open_set(recipe)
-    about, stream, edges = (seed.json("packing"), seed.array("packing.tokens"), seed.array("packing.shard_edges"))
+    about, stream = seed.json("packing"), seed.array("packing.tokens")
+    edges = seed.array("packing.shard_edges")
     shards = open_shards(tmp_path, [stream[low:high] for low, high in zip(edges, edges[1:])])
     counts = seed.matches(r"packing\.rows(\d+)")
     assert counts

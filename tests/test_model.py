@@ -481,6 +481,23 @@ def test_first_values_depend_on_the_seed_alone():
     assert not torch.equal(first["blocks.0.query"], first["blocks.1.query"])
 
 
+def test_first_values_follow_the_table():
+    """Drawn: bounds and spread of each law; constants that change over the layers."""
+    cells = ("query.init=uniform", "query.scale=2", "fc.init=positive", "fc.scale=0.5", "key.init=normal",
+             "key.scale=0.3", "x0_lambda.scale=0.2", "x0_lambda.change=-0.15")
+    cfg = train_gpt.load_config({"PARAMETERS": ",".join(cells), "NUM_LAYERS": "4", "VOCAB_SIZE": "64",
+                                  "WINDOW_PATTERN": "L"})
+    values = train_gpt.first_values(train_gpt.GPT(cfg), 1)
+    bound = 2 * cfg.model_dim ** -0.5
+    assert values["blocks.1.query"].abs().max() <= bound
+    assert values["blocks.1.query"].std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.02)
+    fc = values["blocks.2.fc"]
+    assert fc.min() >= 0 and fc.max() <= 0.5 and fc.mean().item() == pytest.approx(0.25, rel=0.02)
+    assert values["blocks.0.key"].std().item() == pytest.approx(0.3, rel=0.02)
+    lambdas = [values[f"blocks.{i}.x0_lambda"][0].item() for i in range(4)]
+    assert lambdas == pytest.approx([0.2, 0.15, 0.1, 0.05])
+
+
 def test_changed_cells_change_first_values_and_the_artifact(tmp_path):
     """Another distribution, another scale, a number in place of one per row, fp32 in place of fp16."""
     cells = ("fc.init=normal", "fc.scale=0.5", "query.scale=3", "resid_lambda.scale=0.25", "head.scale=0.5",
