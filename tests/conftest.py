@@ -18,6 +18,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records"), str(ROOT / "data")]
 
+# Modules with asserts that are no test files
+pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
+                               "golden_golf_plus", "golden_speedrun_plus", "golden_gpt2_plus")
+
 import helpers  # noqa: E402
 
 

@@ -25,6 +25,7 @@ class GPT2Plus(Later):
         width = (size["model_dim"] / meta["model_dim"]) ** 0.5
         matrix_lr = self.entry("query")["lr"]
         kinds = "".join("L" if window == meta["seq"] else "S" for window in meta["windows"])
+        short = min(meta["windows"])
         full_head_dim = size["model_dim"] / size["heads"]
         tables = [0] * meta["layers"]
         for number, layer in enumerate(meta["value_embed_layers"], 1):
@@ -34,6 +35,7 @@ class GPT2Plus(Later):
             "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"],
             "TRAIN_SEQ_LEN": meta["seq"], "TRAIN_BATCH_TOKENS": meta["seq"] * meta["rows"],
             "WINDOW_SCHEDULE": meta["seq"], "WINDOW_PATTERN": kinds,
+            "SHORT_WINDOW": min(1, (short + 0.5) / meta["seq"]),      # what is left over is cut off
             "VALUE_EMBED_LAYERS": ",".join(map(str, tables)), "BACKOUT_LAYER": meta["backout_layer"],
             "ATTN_SCALE": self.full.attn_scale * (full_head_dim / meta["head_dim"]) ** 0.5,
             "TARGET_PARAM_DATA_RATIO": 0, "ITERATIONS": size["steps"], "MATRIX_LR": matrix_lr,

@@ -17,25 +17,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
-                               "golden_golf_plus", "golden_speedrun_plus", "golden_gpt2_plus")
-from golden_common import (  # noqa: E402
+from golden_common import (
     FOREIGN, GOLDEN, adam_alone, check_decay, close, decay_scale, difference, distinct, full_size_shapes,
     gradients, in_fp64, kind_of, load_config, logits_of, loss_of, loss_of_split, make_loader,
     make_optimizer, muon_alone, nats_and_loss, open_set, open_shards, parameter_rows, rope_of, stated_in,
     stated_law, step_on_batch, step_on_gradients)
-from golden_golf import *  # noqa: E402, F403
-from golden_golf import Golf  # noqa: E402
-from golden_golf_plus import *  # noqa: E402, F403
-from golden_golf_plus import GolfPlus  # noqa: E402
-from golden_gpt2 import *  # noqa: E402, F403
-from golden_gpt2 import GPT2  # noqa: E402
-from golden_gpt2_plus import *  # noqa: E402, F403
-from golden_gpt2_plus import GPT2Plus  # noqa: E402
-from golden_speedrun import *  # noqa: E402, F403
-from golden_speedrun import Speedrun  # noqa: E402
-from golden_speedrun_plus import *  # noqa: E402, F403
-from golden_speedrun_plus import SpeedrunPlus  # noqa: E402
+from golden_golf import *  # noqa: F403
+from golden_golf import Golf
+from golden_golf_plus import *  # noqa: F403
+from golden_golf_plus import GolfPlus
+from golden_gpt2 import *  # noqa: F403
+from golden_gpt2 import GPT2
+from golden_gpt2_plus import *  # noqa: F403
+from golden_gpt2_plus import GPT2Plus
+from golden_speedrun import *  # noqa: F403
+from golden_speedrun import Speedrun
+from golden_speedrun_plus import *  # noqa: F403
+from golden_speedrun_plus import SpeedrunPlus
 
 SEEDS = (Golf, Speedrun, GPT2)                  # of the form of golden/README.md
 LATER = (GolfPlus, SpeedrunPlus, GPT2Plus)      # of that of golden/plus/README.md
