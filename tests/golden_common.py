@@ -51,6 +51,16 @@ def make_context(cfg, T, window, dtype=torch.float32, **fields):
     return train_gpt.make_context(cfg, T, window, CPU, dtype)._replace(**fields)
 
 
+def windows_of(context):
+    """({kind of layer: tokens before its own that it sees}, factor on q @ k)"""
+    return {kind: int(size) for kind, size in context.windows.items()}, context.attn_scale.item()
+
+
+def tie(model):
+    """The embedding becomes the head."""
+    model.embed.data.copy_(model.head.data)
+
+
 def loss_of(model, tokens, targets, context):
     return model(tokens, targets, context)
 
@@ -80,6 +90,7 @@ def parameter_rows(cfg):
         found[kind] = SimpleNamespace(
             optimizer=row.optimizer, lr=getattr(cfg, row.lr) * row.lr_mult, decay=decay * row.decay_mult,
             betas=[row.beta1 or cfg.beta1, row.beta2 or cfg.beta2], eps=cfg.adam_eps,
+            normuon_beta2=cfg.normuon_beta2,
             init=row.init, scale=row.scale, change=row.change,
             artifact_step=row.artifact_step and cfg.artifact_step * row.artifact_step,
             artifact_most=row.artifact_most, scalar=row.group == "scalar")
@@ -298,11 +309,11 @@ class Seed(GoldenSet):
     def setting_context(self, setting, T):
         """Context of one of `settings`, whose numbers beside the long window are ours."""
         context = self.context(T, setting["window_long"])
-        sizes = context.windows
+        sizes, attn_scale = windows_of(context)
         if "S" in sizes and setting["window_short"]:
-            assert int(sizes["S"]) == setting["window_short"], setting
+            assert sizes["S"] == setting["window_short"], setting
         if "attn_scale" in setting:
-            assert context.attn_scale.item() == pytest.approx(setting["attn_scale"], rel=1e-6), setting
+            assert attn_scale == pytest.approx(setting["attn_scale"], rel=1e-6), setting
         return context
 
     def rows_at_once(self, batch):
@@ -364,8 +375,8 @@ class Later(GoldenSet):
         return [row.view(-1, row.size(-1)) for row in rows]
 
     def settings(self):
-        """[one of prefix (of names), losses (of each batch), context, and weights, which makes of {name:
-        parameter} the weights to set]"""
+        """A list, each with prefix (of names), losses (of each batch), context, mtp (weights of the losses on
+        the next targets, or None) and weights, a function: {name: parameter} -> {name: what it is set to}."""
         raise NotImplementedError
 
     def first_step(self, series, steps):

@@ -65,7 +65,8 @@ class GolfPlus(Later):
             order = meta[f"encoder_{name}"] + meta[f"decoder_{name}"]
             assert train_gpt.layer_order(self.cfg, loops) == order
             context = self.context(meta["seq"], 0, loops=loops)
-            found.append(SimpleNamespace(prefix=f"{name}.", losses=losses, context=context, weights=dict))
+            found.append(SimpleNamespace(prefix=f"{name}.", losses=losses, context=context, mtp=None,
+                                         weights=dict))
         return found
 
     def first_step(self, series, steps):

@@ -9,7 +9,7 @@ import torch
 
 import train_gpt
 from golden_common import (MATRICES, Later, load_config, make_loader, nats_of, open_shards, replace,
-                           set_fixture, value_tables)
+                           set_fixture, value_tables, windows_of)
 from golden_gpt2 import documents
 
 
@@ -62,9 +62,10 @@ class GPT2Plus(Later):
     def settings(self):
         T = self.meta["seq"]
         context = self.context(T, T)
-        windows = [int(context.windows[kind]) for kind in self.cfg.window_pattern]
-        assert windows == self.meta["windows"]
-        return [SimpleNamespace(prefix="", losses=self.array("loss"), context=context, weights=dict)]
+        sizes, _ = windows_of(context)
+        assert [sizes[kind] for kind in self.cfg.window_pattern] == self.meta["windows"]
+        losses = self.array("loss")
+        return [SimpleNamespace(prefix="", losses=losses, context=context, mtp=None, weights=dict)]
 
     def first_step(self, series, steps):
         return self.json("optimizer_first_steps")[series]

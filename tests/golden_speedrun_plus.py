@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from golden_common import (MATRICES, Later, difference, make_context, make_loader, open_shards, replace,
-                           set_fixture, value_tables)
+                           set_fixture, value_tables, windows_of)
 
 UNIT_STEP = 1200    # of unit.attention_*: golden/plus/README.md
 
@@ -65,11 +65,12 @@ class SpeedrunPlus(Later):
         for row, losses in zip(self.json("settings"), self.array("loss"), strict=True):
             mtp = torch.tensor(row["mtp"]) if len(row["mtp"]) > 1 else None
             context = self.context(self.meta["tokens"], row["long"], mtp=mtp)
-            assert context.windows == {"L": row["long"], "S": row["short"], "P": row["short"]}
-            assert context.attn_scale.item() == pytest.approx(row["attn_scale"], rel=1e-6)
+            sizes, attn_scale = windows_of(context)
+            assert sizes == {"L": row["long"], "S": row["short"], "P": row["short"]}
+            assert attn_scale == pytest.approx(row["attn_scale"], rel=1e-6)
             tied = row["tied"]
             found.append(SimpleNamespace(
-                prefix=row["name"] + ".", losses=losses, context=context,
+                prefix=row["name"] + ".", losses=losses, context=context, mtp=mtp,
                 weights=lambda w, tied=tied: w | {"embed": w["head"]} if tied else w))
         return found
 

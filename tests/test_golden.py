@@ -21,7 +21,7 @@ from golden_common import (
     FOREIGN, GOLDEN, adam_alone, check_decay, close, decay_scale, difference, distinct, full_size_shapes,
     gradients, in_fp64, kind_of, load_config, logits_of, loss_of, loss_of_split, make_loader,
     make_optimizer, muon_alone, nats_and_loss, open_set, open_shards, parameter_rows, rope_of, stated_in,
-    stated_law, step_on_batch, step_on_gradients)
+    stated_law, step_on_batch, step_on_gradients, tie)
 from golden_golf import *  # noqa: F403
 from golden_golf import Golf
 from golden_golf_plus import *  # noqa: F403
@@ -350,7 +350,7 @@ def test_later_losses_and_nats(later):
 
 def nats_of_first_batch(later, model, setting):
     """Of each token; with several targets those of all of them, weighted."""
-    (tokens, targets), several = later.batch(0), setting.context.mtp
+    (tokens, targets), several = later.batch(0), setting.mtp
     with torch.no_grad():
         scores = logits_of(model, tokens, setting.context).double()
     picked = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
@@ -387,8 +387,8 @@ def test_later_updates(recipe, series, one_thread):
     model, after = later.model(), sorted(map(int, later.matches(series + r"\.dw(\d+)\..*")))
     first = later.first_step(series, max(after))
     optimizer = make_optimizer(model, later.cfg, first)
-    if later.schedule.at(first).tied:      # as it begins
-        model.embed.data.copy_(model.head.data)
+    if later.schedule.at(first).tied:       # as it begins
+        tie(model)
     before = later.theirs({name: p.clone() for name, p in model.named_parameters()})
     for k in range(1, 1 + max(after)):
         step = first + k - 1
@@ -435,7 +435,7 @@ def test_later_first_values_optimizers_and_rates(later):
         if not muon:
             assert [*row.betas, row.eps] == [*about["betas"], about["eps"]], kind
         elif "beta2" in about:
-            assert later.full.normuon_beta2 == about["beta2"], kind
+            assert row.normuon_beta2 == about["beta2"], kind
         check_decay(row, lr, about, kind)
         first = later.first_text(kind, about["init"])
         if first.startswith("copy of"):
