@@ -1,5 +1,5 @@
-"""GOLDEN=FOLDER pytest tests/test_golden.py on a folder of other sets: ours with other numbers for tokens, BOS
-among them, other names of series, and a batch less. What holds for ours holds for those."""
+"""GOLDEN=FOLDER pytest tests/test_golden.py on a folder of other sets: ours with other numbers for tokens,
+BOS among them, other names of series, and a batch less. What holds for ours holds for those."""
 import json
 import os
 import re
