@@ -60,9 +60,8 @@ CASES = {
         TRAIN_BATCH_TOKENS="512", WARMDOWN_ITERS="20", ARTIFACT_KEEP="3000"),
     # loops from halfway on, EMA, GPTQ, sliding evaluation; brotli
     "golf_plus": dict(
-        MODEL_DIM="48", NUM_HEADS="4", NUM_KV_HEADS="2", ROPE_FRACTION="0.5", TRAIN_SEQ_LEN="64",
-        TRAIN_BATCH_TOKENS="256", EMA_DECAY="0.9", GPTQ_BATCHES="4", EVAL_SLIDING="48",
-        ARTIFACT_KEEP="2000"),
+        MODEL_DIM="48", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
+        EMA_DECAY="0.9", GPTQ_BATCHES="4", EVAL_SLIDING="48", ARTIFACT_KEEP="2000"),
     # four stages of batch, row length and window, the last of them the extension; Adam every second step
     "speedrun": dict(
         MODEL_DIM="48", NUM_HEADS="3", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", MAX_DOC_LEN="96",
@@ -74,12 +73,12 @@ CASES = {
         DOC_SCHEDULE="48,96,96,96", WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8", EVAL_WINDOW="96",
         EVAL_CONTEXT="512", BIGRAM_ROWS="2560", EXTENSION_ITERATIONS="4", MUON_MOMENTUM_COOLDOWN_STEPS="6",
         FP8="head"),
-    # windows, rates and decay by the depth dial, narrower than it says; grad accumulation
+    # windows, rates and decay by the depth dial, narrower than it says; grad accumulation on 1 rank
     "gpt2": dict(
-        DEPTH="4", MODEL_DIM="64", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", DEVICE_BATCH_SIZE="1"),
+        DEPTH="4", MODEL_DIM="64", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", DEVICE_BATCH_SIZE="2"),
     # also warmup of the LR, smear, backout, momentum that falls in the warmdown; all products in fp8
     "gpt2_plus": dict(
-        DEPTH="4", MODEL_DIM="64", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", DEVICE_BATCH_SIZE="1",
+        DEPTH="4", MODEL_DIM="64", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", DEVICE_BATCH_SIZE="2",
         LR_WARMUP_STEPS="5", FP8="all")}
 
 # One constant per preset that AFTER has a little different with --planted. They show in different places:
