@@ -127,11 +127,11 @@ def made_up_documents(total: int, seed: int) -> list:
 
 
 def write_data(root: Path):
-    """data/datasets/toy under root: three train shards of 100,000 tokens, one val shard of 6,000."""
+    """data/datasets/toy under root: three train shards of 100,000 tokens, one val shard of 3,000."""
     folder = root / "data/datasets/toy"
     folder.mkdir(parents=True)
     files = []
-    for seed, (split, total) in enumerate([("val", 6_000)] + 3 * [("train", 100_000)]):
+    for seed, (split, total) in enumerate([("val", 3_000)] + 3 * [("train", 100_000)]):
         documents = made_up_documents(total, seed)
         tokens = np.concatenate(documents).astype("<u2")
         header = np.zeros(256, "<i4")
@@ -173,7 +173,7 @@ def wait_for(processes: list, timeout: float) -> list:
                 process.wait()
 
 
-SHUFFLED = b"BSHF\x02"  # in front of a brotli payload: all bytes at even places follow, then those at odd ones
+SHUFFLED = b"BSHF\x02"  # begins a brotli payload; the bytes at even places follow, then those at odd ones
 
 
 def decompress(packed: bytes) -> bytes:
@@ -319,12 +319,13 @@ def compare(args, root: Path, case: str, ranks: int, planted: dict) -> tuple[str
     """Runs both trees at the same time -> (IDENTICAL, DIFFERENT or FAILED, details). planted: further
     overrides of AFTER."""
     settings = settings_of(case, args.steps) | dict(args.env)
-    folders = [root / f"{case}_{ranks}{'_planted' if planted else ''}_{tree}" for tree in ("before", "after")]
-    before = start_run(args.before, folders[0], root / "data", ranks, settings)
     changed = settings | dict(args.after_env) | planted
-    after = start_run(args.after, folders[1], root / "data", ranks, changed)
+    start = f"{case}_{ranks}{'_planted' if planted else ''}"
+    folders = [root / f"{start}_before", root / f"{start}_after"]
+    processes = [start_run(args.before, folders[0], root / "data", ranks, settings),
+                 start_run(args.after, folders[1], root / "data", ranks, changed)]
     try:
-        codes = wait_for([before, after], args.timeout)
+        codes = wait_for(processes, args.timeout)
     except subprocess.TimeoutExpired:
         return FAILED, f"no end after {args.timeout} s"
     for folder, code in zip(folders, codes):
@@ -332,7 +333,8 @@ def compare(args, root: Path, case: str, ranks: int, planted: dict) -> tuple[str
             lines = (folder / "output.txt").read_text(errors="replace").splitlines()
             why = [line for line in lines if line.startswith("train_gpt: ")] or lines[-15:]
             return FAILED, "\n    ".join([f"{folder.name} ended with exit code {code}", *why])
-    before, after = [read_run(folder) for folder in folders]
+    before = read_run(folders[0])
+    after = read_run(folders[1])
     if list(before.train_losses) != [f"step {step}" for step in range(1, args.steps + 1)]:
         return FAILED, f"BEFORE has {len(before.train_losses)} train losses instead of {args.steps}"
     renamed = RENAMED.get(case, {})
