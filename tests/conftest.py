@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "records", "data", "tools")]
 
 # Modules with asserts that are no test files
 pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",

@@ -15,7 +15,7 @@ from source import packed_line
 TRAINER_LINES = 3467    # of which the three later records take some 400: records/BENCH.md
 SECTIONS = ["imports", "configuration", "model", "optimizer", "schedules", "data", "evaluation", "artifact",
             "checkpoints", "fast kernels", "ranks, log, memory", "main"]  # 2 to 13, as DESIGN orders them
-TOOLS = sorted([*ROOT.glob("data/*.py"), *ROOT.glob("records/*.py")])
+TOOLS = sorted([*ROOT.glob("data/*.py"), *ROOT.glob("records/*.py"), *ROOT.glob("tools/*.py")])
 SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
 # In two parts, so that this file passes its own test; a home of `somebody` is made up.
 MACHINE_PATHS = re.compile("/" + r"(root|tmp|Users|work)/|/" + r"home/(?!somebody/)")
