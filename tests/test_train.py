@@ -359,7 +359,7 @@ def test_without_a_compiler(root, tmp_path):
 
 def test_without_matplotlib(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = train(STEPS, ITERATIONS="2")
+    done = train(STEPS, ITERATIONS="2", PICTURE=True)
     assert done.code == 0 and done.result["steps"] == 2 and not (done.folder / "loss.png").exists()
     assert len(re.findall(r"^loss\.png: .*matplotlib", done.out, re.M)) == 1
 
