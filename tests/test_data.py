@@ -37,10 +37,10 @@ def test_the_toy_dataset(tiny_data):
     data = open_data(toy_config(tiny_data), (lines := []).append)
     assert data.about["name"] == data.about["fingerprint"] == "toy"
     assert data.vocab_size == 512 and data.bos == 1
-    assert [len(shard) for shard in data.train.values()] == [110_001, 90_001, 99_998]
+    assert [len(shard) for shard in data.train.values()] == [44_001, 36_001, 39_998]
     assert 15_000 < len(data.val) < 25_000 and data.val[0] == 1
     text = "\n".join(lines)
-    assert "train tokens:300000" in text and f"val tokens:{len(data.val)}" in text
+    assert "train tokens:120000" in text and f"val tokens:{len(data.val)}" in text
     assert "toy" in text and str(tiny_data) not in text
 
 

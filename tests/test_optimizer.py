@@ -1,13 +1,15 @@
 """Muon and Adam against torch's own, banks, cells of the parameter table, ranks, and the schedules."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+import fork_server
 import train_gpt
-from helpers import add_gradients
+from helpers import ROOT, add_gradients
 from test_model import close, randomised, values
 from train_gpt import Config, Optimizer, decay_factor, kind_of, lr_factor, muon_momentum, stage_table
 
@@ -457,19 +459,18 @@ def rank_main(folder, rank, world_size):
         torch.distributed.destroy_process_group()
 
 
-def test_ranks_equal_one_process(tmp_path, forks):
+def test_ranks_equal_one_process(tmp_path):
     """1, 2 and 3 ranks by gloo: neither 2 nor 3 share the matrices of every bank evenly."""
     units = {bank.units for bank in Optimizer(randomised(SMALL), SMALL).banks if bank.row.optimizer == "muon"}
     assert any(n % 2 for n in units) and any(n % 3 for n in units)
     ranks = [(rank, n) for n in (2, 3) for rank in range(n)]
-    jobs = [forks.Process(target=rank_main, args=(str(tmp_path), *place)) for place in ranks]
-    for job in jobs:
-        job.start()
-    rank_main(tmp_path, 0, 1)
-    for job in jobs:
-        job.join(300)
-        job.kill()
-    assert [job.exitcode for job in jobs] == [0] * 5
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "said", "w+") as said:
+        code = "import sys, test_optimizer; test_optimizer.rank_main(sys.argv[1], *map(int, sys.argv[2:]))"
+        jobs = [fork_server.popen(["-c", code, tmp_path, *map(str, place)], tmp_path, env, said, said)
+                for place in ranks]
+        rank_main(tmp_path, 0, 1)
+        assert [job.wait() for job in jobs] == [0] * 5, (tmp_path / "said").read_text()
     for i in range(len(RANK_CONFIGS)):
         alone, _ = torch.load(tmp_path / f"1_0_{i}.pt")
         for n in (2, 3):
