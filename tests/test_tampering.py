@@ -4,7 +4,6 @@ records/BENCH.md, which the last test compares with the list here."""
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import checks
 import evidence
@@ -21,7 +19,8 @@ import record
 import replay
 import train_gpt
 from helpers import ROOT, TOY
-from test_record import BASELINE, RECORDS, bit, digit, edit, failed_rules, renew, sealed
+from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
+                         forked_programs, read_once, renew, sealed, train_toys)
 
 LATEST = next(path for path in RECORDS if path.name.endswith("_FastStepsWindows"))
 RUN = argparse.Namespace(no_exec=False, rerun_eval=False, artifact=(), replay=0, seed=None, seconds=86_400)
@@ -30,22 +29,16 @@ SETTINGS = TOY | dict(TRAIN_LOG_EVERY="1", VAL_TOKENS="0", VAL_LOSS_EVERY="5", S
 
 # ------------------------------------------------------------ what is altered
 @pytest.fixture(scope="module")
-def toy(tiny_data, tmp_path_factory):
+def toy(few_data, tmp_path_factory):
     """A record of rules version 3 that holds all rules of its small track, with data/ beside it."""
-    root, here, threads = tmp_path_factory.mktemp("toy_record"), os.getcwd(), torch.get_num_threads()
-    (root / "data").symlink_to(tiny_data / "data")
-    os.chdir(root)
+    root = tmp_path_factory.mktemp("toy_record")
+    train_toys(root, few_data, {f"run{seed}": SETTINGS | {"SEED": seed} for seed in "12"})
+    result = json.loads((root / "logs/run1/result.json").read_text())
+    made = SimpleNamespace(root=root, rules=toy_rules(result))
     with pytest.MonkeyPatch.context() as patch:
-        try:
-            for seed in "12":
-                assert train_gpt.main([], SETTINGS | {"RUN_ID": f"run{seed}", "SEED": seed}) == 0
-            made = SimpleNamespace(root=root, rules=toy_rules(json.loads(
-                (root / "logs/run1/result.json").read_text())))
-            go_to(made, patch)
-            assert record.main(["new", "--name", "Toy", "logs/run1", "logs/run2"]) == 0
-        finally:
-            os.chdir(here)
-            torch.set_num_threads(threads)
+        patch.chdir(root)
+        go_to(made, patch)
+        assert record.main(["new", "--name", "Toy", "logs/run1", "logs/run2"]) == 0
     made.folder = next(root.glob("records/track_tiny/*_Toy"))
     return made
 
@@ -483,7 +476,7 @@ def seal(case, folder):
 
 
 @pytest.fixture
-def copy_of(request, tmp_path, monkeypatch):
+def copy_of(request, tmp_path, monkeypatch, draw_once, read_once):
     """A copy of a base: Baseline, latest, toy, or tree, the Baseline among all records and their boards."""
     def copy(base):
         if base == "tree":
