@@ -48,7 +48,7 @@ def forked_programs(monkeypatch):
 PICTURES = {}       # what was drawn: bytes of the picture
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def draw_once(monkeypatch):
     """Curves that were drawn before are not drawn again: a picture takes longer than all other rules."""
     draw = trials.draw
@@ -122,7 +122,7 @@ def test_records_stay_valid(tool, path, monkeypatch):
     assert bool(re.search(rf"pass +leak probe .* {weights}: .* is 0, every row", out)) == probed
 
 
-def test_no_exec_runs_no_code_of_the_folder(tool, folder, draw_once, read_once):
+def test_no_exec_runs_no_code_of_the_folder(tool, folder, read_once):
     mark = folder.parent / "it ran"
     (folder / "train_gpt.py").write_text(f"open({str(mark)!r}, 'w')\n")
     code, out, _ = tool("check", "--no-exec", "--rerun-eval", folder)
@@ -180,7 +180,7 @@ LISTED = {      # file: patterns whose group ends in a digit that nothing else t
     ("train_seed1350.log is the same run as train_seed1339.log", run_copied),
     ("more.txt", lambda folder: (folder / "more.txt").touch()),
     ("more", lambda folder: (folder / "more").mkdir())])
-def test_what_is_altered_is_found_and_named(tool, folder, words, alter, draw_once, read_once):
+def test_what_is_altered_is_found_and_named(tool, folder, words, alter, read_once):
     alter(folder)
     code, out, _ = tool("check", "--no-exec", folder)
     assert code == 1 and any("FAIL" in line and words in line for line in out.splitlines()), out
@@ -262,14 +262,14 @@ TOLD_TWICE = {      # (rule, file): patterns whose group ends in a digit that an
     ("distinct runs .*train_seed1342.log is the same run as train_seed1340.log", run_copied_as_another),
     ("distinct runs .*train_seed1340.log has seed 1339, as train_seed1339.log", seed_of_another),
     ("files .*weights.bin: no part of a record", lambda folder: (folder / "weights.bin").touch())])
-def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter, draw_once, read_once):
+def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter, read_once):
     alter(folder)
     renew(folder)
     out = tool("check", "--no-exec", folder)[1]
     assert re.search(f"FAIL +{words}", out), out
 
 
-def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, draw_once, read_once):
+def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
     page = folder / "README.md"
     page.write_text(page.read_text().replace("Notes of the author go here.", "We tried 3.14 others.\n\n1 2"))
     opened, lines = folders.Folder(folder), []
@@ -299,7 +299,7 @@ def fails_above(folder, code):
     return said == [False, True]
 
 
-def test_companions_count_and_are_checked_by_version_1(tool, tmp_path, draw_once, read_once):
+def test_companions_count_and_are_checked_by_version_1(tool, tmp_path, read_once):
     folder = shutil.copytree(WITH_COMPANION, tmp_path / WITH_COMPANION.name)
     beside, script = folder / "kernels.py", folder / "train_gpt.py"
     assert fails_above(folders.Folder(folder), beside.stat().st_size + script.stat().st_size)
@@ -438,7 +438,7 @@ def toy(few_data, tmp_path_factory):
 
 
 @pytest.fixture
-def home(toy, tmp_path, monkeypatch, draw_once):
+def home(toy, tmp_path, monkeypatch):
     """Like a repository whose records/ is empty, with the toy runs in logs/."""
     shutil.copytree(toy / "logs", tmp_path / "logs")
     monkeypatch.chdir(tmp_path)
