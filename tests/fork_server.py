@@ -247,6 +247,7 @@ def become(request, files):
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.executable = request["python"]
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     kind, *words = request["words"]
     sys.argv = ["-m", *words[1:]] if kind == "-m" else ["-c", *words[1:]] if kind == "-c" else [kind, *words]
     first = "" if kind == "-c" else os.getcwd() if kind == "-m" else str(Path(kind).resolve().parent)

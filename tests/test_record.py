@@ -11,16 +11,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sentencepiece as spm
 import torch
 import torch.nn.functional as F
 
 import checks
 import evidence
 import folders
+import fork_server
 import leak_probe
 import record
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY
+import trials
+from helpers import ROOT, SCRIPT, TOY, library_documents, tokens_of, write_dataset
 from test_record_stats import FAKE, edit, failed_rules
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
@@ -33,6 +36,76 @@ LONG = 86_400       # seconds that no worker takes, however slow the machine
 def folder(tmp_path):
     """A copy of the Baseline."""
     return shutil.copytree(BASELINE, tmp_path / BASELINE.name)
+
+
+# ------------------------------------------------------------ also for test_tampering
+@pytest.fixture(autouse=True)
+def forked_programs(monkeypatch):
+    """What the tools start with sys.executable is a fork of a process that has torch imported."""
+    monkeypatch.setattr(sys, "executable", fork_server.start())
+
+
+PICTURES = {}       # what was drawn: bytes of the picture
+
+
+@pytest.fixture(autouse=True)
+def draw_once(monkeypatch):
+    """Curves that were drawn before are not drawn again: a picture takes longer than all other rules."""
+    draw = trials.draw
+
+    def drawn(curves, path, title, *more):
+        key = repr((title, more, [(label, run.curves, run.time, run.steps, run.value("val_loss"),
+                                   run.summary.get("tokens")) for label in curves for run in curves[label]]))
+        if key not in PICTURES:
+            draw(curves, path, title, *more)
+            PICTURES[key] = path.read_bytes()
+        path.write_bytes(PICTURES[key])
+
+    monkeypatch.setattr(trials, "draw", drawn)
+
+
+RECORDS_READ = {}
+
+
+@pytest.fixture
+def read_once(monkeypatch):
+    """The records of the repository, which these tests only read, are read once."""
+    read = folders.records_of
+
+    def records_of(track):
+        if folders.HOME != ROOT / "records":
+            return read(track)
+        if track not in RECORDS_READ:
+            RECORDS_READ[track] = read(track)
+        return dict(RECORDS_READ[track])
+
+    for module in (folders, checks, evidence, record):
+        monkeypatch.setattr(module, "records_of", records_of)
+
+
+@pytest.fixture(scope="session")
+def few_data(tiny_data, tmp_path_factory):
+    """A folder with the dataset `toy` of about 20,000 train tokens and 3,000 of val. Read only."""
+    root = tmp_path_factory.mktemp("few_data")
+    model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
+    documents = list(library_documents(80_000))
+    val, train = documents[:3], documents[3:]
+    sp = spm.SentencePieceProcessor(model_proto=model)
+    size = sum(len(text.encode()) for text in val)
+    write_dataset(root, "toy", model, [tokens_of(sp, train)], tokens_of(sp, val), size)
+    return root
+
+
+def train_toys(root, data, settings):
+    """Runs below root, in this process, one for each of the settings {run_id: settings}."""
+    (root / "data").symlink_to(data / "data")
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr(train_gpt, "plot_curves", lambda *_: None)
+        for run_id, values in settings.items():
+            assert train_gpt.main([], values | {"RUN_ID": run_id}) == 0
+    torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------ our records, unaltered and altered
@@ -49,7 +122,7 @@ def test_records_stay_valid(tool, path, monkeypatch):
     assert bool(re.search(rf"pass +leak probe .* {weights}: .* is 0, every row", out)) == probed
 
 
-def test_no_exec_runs_no_code_of_the_folder(tool, folder):
+def test_no_exec_runs_no_code_of_the_folder(tool, folder, read_once):
     mark = folder.parent / "it ran"
     (folder / "train_gpt.py").write_text(f"open({str(mark)!r}, 'w')\n")
     code, out, _ = tool("check", "--no-exec", "--rerun-eval", folder)
@@ -107,7 +180,7 @@ LISTED = {      # file: patterns whose group ends in a digit that nothing else t
     ("train_seed1350.log is the same run as train_seed1339.log", run_copied),
     ("more.txt", lambda folder: (folder / "more.txt").touch()),
     ("more", lambda folder: (folder / "more").mkdir())])
-def test_what_is_altered_is_found_and_named(tool, folder, words, alter):
+def test_what_is_altered_is_found_and_named(tool, folder, words, alter, read_once):
     alter(folder)
     code, out, _ = tool("check", "--no-exec", folder)
     assert code == 1 and any("FAIL" in line and words in line for line in out.splitlines()), out
@@ -189,14 +262,14 @@ TOLD_TWICE = {      # (rule, file): patterns whose group ends in a digit that an
     ("distinct runs .*train_seed1342.log is the same run as train_seed1340.log", run_copied_as_another),
     ("distinct runs .*train_seed1340.log has seed 1339, as train_seed1339.log", seed_of_another),
     ("files .*weights.bin: no part of a record", lambda folder: (folder / "weights.bin").touch())])
-def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter):
+def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter, read_once):
     alter(folder)
     renew(folder)
     out = tool("check", "--no-exec", folder)[1]
     assert re.search(f"FAIL +{words}", out), out
 
 
-def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder):
+def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
     page = folder / "README.md"
     page.write_text(page.read_text().replace("Notes of the author go here.", "We tried 3.14 others.\n\n1 2"))
     opened, lines = folders.Folder(folder), []
@@ -226,7 +299,7 @@ def fails_above(folder, code):
     return said == [False, True]
 
 
-def test_companions_count_and_are_checked_by_version_1(tool, tmp_path):
+def test_companions_count_and_are_checked_by_version_1(tool, tmp_path, read_once):
     folder = shutil.copytree(WITH_COMPANION, tmp_path / WITH_COMPANION.name)
     beside, script = folder / "kernels.py", folder / "train_gpt.py"
     assert fails_above(folders.Folder(folder), beside.stat().st_size + script.stat().st_size)
@@ -344,29 +417,23 @@ def test_rules_agree_with_the_trainer():
 
 # ------------------------------------------------------------ new, from toy runs
 SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0",
-                      EVAL_SLIDING="32", EVAL_TTT="4096")
+                      EVAL_SLIDING="32", EVAL_TTT="1024")
 THREE = ("logs/a0", "logs/a1", "logs/a2")
 
 
 @pytest.fixture(scope="module")
-def toy(tiny_data, tmp_path_factory):
+def toy(few_data, tmp_path_factory):
     """A folder with data/ and logs/ of toy runs: a0 a1 a2 (seeds 0 to 2), b0 b1 (another learning rate)."""
-    root, here, threads = tmp_path_factory.mktemp("toy_runs"), os.getcwd(), torch.get_num_threads()
-    (root / "data").symlink_to(tiny_data / "data")
-    os.chdir(root)
-    try:
-        for i, run_id in enumerate(("a0", "a1", "a2", "b0", "b1")):
-            rate = "0.03" if run_id.startswith("a") else "0.01"
-            env = SETTINGS | {"RUN_ID": run_id, "SEED": run_id[1], "MATRIX_LR": rate}
-            assert train_gpt.main([], env) == 0
-            result = json.loads((root / "logs" / run_id / "result.json").read_text())
-            began = datetime(2026, 1, 1, 0, i, tzinfo=UTC)
-            ended = began + timedelta(milliseconds=result["process_ms"])
-            edit(root / "logs" / run_id / "result.json", started=f"{began:%FT%TZ}",
-                 finished=f"{ended:%FT%TZ}")
-    finally:
-        os.chdir(here)
-        torch.set_num_threads(threads)
+    root, settings = tmp_path_factory.mktemp("toy_runs"), {}
+    for run_id in ("a0", "a1", "a2", "b0", "b1"):
+        rate = "0.03" if run_id.startswith("a") else "0.01"
+        settings[run_id] = SETTINGS | {"SEED": run_id[1], "MATRIX_LR": rate}
+    train_toys(root, few_data, settings)
+    for minute, run_id in enumerate(settings):
+        path = root / "logs" / run_id / "result.json"
+        began = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
+        ended = began + timedelta(milliseconds=json.loads(path.read_text())["process_ms"])
+        edit(path, started=f"{began:%FT%TZ}", finished=f"{ended:%FT%TZ}")
     return root
 
 
@@ -571,7 +638,7 @@ def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):
 
 def test_noise_trains_for_real(tool, home, toy, monkeypatch):
     (home / "data").symlink_to(toy / "data")
-    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="2048", EVAL_SLIDING="0", EVAL_TTT="0")
+    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="1024", EVAL_SLIDING="0", EVAL_TTT="0")
     for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     code, out, err = tool("noise", "tiny", "-n", 2)
