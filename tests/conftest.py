@@ -173,8 +173,8 @@ def start_rank(cwd, env, output):
 
 @pytest.fixture(scope="module")
 def go(root):
-    """A run of ranks, forks of one process, -> codes, code (rank 0's), out, err, seconds, met and since: was a fault met, and
-    the seconds from it to the end, and what helpers.look finds.
+    """A run of ranks, forks of one process -> codes, code (rank 0's), out, err, seconds, met and since: was a
+    fault met, and the seconds from it to the end, and what helpers.look finds.
 
     fault: as inject.py has it. resume: of a run, with nothing else given unless it is in settings. act:
     called with the process of rank 0 when the ranks have begun."""
@@ -222,7 +222,7 @@ def markers_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the quick tests; leaves out what takes long, or needs CUDA's libraries, unless it is asked for."""
+    """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it."""
     for item in items:
         if QUICK & {item.path.name, f"{item.path.name}::{item.originalname}"}:
             item.add_marker("quick")

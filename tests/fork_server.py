@@ -2,9 +2,9 @@
 
 An import of torch and of what the trainer needs besides takes seconds, and the tests start some two hundred
 programs. start() makes a server and returns the path of a stand-in for `python`: it hands its arguments,
-environment, folder, stdin, stdout and stderr to the server, which forks; the fork runs the program as `python`
-would. The stand-in passes signals on, and ends with the program's exit code or by its signal. What is no
-`SCRIPT …`, `-m MODULE …` or `-c CODE …` goes to the real interpreter.
+environment, folder, stdin, stdout and stderr to the server, which forks; the fork runs the program as
+`python` would. The stand-in passes signals on, and ends with the program's exit code or by its signal. What
+is no `SCRIPT …`, `-m MODULE …` or `-c CODE …` goes to the real interpreter.
 
 The fork has the imported modules of the server, and its number of threads (one). A test about imports, the
 interpreter's options or torch's environment variables takes sys.executable instead.
@@ -34,7 +34,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PRELOAD = ["inject", "sentencepiece", "matplotlib.figure", "matplotlib.backends.backend_agg", "xml.etree",
-           "torch.distributed.run", "torch._inductor.compile_fx", "torch._meta_registrations", "tqdm", "scipy.stats"]
+           "torch.distributed.run", "torch._inductor.compile_fx", "torch._meta_registrations", "tqdm",
+           "scipy.stats"]
 OURS = ("inject", "train_gpt", "fork_server", "helpers")    # a copy of the project has its own
 
 STAND_IN = """#!{python} -IS

@@ -1,5 +1,6 @@
 """README and docs/: every command in them runs, at small size, in a copy of the repository whose path has a
 space; their links lead somewhere."""
+import ast
 import os
 import re
 import shutil
@@ -128,7 +129,7 @@ def test_the_commands_of_a_page(home, commands):
             assert "Traceback" not in said, (command, said)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "records/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "docs/testing.md", "records/README.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
@@ -159,3 +160,31 @@ def test_every_block_of_commands_runs():
 def test_readme_fits():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 180
+
+
+COUNT = """
+import sys
+import pytest
+
+class Counter:
+    def pytest_collection_finish(self, session):
+        print("left out", dict(session.config.left_out))
+        print("gpu", sum("gpu" in item.keywords for item in session.items))
+
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[Counter()]))
+"""
+
+
+def test_the_page_about_tests_counts_what_is_left_out():
+    """Every test that `./run.sh test` leaves out or skips has a marker with a row, a number and a command."""
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}      # not xdist's
+    done = subprocess.run([fork_server.start(), "-c", COUNT], cwd=ROOT, env=env, capture_output=True, text=True)
+    left_out = ast.literal_eval(re.search(r"^left out (.*)$", done.stdout, re.M)[1])
+    left_out["gpu"] = int(re.search(r"^gpu (\d+)$", done.stdout, re.M)[1])
+    text = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| .* \| (\d+) \| `\./run\.sh test -m (\w+)` \|$", text, re.M)
+    counted = {name: left_out[name] for name in ("slow", "static", "faults", "fuzz", "gpu")}
+    assert {marker: int(number) for marker, number, _ in rows} == counted
+    assert all(marker == command for marker, _, command in rows)
+    known = re.findall(r"^    (\w+):", (ROOT / "pytest.ini").read_text(), re.M)
+    assert all(f"{marker} " in text or f"`{marker}`" in text for marker in known)

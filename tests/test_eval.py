@@ -164,8 +164,8 @@ def test_quantize_rows_equals_numpy(rows, columns, step, floor):
 def wide_config(**settings):
     """Matrices on both sides of artifact_keep: 256 x 256 is the largest that stays fp16."""
     base = dict(vocab_size=300, train_seq_len=16, train_batch_tokens=16, num_layers=1, mlp_mult=2,
-                model_dim=256, num_heads=4, value_embed_layers=(1,), bigram_rows=300, window_pattern="SL",
-                window_schedule=(8,))
+                model_dim=256, num_heads=4, value_embed_layers=(1,), bigram_rows=300, count_bits=12,
+                window_pattern="SL", window_schedule=(8,))
     return replace(Config(), **base | settings)
 
 
@@ -215,7 +215,8 @@ def test_what_an_artifact_holds(settings, tmp_path):
 def test_sizes_and_limits_of_artifacts(tmp_path):
     """Fewer levels are a smaller file; the limit is the last size that is within it; a larger artifact is
     rounded further, if that helps; weights beyond fp16 are no artifact."""
-    models = [randomised(wide_config(artifact_step=step, artifact_keep=4096)) for step in (0.0, 0.1, 0.4)]
+    small = dict(artifact_keep=4096, model_dim=128)
+    models = [randomised(wide_config(artifact_step=step, **small)) for step in (0.0, 0.1, 0.4)]
     sizes = [len(pack_artifact(model)) for model in models]
     assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.7 * sizes[1]
     for limit, fits in ((0, True), (sizes[0] + 50, True), (60, False)):

@@ -30,10 +30,9 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-
 PLAIN = TOY | dict(
-    TRAIN_BATCH_TOKENS="512", BIGRAM_ROWS="512", COUNT_ORDERS="2", SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1",
-    VAL_LOSS_EVERY="5", SAVE_EVERY="3")
+    TRAIN_BATCH_TOKENS="512", BIGRAM_ROWS="512", COUNT_ORDERS="2", SAMPLE_TOKENS="0",
+    VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1", VAL_LOSS_EVERY="5", SAVE_EVERY="3")
 # Stages, data in order, and an Adam step every other step, so that checkpoints wait for it
 STAGES = PLAIN | dict(
     ADAM_EVERY="2", SHUFFLE="0", PACKING="best_fit", BATCH_SCHEDULE="1,2", WINDOW_SCHEDULE="16,64",
@@ -684,7 +683,8 @@ def test_logs_cannot_be_written(go, tmp_path, tiny_data, report):
 
 
 @pytest.mark.parametrize("fault, sentence", [
-    ("shrink@step:8", "toy_train_000000.bin"), slow("eio@read:70", "Input/output error"), ("delete@step:6", "")])
+    ("shrink@step:8", "toy_train_000000.bin"), slow("eio@read:70", "Input/output error"),
+    ("delete@step:6", "")])
 def test_a_shard_that_turns_unreadable(fault, sentence, go, whole, tiny_data, tmp_path, report):
     """One sentence; with the shard back the run goes on. One that is deleted is held open."""
     ordered = PLAIN | {"SHUFFLE": "0"}      # so that the first shard is read

@@ -163,8 +163,8 @@ def test_no_git_and_no_nvidia_smi_for_a_run(place):
     for name in ("run.sh", "train_gpt.py", "requirements.txt"):
         shutil.copy(ROOT / name, place)
     (place / "records").symlink_to(folders.HOME)
-    env = TOY | dict(PATH=str(bare), PYTHON=fork_server.start(), OMP_NUM_THREADS="1", ITERATIONS="2", RUN_ID="r",
-                     HOME=os.environ.get("HOME", ""))
+    env = TOY | dict(PATH=str(bare), PYTHON=fork_server.start(), OMP_NUM_THREADS="1", ITERATIONS="2",
+                     RUN_ID="r", HOME=os.environ.get("HOME", ""))
     done = subprocess.run([shutil.which("bash"), "run.sh"], cwd=place, capture_output=True, text=True,
                           env=env)
     assert done.returncode == 0 and done.stderr == "", done.stderr

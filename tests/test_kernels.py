@@ -16,8 +16,8 @@ from helpers import SCRIPT, TOY, fake_team, init_parameters
 from train_gpt import Config, Kernels, attention, linear, lm_loss, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = replace(Config(), vocab_size=512, train_seq_len=64, train_batch_tokens=64, model_dim=32, num_heads=2,
-                bigram_rows=64, window_pattern="SL", value_embed_layers=(1, 2))
+SMALL = replace(Config(), vocab_size=512, count_bits=12, train_seq_len=64, train_batch_tokens=64,
+                model_dim=32, num_heads=2, bigram_rows=64, window_pattern="SL", value_embed_layers=(1, 2))
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from train_gpt import Config, Optimizer, decay_factor, kind_of, lr_factor, muon_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(
-    Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, num_heads=4,
+    Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, count_bits=12,
+    num_heads=4,
     num_kv_heads=2, mlp_mult=2, value_embed_layers=(1, 0), tied_embed_lr=0.01, window_pattern="SL",
     batch_schedule=(1,), parameters=())
 GATES = {"attn_gate", "smear_gate", "value_gate"}
