@@ -182,12 +182,17 @@ case "${1:-}" in
             "-m static") static_setup ;;
             *) setup ;;
         esac
-        # All tests: a file at a time in each of two processes. Tests that are named run in one, as pytest does
-        if [ $# = 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
-            export OMP_NUM_THREADS=1
-            set -- -n 2 --dist loadfile --no-loadscope-reorder
+        # All tests, or the quick ones: in two processes, of which one takes over what is left of the other's.
+        # Tests that are named run in one process, as pytest runs them. docs/testing.md
+        processes=()
+        if [ $# = 0 ] || [ "$*" = quick ]; then
+            [ $# = 0 ] || set -- -m "quick and not slow"
+            if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+                export OMP_NUM_THREADS=1
+                processes=(-n 2 --dist worksteal)
+            fi
         fi
-        exec "$PYTHON" -m pytest -q "$@"
+        exec "$PYTHON" -m pytest -q ${processes[@]+"${processes[@]}"} "$@"
         ;;
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
     static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;

@@ -1,6 +1,6 @@
 """Puts the repository on the import path; what several tests share. Functions are in helpers.py.
 
-Slow tests that inject faults run under `-m faults` only; that run as a whole writes records/FAULTS.md.
+`-m faults` as a whole writes records/FAULTS.md. What the markers are for: docs/testing.md.
 """
 
 import itertools
@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,23 +203,36 @@ def go(root):
     return go
 
 
-# ---------------------------------------------------------------- faults
-FAULTS = []     # (fault, what happened, seconds) of each that was injected
-SKIPPED = []
+# ---------------------------------------------------------------- which tests run
+LEFT_OUT = {"slow", "static"}       # unless -m names one of a test's markers
+QUICK = {       # a file, or a test of it with its cases
+    "test_config.py", "test_data.py", "test_eval.py", "test_golden.py", "test_model.py", "test_optimizer.py",
+    "test_speedrun.py", "test_train.py::test_one_rank", "test_train.py::test_two_ranks_agree_with_one",
+    "test_train.py::test_same_seed_same_bits", "test_faults.py::test_killed_at_three_moments",
+    "test_plus.py::test_a_run_killed_and_resumed"}
 
 
+def markers_of(item):
+    return {mark.name for mark in item.iter_markers()}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests of faults, and those that need CUDA's libraries, unless -m names them."""
-    asked = config.option.markexpr
-    left = []
+    """Marks the quick tests; leaves out what takes long, or needs CUDA's libraries, unless it is asked for."""
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        slow_faults, static = {"faults", "slow"} <= marks, "static" in marks
-        if slow_faults and "faults" not in asked or static and "static" not in asked:
-            left.append(item)
+        if QUICK & {item.path.name, f"{item.path.name}::{item.originalname}"}:
+            item.add_marker("quick")
+    asked = set(re.findall(r"\w+", config.option.markexpr))
+    left = [item for item in items if markers_of(item) & LEFT_OUT and not markers_of(item) & asked]
+    config.left_out = Counter(name for item in left for name in markers_of(item))
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+# ---------------------------------------------------------------- faults
+FAULTS = []     # (fault, what happened, seconds) of each that was injected
+SKIPPED = []
 
 
 def pytest_runtest_logreport(report):

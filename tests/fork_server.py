@@ -13,6 +13,7 @@ interpreter's options or torch's environment variables takes sys.executable inst
 import atexit
 import importlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -33,13 +34,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PRELOAD = ["inject", "sentencepiece", "matplotlib.figure", "matplotlib.backends.backend_agg", "xml.etree",
-           "torch.distributed.run", "torch._inductor.compile_fx", "torch._meta_registrations", "tqdm"]
+           "torch.distributed.run", "torch._inductor.compile_fx", "torch._meta_registrations", "tqdm", "scipy.stats"]
 OURS = ("inject", "train_gpt", "fork_server", "helpers")    # a copy of the project has its own
 
 STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 
 words = sys.argv[1:]
+if words[:1] == ["-u"]:
+    words.pop(0)
+    os.environ["PYTHONUNBUFFERED"] = "1"
 if not words or words[0].startswith("-") and words[0] not in ("-m", "-c"):
     os.execv({python!r}, [{python!r}, *words])
 received = []
@@ -212,6 +216,14 @@ def tell_ended(children):
                 connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
+def warm_up():
+    """A picture, so that matplotlib has its fonts and has parsed what stands at logarithmic axes."""
+    figure = sys.modules["matplotlib.figure"].Figure(layout="constrained")
+    figure.subplots().plot([1, 20], [2, 9])
+    figure.axes[0].set(xlabel="x", ylabel="y", title="a", yscale="log")
+    figure.savefig(io.BytesIO(), format="png")
+
+
 def own_modules():
     """Drops those modules of ours that this program would import from elsewhere."""
     loaded = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}
@@ -289,6 +301,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parent), str(HERE)]
     for name in PRELOAD:
         importlib.import_module(name)
+    warm_up()
     asked, opened = serve(sys.argv[1])
     become(asked, opened)
     end(program(asked))

@@ -107,11 +107,11 @@ def tokens_of(sp, documents):
 
 
 def write_toy_data(root):
-    """The dataset `toy`: code, vocabulary 512, 120,000 train tokens in three shards and 20k val tokens."""
+    """The dataset `toy`: code, vocabulary 512, 120,000 train tokens in three shards and 10k val tokens."""
     documents = list(library_documents(400_000))
     model = train_tokenizer(documents[:60])
     sp = spm.SentencePieceProcessor(model_proto=model)
-    val, rest = documents[:20], documents[20:]
+    val, rest = documents[:10], documents[20:]
     train = tokens_of(sp, rest)[:120_000]
     assert len(train) == 120_000
     write_dataset(root, "toy", model, np.split(train, [44_001, 80_002]), tokens_of(sp, val),

@@ -271,6 +271,7 @@ def test_fused_loss_in_fp8_is_as_near_as_the_reference(product, compiling):
     assert dtypes == [torch.float8_e5m2]  # no gradient of logits size in bf16
 
 
+@pytest.mark.slow      # compiles three graphs
 def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatch):
     """rehearse() lets CPUs keep compiled graphs with FusedLoss; another backward pass must not meet them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

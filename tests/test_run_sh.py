@@ -307,8 +307,9 @@ def test_the_other_commands(folder):
     assert run(folder, "data", "sp1024", PYTHON="stub")[2] == ["data/download.py sp1024"]
     assert run(folder, "test", "-k", "x", PYTHON="stub")[2] == ["-m pytest -q -k x"]
     asked = "-c import xdist"
-    called = "-m pytest -q -n 2 --dist loadfile --no-loadscope-reorder"
+    called = "-m pytest -q -n 2 --dist worksteal"
     assert run(folder, "test", PYTHON="stub")[2] == [asked, called]
+    assert run(folder, "test", "quick", PYTHON="stub")[2] == [asked, f"{called} -m quick and not slow"]
     program(folder, "stub", 'echo "$*" >> calls; [ "$1" != -c ]')     # a user's own, without it
     assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q"]
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
