@@ -244,7 +244,7 @@ def test_folder(tmp_path):
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\0")
     found = read(tmp_path, counts := Counter())
     assert set(filter(None, texts.values())) <= set(found) and counts["binary"] == 1
-    assert len(found) == 3 + 19 and sum(map(len, found)) == 6 + 3 + 6 * 120_000
+    assert len(found) == 3 + 19 and sum(map(len, found)) == 6 + 3 + 6 * 300_000
 
 
 # --- refusals, second runs, failures ---------------------------------------------------------------------

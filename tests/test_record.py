@@ -18,18 +18,19 @@ import torch.nn.functional as F
 import checks
 import evidence
 import folders
-import fork_server
 import leak_probe
 import record
 import train_gpt
 import trials
 from helpers import ROOT, SCRIPT, TOY, library_documents, tokens_of, write_dataset
-from test_record_stats import FAKE, edit, failed_rules
+from test_record_stats import FAKE, edit, failed_rules, forked_programs
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
 BASELINE = next(path for path in RECORDS if path.name.endswith("_Baseline"))
 WITH_COMPANION = next(path for path in RECORDS if (path / "kernels.py").exists())
+PYTHON = sys.executable
 LONG = 86_400       # seconds that no worker takes, however slow the machine
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 @pytest.fixture
@@ -39,12 +40,6 @@ def folder(tmp_path):
 
 
 # ------------------------------------------------------------ also for test_tampering
-@pytest.fixture(autouse=True)
-def forked_programs(monkeypatch):
-    """What the tools start with sys.executable is a fork of a process that has torch imported."""
-    monkeypatch.setattr(sys, "executable", fork_server.start())
-
-
 PICTURES = {}       # what was drawn: bytes of the picture
 
 
@@ -748,6 +743,21 @@ def test_what_a_script_does_in_the_worker_is_caught(tmp_path, code, sentence):
     script, env = planted(tmp_path, code), SETTINGS | {"VOCAB_SIZE": "512"}
     with pytest.raises(leak_probe.ProbeFailed, match=sentence):
         leak_probe.judge(script, None, env, seconds=1 if "sleep" in code else LONG, seed=0)
+
+
+def test_a_worker_is_an_interpreter_of_its_own(tmp_path, monkeypatch):
+    """All other tests fork theirs. It leaves the script's folder as it was and sees no environment of ours."""
+    monkeypatch.setattr(sys, "executable", PYTHON)
+    monkeypatch.setenv("MATRIX_LR", "0.5")
+    (tmp_path / "beside.py").write_text("LR = 0.25\n")
+    (tmp_path / "train_gpt.py").write_text(
+        "import os, sys\nfrom types import SimpleNamespace\nimport beside\n"
+        "print('noise')\nModelConfig, show = 1, str\n"
+        "def load_config(env):\n    lr = env.get('MATRIX_LR', os.environ.get('MATRIX_LR', beside.LR))\n"
+        "    return SimpleNamespace(lr=lr, torch='torch' in sys.modules)\n")
+    found = leak_probe.configurations(tmp_path / "train_gpt.py", [{}, {"MATRIX_LR": "0.1"}], LONG)
+    assert found == ({"lr": "0.25", "torch": "False"}, {"lr": "0.1", "torch": "False"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.py", "train_gpt.py"]
 
 
 def test_what_a_script_prints_does_not_reach_the_judge(toy, tmp_path):

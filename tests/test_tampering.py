@@ -22,6 +22,8 @@ from helpers import ROOT, TOY
 from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
                          forked_programs, read_once, renew, sealed, train_toys)
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 LATEST = next(path for path in RECORDS if path.name.endswith("_FastStepsWindows"))
 RUN = argparse.Namespace(no_exec=False, rerun_eval=False, artifact=(), replay=0, seed=None, seconds=86_400)
 SETTINGS = TOY | dict(TRAIN_LOG_EVERY="1", VAL_TOKENS="0", VAL_LOSS_EVERY="5", SAMPLE_TOKENS="0")
