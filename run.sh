@@ -2,6 +2,7 @@
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
 # ./run.sh [PRESET] --help                            every constant, with its unit and the presets' values
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
+# ./run.sh script PRESET                              train_gpt.py with that recipe only, to the terminal
 # ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | sp8192 | gpt2 [-n SHARDS]: published
 # tokens; data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
@@ -123,8 +124,16 @@ preset_data() {
     return 0
 }
 
+# golf counts the bytes of its script, so it trains with one that has no other recipe
+one_recipe() {
+    local folder=logs/.script/$1
+    mkdir -p "$folder" && "$PYTHON" tools/script.py "$1" >"$folder/$$" && mv "$folder/$$" "$folder/train_gpt.py" ||
+        refuse "the script of $1 cannot be written to $folder"
+    script=$folder/train_gpt.py
+}
+
 train() {
-    local flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" argument n word=""
+    local script=train_gpt.py flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" argument n word=""
     for argument in "$@"; do
         case $argument in
             --*) ;;
@@ -146,6 +155,7 @@ train() {
     if grep -qs AuthenticAMD /proc/cpuinfo && [ -z "${NPY_ENABLE_CPU_FEATURES:-}" ]; then
         export NPY_DISABLE_CPU_FEATURES="${NPY_DISABLE_CPU_FEATURES-AVX512F}"
     fi
+    [ "$preset" != golf ] || one_recipe golf
     local run=("$PYTHON" records/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
@@ -153,7 +163,7 @@ train() {
     if [ -z "$path$plan_only" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
         if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then
-            machine=$("$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run) || {
+            machine=$("$PYTHON" "$script" ${flags[@]+"${flags[@]}"} --dry-run) || {
                 local code=$?
                 [ -z "$word" ] || echo "run.sh: ./run.sh help lists its commands" >&2
                 exit $code
@@ -165,15 +175,15 @@ train() {
     fi
     if [ "$n" -gt 1 ] && [ "$device" != cpu ]; then
         # What is refused is refused here: torchrun would add a traceback and make exit code 2 a 1
-        "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run >/dev/null || exit $?
-        exec "${run[@]}" -m torch.distributed.run --standalone --nproc_per_node="$n" train_gpt.py \
+        "$PYTHON" "$script" ${flags[@]+"${flags[@]}"} --dry-run >/dev/null || exit $?
+        exec "${run[@]}" -m torch.distributed.run --standalone --nproc_per_node="$n" "$script" \
             ${flags[@]+"${flags[@]}"}
     fi
-    exec "${run[@]}" train_gpt.py ${flags[@]+"${flags[@]}"}
+    exec "${run[@]}" "$script" ${flags[@]+"${flags[@]}"}
 }
 
 case "${1:-}" in
-    -h | --help | help) sed -n '2,8s/^# //p' run.sh ;;
+    -h | --help | help) sed -n '2,9s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)
@@ -182,15 +192,21 @@ case "${1:-}" in
             "-m static") static_setup ;;
             *) setup ;;
         esac
-        # All tests: a file at a time in each of two processes. Tests that are named run in one, as pytest does
-        if [ $# = 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
-            export OMP_NUM_THREADS=1
-            set -- -n 2 --dist loadfile --no-loadscope-reorder
+        # All tests, or the quick ones: in two processes, of which one takes over what is left of the other's.
+        # Tests that are named run in one process, as pytest runs them. docs/testing.md
+        processes=()
+        if [ $# = 0 ] || [ "$*" = quick ]; then
+            [ $# = 0 ] || set -- -m "quick and not slow"
+            if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+                export OMP_NUM_THREADS=1
+                processes=(-n 2 --dist worksteal)
+            fi
         fi
-        exec "$PYTHON" -m pytest -q "$@"
+        exec "$PYTHON" -m pytest -q ${processes[@]+"${processes[@]}"} "$@"
         ;;
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
     static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
+    script) shift; setup >&2; exec "$PYTHON" tools/script.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
     depths) shift; setup; exec "$PYTHON" records/depths.py "$@" ;;
     board) setup; exec "$PYTHON" records/record.py "$@" ;;

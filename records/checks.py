@@ -617,8 +617,10 @@ def check_readable(folder, options):
     require(not packed, f"train_gpt.py is packed: line {packed} runs decoded text as code")
     if folder.ours:
         rules = folder.rules
-        require(len(lines) <= rules.max_lines and longest <= rules.max_columns,
-                f"train_gpt.py: {size}; the limits are {rules.max_lines} and {rules.max_columns}")
+        require(not rules.max_lines or len(lines) <= rules.max_lines,
+                f"train_gpt.py: {size}; at most {rules.max_lines} lines are allowed")
+        require(longest <= rules.max_columns,
+                f"train_gpt.py: {size}; at most {rules.max_columns} columns are allowed")
     return size
 
 

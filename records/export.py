@@ -42,16 +42,18 @@ def export(args, say):
     folder.mkdir(parents=True, exist_ok=True)
     # A tied head is the embedding, which named_parameters() lists once
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    if any(cfg.count_orders):
-        tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
+    counts, text = dict(model.named_modules()).get("counts"), 0
+    if counts and any(cfg.count_orders):
+        tensors["counts.text"] = torch.from_numpy(counts.text.view("<i2").copy())
+        text = len(counts.text)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    shape = {name: value for name, value in asdict(cfg).items() if name in train_gpt.MODEL_FIELDS}
+    shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
     tiny = asdict(train_gpt.load_config({}))
     unlike = [name for name, value in shape.items()
-              if value != tiny[name] and (name not in SIZES or not value)]
+              if value != tiny.get(name) and (name not in SIZES or not value)]
     shape["unlike_tiny"] = unlike
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
-    weights, text = sum(p.numel() for p in model.parameters()), len(model.counts.text)
+    weights = sum(p.numel() for p in model.parameters())
     counted = f" and the {text:,} training tokens that n-grams are counted from" if text else ""
     say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}) and config.json; "
         "docs/load_model.py " + (f"lacks {', '.join(unlike)}" if unlike else "reads them"))

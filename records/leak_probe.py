@@ -48,7 +48,7 @@ class ProbeFailed(Exception):
     """The model leaks, is no distribution, or could not be asked."""
 
 
-# ------------------------------------------------------------ scripts of rules version 2
+# ------------------------------------------------------------ scripts with one class for all presets
 class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
     log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
@@ -60,15 +60,20 @@ class Script:
             self.model, self.cfg = module.load_model(artifact)
         else:
             self.cfg = module.load_config(env)
-            self.model = module.GPT(self.cfg)
+            self.model = self.new_model()
             random_weights(self.model)
+
+    def new_model(self):
+        return self.module.GPT(self.cfg)
 
     def about(self):
         """{"T": tokens of a row, "V": of the vocabulary, "windows": those whose edges are worth a try}"""
         if not self.cfg:
             return {}
-        windows = [*self.cfg.window_schedule, self.eval_window()]
-        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": windows}
+        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": self.windows()}
+
+    def windows(self):
+        return [*self.cfg.window_schedule, self.eval_window()]
 
     def config(self, env):
         """{constant: text} of an environment, as a log of the script shows it."""
@@ -117,6 +122,23 @@ def shortened(cfg, row, step):
                                eval_stride=0, **wanted)
 
 
+# ------------------------------------------------------------ scripts whose recipes are sections
+class RecipeScript(Script):
+    """A script with RECIPES: its Config makes the model and knows the windows of stages and of scoring."""
+    def new_model(self):
+        return self.cfg.make_model(self.module.Kernels())
+
+    def windows(self):
+        """Sizes of all windows, of stages and of scoring; 0 where there are none."""
+        sizes = {0}
+        for stage in (None, *self.cfg.stages()):
+            sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
+        return sorted(sizes)
+
+    def model_constants(self):
+        return type(self.cfg).model_fields()
+
+
 # ------------------------------------------------------------ scripts of rules version 1
 class OldScript(Script):
     """A script whose model must be told the length and the window, whose shape constants are listed in SHAPE,
@@ -145,13 +167,20 @@ class OldScript(Script):
 
 
 # ------------------------------------------------------------ the worker
+def script_kind(module):
+    """The class that knows how to ask a train_gpt.py, by what it offers."""
+    if hasattr(module, "RECIPES"):
+        return RecipeScript
+    return Script if hasattr(module, "ModelConfig") else OldScript
+
+
 def open_script(path, artifact, env):
     """Imports the script at path. artifact: a path, or None for random weights."""
     sys.path.insert(0, str(Path(path).resolve().parent))        # companions of old scripts
     spec = importlib.util.spec_from_file_location("train_gpt", path)
     module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kind = Script if hasattr(module, "ModelConfig") else OldScript
+    kind = script_kind(module)
     return kind(module, artifact, env)
 
 

@@ -70,11 +70,14 @@ def git_commit(script):
             done = subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **options)
         except FileNotFoundError:       # a machine without git
             return []
-        return done.stdout.decode().split()
+        return done.stdout.decode().splitlines()
 
     blob = git("hash-object", "--stdin", input=script)
-    for commit in git("log", "--format=%H", "-n", "500", "--", "train_gpt.py"):
-        if blob and git("rev-parse", f"{commit}:train_gpt.py") == blob:
+    commits = git("log", "--format=%H", "-n", "500", "--", "train_gpt.py")
+    asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
+    blobs = git("cat-file", "--batch-check=%(objectname)", input=asked.encode())
+    for commit, found in zip(commits, blobs):
+        if [found] == blob:
             return commit
     return "not committed"
 

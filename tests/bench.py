@@ -143,16 +143,12 @@ def gemm_rate(team, dtype, shapes):
 
 
 def distinct_stages(cfg):
-    """[Stage], each once, that differ in more than when they begin."""
-    return [*{tuple(stage[2:]): stage for stage in reversed(train_gpt.stage_table(cfg))}.values()][::-1]
-
-
-def stage_config(cfg, stage):
-    """Config of a run that has that stage alone."""
-    return train_gpt.replace(
-        cfg, train_batch_tokens=cfg.train_batch_tokens * stage.batch_multiple, batch_schedule=(1,),
-        train_seq_len=cfg.train_seq_len * stage.seq_multiple, seq_schedule=(1,),
-        window_schedule=(stage.window,))
+    """[Stage] that differ in batch, rows or windows, each once."""
+    stages = {}
+    for stage in cfg.stages():
+        key = stage.batch_tokens, stage.row_tokens, *cfg.windows(stage, stage.row_tokens).values()
+        stages.setdefault(key, stage)
+    return [*stages.values()]
 
 
 # ---------- the training loop, and checkpoints
@@ -283,16 +279,23 @@ def older_kernels(trainer, cfg, team, log):
     return (kernels,) if hasattr(trainer, "Fast") else kernels
 
 
-def step_function(trainer, run, window, seq_multiple=1):
-    """A function that makes a step on a batch, as the training loop does. window: of long layers."""
+def step_function(trainer, run, window, seq_multiple=1, stage=None):
+    """A function that makes a step on a batch, as the training loop does. window: of long layers, in older
+    checkouts; stage: in those whose Config has stages(); None: the first one."""
     cfg, momentum = run.cfg, run.cfg.muon_momentum
     T, micro = cfg.train_seq_len * seq_multiple, run.micro // seq_multiple
+    if hasattr(cfg, "stages"):
+        stage = stage or cfg.stages()[0]
+        T, micro = stage.row_tokens, run.micro * cfg.train_seq_len // stage.row_tokens
     if not hasattr(trainer, "Run"):
         run.model.set_context(T, window)
         return lambda batch: trainer.train_step(run.loss_fn, run.optimizer, batch, micro, 1.0, momentum)
 
     def step(batch):
-        context = trainer.make_context(cfg, T, window, run.team.device, run.team.dtype)
+        if stage:
+            context = run.model.training_context(T, run.team.device, run.team.dtype, stage)
+        else:
+            context = trainer.make_context(cfg, T, window, run.team.device, run.team.dtype)
         factors = [1.0, momentum]
         if hasattr(trainer, "decay_factor"):
             tokens = batch[0].numel() * run.team.world_size
@@ -408,15 +411,15 @@ def collective_seconds(run, repeats):
 
 def stage_parts(run, stage, repeats, loads, say):
     """Prints a stage's step and its parts. loads: tok/s of the loader."""
-    cfg, team, optimizer = stage_config(run.cfg, stage), run.team, run.optimizer
-    T, ranks, tokens, window = cfg.train_seq_len, team.world_size, cfg.train_batch_tokens, stage.window
-    batch = run.loader.next(tokens, stage.seq_multiple)
-    step, hosts = partial(step_function(train_gpt, run, window, stage.seq_multiple), batch), []
+    cfg, team, optimizer = run.cfg, run.team, run.optimizer
+    T, ranks, tokens, window = stage.row_tokens, team.world_size, stage.batch_tokens, stage.window
+    batch = run.loader.next(tokens, T // cfg.train_seq_len)
+    step, hosts = partial(step_function(train_gpt, run, window, stage=stage), batch), []
     whole = median_seconds(team, step, repeats)
     for _ in range(repeats):
         team.wait()  # or a full queue of launches would make it wait in between
         timed(step, lambda: None, hosts)()
-    rows_at_once = train_gpt.rows_at_once(len(batch[0]), run.micro // stage.seq_multiple)
+    rows_at_once = train_gpt.rows_at_once(len(batch[0]), run.micro * cfg.train_seq_len // T)
     micro_steps = len(batch[0]) // rows_at_once
     rows = {part: micro_steps * sum(layers * median_seconds(team, call, repeats) for layers, call in calls)
             for part, calls in parts_of(run, window, rows_at_once, T).items()}
@@ -530,12 +533,17 @@ def codec_table(settings, path):
 MATMUL, MATMUL_FP8, MEMORY, LINK = 788e12, 1576e12, 4.3e12, 360e9  # FLOP/s, FLOP/s, bytes/s, bytes/s
 
 
+def parameters_of(cfg):
+    """[(Row, parameter)] of a model without values."""
+    table = cfg.parameter_table()
+    with torch.device("meta"):
+        model = cfg.make_model(train_gpt.Kernels())
+    return [(table[train_gpt.kind_of(name)], p) for name, p in model.named_parameters()]
+
+
 def muon_shapes(cfg):
     """The shape of each matrix that Muon updates."""
-    table = train_gpt.parameter_table(cfg)
-    with torch.device("meta"):
-        return [p.shape for name, p in train_gpt.GPT(cfg).named_parameters()
-                if table[train_gpt.kind_of(name)].optimizer == "muon"]
+    return [p.shape for row, p in parameters_of(cfg) if row.optimizer == "muon"]
 
 
 def orthogonalization_flops(cfg):
@@ -544,20 +552,20 @@ def orthogonalization_flops(cfg):
     return cfg.muon_backend_steps * sum(4 * short * short * long + 2 * short**3 for short, long in sides)
 
 
-def roofline(cfg, gpus, tokens, window):
-    """{part: seconds of a step of so many tokens on so many GPUs}, at the ceilings and with nothing hidden
-    behind anything else: about the least that it can take. Of optimizer and communication the shorter can be
-    hidden, as some parameters travel while others are updated; no more."""
-    counts, C, T = train_gpt.parameter_counts(cfg), cfg.model_dim, cfg.train_seq_len
-    here, fp8 = tokens / gpus, cfg.fp8.removeprefix("auto-")
-    sizes = train_gpt.window_sizes(cfg, window, T)
-    seen = [min(sizes[kind] + 1, T) if kind in sizes else 0  # its own included
-            for kind in train_gpt.per_layer(cfg.window_pattern, cfg.num_layers)]
+def roofline(cfg, gpus, stage):
+    """{part: seconds of a step of a stage on so many GPUs}, at the ceilings and with nothing hidden behind
+    anything else: about the least that it can take. Of optimizer and communication the shorter can be hidden,
+    as some parameters travel while others are updated; no more."""
+    counts, C, T = train_gpt.parameter_counts(cfg), cfg.model_dim, stage.row_tokens
+    here, fp8 = stage.batch_tokens / gpus, vars(cfg).get("fp8", "off").removeprefix("auto-")
+    layers = cfg.layers(stage)
+    seen = [min(layer.window + 1, T) for layer in layers if layer.window]  # its own included
     keys = sum(w * (1 - (w - 1) / (2 * T)) for w in seen)  # the mean over a row: its first tokens see fewer
     muon = sum(math.prod(shape) for shape in muon_shapes(cfg))
-    adam = (counts.total() - muon) / cfg.adam_every
+    adam = sum(p.numel() / row.every for row, p in parameters_of(cfg) if row.optimizer == "adam")
     # bf16: what is kept for backward is written and read twice; logits and their gradient move six times
-    activations = here * (3 * 2 * cfg.num_layers * C * (14 + 3 * cfg.mlp_mult) + 6 * 2 * cfg.vocab_size)
+    kept = sum(14 + 3 * layer.mlp_mult for layer in layers)
+    activations = here * (3 * 2 * C * kept + 6 * 2 * cfg.vocab_size)
     # fp32: of Adam parameter, gradient, both moments, of Muon the update twice more; read, most of it written
     state = 4 * (8 * adam + 12 * muon) / gpus
     return {
@@ -575,14 +583,14 @@ def rooflines(settings, preset):
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
     for gpus in (1, 8):
         for stage in distinct_stages(cfg):
-            alone = stage_config(cfg, stage)
-            tokens, T = alone.train_batch_tokens, alone.train_seq_len
+            tokens, T = stage.batch_tokens, stage.row_tokens
             if tokens // T % gpus:
                 continue
-            parts = roofline(alone, gpus, tokens, stage.window)
+            parts = roofline(cfg, gpus, stage)
             step = sum(parts.values())
-            flops = train_gpt.flops_per_token(alone) * tokens / gpus / step
-            yield (f"{cfg.preset}, {gpus} H200, tokens:{tokens} long_window:{stage.window or T} "
+            flops = train_gpt.flops_per_token(cfg, stage) * tokens / gpus / step
+            window = cfg.windows(stage, T).get("long_window", T)
+            yield (f"{cfg.preset}, {gpus} H200, tokens:{tokens} long_window:{window} "
                    f"ms {train_gpt.listed({name: f'{1e3 * part:.2f}' for name, part in parts.items()})} "
                    f"step:{1e3 * step:.2f} tok/s per GPU:{tokens / gpus / step:.0f} "
                    f"mfu:{flops / train_gpt.H100_FLOPS:.2f}")

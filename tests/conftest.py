@@ -1,14 +1,14 @@
 """Puts the repository on the import path; what several tests share. Functions are in helpers.py.
 
-Slow tests that inject faults run under `-m faults` only; that run as a whole writes records/FAULTS.md.
+`-m faults` as a whole writes records/FAULTS.md. What the markers are for: docs/testing.md.
 """
 
 import itertools
-import multiprocessing.forkserver
 import os
 import re
 import sys
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +16,13 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "records", "data", "tools")]
 
 # Modules with asserts that are no test files
 pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
                                "golden_golf_plus", "golden_speedrun_plus", "golden_gpt2_plus")
 
+import fork_server  # noqa: E402
 import helpers  # noqa: E402
 
 
@@ -83,12 +84,16 @@ def root(tiny_data, tmp_path_factory):
 
 @pytest.fixture
 def train(root, monkeypatch, capsys):
-    """main() in this process, in root: settings -> code, out, err and what helpers.look finds."""
+    """main() in this process, in root: settings -> code, out, err and what helpers.look finds. Without
+    loss.png, which takes as long as a toy run; PICTURE=True draws it."""
     import train_gpt
 
     monkeypatch.chdir(root)
 
-    def go(base, **settings):
+    draw = train_gpt.plot_curves
+
+    def go(base, PICTURE=False, **settings):
+        monkeypatch.setattr(train_gpt, "plot_curves", draw if PICTURE else lambda *_: None)
         run_id = settings.get("RESUME") or f"run{next(NUMBERS)}"
         env = base | settings | {"RESUME" if "RESUME" in settings else "RUN_ID": run_id}
         capsys.readouterr()
@@ -131,19 +136,6 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture(scope="session")
-def forks():
-    """Makes processes by a fork of one that has imported the trainer, so that none pays for the imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["inject", "sentencepiece", "matplotlib.figure",
-                                    "torch._inductor.compile_fx", "torch._meta_registrations"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", str(ROOT / "tests"))
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
 def rank_environments(ranks):
     """What torchrun adds to each rank's environment, and the store that its agent holds."""
     if ranks == 1:
@@ -161,39 +153,40 @@ def exit_codes(processes, timeout, grace):
     """Of all. Kills what is left so many seconds after one failed, as torchrun does, or at the timeout."""
     ends = time.monotonic() + timeout
     failed = False
-    while any(process.is_alive() for process in processes) and time.monotonic() < ends:
-        if not failed and any(process.exitcode for process in processes):
+    while any(process.poll() is None for process in processes) and time.monotonic() < ends:
+        if not failed and any(process.returncode for process in processes):
             failed, ends = True, min(ends, time.monotonic() + grace)
         time.sleep(0.02)
-    late = [process for process in processes if process.is_alive()]
+    late = [process for process in processes if process.poll() is None]
     for process in late:
         process.kill()
-        process.join()
+        process.wait()
     assert failed or not late, f"no end in {timeout} s"
-    return [process.exitcode for process in processes]
+    return [process.returncode for process in processes]
+
+
+def start_rank(cwd, env, output):
+    """A rank in that folder. What it prints goes to OUTPUT.out and OUTPUT.err."""
+    with open(output + ".out", "wb") as out, open(output + ".err", "wb") as err:
+        return fork_server.popen([ROOT / "tests/inject.py"], cwd, env, out, err)
 
 
 @pytest.fixture(scope="module")
-def go(forks, root):
-    """A run of forked ranks -> codes, code (rank 0's), out, err, seconds, met and since: was a fault met, and
-    the seconds from it to the end, and what helpers.look finds.
+def go(root):
+    """A run of ranks, forks of one process -> codes, code (rank 0's), out, err, seconds, met and since: was a
+    fault met, and the seconds from it to the end, and what helpers.look finds.
 
     fault: as inject.py has it. resume: of a run, with nothing else given unless it is in settings. act:
     called with the process of rank 0 when the ranks have begun."""
-    import inject
-
     def go(settings, fault="", ranks=1, resume="", act=None, cwd=root, timeout=400, grace=30, **more):
         run_id = resume or more.get("RUN_ID") or f"run{next(NUMBERS)}"
         env = settings | more | {"RESUME" if resume else "RUN_ID": run_id}
         env |= {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-        env |= dict(OMP_NUM_THREADS="1", FAULT=fault)
+        env |= dict(OMP_NUM_THREADS="1", FAULT=fault, PICTURE="0", PYTHONPATH=str(ROOT))
         places, store = rank_environments(ranks)
         outs = [str(Path(cwd, f"output{next(NUMBERS)}")) for _ in range(ranks)]
-        processes = [forks.Process(target=inject.forked, args=(str(cwd), env | place, out))
-                     for place, out in zip(places, outs)]
         began = time.monotonic()
-        for process in processes:
-            process.start()
+        processes = [start_rank(cwd, env | place, out) for place, out in zip(places, outs)]
         try:
             if act:
                 act(processes[0])
@@ -201,6 +194,7 @@ def go(forks, root):
         finally:
             for process in processes:
                 process.kill()      # those that are left where a test failed
+                process.wait()
         ended = time.monotonic()
         out, err = ("".join(Path(name + end).read_text(errors="replace") for name in outs)
                     for end in (".out", ".err"))
@@ -213,23 +207,36 @@ def go(forks, root):
     return go
 
 
-# ---------------------------------------------------------------- faults
-FAULTS = []     # (fault, what happened, seconds) of each that was injected
-SKIPPED = []
+# ---------------------------------------------------------------- which tests run
+LEFT_OUT = {"slow", "static"}       # unless -m names one of a test's markers
+QUICK = {       # a file, or a test of it with its cases
+    "test_config.py", "test_data.py", "test_eval.py", "test_golden.py", "test_model.py", "test_optimizer.py",
+    "test_speedrun.py", "test_train.py::test_one_rank", "test_train.py::test_two_ranks_agree_with_one",
+    "test_train.py::test_same_seed_same_bits", "test_faults.py::test_killed_at_three_moments",
+    "test_plus.py::test_a_run_killed_and_resumed"}
 
 
+def markers_of(item):
+    return {mark.name for mark in item.iter_markers()}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests of faults, and those that need CUDA's libraries, unless -m names them."""
-    asked = config.option.markexpr
-    left = []
+    """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it."""
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        slow_faults, static = {"faults", "slow"} <= marks, "static" in marks
-        if slow_faults and "faults" not in asked or static and "static" not in asked:
-            left.append(item)
+        if QUICK & {item.path.name, f"{item.path.name}::{item.originalname}"}:
+            item.add_marker("quick")
+    asked = set(re.findall(r"\w+", config.option.markexpr))
+    left = [item for item in items if markers_of(item) & LEFT_OUT and not markers_of(item) & asked]
+    config.left_out = Counter(name for item in left for name in markers_of(item))
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+# ---------------------------------------------------------------- faults
+FAULTS = []     # (fault, what happened, seconds) of each that was injected
+SKIPPED = []
 
 
 def pytest_runtest_logreport(report):

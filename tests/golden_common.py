@@ -37,7 +37,12 @@ kind_of = train_gpt.kind_of
 
 
 def make_model(cfg):
-    return train_gpt.GPT(cfg)
+    return cfg.make_model(train_gpt.Kernels())
+
+
+def is_classic(cfg):
+    """Is it of the class that several presets share?"""
+    return isinstance(cfg, train_gpt.Config)
 
 
 def full_size_shapes(cfg):
@@ -48,11 +53,17 @@ def full_size_shapes(cfg):
 
 def make_context(cfg, T, window, dtype=torch.float32, **fields):
     """For rows of T tokens and long layers that see so many tokens before their own; fields: of Context."""
+    if not is_classic(cfg):
+        with torch.device("meta"):
+            model = make_model(cfg)
+        return model.context(T, CPU, dtype)._replace(**fields)
     return train_gpt.make_context(cfg, T, window, CPU, dtype)._replace(**fields)
 
 
 def windows_of(context):
     """({kind of layer: tokens before its own that it sees}, factor on q @ k)"""
+    if not hasattr(context, "windows"):
+        return {}, None
     return {kind: int(size) for kind, size in context.windows.items()}, context.attn_scale.item()
 
 
@@ -67,6 +78,8 @@ def loss_of(model, tokens, targets, context):
 
 def rope_of(cfg, window):
     """Radians per token of each pair of channels."""
+    if not is_classic(cfg):
+        return train_gpt.rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base)
     return train_gpt.rope_frequencies(cfg, window)[0]
 
 
@@ -76,7 +89,7 @@ def logits_of(model, tokens, context):
 
 def stated_in(cfg, name):
     """A constant as one types it, by the name that an environment has; None: there is no such constant."""
-    value = getattr(cfg, train_gpt.NAMES.get(name, name.lower()), None)
+    value = vars(cfg).get(train_gpt.NAMES.get(name, name.lower()))
     return None if value is None else train_gpt.show(value)
 
 
@@ -84,23 +97,23 @@ def parameter_rows(cfg):
     """{kind of parameter: its row of the parameter table, every number resolved}. lr: before the factor of
     tall matrices. decay: what a step takes off a weight, over its LR."""
     found = {}
-    for kind, row in train_gpt.parameter_table(cfg).items():
-        muon = row.optimizer == "muon"
-        decay = cfg.weight_decay * cfg.matrix_lr if muon else cfg.adam_weight_decay
+    for kind, row in cfg.parameter_table().items():
         found[kind] = SimpleNamespace(
-            optimizer=row.optimizer, lr=getattr(cfg, row.lr) * row.lr_mult, decay=decay * row.decay_mult,
-            betas=[row.beta1 or cfg.beta1, row.beta2 or cfg.beta2], eps=cfg.adam_eps,
-            normuon_beta2=cfg.normuon_beta2,
-            init=row.init, scale=row.scale, change=row.change,
-            artifact_step=row.artifact_step and cfg.artifact_step * row.artifact_step,
-            artifact_most=row.artifact_most, scalar=row.group == "scalar")
+            optimizer=row.optimizer, lr=row.lr, decay=row.decay, betas=[row.beta1, row.beta2], eps=row.eps,
+            normuon_beta2=vars(cfg).get("normuon_beta2", 0.0), init=row.init, scale=row.scale,
+            change=row.change, artifact_step=row.step, artifact_most=row.levels, scalar=row.group == "scalar")
     return found
+
+
+def adam_every(cfg):
+    """Steps whose gradients add up to one of Adam's."""
+    return max(row.every for row in cfg.parameter_table().values() if row.optimizer == "adam")
 
 
 def make_optimizer(model, cfg, first_step):
     """As it is at this step of a run, but that it has no state."""
     optimizer = train_gpt.Optimizer(model, cfg)
-    optimizer.step_count = first_step % cfg.adam_every
+    optimizer.step_count = first_step % adam_every(cfg)
     return optimizer
 
 
@@ -122,14 +135,16 @@ def adam_alone(p, grads, lr, betas, eps, cfg):
     v = torch.zeros_like(p)
     for step, grad in enumerate(grads, 1):
         numbers = [torch.tensor(x) for x in (1.0, float(step), lr)]
-        train_gpt.adam_step(p, grad, m, v, *numbers, *betas, eps, cfg.adam_eps_corrected)
+        cfg.adam_step(p, grad, m, v, *numbers, None, *betas, eps)
     return p
 
 
 def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
     """p after a step on each of grads by our Optimizer, as a parameter of this kind. decay: what a step takes
     off a weight, over its LR."""
-    cfg = replace(cfg, matrix_lr=lr, weight_decay=decay / lr, adam_every=1)
+    cfg = replace(cfg, matrix_lr=lr)
+    if "weight_decay" in vars(cfg):
+        cfg = replace(cfg, weight_decay=decay / lr)
     module = torch.nn.Module()
     module.register_parameter(kind, torch.nn.Parameter(p.clone().contiguous()))
     optimizer = train_gpt.Optimizer(module, cfg)
@@ -141,7 +156,7 @@ def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
 
 def decay_scale(cfg):
     """What Muon takes off a weight, over its LR, at a decay factor of 1."""
-    return cfg.weight_decay * cfg.matrix_lr
+    return cfg.parameter_table()["query"].decay
 
 
 class Schedule:
@@ -155,19 +170,21 @@ class Schedule:
         batch), windows {"L": long, "S": short}, attn_scale, longest (document), loops."""
         cfg = self.cfg
         if progress is None:
-            progress = train_gpt.run_progress(cfg, step, seconds)
+            progress = cfg.progress(step, seconds)
         stage = train_gpt.stage_at(cfg, progress)
         if stage not in self.seen:
-            T = cfg.train_seq_len * stage.seq_multiple
+            windows = cfg.windows(stage, stage.row_tokens)
             self.seen[stage] = dict(
-                tokens=cfg.train_batch_tokens * stage.batch_multiple, longest=stage.longest,
-                windows=train_gpt.window_sizes(cfg, stage.window, T), loops=stage.loops,
-                attn_scale=train_gpt.rope_frequencies(cfg, stage.window)[1])
-        return SimpleNamespace(
-            progress=progress, lr=train_gpt.lr_factor(cfg, step, progress),
-            momentum=train_gpt.muon_momentum(cfg, step, progress),
-            decay_factor=train_gpt.decay_factor(cfg, step, progress),
-            tied=train_gpt.tied(cfg, step, progress), **self.seen[stage])
+                tokens=stage.batch_tokens, longest=stage.doc_len,
+                windows={"L": windows.get("long_window"), "S": windows.get("short_window")})
+            if not is_classic(cfg):
+                self.seen[stage]["attn_scale"] = (cfg.model_dim // cfg.num_heads) ** -0.5
+            else:
+                self.seen[stage]["loops"] = stage.loops
+                self.seen[stage]["attn_scale"] = train_gpt.rope_frequencies(cfg, stage.window)[1]
+        now = cfg.schedule(step, progress)
+        return SimpleNamespace(progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay,
+                               tied=now.tied, **self.seen[stage])
 
     def target_weights(self, progress):
         """Of the losses on the next targets."""
@@ -175,7 +192,7 @@ class Schedule:
 
     def adam_steps(self, step):
         """Does Adam take a step at the end of this one?"""
-        return (step + 1) % self.cfg.adam_every == 0
+        return (step + 1) % adam_every(self.cfg) == 0
 
 
 def open_shards(folder, parts):
@@ -312,7 +329,7 @@ class Seed(GoldenSet):
         sizes, attn_scale = windows_of(context)
         if "S" in sizes and setting["window_short"]:
             assert sizes["S"] == setting["window_short"], setting
-        if "attn_scale" in setting:
+        if "attn_scale" in setting and attn_scale is not None:
             assert attn_scale == pytest.approx(setting["attn_scale"], rel=1e-6), setting
         return context
 

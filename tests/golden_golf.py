@@ -50,7 +50,7 @@ def test_golf_artifact(golf):
     large = golf.their_weights("artifact.q")
     assert large
     for name, q in large.items():
-        ours, scale = train_gpt.quantize_rows(weights[name], 0.0, golf.full.artifact_scale_floor)
+        ours, scale = golf.full.quantize(golf.full.parameter_table()["query"], weights[name])
         assert torch.equal(ours, q), name
         assert torch.equal(scale, golf.their_weights("artifact.scale")[name]), name
         back = golf.their_weights("artifact.back")[name]

@@ -59,8 +59,8 @@ def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
         parts.append(np.concatenate([texts[d] for d in mine]))
         sizes.append(np.unique(group[mine], return_counts=True)[1].tolist())
     shards = open_shards(tmp_path, parts)
-    monkeypatch.setattr(train_gpt.Loader, "BUFFER", about["buffer_size"])
-    monkeypatch.setattr(train_gpt.Loader, "READ", about["tokenizer_batch_size"])
+    monkeypatch.setattr(train_gpt.BestFit, "BUFFER", about["buffer_size"])
+    monkeypatch.setattr(train_gpt.BestFit, "READ", about["tokenizer_batch_size"])
     T, order = about["row_tokens"], ("rank", "step", "micro_step", "row")
     counts = gpt2.matches(r"packing\.rows(\d+)")
     assert counts
@@ -73,11 +73,11 @@ def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
         cfg = replace(gpt2.packing_config(about), train_batch_tokens=T * ranks)
         for rank in range(ranks):
             loader = make_loader(cfg, shards, bos, ranks, rank, zip(shards, sizes))
-            document = {int(start): number for start, number in zip(loader.starts, numbers)}
+            document = {int(start): number for start, number in zip(loader.packer.index.starts, numbers)}
             mine = [pieces for place, pieces in sorted(wanted.items()) if place[0] == rank]
             assert mine, (ranks, rank)
             for n, pieces in enumerate(mine):
-                found, *_ = loader.plan(n * ranks, ranks, T)
+                found, *_ = loader.packer.plan(n * ranks, ranks, T)
                 assert [(document[start], length) for start, length in found[0]] == pieces, (ranks, rank, n)
 
 

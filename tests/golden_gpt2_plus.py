@@ -110,14 +110,14 @@ def test_gpt2_plus_rows_of_packed_documents(gpt2_plus, tmp_path, monkeypatch):
     about = gpt2_plus.json("packing")
     bos, texts = documents(gpt2_plus.array("packing.lengths"), gpt2_plus.cfg)
     shards = open_shards(tmp_path, [np.concatenate(texts)])
-    monkeypatch.setattr(train_gpt.Loader, "BUFFER", about["buffer"])
-    monkeypatch.setattr(train_gpt.Loader, "READ", about["refill"])
+    monkeypatch.setattr(train_gpt.BestFit, "BUFFER", about["buffer"])
+    monkeypatch.setattr(train_gpt.BestFit, "READ", about["refill"])
     T = about["row_tokens"] - 1
     cfg = replace(gpt2_plus.cfg, train_seq_len=T, train_batch_tokens=T, max_epochs=0)
     loader = make_loader(cfg, shards, bos, 1, 0)
-    numbers = {int(start): number for number, start in enumerate(loader.starts)}
+    numbers = {int(start): number for number, start in enumerate(loader.packer.index.starts)}
     for n, row in enumerate(gpt2_plus.json("packing.rows")):
-        found = loader.plan(n, 1, T)[0][0]
+        found = loader.packer.plan(n, 1, T)[0][0]
         assert [[numbers[start], length] for start, length in found] == row, n
 
 

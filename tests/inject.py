@@ -4,7 +4,7 @@
 
 FAULT: WHAT@PLACE[/FILE]:N[@RANK], several with ';' between: at the N-th time that this process comes to the
 place, there of a file whose name ends so, on that rank or on all. NAP: seconds that a nap takes; TIMEOUT and
-LONG: those of TRAINING_TIMEOUT and LONG_TIMEOUT.
+LONG: those of TRAINING_TIMEOUT and LONG_TIMEOUT. PICTURE=0: no loss.png, which takes as long as a toy run.
 """
 import ctypes
 import errno
@@ -146,18 +146,9 @@ def main(arguments):
     install(fault for fault in faults if fault.rank in (None, os.environ.get("RANK", "0")))
     train_gpt.TRAINING_TIMEOUT = float(os.environ.get("TIMEOUT", train_gpt.TRAINING_TIMEOUT))
     train_gpt.LONG_TIMEOUT = float(os.environ.get("LONG", train_gpt.LONG_TIMEOUT))
+    if os.environ.get("PICTURE") == "0":
+        train_gpt.plot_curves = lambda *_: None
     sys.exit(train_gpt.main(arguments, os.environ))
-
-
-def forked(folder, environment, output):
-    """What a forked process does: one rank in that folder. Its output goes to OUTPUT.out and OUTPUT.err."""
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, end in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output + end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # Ctrl-C counts, also below nohup
-    main([])
 
 
 if __name__ == "__main__":

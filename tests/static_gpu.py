@@ -249,11 +249,10 @@ def eager_bytes(torch, function):
 def window_pairs(trainer, cfg, stage):
     """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
     it. Documents, which make them fewer, are not known here."""
-    T, unit, pairs = cfg.train_seq_len * stage.seq_multiple, 128, 0
-    sizes = trainer.window_sizes(cfg, stage.window, T)
-    for kind in trainer.per_layer(cfg.window_pattern, cfg.num_layers):
-        if kind in sizes and (sizes[kind] < T - 1 or cfg.max_doc_len):
-            firsts = [max(0, (q * unit - sizes[kind]) // unit) for q in range(T // unit)]
+    T, unit, pairs = stage.row_tokens, 128, 0
+    for layer in cfg.layers(stage):
+        if layer.window and (layer.window < T - 1 or cfg.masks_documents()):
+            firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
             pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
     return pairs
 
@@ -280,7 +279,7 @@ class Subject:
         trainer.first_values = lambda *_: {}
         trainer.Bank.load = lambda *_: None
         with torch.device("cuda"):
-            run.model = trainer.GPT(cfg, run.kernels)
+            run.model = cfg.make_model(run.kernels)
         run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             self.note_collective(name)
@@ -339,17 +338,17 @@ class Subject:
     def stage(self, stage):
         """Figures of a step of a stage: the mean over as many as Adam waits for."""
         run, cfg, torch = self.run, self.run.cfg, self.torch
-        T = cfg.train_seq_len * stage.seq_multiple
-        tokens = cfg.train_batch_tokens * stage.batch_multiple
+        T, tokens = stage.row_tokens, stage.batch_tokens
         rows = tokens // T // run.team.world_size
-        context = self.trainer.training_context(cfg, T, stage, run.team)
+        context = run.model.training_context(T, run.team.device, run.team.dtype, stage)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
         if hasattr(run.model, "candidates"):
             batch += run.model.candidates(*batch)
-        micro = self.trainer.rows_at_once(rows, run.micro // stage.seq_multiple)
+        micro = self.trainer.rows_at_once(rows, run.micro * cfg.train_seq_len // T)
+        every = max(bank.row.every for bank in run.optimizer.banks)
 
         def steps():
-            for _ in range(cfg.adam_every):
+            for _ in range(every):
                 self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, 1.0, 0.95, 1.0)
 
         from torch._dynamo.utils import counters
@@ -489,8 +488,9 @@ def measure(words, ranks, trainer_path):
     found["micro_batch"] = run.micro
     count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4)
     found["stages"] = {}
-    for stage in trainer.stage_table(cfg):
-        name = f"x{stage.batch_multiple} window {stage.window}"
+    for stage in cfg.stages():
+        long = cfg.windows(stage, stage.row_tokens).get("long_window", 0)
+        name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
         name += f" loops {stage.loops}" if getattr(stage, "loops", 0) else ""
         if name not in found["stages"]:
             found["stages"][name] = subject.stage(stage)

@@ -99,7 +99,7 @@ BAD_DATA = {
     "no sp1024": (None, ["./run.sh data sp1024"], dict(DATA_PATH="data/datasets/fineweb10B_sp1024")),
     "empty folder": (lambda s: (shutil.rmtree(DATA), DATA.mkdir()), ["toy", "train"]),
     "wrong magic": (lambda s: patch(VAL, 0, b"GGUF"), [VAL.name]),
-    "truncated train shard": (lambda s: cut(TRAIN, 150_001), [TRAIN.name, "truncated"]),
+    "truncated train shard": (lambda s: cut(TRAIN, 30_001), [TRAIN.name, "truncated"]),
     "truncated val shard": (lambda s: cut(VAL, 5_000), [VAL.name, "truncated"]),
     "shard with a tail": (lambda s: TRAIN.write_bytes(TRAIN.read_bytes() + b"\0\0"), [TRAIN.name]),
     "header says more": (lambda s: patch(TRAIN, 8, (999_999).to_bytes(4, "little")), [TRAIN.name, "999999"]),
@@ -129,14 +129,14 @@ BAD_DATA = {
                                       ["train", "64"]),
     "no documents": (None, ["no token 65535 begins a document"],
                      dict(PACKING="documents", SHUFFLE="0", BOS_ID="65535")),
-    "one shard of three": (lambda s: keep_files(slice(2)), ["307200 of 110001 train tokens"],
+    "one shard of three": (lambda s: keep_files(slice(2)), ["307200 of 44001 train tokens"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
-    "more tokens than the epochs have": (None, ["819200 of 300000 train tokens"],
+    "more tokens than the epochs have": (None, ["819200 of 120000 train tokens"],
                                          dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
     "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json"]),
     "a file without split": (lambda s: edit_manifest(files=[{"path": "x"}]), ["manifest.json"]),
     "a tokenizer of text": (lambda s: edit_manifest(tokenizer="toy.model"), ["manifest.json"]),
-    "other token counts": (lambda s: set_file(1, tokens=110_000), [TRAIN.name, "110000"]),
+    "other token counts": (lambda s: set_file(1, tokens=44_000), [TRAIN.name, "44000"]),
     "a file outside": (lambda s: set_file(1, path="../../../outside.bin"), ["outside.bin"]),
     "val_bytes too small": (lambda s: edit_manifest(val_bytes=lambda n: n - 1), ["val", "toy", "bytes"]),
     "val_bytes zero": (lambda s: edit_manifest(val_bytes=0), ["toy", " 0"])}
@@ -314,5 +314,5 @@ def test_a_run_that_diverges(workplace, capsys):
 
 def test_a_bad_later_shard_is_refused_before_training(workplace, capsys):
     """One token of it, which the run would not have come to."""
-    patch(LATER, 1024 + 2 * 50_000, b"\xff\xff")
+    patch(LATER, 1024 + 2 * 30_000, b"\xff\xff")
     refused(capsys, {"SHUFFLE": "0"}, [], [LATER.name, "65535", "512"])

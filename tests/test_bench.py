@@ -8,19 +8,21 @@ import pytest
 import torch
 
 import bench
+import fork_server
 import train_gpt
 from helpers import ROOT, TOY, run_cli
 
 SETTINGS = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=1", "TRAIN_SEQ_LEN=64", "NUM_LAYERS=3",
             "TRAIN_BATCH_TOKENS=256", "MODEL_DIM=32", "BIGRAM_ROWS=64", "VOCAB_SIZE=512", "MAX_DOC_LEN=64",
             "WINDOW_PATTERN=LS0", "WINDOW_SCHEDULE=32,64", "BATCH_SCHEDULE=1,2", "EVAL_WINDOW=64",
-            "SEQ_SCHEDULE=1,2", "PACKING=documents", "SHUFFLE=0", "VALUE_GATE_DIM=8", "VALUE_LAMBDAS=1"]
+            "SEQ_SCHEDULE=1,2", "PACKING=documents", "SHUFFLE=0", "VALUE_GATE_DIM=8", "VALUE_LAMBDAS=1",
+            "COUNT_ORDERS=0"]      # 16 million random tokens would be counted
 PARTS = ["attention", "MLP", "head and loss", "optimizer", "the rest", "communication", "host"]
 OLDER = ROOT / "records/track_tiny/2026-11-22_FastStepsWindows"  # has set_context, imports kernels.py
 
 
 def run_bench(cwd, *words, launch=()):
-    done = subprocess.run([sys.executable, *launch, str(ROOT / "tests/bench.py"), *words], cwd=cwd,
+    done = subprocess.run([fork_server.start(), *launch, str(ROOT / "tests/bench.py"), *words], cwd=cwd,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -99,7 +101,8 @@ def test_codecs(tmp_path, tiny_data):
     """Every rounding with its loss and sizes; the trainer's own artifact is one of them, to the byte."""
     (tmp_path / "data").symlink_to(tiny_data / "data")
     done = run_cli(tmp_path, env=TOY | dict(ITERATIONS="30", RUN_ID="a", VAL_TOKENS="0", SAMPLE_TOKENS="0",
-                                            ARTIFACT_KEEP="1000", BIGRAM_ROWS="1024"))
+                                            ARTIFACT_KEEP="1000", BIGRAM_ROWS="1024",
+                                            COUNT_ORDERS="0"))      # no text to compress
     assert done.code == 0, done.err
     ours, = re.findall(r"^Serialized model int8\+zlib: (\d+) bytes", done.out, re.M)
     exact, = re.findall(r"^final_int8_zlib_roundtrip_exact .* val_bpb:(\S+)", done.out, re.M)
@@ -126,15 +129,20 @@ RECORDS = [  # settings, tokens, window, milliseconds of a step on eight H100
 @pytest.mark.parametrize("settings, tokens, window, record", RECORDS)
 def test_no_record_beats_the_roofline(settings, tokens, window, record):
     """And each is within four times of it: what it counts is most of what takes time."""
-    parts = bench.roofline(train_gpt.load_config(settings), 8, tokens, window)
+    cfg = train_gpt.load_config(settings)
+    stage = next(stage for stage in cfg.stages() if stage.batch_tokens == tokens)
+    assert cfg.windows(stage, stage.row_tokens).get("long_window", 0) == window
+    parts = bench.roofline(cfg, 8, stage)
     assert record / 4 < 1e3 * sum(parts.values()) < record
 
 
 def test_the_roofline_by_hand():
     """Two layers of 512, one of which sees 64 tokens before its own: FLOPs over rates, part by part."""
     cfg = train_gpt.load_config(dict(
-        PRESET="golf", NUM_LAYERS="2", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="128", TRAIN_SEQ_LEN="1024"))
-    one, eight = (bench.roofline(cfg, gpus, 65_536, 128) for gpus in (1, 8))
+        PRESET="golf_plus", NUM_LAYERS="2", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="128", TRAIN_SEQ_LEN="1024",
+        VOCAB_SIZE="1024", MLP_MULT="2", LOOP_LAYERS="0", LOOP_SCHEDULE="0", TRAIN_BATCH_TOKENS="65536"))
+    stage, = cfg.stages()
+    one, eight = (bench.roofline(cfg, gpus, stage) for gpus in (1, 8))
     assert one["communication"] == 0
     assert one["blocks"] == pytest.approx(6 * 2 * 1_835_008 * 65_536 / bench.MATMUL)
     assert one["head"] == pytest.approx(6 * 512 * 1024 * 65_536 / bench.MATMUL)
@@ -147,7 +155,7 @@ def test_the_roofline_by_hand():
     muon = sum(5 * (4 * short * short * long + 2 * short**3) for short, long in 2 * [
         (512, 512), (256, 512), (256, 512), (512, 512), (512, 1024), (512, 1024)])
     assert bench.orthogonalization_flops(cfg) == muon
-    fast = bench.roofline(dataclasses.replace(cfg, fp8="all"), 1, 65_536, 128)
+    fast = bench.roofline(dataclasses.replace(cfg, fp8="all"), 1, stage)
     assert fast["blocks"] == one["blocks"] * bench.MATMUL / bench.MATMUL_FP8
 
 

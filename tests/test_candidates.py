@@ -233,13 +233,14 @@ def test_without_orders_nothing_is_there():
     assert not {"candidate_embed", "class_embed", "class_scale"} & {*dict(model.named_parameters())}
 
 
-def test_a_compiled_model_is_the_same():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_the_same(backend):
     """As GPUs score: candidates are found within the compiled graph, documents and all."""
     cfg = replace(MAXIMAL, num_layers=2, count_orders=(2,), count_bits=12, copy_orders=(1, 2))
     model, tokens = randomised(cfg), some_tokens(cfg, 2, 24) % 7
     model.counts.count(some_text() % 7)
     context = make_context(cfg, 24, 8, torch.device("cpu"))
-    compiled = torch.compile(GPT.hidden, fullgraph=True)(model, tokens, context)
+    compiled = torch.compile(GPT.hidden, fullgraph=True, backend=backend)(model, tokens, context)
     assert torch.allclose(compiled, model.hidden(tokens, context), atol=1e-4)
 
 

@@ -246,7 +246,9 @@ def run_on(device, monkeypatch, others=None, **settings):
     saver = SimpleNamespace(signals=0, due=lambda *_: False)
     loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),))
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1,
-                        model=SimpleNamespace(candidates=lambda *_: []),
+                        model=SimpleNamespace(
+                            candidates=lambda *_: [], build=lambda *_: False,
+                            training_context=lambda *_: None, update_context=lambda *_: None),
                         optimizer=SimpleNamespace(take_mean=lambda: None))
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
@@ -463,7 +465,7 @@ def test_memory_does_not_grow_with_the_steps(train, monkeypatch, report):
     done = train(TOY, ITERATIONS="2200", NUM_LAYERS="1", MODEL_DIM="16", TRAIN_SEQ_LEN="32",
                  TRAIN_BATCH_TOKENS="256", BIGRAM_ROWS="64", SAVE_EVERY="250", VAL_LOSS_EVERY="500",
                  TRAIN_LOG_EVERY="5")
-    assert done.code == 0 and done.result["tokens"] > 300_000, done.err
+    assert done.code == 0 and done.result["tokens"] > 120_000, done.err
     more = grown[2200] - grown[200]
     report("2,000 steps with checkpoints", f"{more:.1f} MB more memory at the end", time.monotonic() - began)
     assert more < 50, grown

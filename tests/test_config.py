@@ -62,17 +62,6 @@ PINNED = {
         iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0, warmup_steps=2,
         warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1, 2), seq_schedule=(1,),
         lr_schedule=(1.0,), lr_switches=(0.0,)),
-    "golf": PLAIN | dict(
-        vocab_size=1024, train_seq_len=4096, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4,
-        mlp_mult=2, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
-        bigram_rows=0, value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
-        train_log_every=200, val_loss_every=1000, artifact_bytes_limit=16_000_000,
-        artifact_scale_floor=1 / 127, data_path="data/datasets/fineweb10B_sp1024",
-        tokenizer_path="data/tokenizers/fineweb_1024_bpe.model", data_fingerprint="",
-        train_batch_tokens=393_216, shuffle=False, packing="spans", val_batch_size=524_288, matrix_lr=0.02,
-        embed_lr=0.6, tied_embed_lr=0.03, scalar_lr=0.02, muon_momentum=0.99,
-        muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500, muon_sum=True, beta1=0.9,
-        iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000),
     "speedrun": PLAIN | dict(
         vocab_size=50_304, train_seq_len=16_384, max_doc_len=2048, num_layers=12, model_dim=768, num_heads=6,
         mlp_mult=4, qk_gain_init=0.0, attn_scale=0.1, key_offset=False, attn_gate_dim=12, value_lambdas=True,
@@ -109,8 +98,35 @@ PINNED = {
         matrix_lr=0.02, embed_lr=0.3 * (768 / 1664)**0.5, head_lr=0.004 * (768 / 1664)**0.5, scalar_lr=0.5,
         orthogonalization="polar_express", normuon_beta2=0.95, weight_decay=1.1988066830515525,
         decay_schedule="linear", adam_eps=1e-10, iterations=12_700, max_wallclock_seconds=0.0)}
+# what the recipes that are sections of their own share, and each of them, whole
+RUN = dict(
+    run_id="", seed=1337, device="auto", dtype="auto", sdpa_backend="flash3", compile=True,
+    triton_kernels=True, dry_run=False, eval_from="", resume="", save_every=0, save_every_seconds=0.0,
+    sample_every=0, sample="",
+    sample_tokens=96, sample_temperature=0.8, sample_top_k=0, data_fingerprint="", bos_id=0, stage_starts=(),
+    batch_schedule=(), seq_schedule=(), shuffle=False, max_epochs=0, device_batch_size=0, val_tokens=0,
+    eval_context=0, eval_stride=0, grad_clip_norm=0.0, ema_decay=0.0, loss_sum_ranks=0,
+    extension_iterations=0, score_artifact=True, artifact_codec="zlib", artifact_keep=65_536)
+RECIPES = {
+    "golf": RUN | dict(
+        preset="golf", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
+        logit_softcap=30.0, rope_base=10_000.0, qk_gain_init=1.5, data_path="data/datasets/fineweb10B_sp1024",
+        tokenizer_path="data/tokenizers/fineweb_1024_bpe.model", vocab_size=1024, train_seq_len=4096,
+        train_batch_tokens=393_216, packing="spans", val_batch_size=524_288, val_loss_every=1000,
+        train_log_every=200, matrix_lr=0.02, tied_embed_lr=0.03, tied_embed_init_std=0.005, scalar_lr=0.02,
+        muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
+        muon_backend_steps=5, beta1=0.9, beta2=0.95, adam_eps=1e-8, iterations=20_000,
+        max_wallclock_seconds=600.0, warmdown_iters=3000, warmup_steps=20, artifact_bytes_limit=16_000_000,
+        artifact_scale_floor=1 / 127, eval_sliding=0, eval_ttt=0, eval_ttt_lr=0.05)}
 # the later records
-PINNED["golf_plus"] = PINNED["golf"] | dict(vocab_size=8192, train_seq_len=2048, num_layers=11, mlp_mult=4,
+PINNED["golf_plus"] = PLAIN | dict(
+    num_heads=8, num_kv_heads=4, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
+    bigram_rows=0, value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
+    artifact_bytes_limit=16_000_000, data_fingerprint="", shuffle=False, val_batch_size=524_288,
+    matrix_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, scalar_lr=0.02, muon_momentum=0.99,
+    muon_momentum_warmup_start=0.92,
+    muon_momentum_warmup_steps=1500, muon_sum=True, beta1=0.9, iterations=20_000, model_dim=512,
+) | dict(vocab_size=8192, train_seq_len=2048, num_layers=11, mlp_mult=4,
     mlp_slope=0.5, depth_scale=True, qk_gain_init=4.0, exclusive=True, rope_fraction=0.25, skip_mix=True,
     loop_layers=(4, 5), loop_schedule=(0, 2), train_log_every=500, val_loss_every=4000,
     artifact_step=0.41451612903225804, artifact_codec="brotli", gptq_batches=64, artifact_scale_floor=0.0,
@@ -178,7 +194,7 @@ def flag(name):
 def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
     f, special = FIELDS[name], dict(
-        preset="golf", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
+        preset="speedrun", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
         batch_schedule=(2, 3), seq_schedule=(1, 2), packing="documents", shuffle=False, train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8,
         num_kv_heads=2, val_tokens=2, count_orders=(2, 5), copy_orders=(1, 3),
@@ -217,9 +233,57 @@ def test_every_constant_of_every_preset(preset):
     assert wrong == {}
 
 
+@pytest.mark.parametrize("preset", RECIPES)
+def test_every_constant_of_a_recipe(preset):
+    """Its own and the shared ones, and no others."""
+    assert vars(load_config({"PRESET": preset})) == RECIPES[preset]
+
+
+@pytest.mark.parametrize("preset", RECIPES)
+def test_constants_of_other_recipes(preset):
+    """They are accepted where they are off, and refused otherwise, with the presets that have them."""
+    own = {f.name for f in dataclasses.fields(train_gpt.RECIPES[preset])}
+    cfg = load_config({"PRESET": preset})
+    off = 0
+    for name in set(train_gpt.KNOWN) - own - set(train_gpt.RECIPES[preset].unused):
+        for value in train_gpt.off_values(train_gpt.KNOWN[name]):
+            assert load_config({"PRESET": preset, name.upper(): show(value)}) == cfg
+            off += 1
+        on = other_value(name)
+        if on in train_gpt.off_values(train_gpt.KNOWN[name]):
+            on = FIELDS[name].default
+        sentence = refusal({"PRESET": preset, name.upper(): show(on)})
+        assert f"{preset} has no such constant, only" in sentence and "tiny" in sentence
+        assert sentence == refusal({}, [f"--preset={preset}", f"{flag(name)}={show(on)}"])
+    assert off > 40
+
+
+def test_what_the_public_script_of_golf_has_and_golf_does_not_need():
+    golf = {"PRESET": "golf"}
+    assert load_config(golf | dict(TIE_EMBEDDINGS="1", EMBED_LR="0.6", HEAD_LR="0.008")) == load_config(golf)
+    assert refusal(golf | {"TIE_EMBEDDINGS": "0"}) == "tie_embeddings=0: in golf it is always 1"
+    assert "has no such constant" in refusal({"PRESET": "golf", "SKIP_GATE_DIM": "3"})
+
+
+def test_a_column_of_stages_can_be_overridden():
+    """By a list; one of several entries makes equal stages of golf's only one."""
+    golf = {"PRESET": "golf"}
+    cfg = load_config(golf | {"BATCH_SCHEDULE": "1,2,4"})
+    found = [(stage.batch_tokens, stage.row_tokens, stage.first_step) for stage in cfg.stages()]
+    assert found == [(393_216, 4096, 0), (786_432, 4096, 6667), (1_572_864, 4096, 13_334)]
+    assert [train_gpt.stage_at(cfg, part).batch_tokens for part in (0, 0.3, 1 / 3, 1)] == [
+        393_216, 393_216, 786_432, 1_572_864]
+    cfg = load_config(golf | {"BATCH_SCHEDULE": "1,2", "STAGE_STARTS": "0,0.25", "SEQ_SCHEDULE": "2"})
+    assert [(stage.start, stage.row_tokens) for stage in cfg.stages()] == [(0, 8192), (0.25, 8192)]
+    assert "2 stages" in refusal(golf | {"BATCH_SCHEDULE": "1,2", "SEQ_SCHEDULE": "1,1,2"})
+    assert "stage_starts" in refusal(golf | {"BATCH_SCHEDULE": "1,2", "STAGE_STARTS": "0.5,0.6"})
+    assert "whole number of rows" in refusal(golf | {"SEQ_SCHEDULE": "5"})
+
+
 def test_names():
     """Of presets, aliases, and of what an artifact carries; rows hold constants of the right type."""
-    assert next(iter(PRESETS)) == "tiny" and PRESETS["tiny"] == {} and set(PRESETS) == set(PINNED)
+    assert train_gpt.default_preset() == "tiny" and PRESETS["tiny"] == {} and set(PRESETS) == set(PINNED)
+    assert set(train_gpt.RECIPES) == {*PINNED, *RECIPES}
     assert ALIASES == ALIASES | dict(total_batch_size="train_batch_tokens", num_iterations="iterations",
                                      model_tag="run_id", run="run_id")
     names = [*PINNED["tiny"]]
@@ -230,7 +294,7 @@ def test_names():
         assert overrides(load_config({"PRESET": preset})) == {}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
 @pytest.mark.parametrize("name", ["model_dim", "num_layers", "train_seq_len", "train_batch_tokens"])
 def test_the_four_sizes_can_each_be_set_alone(preset, name):
     cfg = train_gpt.preset_config(preset)
@@ -240,9 +304,11 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
                "train_batch_tokens").split()
     for value in values[name]:
         cfg = load_config({"PRESET": preset, name.upper(): str(value)})
-        assert getattr(cfg, name) == value and {*overrides(cfg)} <= {name, *(derived if cfg.depth else ())}
+        follow = derived if vars(cfg).get("depth") else []
+        assert getattr(cfg, name) == value and {*overrides(cfg)} <= {name, *follow}
         with torch.device("meta"):
-            model = train_gpt.GPT(dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 1024))
+            cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 1024)
+            model = cfg.make_model(train_gpt.Kernels())
         assert len(model.blocks) == cfg.num_layers and model.embed.size(1) == cfg.model_dim
 
 
@@ -263,7 +329,7 @@ def test_environment_flag_and_edit_are_the_same_config(name):
 
 def test_spellings_and_an_edit_of_the_file(tmp_path):
     edited = tmp_path / "edited.py"
-    text, times = re.subn(r"(    matrix_lr: float = option\()[\d.]+,", r"\g<1>0.0375,", SCRIPT.read_text())
+    text, times = re.subn(r"(    matrix_lr: float = option\()0.03,", r"\g<1>0.0375,", SCRIPT.read_text())
     assert times == 1
     edited.write_text(text)
     spec = importlib.util.spec_from_file_location("edited", edited)
@@ -456,8 +522,9 @@ def test_cells_of_the_parameter_table():
 
 def test_given_cells_come_after_those_of_the_preset(monkeypatch):
     """And replace them; so a log's constants, where both stand, are the same config again."""
-    monkeypatch.setitem(PRESETS, "golf", PRESETS["golf"] | {"parameters": ("fc.lr_mult=2", "fc.scale=3")})
-    golf, cells = {"PRESET": "golf"}, "fc.scale=4,head.lr_mult=5,head.lr_mult=6,head.lr_mult=5"
+    cells = {"parameters": ("fc.lr_mult=2", "fc.scale=3")}
+    monkeypatch.setitem(PRESETS, "speedrun", PRESETS["speedrun"] | cells)
+    golf, cells = {"PRESET": "speedrun"}, "fc.scale=4,head.lr_mult=5,head.lr_mult=6,head.lr_mult=5"
     cfg = load_config(golf | {"PARAMETERS": cells})
     table = parameter_table(cfg)
     assert (table["fc"].lr_mult, table["fc"].scale, table["head"].lr_mult) == (2, 4, 5)
@@ -531,11 +598,12 @@ def dry_run(tmp_path, monkeypatch, capsys):
 
 
 def test_overrides_are_printed(dry_run):
-    env = dict(BATCH_SCHEDULE="1,2", TIE_EMBEDDINGS="0", NUM_LAYERS="9", MATRIX_RL="0.1")
-    lines = dry_run("--preset=golf", "--dry-run", "--matrix-lr=0.03", "--parameters=fc.scale=2", **env)
+    env = dict(BATCH_SCHEDULE="1,2", TIE_EMBEDDINGS="1", NUM_LAYERS="9", MATRIX_RL="0.1")
+    lines = dry_run("--preset=golf", "--dry-run", "--matrix-lr=0.03", "--embed-lr=0.6", **env)
+    for name in ("tie_embeddings", "embed_lr"):
+        assert f"{name}: accepted, as the public script has it; golf does not need it" in lines
     assert {line for line in lines if line.startswith("override ")} == {
-        "override matrix_lr 0.02 -> 0.03", "override batch_schedule 1 -> 1,2", "override device auto -> cpu",
-        "override tie_embeddings 1 -> 0", "override parameters  -> fc.scale=2"}
+        "override matrix_lr 0.02 -> 0.03", "override batch_schedule  -> 1,2", "override device auto -> cpu"}
     warning, = [line for line in lines if "MATRIX_RL" in line]
     assert "MATRIX_LR?" in warning
     assert not [line for line in dry_run(DRY_RUN="1") if "dry_run" in line]
@@ -556,17 +624,22 @@ def test_a_dry_run_needs_no_data(preset, command, parameters, steps, dry_run):
     assert re.search(rf"\b{steps} steps\b", text) and f"{train_gpt.planned_tokens(cfg)} tokens" in text
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--seed=3", "--help"]])
-def test_help_lists_everything(argv, capsys):
-    assert train_gpt.main(argv, {}) == 0
+@pytest.mark.parametrize("argv, env, preset", [
+    (["--help"], {}, "tiny"), (["-h"], {}, "tiny"), (["--seed=3", "--help"], {"PRESET": "gpt2"}, "gpt2"),
+    (["--preset=golf", "--help"], {}, "golf"), (["--help", "--preset", "golf"], {"PRESET": "gpt2"}, "golf")])
+def test_help_lists_the_constants_of_a_preset(argv, env, preset, capsys):
+    """Each with its unit, range or choices and value, and no others."""
+    assert train_gpt.main(argv, env) == 0
     out, err = capsys.readouterr()
     assert err == "" and train_gpt.__doc__.splitlines()[0] in out and all(alias in out for alias in ALIASES)
-    for name, f in FIELDS.items():
-        line, = [line for line in out.splitlines() if line.split()[:1] == [flag(name)]]
-        doc, _, values = line.rpartition("  [")
-        rows = [f"{preset} {show(row[name])}" for preset, row in PRESETS.items() if name in row]
-        assert values.removesuffix("]").split(" | ") == [show(f.default), *rows]
+    cfg = train_gpt.preset_config(preset)
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  --")}
+    assert set(lines) == {flag(name) for name in vars(cfg)}
+    for name, f in train_gpt.fields_of(type(cfg)).items():
+        doc, _, value = lines[flag(name)].rpartition("  [")
+        assert value == show(getattr(cfg, name)) + "]"
         assert all(word and word in doc for word in (f.metadata["doc"], *f.metadata["choices"]))
+    assert "(0 to 10)" in lines["--matrix-lr"]
 
 
 # -------------------------------------------------------------------------------- the file itself

@@ -37,10 +37,10 @@ def test_the_toy_dataset(tiny_data):
     data = open_data(toy_config(tiny_data), (lines := []).append)
     assert data.about["name"] == data.about["fingerprint"] == "toy"
     assert data.vocab_size == 512 and data.bos == 1
-    assert [len(shard) for shard in data.train.values()] == [110_001, 90_001, 99_998]
-    assert 15_000 < len(data.val) < 25_000 and data.val[0] == 1
+    assert [len(shard) for shard in data.train.values()] == [44_001, 36_001, 39_998]
+    assert 10_000 < len(data.val) < 15_000 and data.val[0] == 1
     text = "\n".join(lines)
-    assert "train tokens:300000" in text and f"val tokens:{len(data.val)}" in text
+    assert "train tokens:120000" in text and f"val tokens:{len(data.val)}" in text
     assert "toy" in text and str(tiny_data) not in text
 
 
@@ -136,7 +136,7 @@ def test_batches_are_the_same_rows_for_any_world_size(which, shuffle):
     data = STREAMS[which]()
     rows, settings = cut_rows(data), dict(shuffle=shuffle)
     single, rng = loader_of(data, **settings), random.Random(0)
-    ordered = [rows[int(i)] for i in single.order]
+    ordered = [rows[int(i)] for i in single.packer.order]
     assert single.rows == len(rows) > 0 and sorted(ordered) == sorted(rows)
     assert ordered == rows or shuffle and sum(a != b for a, b in zip(ordered, rows)) > len(rows) / 2 - 1
     for world_size in (1, 2, 6):
@@ -266,7 +266,7 @@ def test_rows_grow_with_the_stage():
 
 def test_shuffled_rows_do_not_follow_each_other():
     loader = loader_of(shuffle=True)
-    gaps = [abs(int(a) - int(b)) * T for a, b in zip(loader.order, loader.order[1:])]
+    gaps = [abs(int(a) - int(b)) * T for a, b in zip(loader.packer.order, loader.packer.order[1:])]
     assert sum(gaps) / len(gaps) > loader.rows * T / 5
 
 
@@ -366,7 +366,7 @@ def test_what_begins_a_document(gpt2_like, tmp_path):
     about = {"vocab_size": 50_257, "bos_id": 7}
     data = open_data(cfg, print)
     assert (data.vocab_size, data.bos) == (50_304, 50_256) and data.tokenizer is data.val_bytes is None
-    assert Loader(cfg, data, fake_team()).lengths.tolist() == [30] * 20
+    assert Loader(cfg, data, fake_team()).packer.index.lengths.tolist() == [30] * 20
     (tmp_path / "manifest.json").write_text(json.dumps({"files": files, "tokenizer": about}))
     data = open_data(cfg, print)
     first = {bos: int(Loader(replace(cfg, bos_id=bos), data, fake_team()).next(16)[0][0, 0])

@@ -1,20 +1,22 @@
 """README and docs/: every command in them runs, at small size, in a copy of the repository whose path has a
 space; their links lead somewhere."""
+import ast
 import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
+import fork_server
 import train_gpt
 from helpers import ROOT, TOY
 
 PAGES = ["README.md", "docs/first_change.md", "docs/own_text.md", "docs/first_gpu.md"]
 NOWHERE = "http://127.0.0.1:9"
-SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2")
+SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2",
+                   TRAIN_BATCH_TOKENS="256", COUNT_ORDERS="2")
 SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE)
 # What stands for something else, or is too large: a pattern and what it becomes
 INSTEAD = [
@@ -23,6 +25,8 @@ INSTEAD = [
     (r"--nproc_per_node=8", "--nproc_per_node=2"), (r"--nnodes=2", "--nnodes=1"), (r"\bHOST:", "localhost:"),
     (r"-n [35]\b", "-n 2"), (r"--iterations=100\b", "--iterations=4"), (r"\bITERATIONS=100", "ITERATIONS=4"),
     (r"--vocab-size 2048", "--vocab-size 400"), (r"\.venv/lib/python3\*/site-packages/matplotlib", "tests"),
+    # the record that was just made; test_record.py checks those of the repository
+    (r"records/track_tiny/\S+_Baseline", "records/track_tiny/*_MyChange"),
     (r"VOCAB_SIZE=1024 ", "VOCAB_SIZE=512 "), (r"data/datasets/embedded", "data/datasets/toy"),
     (r"--depth=4", "--depth=1"), (r"NUM_ITERATIONS=120", "NUM_ITERATIONS=2"),
     # a game's own shapes do not fit the toy data: its plan
@@ -34,14 +38,25 @@ NETWORK = re.compile(r"run\.sh data (?:sp1024|sp8192|gpt2|fineweb-edu|climbmix|c
 BEFORE = [("first", "RUN_ID=first ./run.sh"), ("logs/alone", "RUN_ID=alone MATRIX_LR=0.0123 ./run.sh")]
 
 
-def commands_of(page):
-    """The commands of a page: of its blocks marked sh, and those in the second column of its tables."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+def commands_in(text):
+    """The commands of a part of a page: of its blocks marked sh, and those in the second column of tables."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     for row in re.findall(r"^\| \d+ \| (.*?) \|", text, re.M):
         lines += re.findall(r"`(\./run\.sh [^`]*)`", row)
     return [line for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines) if line]
+
+
+def parts():
+    """(page, heading, commands): README by its headings, which need nothing of each other; a tutorial as a
+    whole."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for part in re.split(r"^## ", text, flags=re.M) if page == "README.md" else [text]:
+            if commands := commands_in(part):
+                found.append(pytest.param(commands, id=f"{page} {part.splitlines()[0].strip('# ')}"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +69,9 @@ def home(tiny_data, tmp_path_factory):
     shutil.copytree(tiny_data / "data", home / "data", dirs_exist_ok=True)
     shutil.copy(home / "data/tokenizers/toy.model", home / "data/tokenizers/embedded.model")
     (home / ".venv/bin").mkdir(parents=True)
+    python = fork_server.start()
     for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
-        (home / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (home / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec "{python}" {words}"$@"\n')
         (home / ".venv/bin" / name).chmod(0o755)
     (home / ".venv/bin/activate").write_text(f'PATH="{home}/.venv/bin:$PATH"\n')
     return home
@@ -65,7 +81,7 @@ def run(home, command, settings=SMALL):
     clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     clean["PATH"] = f"{home}/.venv/bin:{clean['PATH']}"
     return subprocess.run(["bash", "-c", command], cwd=home, capture_output=True, text=True, timeout=300,
-                          errors="replace", env=clean | settings | {"PYTHON": sys.executable})
+                          errors="replace", env=clean | settings | {"PYTHON": fork_server.start()})
 
 
 def small(command):
@@ -80,17 +96,12 @@ def small(command):
 
 def resumable(home, run_id):
     """A run that was stopped, for RESUME."""
-    done = run(home, f"RUN_ID={run_id} SAVE_EVERY=2 ITERATIONS=400 .venv/bin/python train_gpt.py"
-                     f" & sleep 1; for i in $(seq 300); do [ -f logs/{run_id}/checkpoint.pt ] && break; "
-                     "sleep 0.1; done; kill -TERM $!; wait $!")
+    done = run(home, f"RUN_ID={run_id} SAVE_EVERY=2 FAULT=term@step:3 .venv/bin/python tests/inject.py")
     assert "RESUME=" in done.stderr, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page(home, page):
-    commands = commands_of(page)
-    assert len(commands) >= 3
+@pytest.mark.parametrize("commands", parts())
+def test_the_commands_of_a_page(home, commands):
     for trial in (home / "logs").glob("trial_*"):      # of the page before
         shutil.rmtree(trial)
     for command in commands:
@@ -102,8 +113,12 @@ def test_the_commands_of_a_page(home, page):
             resumable(home, "stopped")
             command = command.replace("first", "stopped")
         # A resumed run has its constants from the checkpoint, a plan those of its game
-        as_it_is = "RESUME" in command or "--dry-run" in command
-        done = run(home, command, {"OMP_NUM_THREADS": "1", "DEVICE": "cpu"} if as_it_is else SMALL)
+        settings = SMALL
+        if "RESUME" in command or "--dry-run" in command:
+            settings = {"OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
+        if "RESUME" in command:     # else ./run.sh would make the embedded corpus
+            settings["DATA_PATH"] = SMALL["DATA_PATH"]
+        done = run(home, command, settings)
         said = done.stdout[-2000:] + done.stderr[-2000:]
         if NETWORK.search(command):     # there is none here: as far as that, not refused
             assert done.returncode == 1 and "refused" in said.splitlines()[-1], (command, said)
@@ -114,7 +129,7 @@ def test_the_commands_of_a_page(home, page):
             assert "Traceback" not in said, (command, said)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "records/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "docs/testing.md", "records/README.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
@@ -135,6 +150,42 @@ def test_constants_that_a_page_names_take_the_values_it_gives(page):
         train_gpt.check_ranges(replace(train_gpt.Config(), **{name: value}))
 
 
+def test_every_block_of_commands_runs():
+    """What the parts hold is what the pages hold."""
+    whole = [commands_in((ROOT / page).read_text(encoding="utf-8")) for page in PAGES]
+    assert min(map(len, whole)) >= 3
+    assert sorted(sum((part.values[0] for part in parts()), [])) == sorted(sum(whole, []))
+
+
 def test_readme_fits():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 180
+
+
+COUNT = """
+import sys
+import pytest
+
+class Counter:
+    def pytest_collection_finish(self, session):
+        print("left out", dict(session.config.left_out))
+        print("gpu", sum("gpu" in item.keywords for item in session.items))
+
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[Counter()]))
+"""
+
+
+def test_the_page_about_tests_counts_what_is_left_out():
+    """Every test that `./run.sh test` leaves out or skips has a marker with a row, a number and a command."""
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}      # not xdist's
+    done = subprocess.run([fork_server.start(), "-c", COUNT], cwd=ROOT, env=env, capture_output=True,
+                          text=True)
+    left_out = ast.literal_eval(re.search(r"^left out (.*)$", done.stdout, re.M)[1])
+    left_out["gpu"] = int(re.search(r"^gpu (\d+)$", done.stdout, re.M)[1])
+    text = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| .* \| (\d+) \| `\./run\.sh test -m (\w+)` \|$", text, re.M)
+    counted = {name: left_out[name] for name in ("slow", "static", "faults", "fuzz", "gpu")}
+    assert {marker: int(number) for marker, number, _ in rows} == counted
+    assert all(marker == command for marker, _, command in rows)
+    known = re.findall(r"^    (\w+):", (ROOT / "pytest.ini").read_text().partition("filterw")[0], re.M)
+    assert all(f"{marker} " in text or f"`{marker}`" in text for marker in known)

@@ -253,7 +253,9 @@ def damage(path, rng):
         path.unlink()
 
 
-@pytest.mark.parametrize("seed", range(24))
+# One in eight always, the others with `-m fuzz`
+@pytest.mark.parametrize("seed", [0, 1, 2, *(
+    pytest.param(seed, marks=[pytest.mark.fuzz, pytest.mark.slow]) for seed in range(3, 24))])
 def test_any_faults_in_any_order(hub, call, repository, tmp_path, seed):
     """Whole files are kept, part files continued, and a file that is right gets its name; a manifest never
     lists what is not there, and after a run without a failure it is right."""

@@ -24,9 +24,15 @@ from train_gpt import read_checkpoint
 
 pytestmark = pytest.mark.faults
 
+
+def slow(*values):
+    """A case that only `-m faults` and `-m slow` run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 PLAIN = TOY | dict(
-    BIGRAM_ROWS="512", SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1",
-    VAL_LOSS_EVERY="5", SAVE_EVERY="3")
+    TRAIN_BATCH_TOKENS="512", BIGRAM_ROWS="512", COUNT_ORDERS="2", SAMPLE_TOKENS="0",
+    VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1", VAL_LOSS_EVERY="5", SAVE_EVERY="3")
 # Stages, data in order, and an Adam step every other step, so that checkpoints wait for it
 STAGES = PLAIN | dict(
     ADAM_EVERY="2", SHUFFLE="0", PACKING="best_fit", BATCH_SCHEDULE="1,2", WINDOW_SCHEDULE="16,64",
@@ -34,7 +40,7 @@ STAGES = PLAIN | dict(
 DOCUMENTS = PLAIN | dict(
     MAX_DOC_LEN="48", PACKING="documents", SHUFFLE="0", SAVE_EVERY="2", NORMUON_BETA2="0.95",
     PARAMETERS="bigram_embed.every=2",
-    GRAD_CLIP_NORM="1", WEIGHT_DECAY="0.1", NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="8")
+    GRAD_CLIP_NORM="1", WEIGHT_DECAY="0.1", NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="4")
 # 12 sequences a step, for 1, 2 and 3 ranks
 SHARED = PLAIN | dict(TRAIN_BATCH_TOKENS="768", SAVE_EVERY="1")
 
@@ -99,7 +105,7 @@ def refused(done, *words):
 PLACED = [  # (where, settings, where again after the first resume or "")
     ("step:8", PLAIN, "step:2"),
     ("update:7", STAGES, ""),
-    ("read:190", DOCUMENTS, "update:1"),
+    ("read:95", DOCUMENTS, "update:1"),
     ("save:3", STAGES, "step:2"),
     ("write/checkpoint_new.pt:300", PLAIN, "write/checkpoint_new.pt:30"),    # of the second; the first again
     ("sync/checkpoint_new.pt.tmp:2", PLAIN, ""),        # written, not yet on the disk
@@ -141,10 +147,10 @@ def test_killed_at_three_moments(go, whole, report):
 def strike(folder, number, draw, latest):
     """-> act of a run: the signal, at a random moment after its first checkpoint."""
     def act(process):
-        while process.is_alive() and not (folder / "checkpoint.pt").exists():
+        while process.poll() is None and not (folder / "checkpoint.pt").exists():
             time.sleep(0.002)
         time.sleep(draw.uniform(0, latest))
-        if process.is_alive():
+        if process.poll() is None:
             os.kill(process.pid, number)
     return act
 
@@ -198,8 +204,8 @@ def test_compiled(go, report):
 
 # ---------------------------------------------------------------- signals
 @pytest.mark.parametrize("fault, step", [
-    ("term@step:8", 8), ("int@step:8", 8), ("term@evaluate:4", 12), ("int@evaluate:5", 12),
-    ("term@artifact:1", 12)])
+    ("term@step:8", 8), slow("int@step:8", 8), slow("term@evaluate:4", 12), ("int@evaluate:5", 12),
+    slow("term@artifact:1", 12)])
 def test_a_signal(fault, step, go, whole, report):
     """The step is finished, a checkpoint of it is made, and the last line says how to go on; in the final
     evaluation the checkpoint that was made before it serves."""
@@ -210,7 +216,7 @@ def test_a_signal(fault, step, go, whole, report):
     report(fault, f"exit 1, last line {done.last}; resumed bit-identical", done.since)
 
 
-@pytest.mark.parametrize("fault, step", [("term@step:8@1", 8), ("int@evaluate:4", 12)])
+@pytest.mark.parametrize("fault, step", [("term@step:8@1", 8), slow("int@evaluate:4", 12)])
 def test_a_signal_to_two_ranks(fault, step, go, whole, report):
     """One that came to a single rank stops both at the same step; log's last line says how to go on."""
     done = go(PLAIN, fault, ranks=2)
@@ -231,7 +237,7 @@ def test_a_signal_in_setup(name, go, report):
 
 def wait_for(text, log, process):
     """Until the log of a process has it."""
-    while process.is_alive() and not (log.exists() and text in log.read_text(errors="replace")):
+    while process.poll() is None and not (log.exists() and text in log.read_text(errors="replace")):
         time.sleep(0.002)
 
 
@@ -264,9 +270,8 @@ def test_a_rank_is_killed(rank, go, whole, report):
 
 
 @pytest.mark.parametrize("fault, other, timeouts", [
-    ("stop@step:8@1", 0, dict(TIMEOUT="8")),
-    pytest.param("hang@update:8@0", 1, dict(TIMEOUT="8"), marks=pytest.mark.slow),
-    pytest.param("stop@save:2@1", 0, dict(LONG="20"), marks=pytest.mark.slow)])
+    ("stop@step:8@1", 0, dict(TIMEOUT="5")), slow("hang@update:8@0", 1, dict(TIMEOUT="8")),
+    slow("stop@save:2@1", 0, dict(LONG="20"))])
 def test_a_rank_hangs(fault, other, timeouts, go, whole, report):
     """The other one waits for it as long as the timeout of training, or the long one, and ends."""
     done = go(PLAIN, fault, ranks=2, grace=0, **timeouts)
@@ -276,6 +281,7 @@ def test_a_rank_hangs(fault, other, timeouts, go, whole, report):
     report(f"{fault}, 2 ranks, {timeouts}", f"{done.last}; resumed bit-identical", done.since)
 
 
+@pytest.mark.slow
 def test_waits_outside_of_training_are_no_hang(go, whole):
     """A rank that is slow in the rehearsal, in an evaluation or in writing a checkpoint keeps the others
     waiting for longer than the timeout of training."""
@@ -304,13 +310,10 @@ def test_the_timeout_of_training_is_longer_where_steps_are(monkeypatch):
 
 @pytest.mark.parametrize("fault, sentence", [
     ("raise@step:8@1", "rank 1: RuntimeError: an injected mistake"),
-    pytest.param("raise@step:8@0", "rank 0: RuntimeError: an injected mistake",
-                 marks=pytest.mark.slow),
-    ("nan@step:8", "rank 0: train_loss is not finite at step 8 (before: "),
-    pytest.param("oom@step:8@1", "rank 1: out of memory: lower DEVICE_BATCH_SIZE",
-                 marks=pytest.mark.slow),
-    pytest.param("full@write/checkpoint_new.pt:300@0",
-                 "rank 0: the disk is full: free some GB; RESUME=", marks=pytest.mark.slow)])
+    slow("raise@step:8@0", "rank 0: RuntimeError: an injected mistake"),
+    slow("nan@step:8", "rank 0: train_loss is not finite at step 8 (before: "),
+    slow("oom@step:8@1", "rank 1: out of memory: lower DEVICE_BATCH_SIZE"),
+    slow("full@write/checkpoint_new.pt:300@0", "rank 0: the disk is full: free some GB; RESUME=")])
 def test_two_ranks_of_which_one_fails(fault, sentence, go, whole, report):
     """Each says what it saw, the cause among it, and both go on to the same bits."""
     done = go(PLAIN, fault, ranks=2)
@@ -335,8 +338,7 @@ def test_two_ranks_with_one_killed_at_each_place(go, whole, report):
            f"{moments} of {moments} bit-identical", time.monotonic() - began)
 
 
-@pytest.mark.parametrize("before, later", [
-    (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before, later", [(2, 1), slow(1, 2), slow(1, 3), slow(3, 2)])
 def test_another_number_of_ranks(before, later, go, whole, report):
     """The first loss after the resume to 1e-5, the others to 1e-4; unrounded, from the last checkpoint."""
     done = go(SHARED, "kill@sync/checkpoint_new.pt.tmp:8@0", ranks=before)
@@ -551,7 +553,7 @@ def test_resume_of_a_finished_run(go, whole, report):
 
 
 # ---------------------------------------------------------------- numbers that are not finite, memory
-@pytest.mark.parametrize("what, every", [("nan", 1), ("spoil", 1), ("nan", 5)])
+@pytest.mark.parametrize("what, every", [slow("nan", 1), ("spoil", 1), ("nan", 5)])
 def test_not_finite(what, every, go, report):
     """The last line has the step, the losses before and the last checkpoint, which is still good. A loss that
     is broken between two lines is told at the next one."""
@@ -621,9 +623,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [
-    "full@write/checkpoint_new.pt:300", "full@sync/checkpoint_new.pt.tmp:2", "full@write/final_model.pt:1",
-    "full@sync/final_model.int8.ptz.tmp:1", "full@write/result.json:1", "full@log:20", "full@log:31",
-    "readonly@write/checkpoint_new.pt:300"])
+    "full@write/checkpoint_new.pt:300", slow("full@sync/checkpoint_new.pt.tmp:2"),
+    slow("full@write/final_model.pt:1"), slow("full@sync/final_model.int8.ptz.tmp:1"),
+    "full@write/result.json:1", "full@log:20", slow("full@log:31"),
+    slow("readonly@write/checkpoint_new.pt:300")])
 def test_a_full_disk(fault, go, whole, report):
     """... on a checkpoint, on a file of the end, on train.log: a sentence, exit 1, and it can be resumed."""
     done = go(PLAIN, fault)
@@ -642,7 +645,7 @@ def test_a_folder_that_is_removed(go, report):
     report("the run folder is removed in a run", said.removeprefix("train_gpt: "), done.since)
 
 
-@pytest.mark.parametrize("room", [0.5, pytest.param(1.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("room", [0.5, slow(1.5)])
 def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data, report):
     """A small file system: room for the log and for so many checkpoints. What it holds is whole, the reason
     is the log's last line, and with more room a run that has a checkpoint goes on."""
@@ -680,7 +683,8 @@ def test_logs_cannot_be_written(go, tmp_path, tiny_data, report):
 
 
 @pytest.mark.parametrize("fault, sentence", [
-    ("shrink@step:8", "toy_train_000000.bin"), ("eio@read:140", "Input/output error"), ("delete@step:6", "")])
+    ("shrink@step:8", "toy_train_000000.bin"), slow("eio@read:70", "Input/output error"),
+    ("delete@step:6", "")])
 def test_a_shard_that_turns_unreadable(fault, sentence, go, whole, tiny_data, tmp_path, report):
     """One sentence; with the shard back the run goes on. One that is deleted is held open."""
     ordered = PLAIN | {"SHUFFLE": "0"}      # so that the first shard is read

@@ -1,6 +1,6 @@
 """Fuzz, seeded: random configurations are refused or train as asked; a damaged file never changes a score.
 
-By default a sample; `-m faults` runs twenty times as many cases. A case comes from its number alone: what a
+By default a sample; `-m fuzz` runs sixty times as many cases. A case comes from its number alone: what a
 failed test printed last, as `drawn_run(7)`, repeats it.
 """
 import contextlib
@@ -26,9 +26,9 @@ from helpers import TOY, fake_team
 from test_bad_input import Evil, packed, payload_of
 from train_gpt import FIELDS, PRESETS, Config, Refused, load_config, show
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("one_thread")]
 sample_or_all = pytest.mark.parametrize("times", [
-    pytest.param(1, id="sample"), pytest.param(20, id="all", marks=pytest.mark.slow)])
+    pytest.param(1, id="sample"), pytest.param(60, id="all", marks=pytest.mark.slow)])
 
 
 # -------------------------------------------------------------------------------- load_config, on any mapping
@@ -87,7 +87,7 @@ def given(number):
 def test_load_config_takes_any_mapping(times):
     """It returns a Config that its own constants, written down, make again, or it names what is wrong."""
     outcomes = Counter()
-    for case in range(600 * times):
+    for case in range(200 * times):
         argv, env = given(case)
         print(f"given({case}): {argv} {env}")
         try:
@@ -213,7 +213,7 @@ def workplace(tiny_data, tmp_path, monkeypatch):
 @sample_or_all
 def test_configurations_train_as_asked(times, workplace):
     codes = Counter()
-    for case in range(30 * times):
+    for case in range(10 * times):
         cfg = drawn_run(case)
         argv, env = spelled(random.Random(case), {name: show(value) for name, value in cfg.items()})
         print(f"drawn_run({case}): {argv} {env}")
@@ -228,7 +228,9 @@ def test_configurations_train_as_asked(times, workplace):
             assert any(word in done.err for word in words), done.err
             assert not Path("logs").exists()
         shutil.rmtree("logs", ignore_errors=True)
-    assert codes[0] * 2 > codes.total() and codes[1] * 5 < codes.total(), codes
+    if times > 1:       # else too few for shares
+        assert codes[0] * 2 > codes.total() and codes[1] * 5 < codes.total(), codes
+    assert codes[0] > 1, codes
 
 
 # -------------------------------------------------------------------------------- damaged files
@@ -428,23 +430,23 @@ def score_of_resumed():
 
 
 DAMAGES = {  # what is damaged, what scores it, how many cases are a sample
-    "val shard": (scrambled(VAL, "nothing"), score_of_data, 4),
-    "train shard": (train_shard, score_of_data, 8),
-    "other file": (other_file, score_of_data, 6),
-    "tokenizer": (scrambled(MODEL, "nothing"), score_of_data, 3),
-    "tokenizer unstated": (tokenizer_unstated, score_of_data, 5),
-    "manifest": (scrambled(MANIFEST, "same"), score_of_data, 6),
-    "manifest values": (manifest_values, score_of_data, 16),
-    "manifest without tokenizer": (manifest_without_tokenizer, score_of_data, 5),
-    "document hashes": (scrambled(DATA / "document_hashes.bin", "same"), score_of_data, 4),
-    "trained weights": (scrambled(Path("model.pt"), "same"), score_of_data, 6),
-    "artifact": (scrambled(Path("model.ptz"), "same"), score_of_artifact, 6),
-    "artifact inside": (artifact_inside, score_of_artifact, 16),
+    "val shard": (scrambled(VAL, "nothing"), score_of_data, 1),
+    "train shard": (train_shard, score_of_data, 3),
+    "other file": (other_file, score_of_data, 2),
+    "tokenizer": (scrambled(MODEL, "nothing"), score_of_data, 1),
+    "tokenizer unstated": (tokenizer_unstated, score_of_data, 2),
+    "manifest": (scrambled(MANIFEST, "same"), score_of_data, 2),
+    "manifest values": (manifest_values, score_of_data, 5),
+    "manifest without tokenizer": (manifest_without_tokenizer, score_of_data, 2),
+    "document hashes": (scrambled(DATA / "document_hashes.bin", "same"), score_of_data, 1),
+    "trained weights": (scrambled(Path("model.pt"), "same"), score_of_data, 2),
+    "artifact": (scrambled(Path("model.ptz"), "same"), score_of_artifact, 2),
+    "artifact inside": (artifact_inside, score_of_artifact, 5),
     "artifact as it was": (nothing_inside, score_of_artifact, 1),
     "checkpoint as it was": (nothing_inside, score_of_resumed, 1),
-    "checkpoint": (scrambled(RUN / "checkpoint.pt", "always same"), score_of_resumed, 4),
-    "both checkpoints": (both_checkpoints, score_of_resumed, 4),
-    "result of a finished run": (finished, score_of_resumed, 4)}
+    "checkpoint": (scrambled(RUN / "checkpoint.pt", "always same"), score_of_resumed, 1),
+    "both checkpoints": (both_checkpoints, score_of_resumed, 1),
+    "result of a finished run": (finished, score_of_resumed, 1)}
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from train_gpt import FIELDS, GPT, MODEL_FIELDS, Config, kind_of, log_probs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(Config(), vocab_size=61, train_seq_len=24, train_batch_tokens=24, model_dim=48, num_layers=4,
-                num_heads=6, mlp_mult=2, bigram_rows=500, window_pattern="L", window_schedule=(0,),
-                batch_schedule=(1,), parameters=())
+                num_heads=6, mlp_mult=2, bigram_rows=500, count_bits=12, window_pattern="L",
+                window_schedule=(0,), batch_schedule=(1,), parameters=())
 MAXIMAL = replace(  # has every kind of parameter; a test below says so
     SMALL, num_layers=7, num_kv_heads=2, value_embed_layers=(0, 1), window_pattern="SSSL", mlp_mult=3,
     window_schedule=(8, 16), eval_window=12, skip_layers=(0, 6), backout_layer=5, smear_dim=6, bigram_rows=64,

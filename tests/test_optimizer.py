@@ -1,19 +1,22 @@
 """Muon and Adam against torch's own, banks, cells of the parameter table, ranks, and the schedules."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+import fork_server
 import train_gpt
-from helpers import add_gradients
+from helpers import ROOT, add_gradients
 from test_model import close, randomised, values
 from train_gpt import Config, Optimizer, decay_factor, kind_of, lr_factor, muon_momentum, stage_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(
-    Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, num_heads=4,
+    Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, count_bits=12,
+    num_heads=4,
     num_kv_heads=2, mlp_mult=2, value_embed_layers=(1, 0), tied_embed_lr=0.01, window_pattern="SL",
     batch_schedule=(1,), parameters=())
 GATES = {"attn_gate", "smear_gate", "value_gate"}
@@ -457,19 +460,18 @@ def rank_main(folder, rank, world_size):
         torch.distributed.destroy_process_group()
 
 
-def test_ranks_equal_one_process(tmp_path, forks):
+def test_ranks_equal_one_process(tmp_path):
     """1, 2 and 3 ranks by gloo: neither 2 nor 3 share the matrices of every bank evenly."""
     units = {bank.units for bank in Optimizer(randomised(SMALL), SMALL).banks if bank.row.optimizer == "muon"}
     assert any(n % 2 for n in units) and any(n % 3 for n in units)
     ranks = [(rank, n) for n in (2, 3) for rank in range(n)]
-    jobs = [forks.Process(target=rank_main, args=(str(tmp_path), *place)) for place in ranks]
-    for job in jobs:
-        job.start()
-    rank_main(tmp_path, 0, 1)
-    for job in jobs:
-        job.join(300)
-        job.kill()
-    assert [job.exitcode for job in jobs] == [0] * 5
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "said", "w+") as said:
+        code = "import sys, test_optimizer; test_optimizer.rank_main(sys.argv[1], *map(int, sys.argv[2:]))"
+        jobs = [fork_server.popen(["-c", code, tmp_path, *map(str, place)], tmp_path, env, said, said)
+                for place in ranks]
+        rank_main(tmp_path, 0, 1)
+        assert [job.wait() for job in jobs] == [0] * 5, (tmp_path / "said").read_text()
     for i in range(len(RANK_CONFIGS)):
         alone, _ = torch.load(tmp_path / f"1_0_{i}.pt")
         for n in (2, 3):
@@ -577,10 +579,10 @@ def test_stage_table():
     progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     assert [train_gpt.stage_at(cfg, p).batch_multiple for p in progress] == [1, 1, 2, 2, 2, 3, 3, 3]
     assert stage_table(replace(Config(), batch_schedule=(1,), window_schedule=(0,))) == [
-        (0, 0, 1, 1, 0, 0, "1", 0)]
+        (0, 0, 1, 1, 0, 0, "1", 0, 4096, 4096)]
     cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), doc_schedule=(9, 8, 7), loop_schedule=(0, 1, 2),
                   mtp_schedule=("1 0.5:0", "1", "1 0.25"), iterations=100)
-    assert [stage[1:] for stage in stage_table(cfg)] == [
+    assert [stage[1:8] for stage in stage_table(cfg)] == [
         (0, 1, 1, 384, 9, "1 0.5:0", 0), (10, 2, 1, 896, 8, "1", 1), (70, 3, 1, 1408, 7, "1 0.25", 2)]
     weights = [train_gpt.mtp_weights(cfg, part) for part in (0.0, 0.05, 0.3, 0.8, 1.0)]
     assert weights == [[1, 0.5], [1, pytest.approx(0.25)], [1], [1, 0.25], [1, 0.25]]

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -58,13 +59,20 @@ def whole(folder, tmp_path_factory):
     return snapshot(out), manifest, out
 
 
+def words_of(folder, out):
+    """The same as words of the command line."""
+    return ["--name", "toy", "--vocab-size", 512, "--val-bytes", VAL_BYTES, "--processes", 1,
+            "--out", out, "--parquet", folder]
+
+
+SMALL = functools.partial(prepare.build_parquet, shard_tokens=SHARD_TOKENS)
+
+
 @pytest.fixture
 def command(folder, tmp_path, monkeypatch):
-    """The same as words of the command line, with its small shards."""
-    small = functools.partial(prepare.build_parquet, shard_tokens=SHARD_TOKENS)
-    monkeypatch.setattr(prepare, "build_parquet", small)
-    return ["--name", "toy", "--vocab-size", 512, "--val-bytes", VAL_BYTES, "--processes", 1,
-            "--out", tmp_path, "--parquet", folder]
+    """That command, with its small shards."""
+    monkeypatch.setattr(prepare, "build_parquet", SMALL)
+    return words_of(folder, tmp_path)
 
 
 # --- what is kept ----------------------------------------------------------------------------------------
@@ -111,11 +119,6 @@ def test_tokens_are_those_of_encode(whole, texts):
                 assert tokens.dtype == "<u2" and tokens.tolist() == [1, *prepare.encode(sp, text)]
         assert len(encoder) > 9 and all(len(word) < 40 for word in encoder)
     assert any(re.search("[^\u2581]\u2581", sp.id_to_piece(i)) for i in range(400))
-
-
-def test_the_number_of_processes_does_not_matter(whole, command, tmp_path):
-    run(*command, "--processes", 3)
-    assert snapshot(tmp_path) == whole[0]
 
 
 def test_a_second_run(whole, command, tmp_path):
@@ -189,9 +192,12 @@ def run_failing(command, function, number, error=FULL):
     ("file_sha256", 5, 4, 1), ("write_progress", 9, 7, 2), ("write_manifest", 1, "all", 1),
     ("install", 1, "all", 1), ("replace", -1, "all", 1), ("replace", 0, "all", 1)])
 def test_killed_and_run_again(whole, command, tmp_path, name, number, kept, processes):
+    """One of them with several processes before and after, whose number does not matter."""
     shards = len(whole[1]["files"])
     number = number if number > 0 else shards + 3 + number
-    run_killed(name, number, *command, "--processes", processes, shard_tokens=SHARD_TOKENS)
+    command += ["--processes", processes]
+    python = sys.executable if processes > 1 else ""
+    run_killed(name, number, *command, shard_tokens=SHARD_TOKENS, python=python)
     assert not (tmp_path / "datasets" / "toy").exists()
     assert continue_run(command, tmp_path, whole) == (shards if kept == "all" else kept)
 
@@ -207,11 +213,21 @@ def test_stopped_and_run_again(whole, command, tmp_path, number, error, words):
     assert continue_run(command, tmp_path, whole) == len(state["shards"])
 
 
+@pytest.fixture(scope="module")
+def stopped(folder, tmp_path_factory):
+    """What a preparation that was stopped leaves behind."""
+    out = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(prepare, "build_parquet", SMALL)
+        run_failing(words_of(folder, out), ENCODE, 200)
+    return out
+
+
 @pytest.mark.parametrize("name, kept", [
     ("toy_train_000002.bin", 3), ("toy_val_000000.bin", 0), ("tokenizer.model", 0), ("progress.json", 0)])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
-def test_nothing_damaged_is_kept(whole, command, tmp_path, name, kept, damage):
-    run_failing(command, ENCODE, 200)
+def test_nothing_damaged_is_kept(whole, stopped, command, tmp_path, name, kept, damage):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "datasets" / ".toy.partial" / name
     data = path.read_bytes()
     path.write_bytes({"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-2], "lost": b""}[damage])

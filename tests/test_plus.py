@@ -30,12 +30,26 @@ GAMES = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(go):
+    """Uninterrupted runs on one rank, each once: settings -> run."""
+    kept = {}
+
+    def whole(settings):
+        key = tuple(sorted(settings.items()))
+        if key not in kept:
+            kept[key] = go(settings | {"SAVE_EVERY": "0"})
+            assert kept[key].code == 0, kept[key].err
+        return kept[key]
+
+    return whole
+
+
 @pytest.mark.parametrize("game", GAMES)
-def test_a_run_killed_and_resumed(game, go):
+def test_a_run_killed_and_resumed(game, go, whole):
     """The loss falls, and the end has the same bits as without the kill: head and embedding tied, then not,
     the mean of weights, the order of shards."""
-    want = go(GAMES[game] | {"SAVE_EVERY": "0"})
-    assert want.code == 0, want.err
+    want = whole(GAMES[game])
     losses = [*want.losses.values()]
     assert losses[-1] < losses[0] - 0.3
     killed = go(GAMES[game], fault="kill@step:9")
@@ -48,10 +62,10 @@ def test_a_run_killed_and_resumed(game, go):
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_two_ranks_end_as_one_does(game, go):
+def test_two_ranks_end_as_one_does(game, go, whole):
     """But golf_plus, whose ranks draw from shards of their own."""
-    settings = GAMES[game] | {"SAVE_EVERY": "0"} | ({"PACKING": "spans"} if game == "golf_plus" else {})
-    alone, two = go(settings), go(settings, ranks=2)
+    settings = GAMES[game] | ({"PACKING": "spans"} if game == "golf_plus" else {})
+    alone, two = whole(settings), go(settings | {"SAVE_EVERY": "0"}, ranks=2)
     assert two.codes == [0, 0], two.err
     if game == "gpt2_plus":     # deals groups of documents to its ranks
         return
@@ -62,12 +76,12 @@ def test_two_ranks_end_as_one_does(game, go):
         assert two.losses[step] == pytest.approx(loss, rel=1e-3), step
 
 
-def test_the_head_is_the_embedding_first(go):
+def test_the_head_is_the_embedding_first(go, whole):
     """Until untie_at equal, then not."""
     tied = go(GAMES["speedrun_plus"] | {"SAVE_EVERY": "0", "UNTIE_AT": "1", "EXTENSION_ITERATIONS": "0"})
     weights = torch.load(tied.folder / "final_model.pt", weights_only=True)["tensors"]
     assert torch.equal(weights["embed"], weights["head"])
-    free = go(GAMES["speedrun_plus"] | {"SAVE_EVERY": "0"})
+    free = whole(GAMES["speedrun_plus"])
     weights = torch.load(free.folder / "final_model.pt", weights_only=True)["tensors"]
     assert not torch.equal(weights["embed"], weights["head"])
 

@@ -18,6 +18,7 @@ import prepare
 import pytest
 import sentencepiece as spm
 
+import fork_server
 import train_gpt
 
 SCRIPT = Path(prepare.__file__).resolve()
@@ -72,9 +73,10 @@ prepare.main(words)
 """
 
 
-def run_killed(name, number, *words, shard_tokens=prepare.SHARD_TOKENS):
-    """prepare.py in a process of its own, which ends by SIGKILL at the number-th call of that function."""
-    command = [sys.executable, "-c", KILLED, name, number, shard_tokens, *words]
+def run_killed(name, number, *words, shard_tokens=prepare.SHARD_TOKENS, python=""):
+    """prepare.py in a process of its own, which ends by SIGKILL at the number-th call of that function; a
+    fork, or with python=sys.executable one that can start workers."""
+    command = [python or fork_server.start(), "-c", KILLED, name, number, shard_tokens, *words]
     done = subprocess.run([str(word) for word in command], cwd=SCRIPT.parent, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sentencepiece as spm
 import torch
 import torch.nn.functional as F
 
@@ -20,19 +21,86 @@ import folders
 import leak_probe
 import record
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY
-from test_record_stats import FAKE, edit, failed_rules
+import trials
+from helpers import ROOT, SCRIPT, TOY, library_documents, tokens_of, write_dataset
+from test_record_stats import FAKE, edit, failed_rules, forked_programs
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
 BASELINE = next(path for path in RECORDS if path.name.endswith("_Baseline"))
 WITH_COMPANION = next(path for path in RECORDS if (path / "kernels.py").exists())
+PYTHON = sys.executable
 LONG = 86_400       # seconds that no worker takes, however slow the machine
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A copy of the Baseline."""
     return shutil.copytree(BASELINE, tmp_path / BASELINE.name)
+
+
+# ------------------------------------------------------------ also for test_tampering
+PICTURES = {}       # what was drawn: bytes of the picture
+
+
+@pytest.fixture(autouse=True)
+def draw_once(monkeypatch):
+    """Curves that were drawn before are not drawn again: a picture takes longer than all other rules."""
+    draw = trials.draw
+
+    def drawn(curves, path, title, *more):
+        key = repr((title, more, [(label, run.curves, run.time, run.steps, run.value("val_loss"),
+                                   run.summary.get("tokens")) for label in curves for run in curves[label]]))
+        if key not in PICTURES:
+            draw(curves, path, title, *more)
+            PICTURES[key] = path.read_bytes()
+        path.write_bytes(PICTURES[key])
+
+    monkeypatch.setattr(trials, "draw", drawn)
+
+
+RECORDS_READ = {}
+
+
+@pytest.fixture
+def read_once(monkeypatch):
+    """The records of the repository, which these tests only read, are read once."""
+    read = folders.records_of
+
+    def records_of(track):
+        if folders.HOME != ROOT / "records":
+            return read(track)
+        if track not in RECORDS_READ:
+            RECORDS_READ[track] = read(track)
+        return dict(RECORDS_READ[track])
+
+    for module in (folders, checks, evidence, record):
+        monkeypatch.setattr(module, "records_of", records_of)
+
+
+@pytest.fixture(scope="session")
+def few_data(tiny_data, tmp_path_factory):
+    """A folder with the dataset `toy` of about 20,000 train tokens and 3,000 of val. Read only."""
+    root = tmp_path_factory.mktemp("few_data")
+    model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
+    documents = list(library_documents(80_000))
+    val, train = documents[:3], documents[3:]
+    sp = spm.SentencePieceProcessor(model_proto=model)
+    size = sum(len(text.encode()) for text in val)
+    write_dataset(root, "toy", model, [tokens_of(sp, train)], tokens_of(sp, val), size)
+    return root
+
+
+def train_toys(root, data, settings):
+    """Runs below root, in this process, one for each of the settings {run_id: settings}."""
+    (root / "data").symlink_to(data / "data")
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr(train_gpt, "plot_curves", lambda *_: None)
+        for run_id, values in settings.items():
+            assert train_gpt.main([], values | {"RUN_ID": run_id}) == 0
+    torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------ our records, unaltered and altered
@@ -49,7 +117,7 @@ def test_records_stay_valid(tool, path, monkeypatch):
     assert bool(re.search(rf"pass +leak probe .* {weights}: .* is 0, every row", out)) == probed
 
 
-def test_no_exec_runs_no_code_of_the_folder(tool, folder):
+def test_no_exec_runs_no_code_of_the_folder(tool, folder, read_once):
     mark = folder.parent / "it ran"
     (folder / "train_gpt.py").write_text(f"open({str(mark)!r}, 'w')\n")
     code, out, _ = tool("check", "--no-exec", "--rerun-eval", folder)
@@ -107,7 +175,7 @@ LISTED = {      # file: patterns whose group ends in a digit that nothing else t
     ("train_seed1350.log is the same run as train_seed1339.log", run_copied),
     ("more.txt", lambda folder: (folder / "more.txt").touch()),
     ("more", lambda folder: (folder / "more").mkdir())])
-def test_what_is_altered_is_found_and_named(tool, folder, words, alter):
+def test_what_is_altered_is_found_and_named(tool, folder, words, alter, read_once):
     alter(folder)
     code, out, _ = tool("check", "--no-exec", folder)
     assert code == 1 and any("FAIL" in line and words in line for line in out.splitlines()), out
@@ -189,14 +257,14 @@ TOLD_TWICE = {      # (rule, file): patterns whose group ends in a digit that an
     ("distinct runs .*train_seed1342.log is the same run as train_seed1340.log", run_copied_as_another),
     ("distinct runs .*train_seed1340.log has seed 1339, as train_seed1339.log", seed_of_another),
     ("files .*weights.bin: no part of a record", lambda folder: (folder / "weights.bin").touch())])
-def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter):
+def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, alter, read_once):
     alter(folder)
     renew(folder)
     out = tool("check", "--no-exec", folder)[1]
     assert re.search(f"FAIL +{words}", out), out
 
 
-def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder):
+def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
     page = folder / "README.md"
     page.write_text(page.read_text().replace("Notes of the author go here.", "We tried 3.14 others.\n\n1 2"))
     opened, lines = folders.Folder(folder), []
@@ -226,7 +294,7 @@ def fails_above(folder, code):
     return said == [False, True]
 
 
-def test_companions_count_and_are_checked_by_version_1(tool, tmp_path):
+def test_companions_count_and_are_checked_by_version_1(tool, tmp_path, read_once):
     folder = shutil.copytree(WITH_COMPANION, tmp_path / WITH_COMPANION.name)
     beside, script = folder / "kernels.py", folder / "train_gpt.py"
     assert fails_above(folders.Folder(folder), beside.stat().st_size + script.stat().st_size)
@@ -275,7 +343,10 @@ def test_packed_source_is_found(version, ours):
 
 
 def test_our_script_is_readable():
-    assert "lines" in checks.check_readable(script_folder(SCRIPT.read_text()), checks.LOOK_ONLY)
+    folder = script_folder(SCRIPT.read_text(), version=folders.NEWEST)
+    assert "lines" in checks.check_readable(folder, checks.LOOK_ONLY)
+    with pytest.raises(checks.Broken, match="at most 4000 lines"):
+        checks.check_readable(script_folder(4001 * "x = 1\n", version=4), checks.LOOK_ONLY)
 
 
 @pytest.mark.parametrize("line, fails", [
@@ -334,7 +405,7 @@ def test_the_rules_of_each_game(rule, folder, begins, words):
 
 
 def test_rules_agree_with_the_trainer():
-    assert set(folders.TRACKS) <= set(train_gpt.PRESETS)
+    assert set(folders.TRACKS) <= set(train_gpt.RECIPES)
     track, cfg = folders.TRACKS["tiny"], train_gpt.load_config({})
     assert (track.fingerprint, track.time_cap) == (cfg.data_fingerprint, cfg.max_wallclock_seconds)
     track, cfg = folders.TRACKS["golf"], train_gpt.load_config({"PRESET": "golf"})
@@ -344,29 +415,23 @@ def test_rules_agree_with_the_trainer():
 
 # ------------------------------------------------------------ new, from toy runs
 SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0",
-                      EVAL_SLIDING="32", EVAL_TTT="4096")
+                      EVAL_SLIDING="32", EVAL_TTT="1024")
 THREE = ("logs/a0", "logs/a1", "logs/a2")
 
 
 @pytest.fixture(scope="module")
-def toy(tiny_data, tmp_path_factory):
+def toy(few_data, tmp_path_factory):
     """A folder with data/ and logs/ of toy runs: a0 a1 a2 (seeds 0 to 2), b0 b1 (another learning rate)."""
-    root, here, threads = tmp_path_factory.mktemp("toy_runs"), os.getcwd(), torch.get_num_threads()
-    (root / "data").symlink_to(tiny_data / "data")
-    os.chdir(root)
-    try:
-        for i, run_id in enumerate(("a0", "a1", "a2", "b0", "b1")):
-            rate = "0.03" if run_id.startswith("a") else "0.01"
-            env = SETTINGS | {"RUN_ID": run_id, "SEED": run_id[1], "MATRIX_LR": rate}
-            assert train_gpt.main([], env) == 0
-            result = json.loads((root / "logs" / run_id / "result.json").read_text())
-            began = datetime(2026, 1, 1, 0, i, tzinfo=UTC)
-            ended = began + timedelta(milliseconds=result["process_ms"])
-            edit(root / "logs" / run_id / "result.json", started=f"{began:%FT%TZ}",
-                 finished=f"{ended:%FT%TZ}")
-    finally:
-        os.chdir(here)
-        torch.set_num_threads(threads)
+    root, settings = tmp_path_factory.mktemp("toy_runs"), {}
+    for run_id in ("a0", "a1", "a2", "b0", "b1"):
+        rate = "0.03" if run_id.startswith("a") else "0.01"
+        settings[run_id] = SETTINGS | {"SEED": run_id[1], "MATRIX_LR": rate}
+    train_toys(root, few_data, settings)
+    for minute, run_id in enumerate(settings):
+        path = root / "logs" / run_id / "result.json"
+        began = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
+        ended = began + timedelta(milliseconds=json.loads(path.read_text())["process_ms"])
+        edit(path, started=f"{began:%FT%TZ}", finished=f"{ended:%FT%TZ}")
     return root
 
 
@@ -395,7 +460,7 @@ def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkey
     assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens .*; ttt: 10 changes", out)
     submission = json.loads((made / "submission.json").read_text())
     result = json.loads((made / "result.json").read_text())
-    assert submission["rules_version"] == 4 and submission["seeds"] == [0, 1, 2]
+    assert submission["rules_version"] == 5 and submission["seeds"] == [0, 1, 2]
     assert list(submission["files"]) == sorted(submission["files"]) and set(folders.KEYS) <= set(submission)
     assert [path.name for path in made.glob("*.py")] == ["train_gpt.py"] and "companions" not in result
     script = (made / "train_gpt.py").read_bytes()
@@ -547,7 +612,7 @@ def test_the_board_lists_records_best_first(tool, home):
     text = page.read_text()
     tiny = text.split("<!-- board tiny -->")[1].split("<!-- /board tiny -->")[0]
     assert re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny) == [path.name for path in made]
-    assert "version 4: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
+    assert "version 5: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
     assert tool("board")[0] == 0 and page.read_text() == text
 
 
@@ -571,7 +636,7 @@ def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):
 
 def test_noise_trains_for_real(tool, home, toy, monkeypatch):
     (home / "data").symlink_to(toy / "data")
-    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="2048", EVAL_SLIDING="0", EVAL_TTT="0")
+    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="1024", EVAL_SLIDING="0", EVAL_TTT="0")
     for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     code, out, err = tool("noise", "tiny", "-n", 2)
@@ -623,7 +688,7 @@ SCORES = {      # log-probabilities -> what is no distribution
 
 def probe_here(env, artifact=None, seed=0):
     """The probe in this process, by two models of the same weights."""
-    seen, fresh = (leak_probe.Script(train_gpt, artifact, env) for _ in range(2))
+    seen, fresh = (leak_probe.script_kind(train_gpt)(train_gpt, artifact, env) for _ in range(2))
     about, rng = seen.about(), np.random.default_rng(seed)
     return leak_probe.probe(fresh, seen, about["T"], about["V"], about["windows"], [], rng)
 
@@ -644,13 +709,12 @@ def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
 
 
 @pytest.mark.parametrize("preset, shape", [
-    ("tiny", dict(MODEL_DIM="32")), ("golf", dict(MODEL_DIM="64", NUM_LAYERS="3")),
-    ("speedrun", dict(MODEL_DIM="36", MAX_DOC_LEN="24", BOS_ID="1", WINDOW_SCHEDULE="16,48", WINDOW_BLOCK="4",
-                      BATCH_SCHEDULE="1", SEQ_SCHEDULE="1", EVAL_WINDOW="52")),
-    ("gpt2", dict(DEPTH="2", MAX_DOC_LEN="24", BOS_ID="1"))])
+    ("tiny", dict(MODEL_DIM="32", BIGRAM_ROWS="512")), ("golf", dict(MODEL_DIM="64", NUM_LAYERS="3")),
+    ("speedrun", dict(BIGRAM_ROWS="512", MODEL_DIM="36", MAX_DOC_LEN="24", BOS_ID="1", WINDOW_BLOCK="4",
+                      WINDOW_SCHEDULE="16,48", BATCH_SCHEDULE="1", SEQ_SCHEDULE="1", EVAL_WINDOW="52")),
+    ("gpt2", dict(DEPTH="2", MAX_DOC_LEN="24", BOS_ID="1", BIGRAM_ROWS="512"))])
 def test_our_presets_pass_the_probe(preset, shape):
-    env = dict(PRESET=preset, DEVICE="cpu", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="64", VOCAB_SIZE="300",
-               BIGRAM_ROWS="512")
+    env = dict(PRESET=preset, DEVICE="cpu", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="64", VOCAB_SIZE="300")
     tried, worst, _ = probe_here(env | shape, seed=1)
     assert tried == 63 and worst < 2e-6
 
@@ -681,6 +745,21 @@ def test_what_a_script_does_in_the_worker_is_caught(tmp_path, code, sentence):
     script, env = planted(tmp_path, code), SETTINGS | {"VOCAB_SIZE": "512"}
     with pytest.raises(leak_probe.ProbeFailed, match=sentence):
         leak_probe.judge(script, None, env, seconds=1 if "sleep" in code else LONG, seed=0)
+
+
+def test_a_worker_is_an_interpreter_of_its_own(tmp_path, monkeypatch):
+    """All other tests fork theirs. It leaves the folder as it was and does not see our environment."""
+    monkeypatch.setattr(sys, "executable", PYTHON)
+    monkeypatch.setenv("MATRIX_LR", "0.5")
+    (tmp_path / "beside.py").write_text("LR = 0.25\n")
+    (tmp_path / "train_gpt.py").write_text(
+        "import os, sys\nfrom types import SimpleNamespace\nimport beside\n"
+        "print('noise')\nModelConfig, show = 1, str\n"
+        "def load_config(env):\n    lr = env.get('MATRIX_LR', os.environ.get('MATRIX_LR', beside.LR))\n"
+        "    return SimpleNamespace(lr=lr, torch='torch' in sys.modules)\n")
+    found = leak_probe.configurations(tmp_path / "train_gpt.py", [{}, {"MATRIX_LR": "0.1"}], LONG)
+    assert found == ({"lr": "0.25", "torch": "False"}, {"lr": "0.1", "torch": "False"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.py", "train_gpt.py"]
 
 
 def test_what_a_script_prints_does_not_reach_the_judge(toy, tmp_path):

@@ -11,6 +11,8 @@ GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 EMBEDDED = "data/datasets/embedded/manifest.json"
 WATCH = "records/watch.py stub "        # what shows a run
 ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
+# golf trains with a script of its recipe alone
+MADE, GOLF_SCRIPT = "tools/script.py golf", "logs/.script/golf/train_gpt.py"
 
 
 @pytest.fixture
@@ -174,9 +176,10 @@ def test_a_path_with_spaces(folder):
 def test_missing_data_is_made_then_trained_on(folder):
     """The trainer runs once: it prints the plan itself."""
     assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
-    assert run(folder, "golf", PYTHON="stub")[2][1] == "data/download.py sp1024 -n 80"
-    assert run(folder, "--preset=golf", PYTHON="stub")[2][1] == "data/download.py sp1024 -n 80"
-    assert run(folder, PYTHON="stub", PRESET="golf")[2][1] == "data/download.py sp1024 -n 80"
+    for words, env in ((["golf"], {}), (["--preset=golf"], {}), ([], {"PRESET": "golf"})):
+        calls = run(folder, *words, PYTHON="stub", **env)[2]
+        assert calls[0] == MADE and calls[1].startswith(GOLF_SCRIPT) and calls[1].endswith("--dry-run")
+        assert calls[2] == "data/download.py sp1024 -n 80"
     assert run(folder, "golf_plus", PYTHON="stub")[2][1] == "data/download.py sp8192 -n 128"
     for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
         fetched = [f"data/download.py {source}", "data/download.py core"]
@@ -185,7 +188,10 @@ def test_missing_data_is_made_then_trained_on(folder):
     have(folder, "data/datasets/fineweb_edu/manifest.json", "data/datasets/fineweb10B_sp8192/manifest.json")
     for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
         calls = run(folder, *args, PYTHON="stub", DEVICE="cpu")[2]
-        assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
+        if args == ("golf",):
+            assert calls == [MADE, f"{GOLF_SCRIPT} --preset=golf"]
+        else:
+            assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
 
 
 def test_a_word_that_is_no_preset_is_refused_once(folder):
@@ -231,15 +237,15 @@ def test_every_gpu_is_used(folder):
     """But one for tiny, whose step is one row."""
     have(folder, EMBEDDED, GOLF)
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'; echo 'GPU 2: x'")
-    launched = "-m torch.distributed.run --standalone --nproc_per_node={} train_gpt.py --preset=golf"
+    launched = "-m torch.distributed.run --standalone --nproc_per_node={} " + GOLF_SCRIPT + " --preset=golf"
     for seen, visible in ((3, {}), (2, dict(CUDA_VISIBLE_DEVICES="GPU-5ab1,GPU-77c0")), (1, {}), (0, {})):
         sees_gpus(folder, seen)
         assert run(folder, "golf", PYTHON="stub", **visible)[2][-1] == (
-            launched.format(seen) if seen > 1 else "train_gpt.py --preset=golf")
+            launched.format(seen) if seen > 1 else f"{GOLF_SCRIPT} --preset=golf")
         assert run(folder, PYTHON="stub", **visible)[2][-1] == "train_gpt.py"
     sees_gpus(folder, 3)
     calls = run(folder, "golf", "--device=cpu", PYTHON="stub")[2]
-    assert calls == ["train_gpt.py --preset=golf --device=cpu"]
+    assert calls == [MADE, f"{GOLF_SCRIPT} --preset=golf --device=cpu"]
 
 
 def test_what_cannot_be_fetched(folder):
@@ -279,7 +285,7 @@ def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     words = "sp1024", "climbmix", "core", "depths", "PYTHON="
-    assert len(lines) == 7 and all(word in done.stdout for word in words)
+    assert len(lines) == 8 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -295,11 +301,22 @@ def test_a_refusal_comes_before_torchrun(folder):
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
     two = 'case "$*" in *device_count*) echo 2; exit;; esac; '
     program(folder, "stub", two + 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
-    assert run(folder, "golf", PYTHON="stub") == (2, "", ["train_gpt.py --preset=golf --dry-run"])
+    assert run(folder, "golf", PYTHON="stub") == (2, "", [MADE, f"{GOLF_SCRIPT} --preset=golf --dry-run"])
     program(folder, "stub", two + 'case "$*" in *--dry-run) echo a second plan;; *) echo a plan;; esac')
     done = subprocess.run(["bash", "run.sh", "golf"], cwd=folder, capture_output=True, text=True, timeout=60,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
     assert (done.returncode, done.stdout) == (0, "a plan\n")
+
+
+def test_a_script_is_all_that_is_printed(folder):
+    """Whatever the set-up says goes to stderr. One that cannot be made is no run."""
+    program(folder, "stub", 'echo "the script of $2"')
+    done = subprocess.run(["bash", "run.sh", "script", "golf"], cwd=folder, capture_output=True, text=True,
+                          env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
+    assert (done.returncode, done.stdout) == (0, "the script of golf\n")
+    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *script.py*) exit 1;; esac')
+    code, err, calls = run(folder, "golf", PYTHON="stub")
+    assert code == 2 and "the script of golf cannot be written" in err and calls == [MADE]
 
 
 def test_the_other_commands(folder):
@@ -307,8 +324,9 @@ def test_the_other_commands(folder):
     assert run(folder, "data", "sp1024", PYTHON="stub")[2] == ["data/download.py sp1024"]
     assert run(folder, "test", "-k", "x", PYTHON="stub")[2] == ["-m pytest -q -k x"]
     asked = "-c import xdist"
-    called = "-m pytest -q -n 2 --dist loadfile --no-loadscope-reorder"
+    called = "-m pytest -q -n 2 --dist worksteal"
     assert run(folder, "test", PYTHON="stub")[2] == [asked, called]
+    assert run(folder, "test", "quick", PYTHON="stub")[2] == [asked, f"{called} -m quick and not slow"]
     program(folder, "stub", 'echo "$*" >> calls; [ "$1" != -c ]')     # a user's own, without it
     assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q"]
     assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]

@@ -225,7 +225,7 @@ def test_figures_of_two_steps():
 
 def test_pairs_of_flex_attention_are_those_of_the_block_mask(monkeypatch):
     cfg = replace(train_gpt.preset_config("speedrun"), window_pattern="LS", num_layers=2)
-    stage = train_gpt.stage_table(cfg)[0]
+    stage = cfg.stages()[0]
     T = cfg.train_seq_len
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     masks = [

@@ -4,7 +4,6 @@ records/BENCH.md, which the last test compares with the list here."""
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import checks
 import evidence
@@ -21,7 +19,10 @@ import record
 import replay
 import train_gpt
 from helpers import ROOT, TOY
-from test_record import BASELINE, RECORDS, bit, digit, edit, failed_rules, renew, sealed
+from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
+                         forked_programs, read_once, renew, sealed, train_toys)
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 LATEST = next(path for path in RECORDS if path.name.endswith("_FastStepsWindows"))
 RUN = argparse.Namespace(no_exec=False, rerun_eval=False, artifact=(), replay=0, seed=None, seconds=86_400)
@@ -30,29 +31,31 @@ SETTINGS = TOY | dict(TRAIN_LOG_EVERY="1", VAL_TOKENS="0", VAL_LOSS_EVERY="5", S
 
 # ------------------------------------------------------------ what is altered
 @pytest.fixture(scope="module")
-def toy(tiny_data, tmp_path_factory):
+def toy(few_data, tmp_path_factory):
     """A record of rules version 3 that holds all rules of its small track, with data/ beside it."""
-    root, here, threads = tmp_path_factory.mktemp("toy_record"), os.getcwd(), torch.get_num_threads()
-    (root / "data").symlink_to(tiny_data / "data")
-    os.chdir(root)
+    root = tmp_path_factory.mktemp("toy_record")
+    train_toys(root, few_data, {f"run{seed}": SETTINGS | {"SEED": seed} for seed in "12"})
+    result = json.loads((root / "logs/run1/result.json").read_text())
+    made = SimpleNamespace(root=root, rules=toy_rules(result))
     with pytest.MonkeyPatch.context() as patch:
-        try:
-            for seed in "12":
-                assert train_gpt.main([], SETTINGS | {"RUN_ID": f"run{seed}", "SEED": seed}) == 0
-            made = SimpleNamespace(root=root, rules=toy_rules(json.loads(
-                (root / "logs/run1/result.json").read_text())))
-            go_to(made, patch)
-            assert record.main(["new", "--name", "Toy", "logs/run1", "logs/run2"]) == 0
-        finally:
-            os.chdir(here)
-            torch.set_num_threads(threads)
+        patch.chdir(root)
+        go_to(made, patch)
+        assert record.main(["new", "--name", "Toy", "logs/run1", "logs/run2"]) == 0
     made.folder = next(root.glob("records/track_tiny/*_Toy"))
     return made
 
 
+@pytest.fixture(scope="module")
+def root(few_data, tmp_path_factory):
+    """A folder for train(), with data/."""
+    folder = tmp_path_factory.mktemp("root")
+    (folder / "data").symlink_to(few_data / "data")
+    return folder
+
+
 def go_to(made, patch):
     """The tools in the toy's repository, with its rules."""
-    patch.setitem(folders.RULES, 4, made.rules)
+    patch.setitem(folders.RULES, folders.NEWEST, made.rules)
     for module in (folders, record):
         patch.setattr(module, "HOME", made.root / "records")
     for module in (checks, replay):
@@ -61,14 +64,14 @@ def go_to(made, patch):
 
 def toy_rules(result):
     """Rules version 3 with a track of the toy's data and two runs."""
-    data, rules = result["data"], folders.RULES[4]
+    data, rules = result["data"], folders.RULES[folders.NEWEST]
     track = rules.tracks["tiny"]._replace(
         data="toy", fingerprint="toy", val=(data["val_tokens"], data["val_bytes"]), sha256=data["sha256"],
         min_runs=2)
     return rules._replace(tracks={"tiny": track})
 
 
-def reseal(folder):
+def reseal(folder, picture=True):
     """Everything anew that follows from the logs and results of an altered folder."""
     for log in folder.glob("train*.log"):
         raw = log.read_bytes()
@@ -85,7 +88,8 @@ def reseal(folder):
     if artifact.exists():
         edit(folder / "submission.json", artifact_sha256=folders.sha256(artifact.read_bytes()))
     opened = folders.Folder(folder)
-    evidence.record_picture(opened, folders.records_of("tiny"), folder / "loss.png")
+    if picture:
+        evidence.record_picture(opened, folders.records_of("tiny"), folder / "loss.png")
     notes = opened.readme.partition(folders.NOTES[0])[2].partition(folders.NOTES[1])[0]
     renew(folder)
     page = folder / "README.md"
@@ -466,12 +470,12 @@ MISS = [
 
 
 # ------------------------------------------------------------ what is found
-def seal(case, folder):
-    """Alters a folder and makes anew what the liar can."""
+def seal(case, folder, picture):
+    """Alters a folder and makes anew what the liar can; picture: loss.png, too."""
     before = {path.name: folders.sha256(path.read_bytes()) for path in folder.iterdir()}
     case.alter(folder)
     if case.sealed == "after":
-        reseal(folder)
+        reseal(folder, picture)
     elif case.sealed == "listed":
         renew(folder)
     elif case.sealed == "hashes":
@@ -483,7 +487,7 @@ def seal(case, folder):
 
 
 @pytest.fixture
-def copy_of(request, tmp_path, monkeypatch):
+def copy_of(request, tmp_path, monkeypatch, read_once):
     """A copy of a base: Baseline, latest, toy, or tree, the Baseline among all records and their boards."""
     def copy(base):
         if base == "tree":
@@ -500,17 +504,10 @@ def copy_of(request, tmp_path, monkeypatch):
     return copy
 
 
-def found_by(case, folder, tool):
-    """The rules that fail."""
-    by_code = {"score of the artifact", "leak probe", "constants", "replay"}
-    if case.rule in by_code:
-        rule = next(rule for rule in checks.CHECKS if rule.name == case.rule)
-        options = argparse.Namespace(**vars(RUN) | {"replay": 5})
-        word, text = checks.outcome(rule, folders.Folder(folder), options)
-        return [rule.name] * (word == "FAIL"), text
-    out = tool("check", "--no-exec", folder)[1]
-    failed = re.search(r"rules fail: (.*)", out)
-    return failed[1].split(", ") if failed else [], out
+def said_by(name, folder):
+    """(word, text) of one rule, which may run the folder's code."""
+    rule = next(rule for rule in checks.CHECKS if rule.name == name)
+    return checks.outcome(rule, folders.Folder(folder), argparse.Namespace(**vars(RUN) | {"replay": 5}))
 
 
 def name_of(case):
@@ -528,17 +525,22 @@ def test_what_is_only_made_anew_holds(copy_of, base, tool):
 
 @pytest.mark.parametrize("case", FIND, ids=name_of)
 def test_found(copy_of, case, tool):
+    """By its rule, which sees nothing of the others; `rules` is what a folder says that cannot be opened."""
     folder = copy_of(case.base)
-    seal(case, folder)
-    failed, said = found_by(case, folder, tool)
-    assert case.rule in failed, said
+    seal(case, folder, picture=case.rule == "picture")
+    if case.rule == "rules":
+        assert tool("check", "--no-exec", folder)[1].endswith("rules fail: rules\n")
+    else:
+        word, text = said_by(case.rule, folder)
+        assert word == "FAIL", text
 
 
 @pytest.mark.parametrize("case", MISS, ids=name_of)
 def test_not_found(copy_of, case, tool):
     folder = copy_of(case.base)
-    seal(case, folder)
-    assert found_by(case, folder, tool)[0] == []
+    seal(case, folder, picture=True)
+    code, out, _ = tool("check", "--no-exec", folder)
+    assert code == 0 and "nothing fails" in out, out
 
 
 # ------------------------------------------------------------ runs that were not one piece

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+import fork_server
 import watch
 from helpers import ROOT, SCRIPT, TOY
 
@@ -289,11 +290,11 @@ def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
 
 def test_a_real_run(tiny_data, tmp_path):
     (tmp_path / "data").symlink_to(tiny_data / "data")
-    env = TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
-    done = in_pipe([*WATCH, sys.executable, str(SCRIPT)], tmp_path, **env)
+    python, env = fork_server.start(), TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
+    done = in_pipe([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, **env)
     assert done.returncode == 0 and "in logs/r/: train.log" in done.stdout
     env["RUN_ID"] = "s"
-    code, lines, live = on_terminal([*WATCH, sys.executable, str(SCRIPT)], tmp_path, env=env)
+    code, lines, live = on_terminal([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, env=env)
     assert code == 0 and any(text.startswith("writing samples") for text in live)
     said = [line.split(":")[0] for line in lines if line and not line.startswith("override ")]
     assert said[:4] == ["data", "plan", "step", "sample 1"] and len(said) < 40

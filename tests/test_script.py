@@ -1,0 +1,130 @@
+"""tools/script.py: a script with one recipe trains as the whole file does, to the bit, and holds no other."""
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+from helpers import ROOT, SCRIPT, TOY, look
+
+sys.path.insert(0, str(ROOT / "tools"))
+import script  # noqa: E402
+
+PRESETS = ["golf"]      # those whose recipe is a section of its own
+GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
+TOY_RUN = dict(
+    golf=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
+              TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", WARMDOWN_ITERS="4", ARTIFACT_KEEP="1000",
+              TOKENIZER_PATH="data/tokenizers/toy.model", EVAL_SLIDING="48", VAL_LOSS_EVERY="5"))
+COMMON = ("COMPILE", "DEVICE", "DTYPE", "DATA_PATH", "VAL_TOKENS", "SAMPLE_TOKENS", "MAX_WALLCLOCK_SECONDS",
+          "WARMUP_STEPS")
+
+TOY_MODULE = '''"""About."""
+# ---------- 1 imports
+import os
+import sys
+
+# ---------- 2 helpers
+LIMIT = 3
+
+def used():  # a comment that stays
+    os = LIMIT
+    return os
+
+def unused():
+    return sys.argv
+
+# what only `unused` needs
+HELPER = unused
+
+# ---------- 3 nothing that is reached
+class Other:
+    pass
+
+# ---------- 4 recipes
+class Golf:
+    x = used()
+
+RECIPES = dict(golf=Golf, other=Other)
+
+if __name__ == "__main__":
+    print(RECIPES)
+'''
+
+
+def whole_text():
+    return SCRIPT.read_text(encoding="utf-8")
+
+
+def test_what_nothing_reaches_is_gone():
+    """A local variable of the same name reaches nothing; a banner goes with the last part of its section."""
+    text = script.script("golf", TOY_MODULE)
+    for gone in ("unused", "HELPER", "Other", "import os", "import sys", "nothing that is reached"):
+        assert gone not in text
+    for kept in ("LIMIT = 3", "# a comment that stays", "x = used()", "RECIPES = dict(golf=Golf)",
+                 "# ---------- 4 recipes", 'if __name__ == "__main__":'):
+        assert kept in text
+    with pytest.raises(SystemExit, match="gulf"):
+        script.script("gulf", TOY_MODULE)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
+    text = script.script(preset, whole_text())
+    assert script.without_unreached(text) == text
+    known = {*whole_text().splitlines()}
+    new = [line for line in text.splitlines() if line not in known]
+    assert len(new) == 2 and new[0].startswith('"""train_gpt: ') and new[1].startswith("RECIPES = ")
+    assert f"class {train_gpt.RECIPES[preset].__name__}(" in text
+    assert "class Config(" not in text and "class NgramCounts" not in text and "def core_metric" not in text
+
+
+def test_golf_fits_beside_the_model_of_its_record():
+    assert len(script.script("golf", whole_text()).encode()) + GOLF_RECORD_MODEL <= 16_000_000
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """{preset: its script, imported}"""
+    found = {}
+    for preset in PRESETS:
+        path = tmp_path_factory.mktemp(preset) / "train_gpt.py"
+        path.write_text(script.script(preset, whole_text()), encoding="utf-8")
+        name = f"train_gpt_{preset}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        found[preset] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[preset])
+    yield found
+    for preset in PRESETS:
+        del sys.modules[f"train_gpt_{preset}"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thread):
+    monkeypatch.chdir(root)
+    env = {name: TOY[name] for name in COMMON} | TOY_RUN[preset] | dict(ITERATIONS="8", TRAIN_LOG_EVERY="1")
+    runs = []
+    for module, run_id, named in ((train_gpt, "whole", {"PRESET": preset}), (modules[preset], "alone", {})):
+        assert module.main([], env | named | {"RUN_ID": f"{preset}_{run_id}"}) == 0
+        runs.append(look(Path("logs", f"{preset}_{run_id}")))
+    whole, alone = runs
+    assert alone.losses == whole.losses and len(alone.losses) == 8 and alone.val_losses == whole.val_losses
+    assert alone.weights == whole.weights and alone.artifact == whole.artifact
+    assert alone.result["val_bpb"] == whole.result["val_bpb"]
+    assert alone.result["bytes_code"] == len(script.script(preset, whole_text()).encode())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_knows_its_recipe_alone(preset, modules, tmp_path):
+    """Its default preset; another one and a model of another one are refused in a sentence."""
+    module = modules[preset]
+    assert vars(module.load_config({})) == vars(train_gpt.load_config({"PRESET": preset}))
+    other = next(name for name in train_gpt.RECIPES if name != preset)
+    with pytest.raises(module.Refused, match=f"'{other}' is none of {preset}"):
+        module.load_config({"PRESET": other})
+    path = tmp_path / "final_model.pt"
+    torch.save({"shape": {"preset": other}, "tensors": {}}, path)
+    with pytest.raises(module.Refused, match=f"preset {other}, which this script does not have"):
+        module.load_model(path)
