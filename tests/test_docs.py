@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import replace
 
@@ -18,11 +19,20 @@ NOWHERE = "http://127.0.0.1:9"
 SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2",
                    TRAIN_BATCH_TOKENS="256", COUNT_ORDERS="2")
 SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 # What stands for something else, or is too large: a pattern and what it becomes
 INSTEAD = [
     (r"git clone <this repository> train_gpt", f"git clone -q '{ROOT}' train_gpt"),
     (r"<run_id>|\bRUN\b", "first"), (r"logs/first …", "logs/alone"), (r"\bPATH\b", "tests"),
-    (r"--nproc_per_node=8", "--nproc_per_node=2"), (r"--nnodes=2", "--nnodes=1"), (r"\bHOST:", "localhost:"),
+    (r"--nproc_per_node=8", "--nproc_per_node=2"), (r"--nnodes=2", "--nnodes=1"),
+    (r"\bHOST:29500", f"localhost:{free_port()}"),
     (r"-n [35]\b", "-n 2"), (r"--iterations=100\b", "--iterations=4"), (r"\bITERATIONS=100", "ITERATIONS=4"),
     (r"--vocab-size 2048", "--vocab-size 400"), (r"\.venv/lib/python3\*/site-packages/matplotlib", "tests"),
     # the record that was just made; test_record.py checks those of the repository
