@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -555,6 +556,22 @@ def test_a_changed_script_is_shown_as_a_diff(tool, home):
     assert failed_rules(out) <= {"data", "runs", "score"}, out
     (first / "train_gpt.py").write_bytes(changed)       # the record before is not what it was
     assert "before: code_sha256" in tool("check", "--no-exec", second)[1]
+
+
+def test_the_commit_of_a_script():
+    """A new record names the newest commit that holds its script."""
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True).stdout
+
+    commits = git("log", "--format=%H", "--", "train_gpt.py").decode().split()
+    if not commits:
+        pytest.skip("no git repository here")
+    for commit in (commits[0], commits[-1]):
+        script = git("show", f"{commit}:train_gpt.py")
+        found = record.git_commit(script)
+        assert git("show", f"{found}:train_gpt.py") == script
+        assert record.git_commit(script + b"#") == "not committed"
+    assert record.git_commit(git("show", f"{commits[0]}:train_gpt.py")) == commits[0]
 
 
 def step_twice(logs):
