@@ -182,6 +182,10 @@ class Recipe:
         """Does attention stay in a document?"""
         return False
 
+    def document_limit(self):
+        """Tokens at which packed documents are cut; 0: nowhere."""
+        return 0
+
     def scoring_window(self):
         """Tokens before its own that a long layer sees in evaluation; 0: all."""
         return 0
@@ -304,8 +308,22 @@ class RunConfig(Recipe):
             raise Refused(f"eval_stride={self.eval_stride} exceeds a row of {self.eval_context or T} tokens")
         if self.val_tokens == 1:
             raise Refused("val_tokens=1 leaves no target")
+        for stage in self.stages():
+            if stage.row_tokens != T and not self.packer().any_length:
+                raise Refused(f"packing={self.packing} makes rows of train_seq_len={T}, not of "
+                              f"{stage.row_tokens} tokens")
         if self.shuffle and self.packing != "rows":
             raise Refused(f"shuffle=1 needs packing=rows, not packing={self.packing}")
+
+def check_window_pattern(cfg):
+    """Raises Refused for anything but L and S."""
+    if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
+        raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
+
+def check_grouped_queries(cfg):
+    """Raises Refused where num_kv_heads does not divide num_heads."""
+    if cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads):
+        raise Refused(f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
 
 @dataclass(frozen=True)
 class ModelConfig(Recipe):
@@ -423,13 +441,6 @@ class Config(ModelConfig):
     eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
     eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
-    core: bool = option(False, "score CORE at the end")
-    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
-    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
-    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
-    depth: int = optional(0, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
-    target_param_data_ratio: float = optional(0.0, "tokens per weight of matrices and head; 0: off", 0, 1e6)
-    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
     # optimizer
     parameters: tuple = option(("bigram_embed.every=2",), "cells of the parameter table: see parameter_cells")
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
@@ -544,13 +555,11 @@ class Config(ModelConfig):
     def masks_documents(self):
         return self.max_doc_len > 0
 
+    def document_limit(self):
+        return self.max_doc_len
+
     def scoring_window(self):
         return eval_window(self)
-
-    def check_data(self, data):
-        if self.core or self.core_metric_every:
-            read_tasks(self.core_bundle, self.core_metric_max_per_task)
-            require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
 
     def keeps_text(self):
         return any(self.count_orders)
@@ -559,10 +568,7 @@ class Config(ModelConfig):
         return fp8_part(self, on_gpu)
 
     def linears(self, on_gpu, log):
-        part = fp8_part(self, on_gpu)
-        if self.fp8 != "off":
-            log(f"fp8: {self.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples "
-                "of 16)")
+        part = fp8_part(self, on_gpu, log)
         head = partial(fp8_head, most=self.fp8_head_most)
         return {"off": (linear, linear), "head": (linear, head), "all": (fp8_linear, fp8_linear)}[part]
 
@@ -576,9 +582,7 @@ class Config(ModelConfig):
             # of equal ones the last stays
             cells = own.get("parameters", cls.parameters) + given["parameters"]
             given["parameters"] = tuple(dict.fromkeys(cells[::-1]))[::-1]
-        cfg = cls(**{"preset": preset} | own | given)
-        check_ranges(cfg)
-        return depth_dial(cfg, given) if cfg.depth else cfg
+        return cls(**{"preset": preset} | own | given)
 
     @classmethod
     def model_fields(cls):
@@ -606,14 +610,7 @@ class Config(ModelConfig):
         return calibrate(model, self, data, team) if self.gptq_batches else {}
 
     def evaluations(self, step=None):
-        """CORE, and at the end the named scores."""
-        due = []
-        if step is None:
-            due += [core_metric] if self.core else []
-            due += [named_scores]
-        elif self.core_metric_every and step and step % self.core_metric_every == 0:
-            due += [core_metric]
-        return due
+        return [named_scores] if step is None else []
 
 # What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
 PLAIN = dict(
@@ -687,39 +684,7 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
         "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
         "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
         "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
-# 8xH100: least time to CORE > 0.256525. nanochat 00932d1, depth 26, ratio 7.25, fp8: 8,967 s.
-# Rates and decay are those of depth 12; depth_dial() scales them.
-GPT2 = PLAIN | dict(
-    depth=26, target_param_data_ratio=7.25, train_seq_len=2048, train_batch_tokens=524_288, fp8="auto-all",
-    data_path="data/datasets/fineweb_edu", data_fingerprint="", vocab_size=32_768, shuffle=False,
-    packing="best_fit", mlp_mult=4, rope_base=10_000.0, qk_gain_init=0.0, value_gate_dim=32, scalar_mix=True,
-    layer_scale=False, unet_skips=False, matrix_lr=0.02, head_lr=0.004, scalar_lr=0.5, weight_decay=10.0,
-    decay_schedule="linear", normuon_beta2=0.95, orthogonalization="polar_express", adam_eps=1e-10,
-    parameters=(
-        "query+key+value+fc scale=1.7320508", "value_embeds init=uniform scale=1.7320508",
-        "head init=normal scale=0.001", "resid_lambda lr_mult=0.01", "x0_lambda scale=0.1 beta1=0.96"),
-    max_wallclock_seconds=0.0, val_tokens=20_971_520, val_loss_every=250, score_artifact=False, core=True,
-    sample_temperature=0.0, sample_tokens=16,
-    sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is")
-# The same: nanochat a825e63 (run 6 of its board), depth 24, ratio 8, ClimbMix: 1.65 h, from 1.80 h without
-# smear and backout at ratio 8.7. Both start as mended on 13 April 2026; at a825e63 they were never set.
-GPT2_PLUS = GPT2 | dict(
-    depth=24, target_param_data_ratio=8.0, train_batch_tokens=0, data_path="data/datasets/climbmix",
-    smear_dim=24, smear_documents=True, smear_normed=True, backout_layer=12, short_window=0.25,
-    value_gate_dim=12, value_gate_factor=3.0, rope_base=100_000.0,
-    attn_scale=0.12727922,  # 1.2 * 1.2 * 128 ** -0.5: q and k times 1.2 after their norm
-    head_lr=0.008, gate_lr=0.2, weight_decay=14.0, decay_schedule="cosine", adam_weight_decay=0.01,
-    normuon_beta2=0.9, polar_margin=1.01, lr_warmup_steps=40, warmdown_frac=0.65, lr_floor=0.05,
-    muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9, val_tokens=41_943_040,
-    parameters=(
-        "query+key+value scale=1.7320508", "fc scale=0.6928203", "embed scale=0.8 beta2=0.995 decay_mult=0.1",
-        "head init=normal scale=0.001 beta2=0.96", "value_gate+smear_gate init=positive scale=0.02",
-        "value_embeds init=uniform scale=1.7320508 beta2=0.995 lr_mult=0.5",
-        "resid_lambda scale=1.15 change=-0.1 lr_mult=0.01 decay_mult=5",
-        "x0_lambda scale=0.2 change=-0.15 beta1=0.96", "smear_gate optimizer=adam decay_mult=0",
-        "smear_gate+smear+backout lr=gate_lr", "backout scale=0.2"))
-PRESETS = {"tiny": {}, "speedrun": SPEEDRUN, "gpt2": GPT2,
-           "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS, "gpt2_plus": GPT2_PLUS}
+PRESETS = {"tiny": {}, "speedrun": SPEEDRUN, "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS}
 
 FIELDS = {f.name: f for f in fields(Config)}
 MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
@@ -823,7 +788,7 @@ def parse_value(name, text):
         text.encode()  # an environment may hold bytes that are no text
         if isinstance(default, tuple):
             kind = f.metadata["of"] or str
-            return tuple(kind(part) for part in text.split(",") if part or kind is not str)
+            return tuple(kind(part) for part in text.split(",") if part or kind is not str) if text else ()
         if isinstance(default, bool):
             return BOOLEANS[text.lower()]
         if text == "-1" and f.metadata["off"]:
@@ -911,9 +876,6 @@ def check_classic(cfg):
          "window_pattern num_heads num_kv_heads", "pairs of heads need even numbers of them"),
         (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
          "train_batch_tokens train_seq_len", "the batch must be a multiple of the sequence"),
-        (c.vocab_size or not c.depth, "depth vocab_size", "depth needs vocab_size"),
-        (c.depth or not (c.target_param_data_ratio or c.target_flops),
-         "target_param_data_ratio target_flops depth", "these horizons need depth"),
         (c.eval_stride <= (c.eval_context or c.train_seq_len),
          "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
         (c.val_tokens != 1, "val_tokens", "no target is left"),
@@ -949,22 +911,31 @@ STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_sched
                  "loop_schedule")
 MTP_WEIGHTS = r"(\d+(\.\d+)?(:\d+(\.\d+)?)?( |$))+"
 
-# The depth dial of github.com/karpathy/nanochat. Presets with a depth state rates and decay for this model:
+# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state rates and decay for this model:
 REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # layers, channels, tokens per step
 CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
 BATCH_POWER = 0.383  # of the tokens of a run: its best batch (arXiv:2505.13738)
 HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
 
-def depth_size(cfg, depth):
+def depth_size(depth):
     """{constant: value} of a depth: 64 channels per layer in whole heads of 128; every fourth layer and the
-    last see everything; every other layer, the last too, has value embeddings; backout is of the middle."""
+    last one have the long window; every other layer, the last one too, has value embeddings."""
     heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
     layers = range(1, depth + 1)
     return dict(
-        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_schedule=(cfg.train_seq_len,),
-        backout_layer=depth // 2 if cfg.backout_layer else 0,
+        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads,
         window_pattern="".join("L" if n % 4 == 0 or n == depth else "S" for n in layers),
         value_embed_layers=tuple(0 if (depth - n) % 2 else (n + 1) // 2 for n in layers))
+
+def check_horizons(cfg):
+    """Raises Refused where the depth dial lacks something, or something lacks the dial."""
+    if cfg.depth and not cfg.vocab_size:
+        raise Refused(f"depth={cfg.depth} needs vocab_size")
+    if not cfg.depth and (cfg.target_param_data_ratio or cfg.target_flops):
+        raise Refused(f"target_param_data_ratio={cfg.target_param_data_ratio:g}, "
+                      f"target_flops={cfg.target_flops:g}: these horizons need depth")
+    if not cfg.train_batch_tokens:
+        raise Refused("train_batch_tokens=0 needs depth")
 
 def depth_dial(cfg, given):
     """cfg with everything that follows from cfg.depth, except the constants in `given`. Raises Refused."""
@@ -973,8 +944,8 @@ def depth_dial(cfg, given):
     if horizons:
         cfg = replace(cfg, **{name: 0.0 for name in HORIZONS[1:] if name not in horizons})
     # 2. Size, and that of the reference.
-    reference = replace(cfg, **depth_size(cfg, REFERENCE_DEPTH))
-    cfg = replace(cfg, **depth_size(cfg, cfg.depth) | given)
+    reference = replace(cfg, **cfg.size_of_depth(REFERENCE_DEPTH))
+    cfg = replace(cfg, **cfg.size_of_depth(cfg.depth) | given)
     weights = horizon_weights(cfg)
     growth = weights / horizon_weights(reference)
     # 3. Batch: a power of the tokens, which grow as the weights do, to the nearest power of 2.
@@ -1198,6 +1169,12 @@ def parameter(*shape, on=True):
 def gate(x, weight):
     """(B, T, C) -> (B, T, n), from 0 to 1, by the first channels. weight (n, channels)."""
     return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
+
+def smear(x, weight, gate_weight):
+    """Adds a gated part of the token before (modded-nanogpt#131). x (B, T, C); weight (1, 1);
+    gate_weight (1, channels)."""
+    before = F.pad(x, (0, 0, 1, -1))
+    return x + weight.to(x.dtype) * gate(x, gate_weight) * before
 
 def pair_heads(x):
     """(B, T, H, D) -> (B, 2 T, H / 2, D): at 2 t + s stands head s H / 2 + j of token t."""
@@ -1802,9 +1779,7 @@ class Golf(RunConfig):
 
     def check(self):
         super().check()
-        if self.num_heads % (self.num_kv_heads or self.num_heads):
-            raise Refused(f"num_heads={self.num_heads} must be a multiple of "
-                          f"num_kv_heads={self.num_kv_heads}")
+        check_grouped_queries(self)
 
     def packer(self):
         return dict(spans=Spans, rows=Rows)[self.packing]
@@ -1957,9 +1932,593 @@ class GolfGPT(Model):
         x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
+# ---------- gpt2: least time to CORE > 0.256525 on 8xH100
+# nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
+# size, batch, rates, weight decay and length: see depth_dial(). Rates and weight decay are stated for
+# depth 12 and batches of 2**19 tokens.
+@dataclass(frozen=True)
+class GPT2(RunConfig):
+    """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
+    preset: str = option("gpt2", "the recipe", model=True)
+    # the dial
+    depth: int = optional(26, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
+    target_param_data_ratio: float = optional(7.25, "tokens per weight of matrices and lm_head; 0: off",
+                                              0, 1e6)
+    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
+    # size; the dial sets layers, width, heads, windows and value embeddings
+    num_layers: int = option(26, "blocks", 1, 1000, model=True)
+    model_dim: int = option(1664, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(13, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    window_pattern: str = option("L", "each layer's window: L long, S short; repeated", model=True)
+    window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
+                                    0, 1 << 20, model=True)
+    short_window: float = option(0.5, "short window / long one", 0, 1, model=True)
+    value_embed_layers: tuple = option((0,), "each layer's value embedding, from 1; 0: none; repeated",
+                                       0, 999, model=True)
+    value_gate_dim: int = option(32, "channels that gate value embeddings", 1, 1 << 16, model=True)
+    value_gate_factor: float = option(2.0, "a value embedding's factor when its gate is open",
+                                      0, 100, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb_edu", "folder of token shards")
+    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = optional(524_288, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
+    packing: str = option("best_fit", "how training rows are made of documents: see BestFit and Rows",
+                          choices=("best_fit", "rows"))
+    val_tokens: int = optional(20_971_520, "the first tokens of val that are scored; 0: all")
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can (+17 % tok/s)",
+                      choices=("off", "all", "auto-all"))
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks, gates", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding, value embeddings", 0, 10)
+    head_lr: float = option(0.004, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
+    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(10.0, "Muon: cautious, times matrix_lr; falls linearly to 0", 0, 1e6)
+    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length
+    iterations: int = option(12_700, "steps at most; by the dial where a horizon is set", 1, 10**9)
+    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
+    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    # scores
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+    core: bool = option(True, "score CORE at the end")
+    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
+    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
+    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
+    sample: str = option(
+        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
+        "prompts, '|' between them; empty: beginnings of val documents")
+    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
+    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
+
+    @classmethod
+    def of(cls, preset, given):
+        cfg = cls(**given)
+        check_ranges(cfg)
+        check_window_pattern(cfg)
+        return depth_dial(cfg, given) if cfg.depth else cfg
+
+    def size_of_depth(self, depth):
+        return depth_size(depth)
+
+    def check(self):
+        check_horizons(self)
+        super().check()
+        check_grouped_queries(self)
+        if self.value_gate_dim > self.model_dim:
+            raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
+        check_window_pattern(self)
+
+    def packer(self):
+        return dict(best_fit=BestFit, rows=Rows)[self.packing]
+
+    def stages(self):
+        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
+        return stage_rows(self, [row], window="window_schedule")
+
+    def parameter_table(self):
+        """{kind: Row}"""
+        decay = self.weight_decay * self.matrix_lr
+        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar = partial(Row, group="scalar", precision="fp32", **adam)
+        return by_kind([
+            # kind                 first values
+            matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
+            matrix("key",          "matrix", init="uniform", scale=1.7320508),
+            matrix("value",        "matrix", init="uniform", scale=1.7320508),
+            matrix("attn_proj",    "matrix", init="constant", scale=0.0),
+            matrix("fc",           "matrix", init="uniform", scale=1.7320508),
+            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
+            matrix("value_gate",   "gate", init="constant", scale=0.0, precision="fp32"),
+            Row("embed",           "embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            Row("head",            "head", init="normal", scale=0.001, lr=self.head_lr, **adam),
+            Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr, **adam),
+            scalar("resid_lambda", init="constant", scale=1.0, lr=self.scalar_lr * 0.01),
+            scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
+        products."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1."""
+        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def schedule(self, step, progress):
+        """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        start = self.muon_momentum_warmup_start
+        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
+                        momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def windows(self, stage, T):
+        long = (stage or self.stages()[-1]).window or self.train_seq_len
+        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
+
+    def layers(self, stage=None):
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = dict(L=sizes["long_window"], S=sizes["short_window"])
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self):
+        return self.stages()[-1].window or self.train_seq_len
+
+    def fp8_part(self, on_gpu):
+        return fp8_part(self, on_gpu)
+
+    def linears(self, on_gpu, log):
+        part = fp8_part(self, on_gpu, log)
+        return (fp8_linear, fp8_linear) if part == "all" else (linear, linear)
+
+    def check_data(self, data):
+        check_core(self, data)
+
+    def evaluations(self, step=None):
+        return core_evaluations(self, step)
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def make_model(self, kernels):
+        return GPT2Model(self, kernels)
+
+class GPT2Context(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
+    dtype: torch.dtype  # of activations
+
+class GPT2Block(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg, has_value_embed):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        self.head_dim = C // H
+        kv_heads = cfg.num_kv_heads or H
+        self.value_gate_factor = cfg.value_gate_factor
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_heads * self.head_dim, C)
+        self.value = parameter(kv_heads * self.head_dim, C)
+        self.value_gate = parameter(kv_heads, cfg.value_gate_dim, on=has_value_embed)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(1)
+        self.x0_lambda = parameter(1)
+
+    def forward(self, x, x0, value_embed, mask, context):
+        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
+        (B, T, KV, D), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h, value_embed, mask, context):
+        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q = split_heads(linear(h, self.query), self.head_dim)
+        k = split_heads(linear(h, self.key), self.head_dim)
+        v = split_heads(linear(h, self.value), self.head_dim)
+        if self.value_gate is not None:
+            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
+            v = v + gates * value_embed
+        q = rotate(rms_norm(q) * self.head_dim**-0.5, *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GPT2Model(Model):
+    """The blocks, with windows by window_pattern and value embeddings by value_embed_layers."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.blocks = nn.ModuleList(GPT2Block(cfg, table > 0) for table in self.tables)
+        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
+        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
+        self.use(kernels)
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        sizes = cfg.windows(stage, T)
+        windows = {}
+        for kind, size in ("L", sizes["long_window"]), ("S", sizes["short_window"]):
+            if kind in self.kinds:
+                windows[kind] = kernel_window(cfg, size, T, device)
+        return GPT2Context(rope, windows, dtype)
+
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+        masks = {}
+        for kind, window in context.windows.items():
+            masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        for block, kind, table in zip(self.blocks, self.kinds, self.tables):
+            value_embed = None
+            if table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+                value_embed = split_heads(value_embed, block.head_dim)
+            x = block(x, x0, value_embed, masks[kind], context)
+        return rms_norm(x)
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context):
+        """Mean loss, nats. tokens and targets (B, T)."""
+        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+
+# ---------- gpt2_plus: the same game as gpt2, a later record
+# nanochat a825e63 (run 6 of its board), depth 24, 8 tokens per weight, ClimbMix, fp8: 5,568 steps in 1.65 h.
+# Run 5, without smear and backout and at 8.7 tokens per weight, took 1.80 h. smear, its gate and backout
+# start as mended on 13 April 2026: at a825e63 they were never set. Rates and weight decay are stated for
+# depth 12 and batches of 2**19 tokens.
+@dataclass(frozen=True)
+class GPT2Plus(RunConfig):
+    """As gpt2, with smear, backout, sharper attention, and rates, decay and momentum that follow the run."""
+    preset: str = option("gpt2_plus", "the recipe", model=True)
+    # the dial
+    depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
+    target_param_data_ratio: float = optional(8.0, "tokens per weight of matrices and lm_head; 0: off",
+                                              0, 1e6)
+    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
+    # size; the dial sets layers, width, heads, windows, value embeddings and backout
+    num_layers: int = option(24, "blocks", 1, 1000, model=True)
+    model_dim: int = option(1536, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(12, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    # 1.44 * 128 ** -0.5: q and k are normalised, then multiplied by 1.2
+    attn_scale: float = optional(0.12727922, "factor on q @ k; 0: head_dim ** -0.5", 0, 100, model=True)
+    rope_base: float = optional(100_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    window_pattern: str = option("L", "each layer's window: L long, S short; repeated", model=True)
+    window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
+                                    0, 1 << 20, model=True)
+    short_window: float = option(0.25, "short window / long one", 0, 1, model=True)
+    value_embed_layers: tuple = option((0,), "each layer's value embedding, from 1; 0: none; repeated",
+                                       0, 999, model=True)
+    value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
+    value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
+                                      0, 100, model=True)
+    smear_dim: int = optional(24, "channels that gate the token before, which is added; 0: none", 0, 1 << 16,
+                              model=True)
+    backout_layer: int = optional(12, "a part of this layer's output is subtracted at the end; 0: none",
+                                  0, 1000, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/climbmix", "folder of token shards")
+    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = optional(0, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
+    packing: str = option("best_fit", "how training rows are made of documents: see BestFit and Rows",
+                          choices=("best_fit", "rows"))
+    val_tokens: int = optional(41_943_040, "the first tokens of val that are scored; 0: all")
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can (+17 % tok/s)",
+                      choices=("off", "all", "auto-all"))
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks, value gates", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding; half of it: value embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
+    gate_lr: float = option(0.2, "Adam: smear, its gate, backout; the same at any depth", 0, 10)
+    muon_momentum: float = option(0.97, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(400, "steps; 0: no warmup")
+    muon_momentum_end: float = optional(0.9, "what it falls to in LR's warmdown; 0: it stays", 0, 0.9999)
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    polar_margin: float = option(1.01, "Polar Express: safety factor on a matrix's norm", 1, 2)
+    normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(14.0, "Muon: cautious, times matrix_lr; falls as a cosine to 0", 0, 1e6)
+    adam_weight_decay: float = optional(0.01, "Adam: times LR and the factor of a row", 0, 1e6)
+    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length
+    iterations: int = option(5568, "steps at most; by the dial where a horizon is set", 1, 10**9)
+    lr_warmup_steps: int = optional(40, "first steps, in which LR grows; 0: none")
+    warmdown_frac: float = option(0.65, "part of the run in which LR falls", 0, 1)
+    lr_floor: float = option(0.05, "LR factor at the end of the warmdown", 0, 1)
+    # scores
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+    core: bool = option(True, "score CORE at the end")
+    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
+    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
+    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
+    sample: str = option(
+        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
+        "prompts, '|' between them; empty: beginnings of val documents")
+    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
+    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
+
+    @classmethod
+    def of(cls, preset, given):
+        cfg = cls(**given)
+        check_ranges(cfg)
+        check_window_pattern(cfg)
+        return depth_dial(cfg, given) if cfg.depth else cfg
+
+    def size_of_depth(self, depth):
+        return depth_size(depth) | dict(backout_layer=depth // 2 if self.backout_layer else 0)
+
+    def check(self):
+        check_horizons(self)
+        super().check()
+        check_grouped_queries(self)
+        if max(self.value_gate_dim, self.smear_dim) > self.model_dim:
+            raise Refused(f"value_gate_dim={self.value_gate_dim}, smear_dim={self.smear_dim}: neither may "
+                          f"exceed model_dim={self.model_dim}")
+        check_window_pattern(self)
+
+    def packer(self):
+        return dict(best_fit=BestFit, rows=Rows)[self.packing]
+
+    def stages(self):
+        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
+        return stage_rows(self, [row], window="window_schedule")
+
+    def parameter_table(self):
+        """{kind: Row}"""
+        decay = self.weight_decay * self.matrix_lr
+        adam_decay = self.adam_weight_decay
+        adam = dict(optimizer="adam", beta1=self.beta1, eps=self.adam_eps)
+        matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar = partial(Row, group="scalar", precision="fp32", beta2=self.beta2, **adam)
+        return by_kind([
+            # kind                 first values
+            matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
+            matrix("key",          "matrix", init="uniform", scale=1.7320508),
+            matrix("value",        "matrix", init="uniform", scale=1.7320508),
+            matrix("attn_proj",    "matrix", init="constant", scale=0.0),
+            matrix("fc",           "matrix", init="uniform", scale=0.6928203),  # 0.4 of that
+            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
+            matrix("value_gate",   "gate", init="positive", scale=0.02, precision="fp32"),
+            Row("embed",           "embed", init="normal", scale=0.8, lr=self.embed_lr, beta2=0.995,
+                decay=adam_decay * 0.1, **adam),
+            Row("head",            "head", init="normal", scale=0.001, lr=self.head_lr, beta2=0.96,
+                decay=adam_decay, **adam),
+            Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr * 0.5,
+                beta2=0.995, decay=adam_decay, **adam),
+            # from 1.15 in the first layer to 1.05 in the last one, and from 0.2 to 0.05
+            scalar("resid_lambda", init="constant", scale=1.15, change=-0.1, lr=self.scalar_lr * 0.01,
+                   decay=adam_decay * 5),
+            scalar("x0_lambda",    init="constant", scale=0.2, change=-0.15, lr=self.scalar_lr, beta1=0.96),
+            Row("smear_gate",      "stream_gate", init="positive", scale=0.02, lr=self.gate_lr,
+                beta2=self.beta2, precision="fp32", **adam),
+            scalar("smear",        init="constant", scale=0.0, lr=self.gate_lr),
+            scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
+        products."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1."""
+        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p
+        p.sub_(lr * update)
+
+    def schedule(self, step, progress):
+        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls as a
+        cosine to 0; momentum warms up, then falls with the LR."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        lr = 1 - done + self.lr_floor * done
+        if self.lr_warmup_steps:
+            lr *= min(1.0, (step + 1) / self.lr_warmup_steps)
+        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        start = self.muon_momentum_warmup_start
+        momentum = start + (self.muon_momentum - start) * warmup
+        if self.muon_momentum_end:
+            momentum += (self.muon_momentum_end - momentum) * done
+        return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def windows(self, stage, T):
+        long = (stage or self.stages()[-1]).window or self.train_seq_len
+        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
+
+    def layers(self, stage=None):
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = dict(L=sizes["long_window"], S=sizes["short_window"])
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self):
+        return self.stages()[-1].window or self.train_seq_len
+
+    def fp8_part(self, on_gpu):
+        return fp8_part(self, on_gpu)
+
+    def linears(self, on_gpu, log):
+        part = fp8_part(self, on_gpu, log)
+        return (fp8_linear, fp8_linear) if part == "all" else (linear, linear)
+
+    def check_data(self, data):
+        check_core(self, data)
+
+    def evaluations(self, step=None):
+        return core_evaluations(self, step)
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def make_model(self, kernels):
+        return GPT2PlusModel(self, kernels)
+
+class GPT2PlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
+    dtype: torch.dtype  # of activations
+
+class GPT2PlusBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg, has_value_embed):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        self.head_dim = C // H
+        kv_heads = cfg.num_kv_heads or H
+        self.attn_scale = cfg.attn_scale or self.head_dim**-0.5
+        self.value_gate_factor = cfg.value_gate_factor
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_heads * self.head_dim, C)
+        self.value = parameter(kv_heads * self.head_dim, C)
+        self.value_gate = parameter(kv_heads, cfg.value_gate_dim, on=has_value_embed)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(1)
+        self.x0_lambda = parameter(1)
+
+    def forward(self, x, x0, value_embed, mask, context):
+        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
+        (B, T, KV, D), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h, value_embed, mask, context):
+        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q = split_heads(linear(h, self.query), self.head_dim)
+        k = split_heads(linear(h, self.key), self.head_dim)
+        v = split_heads(linear(h, self.value), self.head_dim)
+        if self.value_gate is not None:
+            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
+            v = v + gates * value_embed
+        q = rotate(rms_norm(q) * self.attn_scale, *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GPT2PlusModel(Model):
+    """The blocks, with windows by window_pattern and value embeddings by value_embed_layers."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.smear = parameter(1, 1, on=cfg.smear_dim)
+        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+        self.blocks = nn.ModuleList(GPT2PlusBlock(cfg, table > 0) for table in self.tables)
+        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
+        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
+        self.use(kernels)
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        sizes = cfg.windows(stage, T)
+        windows = {}
+        for kind, size in ("L", sizes["long_window"]), ("S", sizes["short_window"]):
+            if kind in self.kinds:
+                windows[kind] = kernel_window(cfg, size, T, device)
+        return GPT2PlusContext(rope, windows, dtype)
+
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+        masks = {}
+        for kind, window in context.windows.items():
+            masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
+        x = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        if self.smear is not None:
+            x = smear(x, self.smear, self.smear_gate)
+        x0 = x
+        for i, block in enumerate(self.blocks):
+            table = self.tables[i]
+            value_embed = None
+            if table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+                value_embed = split_heads(value_embed, block.head_dim)
+            x = block(x, x0, value_embed, masks[self.kinds[i]], context)
+            if i == self.cfg.backout_layer:
+                backed_out = x
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * backed_out
+        return rms_norm(x)
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context):
+        """Mean loss, nats. tokens and targets (B, T)."""
+        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+
 # ---------- the registry of recipes
-RECIPES = dict(tiny=Config, golf=Golf, speedrun=Config, gpt2=Config, golf_plus=Config, speedrun_plus=Config,
-               gpt2_plus=Config)
+RECIPES = dict(tiny=Config, golf=Golf, speedrun=Config, gpt2=GPT2, golf_plus=Config, speedrun_plus=Config,
+               gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
 
@@ -2005,6 +2564,14 @@ def by_kind(rows):
 def nesterov_of_sum(grad, buffer, momentum):
     """Nesterov momentum where buffer is a sum of gradients, which changes; all (N, R, C)."""
     return grad + momentum * buffer.mul_(momentum).add_(grad)
+
+def nesterov_of_mean(grad, buffer, momentum):
+    """Nesterov momentum where buffer is a mean of gradients, which changes; all (N, R, C)."""
+    return grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
+
+def cautious_decay(p, update, lr, decay):
+    """Weight decay where the update shrinks the weight, too (arXiv:2411.16085). p (N, R, C) changes."""
+    p.sub_(lr * decay * p * (p * update >= 0))
 
 def adam_update(grad, m, v, step, beta1, beta2, eps):
     """Adam's update at a learning rate of 1 (arXiv:1412.6980), with eps beside the root of the corrected
@@ -2232,25 +2799,29 @@ class Stage:
     begins: float = 0.0  # set by stage_rows(): part of the whole run, extension included
     first_step: int = 0  # set by stage_rows(): if the clock does not end the run
 
-def stage_rows(cfg, rows):
-    """[Stage] of a recipe's rows, with the columns that cfg overrides. A list of several entries makes equal
-    stages of a single row. Raises Refused."""
-    columns = dict(start=cfg.stage_starts, batch_tokens=cfg.batch_schedule, row_tokens=cfg.seq_schedule)
-    unit = dict(start=1, batch_tokens=cfg.train_batch_tokens, row_tokens=cfg.train_seq_len)
-    for column, values in columns.items():
+@dataclass(frozen=True)
+class WindowStage(Stage):
+    """A stage of a recipe with windows."""
+    window: int = 0  # of long layers: tokens before its own that a token sees; 0: train_seq_len
+
+def stage_rows(cfg, rows, **columns):
+    """[Stage] of a recipe's rows, with the columns that cfg overrides. columns: {further column: the constant
+    that overrides it}. A list of several entries makes equal stages of a single row. Raises Refused."""
+    columns = dict(start="stage_starts", batch_tokens="batch_schedule", row_tokens="seq_schedule") | columns
+    unit = dict(batch_tokens=cfg.train_batch_tokens, row_tokens=cfg.train_seq_len)
+    for column, constant in columns.items():
+        values = getattr(cfg, constant)
         if not values:
             continue
         if len(rows) == 1 < len(values):
             rows = [replace(rows[0], start=i / len(values)) for i in range(len(values))]
         require(len(values) in (1, len(rows)),
-                f"{OVERRIDES[column]}={show(values)}: {cfg.preset} has {len(rows)} stages")
-        rows = [replace(row, **{column: unit[column] * value})
+                f"{constant}={show(values)}: {cfg.preset} has {len(rows)} stages")
+        rows = [replace(row, **{column: unit.get(column, 1) * value})
                 for row, value in zip(rows, per_layer(values, len(rows)))]
     steps = [row.start * cfg.iterations for row in rows]
     return [replace(row, begins=step / total_steps(cfg), first_step=math.ceil(step - 1e-6))
             for row, step in zip(rows, steps)]
-
-OVERRIDES = dict(start="stage_starts", batch_tokens="batch_schedule", row_tokens="seq_schedule")
 
 class ClassicStage(NamedTuple):
     """A row of the table of stages, of the presets that share one class."""
@@ -2322,6 +2893,10 @@ def top_lr(cfg, progress):
 def scheduled_progress(cfg, progress):
     """Progress through cfg.iterations; the extension stays at 1."""
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
+
+def warmdown_done(progress, part):
+    """The part of the warmdown that is done, where it is the last `part` of the run."""
+    return max(0.0, 1 - (1 - progress) / part) if part else 0.0
 
 def warmdown(cfg, step, progress):
     """The part of the warmdown that is done. One in steps is a part of the run, at the pace so far."""
@@ -2468,6 +3043,8 @@ def open_tokenizer(cfg, manifest, folder, sha256):
 class Packer:
     """How training rows are made of the stream of all shards. A position is where the next step begins, and
     the whole state."""
+    any_length = False  # may rows be longer in later stages?
+
     def __init__(self, cfg, data, loader):
         self.cfg, self.loader, self.team = cfg, loader, loader.team
 
@@ -2495,6 +3072,7 @@ class Spans(Packer):
     """An eighth of a step reads one token more than it trains on and is cut into rows that share their edges;
     the next eighth begins after it, endlessly, through shard edges. The position counts tokens."""
     SPANS = 8  # of a step
+    any_length = True
 
     def plan(self, position, n, T, doc_len=0):
         spans = math.gcd(self.SPANS, n)
@@ -2506,7 +3084,7 @@ class Spans(Packer):
 class DocumentIndex:
     """Start, length and shard of every document, in the order in which they are read."""
     def __init__(self, cfg, data, loader):
-        bos, self.longest = cfg.bos_id or data.bos, cfg.max_doc_len or loader.total
+        bos, self.longest = cfg.bos_id or data.bos, cfg.document_limit() or loader.total
         starts = [low + np.flatnonzero(shard == bos) for low, shard in zip(loader.edges, loader.shards)]
         lengths = [np.diff(here, append=end) for here, end in zip(starts, loader.edges[1:])]
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
@@ -2516,6 +3094,8 @@ class DocumentIndex:
 class Documents(Packer):
     """Heads of documents, in order, until a row is full, the last one cut; the next row begins at the next
     document. What of a shard fills no row of all ranks is lost. The position counts documents."""
+    any_length = True
+
     def __init__(self, cfg, data, loader):
         super().__init__(cfg, data, loader)
         self.index = index = DocumentIndex(cfg, data, loader)
@@ -2960,6 +3540,20 @@ def core_metric(model, cfg, data, team, log, tasks=None):
     name = "core" if len(results) == CORE_TASKS else "core_partial"
     log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
     return {"core": None, name: core, "core_tasks": results}
+
+def check_core(cfg, data):
+    """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""
+    if cfg.core or cfg.core_metric_every:
+        read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+        require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
+
+def core_evaluations(cfg, step):
+    """[core_metric] where it is due at this step, None: at the end; else []."""
+    if step is None:
+        due = cfg.core
+    else:
+        due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
+    return [core_metric] if due else []
 
 @torch.no_grad()
 def generate(model, prompt, count, temperature, top_k=0, dtype=None):
@@ -3459,8 +4053,9 @@ def head_scales(C, tokens, most=(0.0, 0.875, 1.0)):
 def fp8_head(x, weight, most=(0.0, 0.875, 1.0)):
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
-def fp8_part(cfg, on_gpu):
-    """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. Raises Refused."""
+def fp8_part(cfg, on_gpu, log=None):
+    """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. log: gets a line where fp8 is
+    asked for. Raises Refused."""
     sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads
     capability = torch.cuda.get_device_capability() if on_gpu else None
     able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides)
@@ -3469,6 +4064,8 @@ def fp8_part(cfg, on_gpu):
         part = part if able and on_gpu else "off"
     require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
             f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
+    if log and cfg.fp8 != "off":
+        log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return part
 
 def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False):
@@ -3521,6 +4118,14 @@ def gpu_window_mask(window, T, documents, device):
              (whole_end - own - 1, torch.where(own + i < n, own + 1 + i, own).expand_as(whole_end * i))]
     tables = [x for count, blocks in lists for x in (count[..., 0].int(), blocks.clamp(max=n - 1).int())]
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
+
+def kernel_window(cfg, window, T, device, cuts=False):
+    """A window, tokens before its own, as Kernels.window_mask takes it for rows of T tokens: on a GPU a 0-dim
+    tensor where flex attention computes it, so that one compiled step serves all sizes; FlashAttention 3 and
+    torch's own attention take numbers. cuts: something else than the window cuts rows, say documents."""
+    if device.type != "cuda" or flash_attention_3(cfg) or T % FLEX_BLOCK:
+        return window
+    return torch.tensor(window, device=device) if window < T - 1 or cuts else window
 
 def gpu_attention(q, k, v, mask):
     """attention by flex attention for block masks; else by the kernel that torch chooses. Not measured."""

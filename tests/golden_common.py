@@ -54,17 +54,20 @@ def full_size_shapes(cfg):
 def make_context(cfg, T, window, dtype=torch.float32, **fields):
     """For rows of T tokens and long layers that see so many tokens before their own; fields: of Context."""
     if not is_classic(cfg):
+        stage = cfg.stages()[-1]
+        if "window" in vars(stage):
+            stage = replace(stage, window=window or T)
         with torch.device("meta"):
             model = make_model(cfg)
-        return model.context(T, CPU, dtype)._replace(**fields)
+        return model.context(T, CPU, dtype, stage)._replace(**fields)
     return train_gpt.make_context(cfg, T, window, CPU, dtype)._replace(**fields)
 
 
 def windows_of(context):
     """({kind of layer: tokens before its own that it sees}, factor on q @ k)"""
-    if not hasattr(context, "windows"):
-        return {}, None
-    return {kind: int(size) for kind, size in context.windows.items()}, context.attn_scale.item()
+    stated = context._asdict()
+    sizes = {kind: int(size) for kind, size in stated.get("windows", {}).items()}
+    return sizes, stated["attn_scale"].item() if "attn_scale" in stated else None
 
 
 def tie(model):
@@ -178,7 +181,8 @@ class Schedule:
                 tokens=stage.batch_tokens, longest=stage.doc_len,
                 windows={"L": windows.get("long_window"), "S": windows.get("short_window")})
             if not is_classic(cfg):
-                self.seen[stage]["attn_scale"] = (cfg.model_dim // cfg.num_heads) ** -0.5
+                own = vars(cfg).get("attn_scale")
+                self.seen[stage]["attn_scale"] = own or (cfg.model_dim // cfg.num_heads) ** -0.5
             else:
                 self.seen[stage]["loops"] = stage.loops
                 self.seen[stage]["attn_scale"] = train_gpt.rope_frequencies(cfg, stage.window)[1]

@@ -46,6 +46,12 @@ def documents(lengths, cfg):
     return bos, [np.r_[bos, np.full(n - 1, other)] for n in lengths]
 
 
+def window_sizes(cfg):
+    """{kind of layer: tokens before its own that it sees} in training."""
+    sizes = cfg.windows(None, cfg.train_seq_len)
+    return {"L": sizes["long_window"], "S": sizes["short_window"]}
+
+
 def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
     """Best fit from a buffer; documents here are numbers, so that a row says which it holds."""
     about, lengths, groups = gpt2.json("packing"), gpt2.array("packing.lengths"), gpt2.array("packing.groups")
@@ -96,7 +102,7 @@ def test_derived_constants_of_gpt2(gpt2):
     """Size, batch, steps and decay of this and other depths, as the public code derives them."""
     derived, cfg, full = gpt2.json("derived"), gpt2.full, gpt2.json("overrides_full")
     assert (cfg.model_dim, cfg.num_heads) == (derived["model_dim"], derived["num_heads"])
-    sizes = train_gpt.window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
+    sizes = window_sizes(cfg)
     assert [sizes[kind] for kind in cfg.window_pattern] == derived["windows"]
     assert train_gpt.parameter_counts(cfg).total() == derived["parameters"]
     assert train_gpt.flops_per_token(cfg) == derived["flops_per_token"]

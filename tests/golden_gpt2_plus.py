@@ -10,7 +10,7 @@ import torch
 import train_gpt
 from golden_common import (MATRICES, Later, load_config, make_loader, nats_of, open_shards, replace,
                            set_fixture, value_tables, windows_of)
-from golden_gpt2 import documents
+from golden_gpt2 import documents, window_sizes
 
 
 class GPT2Plus(Later):
@@ -34,7 +34,7 @@ class GPT2Plus(Later):
             "DEPTH": 0, "NUM_LAYERS": meta["layers"], "NUM_HEADS": meta["heads"],
             "MODEL_DIM": meta["model_dim"], "VOCAB_SIZE": meta["vocab"],
             "TRAIN_SEQ_LEN": meta["seq"], "TRAIN_BATCH_TOKENS": meta["seq"] * meta["rows"],
-            "WINDOW_SCHEDULE": meta["seq"], "WINDOW_PATTERN": kinds,
+            "WINDOW_PATTERN": kinds,
             "SHORT_WINDOW": min(1, (short + 0.5) / meta["seq"]),      # what is left over is cut off
             "VALUE_EMBED_LAYERS": ",".join(map(str, tables)), "BACKOUT_LAYER": meta["backout_layer"],
             "ATTN_SCALE": self.full.attn_scale * (full_head_dim / meta["head_dim"]) ** 0.5,
@@ -83,7 +83,7 @@ def test_gpt2_plus_at_full_size(gpt2_plus):
         ours = (("lr_factor", now.lr), ("muon_momentum", now.momentum),
                 ("muon_weight_decay", now.decay_factor * decay))
         assert all(abs(x - row[name]) < max(1e-9, 2e-7 * abs(row[name])) for name, x in ours), row
-    sizes = train_gpt.window_sizes(cfg, cfg.window_schedule[-1], cfg.train_seq_len)
+    sizes = window_sizes(cfg)
     ours = dict(
         depth=cfg.depth, ratio=cfg.target_param_data_ratio, model_dim=cfg.model_dim, heads=cfg.num_heads,
         vocab=cfg.vocab_size, seq=cfg.train_seq_len, steps=cfg.iterations,

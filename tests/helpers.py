@@ -118,16 +118,25 @@ def write_toy_data(root):
                   sum(len(text.encode()) for text in val))
 
 
+def toy_of(preset, **settings):
+    """TOY for another preset, without what that lacks, with settings laid over it."""
+    import train_gpt
+    own = train_gpt.fields_of(train_gpt.RECIPES[preset])
+    toy = TOY | dict(NUM_KV_HEADS="0", VOCAB_SIZE="512", TOKENIZER_PATH="", PRESET=preset)
+    return {name: text for name, text in toy.items() if name.lower() in own} | settings
+
+
 def toy_environment(**settings):
     """TOY with settings laid over it, by lower or upper case name, as an environment of the trainer."""
     import train_gpt
     return TOY | {name.upper(): train_gpt.show(value) for name, value in settings.items()}
 
 
-def toy_config(root, **settings):
+def toy_config(root, preset="", **settings):
     """Config of TOY on the dataset under root; settings by field name."""
     import train_gpt
-    cfg = train_gpt.load_config(TOY | {"DATA_PATH": str(Path(root, TOY["DATA_PATH"]))})
+    env = toy_of(preset) if preset else TOY
+    cfg = train_gpt.load_config(env | {"DATA_PATH": str(Path(root, TOY["DATA_PATH"]))})
     cfg = train_gpt.replace(cfg, **settings)
     train_gpt.check_config(cfg)
     return cfg

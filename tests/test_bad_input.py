@@ -146,7 +146,7 @@ BAD_SETTINGS = [  # a flag or {constant: text}, what the sentence holds; more in
     (dict(PARAMETERS="head.init=gauss"), ["parameters", "head.init=gauss"]),
     (dict(RANK="0", WORLD_SIZE="3"), ["3 ranks", "16 sequences"]),
     (dict(DEVICE="cuda", LOCAL_WORLD_SIZE="65"), ["65", "GPU"]),
-    (dict(CORE="1", CORE_BUNDLE="nowhere"), ["nowhere"]), (dict(CORE_METRIC_EVERY="5"), ["core_bundle"]),
+    (dict(CORE="1"), ["core=1", "gpt2"]), (dict(MAX_DOC_LEN="-5"), ["max_doc_len=-5"]),
     *((dict(DATA_PATH=path), ["./run.sh data"]) for path in ("", "/", "data/datasets", "x" * 300, "a\nb")),
     *((dict(TOKENIZER_PATH=path), ["tokenizer"]) for path in ("x" * 300, "a\nb", "data/tokenizers")),
     *((dict(EVAL_FROM=path), [path[-8:].replace("\n", " ")]) for path in (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from helpers import TOY, tokens_of, write_dataset, write_shard
+from helpers import TOY, tokens_of, toy_of, write_dataset, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +90,11 @@ def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monke
         monkeypatch.setattr(train_gpt, "read_tasks", ever)
         monkeypatch.setattr(train_gpt, "core_metric", lambda *_: {})
     monkeypatch.setattr(place, name, clock.passes(getattr(place, name), once(when)))
-    done = train(SIX, **settings)
+    six = SIX
+    if what == "CORE":
+        no_dial = dict(DEPTH="0", TARGET_PARAM_DATA_RATIO="0", CORE="0")
+        six = toy_of("gpt2", **no_dial, ITERATIONS="6", TRAIN_LOG_EVERY="1")
+    done = train(six, **settings)
     assert done.code == 0, done.err
     assert clock.now == 6 * STEP + PAUSE, "else the pause was not met"
     assert done.result["train_time_ms"] == 1e3 * (6 * STEP + paused)

@@ -13,8 +13,8 @@ import torch
 
 import train_gpt
 from helpers import ROOT, SCRIPT, init_parameters
-from train_gpt import (ALIASES, FIELDS, MODEL_FIELDS, PRESETS, Config, Refused, load_config, near_misses,
-                       overrides, parameter_table, show)
+from train_gpt import (ALIASES, MODEL_FIELDS, PRESETS, Config, Refused, load_config, near_misses, overrides,
+                       parameter_table, show)
 
 # Every constant of every preset, by name, type and value: records rely on them. `tiny` is all of them, the
 # others what differs, with what the depth dial derives. A change here is a decision.
@@ -51,8 +51,7 @@ PINNED = {
         data_fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
         train_batch_tokens=4096, shuffle=True, packing="rows", max_epochs=0, device_batch_size=0,
         val_tokens=0, val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0,
-        eval_ttt=0, eval_ttt_lr=0.05, core=False, core_bundle="data/core_bundle", core_metric_every=0,
-        core_metric_max_per_task=0, depth=0, target_param_data_ratio=0.0, target_flops=0.0,
+        eval_ttt=0, eval_ttt_lr=0.05,
         parameters=("bigram_embed.every=2",), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
         tied_embed_init_std=0.005, scalar_lr=0.04,
         muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
@@ -80,24 +79,7 @@ PINNED = {
         normuon_beta2=0.95, weight_decay=1.2, beta1=0.65, adam_eps_corrected=False, loss_sum_ranks=8,
         adam_every=2, iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0,
         warmdown_frac=0.55, lr_floor=0.1, batch_schedule=(1, 2, 3, 3), seq_schedule=(1, 2, 3, 3),
-        lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66)),
-    "gpt2": PLAIN | dict(
-        vocab_size=32_768, train_seq_len=2048, num_layers=26, model_dim=1664, num_heads=13, mlp_mult=4,
-        qk_gain_init=0.0, key_offset=False, value_gate_dim=32, rope_base=10000.0, bigram_rows=0,
-        scalar_mix=True, layer_scale=False, unet_skips=False,
-        value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13),
-        window_pattern="SSSL" * 6 + "SL", window_schedule=(2048,), fp8="auto-all",
-        sample="Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        sample_tokens=16, sample_temperature=0.0, val_loss_every=250, score_artifact=False,
-        data_path="data/datasets/fineweb_edu", data_fingerprint="", train_batch_tokens=524_288,
-        shuffle=False, packing="best_fit", val_tokens=20_971_520, core=True, depth=26,
-        target_param_data_ratio=7.25,
-        parameters=(
-            "query+key+value+fc scale=1.7320508", "value_embeds init=uniform scale=1.7320508",
-            "head init=normal scale=0.001", "resid_lambda lr_mult=0.01", "x0_lambda scale=0.1 beta1=0.96"),
-        matrix_lr=0.02, embed_lr=0.3 * (768 / 1664)**0.5, head_lr=0.004 * (768 / 1664)**0.5, scalar_lr=0.5,
-        orthogonalization="polar_express", normuon_beta2=0.95, weight_decay=1.1988066830515525,
-        decay_schedule="linear", adam_eps=1e-10, iterations=12_700, max_wallclock_seconds=0.0)}
+        lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66))}
 # what the recipes that are sections of their own share, and each of them, whole
 RUN = dict(
     run_id="", seed=1337, device="auto", dtype="auto", sdpa_backend="flash3", compile=True,
@@ -107,6 +89,7 @@ RUN = dict(
     batch_schedule=(), seq_schedule=(), shuffle=False, max_epochs=0, device_batch_size=0, val_tokens=0,
     eval_context=0, eval_stride=0, grad_clip_norm=0.0, ema_decay=0.0, loss_sum_ranks=0,
     extension_iterations=0, score_artifact=True, artifact_codec="zlib", artifact_keep=65_536)
+PROMPTS = "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"
 RECIPES = {
     "golf": RUN | dict(
         preset="golf", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
@@ -117,7 +100,40 @@ RECIPES = {
         muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
         muon_backend_steps=5, beta1=0.9, beta2=0.95, adam_eps=1e-8, iterations=20_000,
         max_wallclock_seconds=600.0, warmdown_iters=3000, warmup_steps=20, artifact_bytes_limit=16_000_000,
-        artifact_scale_floor=1 / 127, eval_sliding=0, eval_ttt=0, eval_ttt_lr=0.05)}
+        artifact_scale_floor=1 / 127, eval_sliding=0, eval_ttt=0, eval_ttt_lr=0.05),
+    "gpt2": RUN | dict(
+        preset='gpt2', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
+        val_loss_every=250,
+        data_path='data/datasets/fineweb_edu', tokenizer_path='', vocab_size=32768, train_seq_len=2048,
+        train_batch_tokens=524288, packing='best_fit', val_tokens=20971520, val_batch_size=65536,
+        num_layers=26, model_dim=1664, num_heads=13, iterations=12700, max_wallclock_seconds=0.0,
+        warmup_steps=2, score_artifact=False, artifact_bytes_limit=0, depth=26, target_param_data_ratio=7.25,
+        target_flops=0.0, num_kv_heads=0, mlp_mult=4, logit_softcap=15.0, rope_base=10000.0,
+        window_pattern='SSSLSSSLSSSLSSSLSSSLSSSLSL', window_schedule=(0,), short_window=0.5,
+        value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13),
+        value_gate_dim=32, value_gate_factor=2.0, fp8='auto-all', matrix_lr=0.02,
+        embed_lr=0.20380986614602722, head_lr=0.00271746488194703, scalar_lr=0.5, muon_momentum=0.95,
+        muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_backend_steps=5,
+        normuon_beta2=0.95, weight_decay=1.1988066830515525, beta1=0.8, beta2=0.95, adam_eps=1e-10,
+        warmdown_frac=0.5, lr_floor=0.0, core=True, core_bundle='data/core_bundle', core_metric_every=0,
+        core_metric_max_per_task=0),
+    "gpt2_plus": RUN | dict(
+        preset='gpt2_plus', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
+        val_loss_every=250, data_path='data/datasets/climbmix', tokenizer_path='', vocab_size=32768,
+        train_seq_len=2048, train_batch_tokens=1048576, packing='best_fit', val_tokens=41943040,
+        val_batch_size=65536, num_layers=24, model_dim=1536, num_heads=12, iterations=5568,
+        max_wallclock_seconds=0.0, warmup_steps=2, score_artifact=False, artifact_bytes_limit=0, depth=24,
+        target_param_data_ratio=8.0, target_flops=0.0, num_kv_heads=0, mlp_mult=4, logit_softcap=15.0,
+        attn_scale=0.12727922, rope_base=100000.0, window_pattern='SSSLSSSLSSSLSSSLSSSLSSSL',
+        window_schedule=(0,), short_window=0.25, value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7,
+        0, 8, 0, 9, 0, 10, 0, 11, 0, 12), value_gate_dim=12, value_gate_factor=3.0, smear_dim=24,
+        backout_layer=12, fp8='auto-all', matrix_lr=0.028284271247461905, embed_lr=0.30000000000000004,
+        head_lr=0.008000000000000002, scalar_lr=0.7071067811865476, gate_lr=0.2, muon_momentum=0.97,
+        muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=400, muon_momentum_end=0.9,
+        muon_backend_steps=5, polar_margin=1.01, normuon_beta2=0.9, weight_decay=2.1120722517736326,
+        adam_weight_decay=0.01, beta1=0.8, beta2=0.95, adam_eps=1e-10, lr_warmup_steps=40,
+        warmdown_frac=0.6499640804597702, lr_floor=0.05, core=True, core_bundle='data/core_bundle',
+        core_metric_every=0, core_metric_max_per_task=0)}
 # the later records
 PINNED["golf_plus"] = PLAIN | dict(
     num_heads=8, num_kv_heads=4, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
@@ -154,22 +170,10 @@ PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(num_layers=11, logit_softcap
     iterations=1450, warmdown_frac=0.6, lr_floor=0.15, stage_starts=(0.0, 0.3331034482758621,
     0.666896551724138, 1.0), doc_schedule=(896, 2048, 2048, 2048), mtp_schedule=("1 0.5 0.25:0", "1 0.5:0",
     "1", "1"), lr_schedule=(1.0, 1.52, 1.73), lr_switches=(0.0, 0.3331034482758621, 0.666896551724138))
-PINNED["gpt2_plus"] = PINNED["gpt2"] | dict(num_layers=24, model_dim=1536, num_heads=12,
-    attn_scale=0.12727922, value_gate_dim=12, value_gate_factor=3.0, rope_base=100000.0, smear_dim=24,
-    smear_documents=True, smear_normed=True, backout_layer=12, value_embed_layers=(0, 1, 0, 2, 0, 3, 0, 4,
-    0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12), window_pattern="SSSLSSSLSSSLSSSLSSSLSSSL",
-    short_window=0.25, data_path="data/datasets/climbmix", train_batch_tokens=1048576, val_tokens=41943040,
-    depth=24, target_param_data_ratio=8.0, parameters=("query+key+value scale=1.7320508",
-    "fc scale=0.6928203", "embed scale=0.8 beta2=0.995 decay_mult=0.1",
-    "head init=normal scale=0.001 beta2=0.96", "value_gate+smear_gate init=positive scale=0.02",
-    "value_embeds init=uniform scale=1.7320508 beta2=0.995 lr_mult=0.5",
-    "resid_lambda scale=1.15 change=-0.1 lr_mult=0.01 decay_mult=5",
-    "x0_lambda scale=0.2 change=-0.15 beta1=0.96", "smear_gate optimizer=adam decay_mult=0",
-    "smear_gate+smear+backout lr=gate_lr", "backout scale=0.2"), matrix_lr=0.028284271247461905,
-    embed_lr=0.30000000000000004, head_lr=0.008000000000000002, scalar_lr=0.7071067811865476, gate_lr=0.2,
-    muon_momentum=0.97, muon_momentum_warmup_steps=400, muon_momentum_end=0.9, polar_margin=1.01,
-    normuon_beta2=0.9, weight_decay=2.1120722517736326, decay_schedule="cosine", adam_weight_decay=0.01,
-    iterations=5568, lr_warmup_steps=40, warmdown_frac=0.6499640804597702, lr_floor=0.05)
+FIELDS = train_gpt.KNOWN
+# {constant: the first preset that has it}, which the tests of each constant are about
+OWNER = {name: next(preset for preset, recipe in train_gpt.RECIPES.items()
+                    if name in train_gpt.fields_of(recipe)) for name in FIELDS}
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
 TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple
@@ -214,6 +218,11 @@ def other_value(name):
     return value
 
 
+def by_owner(name, env=(), argv=()):
+    """Config of the preset that the tests of this constant are about."""
+    return load_config({"PRESET": OWNER[name]} | dict(env), argv)
+
+
 def refusal(env, argv=()):
     """The sentence with which load_config refuses."""
     with pytest.raises(Refused) as refused:
@@ -253,7 +262,7 @@ def test_constants_of_other_recipes(preset):
         if on in train_gpt.off_values(train_gpt.KNOWN[name]):
             on = FIELDS[name].default
         sentence = refusal({"PRESET": preset, name.upper(): show(on)})
-        assert f"{preset} has no such constant, only" in sentence and "tiny" in sentence
+        assert f"{preset} has no such constant, only" in sentence and OWNER[name] in sentence
         assert sentence == refusal({}, [f"--preset={preset}", f"{flag(name)}={show(on)}"])
     assert off > 40
 
@@ -283,13 +292,13 @@ def test_a_column_of_stages_can_be_overridden():
 def test_names():
     """Of presets, aliases, and of what an artifact carries; rows hold constants of the right type."""
     assert train_gpt.default_preset() == "tiny" and PRESETS["tiny"] == {} and set(PRESETS) == set(PINNED)
-    assert set(train_gpt.RECIPES) == {*PINNED, *RECIPES}
+    assert set(train_gpt.RECIPES) == {*PINNED, *RECIPES} and set(RECIPES) & set(PINNED) == set()
     assert ALIASES == ALIASES | dict(total_batch_size="train_batch_tokens", num_iterations="iterations",
                                      model_tag="run_id", run="run_id")
     names = [*PINNED["tiny"]]
     assert set(MODEL_FIELDS) == set(names[:names.index("run_id")])
     for preset, row in PRESETS.items():
-        assert set(row) <= set(FIELDS) - {"preset", "run_id"}
+        assert set(row) <= {f.name for f in dataclasses.fields(Config)} - {"preset", "run_id"}
         assert all(type(value) is type(FIELDS[name].default) for name, value in row.items())
         assert overrides(load_config({"PRESET": preset})) == {}
 
@@ -317,13 +326,16 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
 def test_environment_flag_and_edit_are_the_same_config(name):
     value, others = other_value(name), COMPANIONS.get(name, {})
     env = {key.upper(): show(companion) for key, companion in others.items()}
+    plain = by_owner(name)
     edited = Config.parameters + value if name == "parameters" else value  # cells add up
-    by_edit = dataclasses.replace(Config(), **others | {name: edited})
+    by_edit = dataclasses.replace(plain, **others | {name: edited})
     if name == "preset":
-        by_edit = Config(preset=value, **PRESETS[value])
-    assert load_config(env | {name.upper(): show(value)}) == by_edit != Config()
-    assert load_config(env, [f"{flag(name)}={show(value)}"]) == by_edit
-    assert load_config(env, [flag(name), show(value)]) == by_edit
+        by_edit = train_gpt.preset_config(value)
+        assert load_config({}, [f"--preset={value}"]) == load_config({"PRESET": value}) == by_edit
+        return
+    assert by_owner(name, env | {name.upper(): show(value)}) == by_edit != plain
+    assert by_owner(name, env, [f"{flag(name)}={show(value)}"]) == by_edit
+    assert by_owner(name, env, [flag(name), show(value)]) == by_edit
     assert train_gpt.parse_value(name, show(value)) == value
 
 
@@ -378,26 +390,30 @@ def test_booleans(name):
     upper = name.upper()
     for text, value in {"0": False, "1": True, "false": False, "true": True, "True": True}.items():
         for env, argv in ({upper: text}, []), ({}, [f"{flag(name)}={text}"]), ({}, [flag(name), text]):
-            assert getattr(load_config(env, argv), name) is value
-    cfg = load_config({upper: "0"}, [flag(name), "--seed=5"])
+            assert getattr(by_owner(name, env, argv), name) is value
+    cfg = by_owner(name, {upper: "0"}, [flag(name), "--seed=5"])
     assert getattr(cfg, name) is True and cfg.seed == 5
-    assert all(name in refusal({upper: text}) for text in ("yes please", "2", "-1", "", "on", "0.0", "none"))
+    owner = {"PRESET": OWNER[name]}
+    for text in ("yes please", "2", "-1", "", "on", "0.0", "none"):
+        assert name in refusal(owner | {upper: text})
 
 
 @pytest.mark.parametrize("name", TUPLES)
 def test_tuples_are_comma_lists(name):
-    kind, least, most = type(FIELDS[name].default[0]), *map(FIELDS[name].metadata.get, ("least", "most"))
+    kind, least, most = map(FIELDS[name].metadata.get, ("of", "least", "most"))
     legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
                  count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"],
                  stage_starts=["0,0.25"], fp8_head_most=["0,1,2.5"],
                  loop_layers=["0, 1"], loop_schedule=["0,2"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
-        for cfg in load_config(env | {name.upper(): text}), load_config(env, [f"{flag(name)}={text}"]):
+        for cfg in (by_owner(name, env | {name.upper(): text}),
+                    by_owner(name, env, [f"{flag(name)}={text}"])):
             assert getattr(cfg, name) == tuple(map(kind, text.split(",")))
             assert {type(part) for part in getattr(cfg, name)} == {kind}
     wrong = ["", ",", "1,", "1;2", "a", "1,nan", "inf", f"{least},{least - 1}", "1 2", f"{most + 1:g}"]
-    assert all(name in refusal({name.upper(): text}) for text in wrong + ["1.5"] * (kind is int))
+    owner = {"PRESET": OWNER[name]}
+    assert all(name in refusal(owner | {name.upper(): text}) for text in wrong + ["1.5"] * (kind is int))
 
 
 def test_orders_that_cannot_be():
@@ -420,8 +436,10 @@ def test_numbers_are_finite_and_keep_to_their_range(name):
         outside += ["1.5", "1e3", "true", most + 1, least - 2]  # -1 may be off
     else:
         outside += [least - 1e-6, most * (1 + 1e-6) + 1e-9]
+    owner = {"PRESET": OWNER[name]}
     for text in map(str, outside):
-        assert name in refusal({name.upper(): text}) and name in refusal({}, [f"{flag(name)}={text}"])
+        assert name in refusal(owner | {name.upper(): text})
+        assert name in refusal(owner, [f"{flag(name)}={text}"])
 
 
 def test_minus_one_is_off():
@@ -429,10 +447,10 @@ def test_minus_one_is_off():
     off = {name for name in NUMBERS if FIELDS[name].metadata["off"]}
     assert off >= {"save_every", "sample_every", "val_loss_every", "core_metric_every", "target_flops",
                    "core_metric_max_per_task", "target_param_data_ratio", "device_batch_size"}
-    for name in off - {"train_batch_tokens"}:
-        assert load_config({}, [flag(name), "-1"]) == load_config({name.upper(): "0"})
+    for name in off - {"train_batch_tokens", *DIAL}:
+        assert by_owner(name, {}, [flag(name), "-1"]) == by_owner(name, {name.upper(): "0"})
     for name in {*NUMBERS} - off | {"train_batch_tokens"}:
-        assert name in refusal({name.upper(): "-1"})
+        assert name in refusal({"PRESET": OWNER[name], name.upper(): "-1"})
 
 
 def test_a_schedule_needs_an_entry():
@@ -480,8 +498,15 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("EVAL_STRIDE=4097", "eval_stride=4097 4096"), ("EVAL_CONTEXT=10 EVAL_STRIDE=11", "eval_stride=11 10"),
     ("VAL_TOKENS=1", "val_tokens=1"), ("PRESET=gulf", "gulf tiny golf"), ("DEVICE=tpu", "tpu cpu cuda"),
     ("DTYPE=fp64", "fp64 float32"), ("FP8=on", "fp8 head"), ("ORTHOGONALIZATION=svd", "svd polar_express"),
-    ("DEPTH=12", "depth=12 vocab_size"), ("TARGET_FLOPS=1e15", "target_flops depth"),
-    ("TARGET_PARAM_DATA_RATIO=10", "target_param_data_ratio depth"), ("WINDOW_PATTERN=SXL", "SXL"),
+    ("PRESET=gpt2 VOCAB_SIZE=0", "depth=26 vocab_size"), ("DEPTH=12", "tiny gpt2 gpt2_plus"),
+    ("PRESET=gpt2 DEPTH=0 TARGET_PARAM_DATA_RATIO=0 TARGET_FLOPS=1e15", "target_flops depth"),
+    ("PRESET=gpt2 DEPTH=0", "target_param_data_ratio depth"),
+    ("PRESET=gpt2_plus DEPTH=0 TARGET_PARAM_DATA_RATIO=0", "train_batch_tokens=0 depth"),
+    ("PRESET=gpt2 WINDOW_PATTERN=SXL", "SXL"),
+    ("PRESET=gpt2 VALUE_GATE_DIM=2000", "value_gate_dim=2000 1664"),
+    ("PRESET=gpt2_plus SMEAR_DIM=2000", "smear_dim=2000 1536"),
+    ("PRESET=gpt2 NUM_KV_HEADS=5", "num_kv_heads=5"),
+    ("PRESET=gpt2 SEQ_SCHEDULE=1,2", "packing=best_fit 4096"), ("WINDOW_PATTERN=SXL", "SXL"),
     ("WINDOW_PATTERN=", "window_pattern"), ("LR_SWITCHES=0.5", "lr_switches=0.5"),
     ("BATCH_SCHEDULE=1,2,3 WINDOW_SCHEDULE=64,0", "batch_schedule=1,2,3 window_schedule=64,0"),
     ("LR_SCHEDULE=1,2,3 LR_SWITCHES=0.5", "lr_schedule=1.0,2.0,3.0 lr_switches=0.5"),

@@ -14,8 +14,8 @@ import train_gpt
 from core_reference import (
     LABELS, crop, example_spans, mean_losses, pick_of, prompts, read_bundle, reference_core, reference_picks,
     shuffled, write_bundle)
-from helpers import ROOT, TOY, fake_team, init_parameters, toy_config
-from train_gpt import GPT, Config, Refused, log_probs, pick_options, prompt_rows, read_tasks
+from helpers import ROOT, fake_team, init_parameters, toy_config, toy_of
+from train_gpt import Refused, log_probs, pick_options, prompt_rows, read_tasks
 
 REAL = ROOT.parent / "shared" / "core_bundle"
 
@@ -50,7 +50,7 @@ class Told:
 
     def __init__(self, probabilities, train_seq_len=8, size=12):
         base = dict(vocab_size=size, model_dim=4, num_heads=1)
-        self.cfg = replace(Config(), **base, count_bits=12, train_seq_len=train_seq_len)
+        self.cfg = replace(train_gpt.GPT2(), **base, train_seq_len=train_seq_len)
         self.embed, self.asked = torch.zeros(1), []
         self.table = torch.full((size, size), 1e-9)
         for (token, after), p in probabilities.items():
@@ -280,9 +280,13 @@ def hard_tasks():
 @pytest.fixture(scope="module")
 def toy(tiny_data):
     """CORE has no business with train and val."""
-    cfg = toy_config(tiny_data, vocab_size=512, bos_id=1)
+    def config(preset, **settings):
+        return toy_config(tiny_data, preset, **dict(vocab_size=512, bos_id=1) | settings)
+
+    cfg = config("gpt2", **NO_DIAL)
     data = train_gpt.open_data(cfg, quiet)
-    return SimpleNamespace(cfg=cfg, data=data._replace(val=None, train=None), sp=data.tokenizer, bos=data.bos)
+    data = data._replace(val=None, train=None)
+    return SimpleNamespace(cfg=cfg, config=config, data=data, sp=data.tokenizer, bos=data.bos)
 
 
 @pytest.fixture(scope="module")
@@ -290,19 +294,19 @@ def bundle(tmp_path_factory):
     return write_bundle(tmp_path_factory.mktemp("bundle"), hard_tasks())
 
 
-MODELS = {
-    "defaults": {},
-    "stages": dict(
-        num_layers=3, window_pattern="SSL", window_schedule=(4, 24), eval_window=13, rope_yarn=True,
-        max_doc_len=16, attn_gate_dim=4, smear_dim=3, num_kv_heads=1),
-    "short context": dict(  # of 20 tokens, most prompts lose some
-        train_seq_len=2, train_batch_tokens=64, key_offset=False, bigram_rows=0, rope_base=0.0,
-        count_orders=(0,), copy_orders=(0,), tie_embeddings=True, unet_skips=False)}
+NO_DIAL = dict(depth=0, target_param_data_ratio=0.0)
+MODELS = {  # (preset, constants)
+    "gpt2": ("gpt2", NO_DIAL),
+    "tiny": ("tiny", {}),
+    "windows": ("gpt2_plus", NO_DIAL | dict(
+        num_layers=3, window_pattern="SSL", window_schedule=(24,), smear_dim=3, num_kv_heads=1)),
+    "short context": ("golf", dict(  # of 20 tokens, most prompts lose some
+        train_seq_len=2, train_batch_tokens=64, rope_base=0.0, num_layers=3))}
 
 
 def random_model(cfg, seed):
     """First values, and noise on every parameter."""
-    model, generator = GPT(cfg), torch.Generator().manual_seed(seed)
+    model, generator = cfg.make_model(train_gpt.Kernels()), torch.Generator().manual_seed(seed)
     init_parameters(model, seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -347,7 +351,8 @@ def assert_same_picks(toy, model, mine, task, most=0, ranks=1):
 @pytest.mark.parametrize("name", MODELS)
 def test_picks_equal_the_reference(toy, bundle, name):
     """Every example of the bundle; each task has options picked and not, words right and wrong."""
-    cfg = replace(toy.cfg, **MODELS[name])
+    preset, settings = MODELS[name]
+    cfg = toy.config(preset, **settings)
     tasks = read_bundle(bundle)
     model, picked = taught_model(cfg, 5, toy, tasks), {}
     ranks = 1 + [*MODELS].index(name)
@@ -359,10 +364,11 @@ def test_picks_equal_the_reference(toy, bundle, name):
 
 
 def test_picks_of_equal_losses(toy, bundle):
-    """A zero head finds all tokens alike: the first option with a span wins, no word is right. The model is
-    left as it was."""
-    model = GPT(toy.cfg)
+    """A zero lm_head finds all tokens alike: the first option with a span wins, no word is right. The model
+    is left as it was."""
+    model = toy.cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 0)
+    model.head.data.zero_()
     before = [p.detach().clone() for p in model.parameters()]
     for mine, task in zip(read_tasks(bundle, 12), read_bundle(bundle), strict=True):
         picks = assert_same_picks(toy, model, mine, task, 12)
@@ -374,8 +380,7 @@ def test_picks_of_equal_losses(toy, bundle):
 @pytest.mark.skipif(not REAL.is_dir(), reason="no shared/core_bundle beside the repository")
 def test_picks_on_real_tasks(toy):
     """The first 25 examples of published tasks."""
-    cfg = replace(toy.cfg, num_layers=3, window_pattern="SSL", window_schedule=(48,),
-                  count_orders=(0,), copy_orders=(0,))
+    cfg = replace(toy.cfg, num_layers=3, window_pattern="SSL", window_schedule=(48,))
     for mine, task in zip(read_tasks(REAL, 25), read_bundle(REAL), strict=True):
         model = taught_model(cfg, 4, toy, [task], 25)
         picks = assert_same_picks(toy, model, mine, task, 25, ranks=2)
@@ -491,6 +496,6 @@ def test_bad_bundles_and_settings_exit_2(root, train, copy, monkeypatch):
     monkeypatch.chdir(root)
     for settings, words in [({}, "copa.jsonl line 5"), ({"CORE_BUNDLE": "nowhere"}, "./run.sh data core"),
                             ({"CORE_METRIC_MAX_PER_TASK": "-2"}, "core_metric_max_per_task=-2")]:
-        done = train(TOY, **bundle | settings)
+        done = train(toy_of("gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0"), **bundle | settings)
         assert done.code == 2 and words in done.err and len(done.err.splitlines()) == 1, done.err
         assert not done.folder.exists()

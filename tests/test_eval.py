@@ -19,9 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from core_reference import write_bundle
 from helpers import ROOT, SCRIPT, TOY, fake_team, init_parameters, look, run_cli, toy_config
-from test_core import small_tasks
 from train_gpt import (
     GPT, Config, Refused, evaluate, generate, kind_of, log_probs, loss_name, make_context, pack_artifact,
     parameter_table, preset_config)
@@ -353,10 +351,9 @@ def test_result(first):
 
 
 def test_the_file_scores_what_the_run_said(first, root, train, go):
-    """On one rank and on two, in other batches: the exact line of the run; each named score and CORE, which
-    the ranks share, in the log and in the result."""
-    write_bundle(root / "bundle", small_tasks(["copa", "winograd", "jeopardy"]))
-    named = dict(EVAL_SLIDING="32", EVAL_TTT="1024", CORE="1", CORE_BUNDLE="bundle")
+    """On one rank and on two, in other batches: the exact line of the run; each named score, which the ranks
+    share, in the log and in the result."""
+    named = dict(EVAL_SLIDING="32", EVAL_TTT="1024")
     one, two = train(AGAIN | named, EVAL_FROM=FILE), go(
         AGAIN | named | {"EVAL_FROM": FILE, "VAL_BATCH_SIZE": "1000"}, ranks=2)
     names = "", "_sliding", "_ttt"
@@ -374,10 +371,7 @@ def test_the_file_scores_what_the_run_said(first, root, train, go):
         for key in ("val_loss", "val_bpb"):
             assert result[key] == pytest.approx(first.result[key], abs=1e-6)
         assert [result[key] for key in keys] == pytest.approx([one.result[key] for key in keys], rel=2e-4)
-        tasks, want = result["core_tasks"], one.result["core_tasks"]
-        assert {label: task["accuracy"] for label, task in tasks.items()} == {
-            label: task["accuracy"] for label, task in want.items()}
-        assert result["core"] is None and result["core_partial"] == pytest.approx(one.result["core_partial"])
+        assert result["core"] is None
     assert two.result["world_size"] == 2 and two.result["stop_reason"] == "eval_from"
     assert len({one.result[key] for key in keys}) == 6 and not {*keys[1:3]} & {*first.result}
 

@@ -15,7 +15,7 @@ import trials
 from core_reference import write_bundle
 from helpers import SCRIPT, TOY, run_cli
 from test_core import small_tasks
-from train_gpt import PRESETS, Refused, flops_per_token, load_config, overrides, show
+from train_gpt import Refused, flops_per_token, load_config, overrides, show
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,7 +38,7 @@ def test_the_runs_of_the_leaderboard(depth, ratio, batch, steps):
     cfg = dialled(f"--depth={depth}", f"--target-param-data-ratio={ratio}", f"--train-batch-tokens={batch}")
     assert cfg.iterations == pytest.approx(steps, rel=1e-3) and cfg.train_batch_tokens == batch
     assert (cfg.num_layers, cfg.model_dim, cfg.num_heads) == {24: (24, 1536, 12), 26: (26, 1664, 13)}[depth]
-    assert train_gpt.window_sizes(cfg, *cfg.window_schedule, 2048) == {"L": 2048, "S": 1024}
+    assert cfg.windows(None, 2048) == {"long_window": 2048, "short_window": 1024}
     assert cfg.window_pattern == ("SSSL" * 7)[:depth - 1] + "L"
     assert flops_per_token(cfg) == pytest.approx({24: 4.945e9, 26: 6.185e9}[depth], rel=1e-3)
     typed = load_config({}, shlex.split(COMMAND))
@@ -53,7 +53,7 @@ def test_rates_and_decay_follow_batch_width_and_horizon():
     """By hand at depth 20, whose matrices have 20 * 12 * 1280^2 weights, its head 32768 * 1280 and the gates
     of its ten value embeddings 10 heads * 32 each. A batch that is not given is a power of 2; a width that is
     given counts in the horizon."""
-    base = vars(train_gpt.Config()) | PRESETS["gpt2"]
+    base = vars(train_gpt.RECIPES["gpt2"]())
     cfg = dialled("--depth=20", "--train-batch-tokens=1048576")
     weights = 20 * 12 * 1280**2 + 32_768 * 1280 + 10 * 10 * 32
     few = 12 * 12 * 768**2 + 32_768 * 768 + 6 * 6 * 32
@@ -93,8 +93,8 @@ def test_the_horizons():
     assert (cfg.iterations, cfg.target_param_data_ratio) == (33, 0)
     assert dialled("--depth=8", "--target-flops=1").iterations == 1
     assert dialled("--target-flops=-1") == dialled()
-    cfg = load_config({"VAL_LOSS_EVERY": "-1"}, ["--core-metric-every", "-1", "--sample-every=-1"])
-    assert cfg == load_config({})
+    cfg = dialled("--core-metric-every", "-1", "--sample-every=-1", VAL_LOSS_EVERY="-1")
+    assert cfg == dialled(VAL_LOSS_EVERY="0")
     for text in ({"SEED": "-1"}, {"VAL_TOKENS": "-2"}, {"MATRIX_LR": "-1"}):
         with pytest.raises(Refused):
             load_config(text)
@@ -119,10 +119,10 @@ def test_a_config_repeats_itself(asked):
     ("--preset=gpt2 --num-iterations=5 --target-flops=1e15", "iterations and target_flops"),
     ("--preset=gpt2 --target-param-data-ratio=5 --target-flops=1e15", "target_param_data_ratio and"),
     ("--preset=gpt2 --target-param-data-ratio=5 --num-iterations=5", "two horizons"),
-    ("--preset=gpt2 --target-flops=nan", "target_flops=nan"), ("--target-flops=1e15", "depth"),
-    ("--target-param-data-ratio=10", "depth"), ("--preset=gpt2 --vocab-size=0", "vocab_size"),
+    ("--preset=gpt2 --target-flops=nan", "target_flops=nan"), ("--target-flops=1e15", "gpt2_plus"),
+    ("--target-param-data-ratio=10", "gpt2_plus"), ("--preset=gpt2 --vocab-size=0", "vocab_size"),
     ("--train-batch-tokens=0", "train_batch_tokens=0"), ("--iterations=-1", "iterations=-1"),
-    ("--core-metric-max-per-task=-2", "per_task=-2")])
+    ("--preset=gpt2 --core-metric-max-per-task=-2", "per_task=-2")])
 def test_what_the_dial_refuses(flags, words, capsys):
     assert train_gpt.main(flags.split(), {}) == 2
     err = capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_depths_beside_each_other(capsys):
 SMALL = {name: TOY[name] for name in ("COMPILE", "DEVICE", "DTYPE", "DATA_PATH")} | dict(
     PRESET="gpt2", DEPTH="1", MODEL_DIM="32", NUM_HEADS="2", VOCAB_SIZE="512", TRAIN_SEQ_LEN="64",
     TRAIN_BATCH_TOKENS="512", ITERATIONS="6", CORE_BUNDLE="bundle", WARMUP_STEPS="0", TRAIN_LOG_EVERY="1",
-    MAX_DOC_LEN="64", VAL_TOKENS="0", VAL_LOSS_EVERY="2", SAMPLE="the one|and two", SAMPLE_TOKENS="4")
+    VAL_TOKENS="0", VAL_LOSS_EVERY="2", SAMPLE="the one|and two", SAMPLE_TOKENS="4")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import TOY, add_gradients, init_parameters
+from helpers import TOY, add_gradients, init_parameters, toy_of
 from train_gpt import GPT, Optimizer, preset_config
 
-SMALL = TOY | dict(
+SHORT = dict(
     SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", EXTENSION_ITERATIONS="0", TRAIN_LOG_EVERY="1",
     VAL_LOSS_EVERY="0", SAVE_EVERY="2", VOCAB_SIZE="512", WARMUP_STEPS="0", TOKENIZER_PATH="",
-    WINDOW_BLOCK="4", CORE="0", VAL_BATCH_SIZE="2048", SAMPLE="")
+    VAL_BATCH_SIZE="2048", SAMPLE="")
+SMALL = TOY | SHORT | dict(WINDOW_BLOCK="4")
 GAMES = {
-    "gpt2_plus": SMALL | dict(
-        PRESET="gpt2_plus", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", WINDOW_PATTERN="SSSL", NUM_LAYERS="4",
-        VALUE_EMBED_LAYERS="0,1,0,2", BACKOUT_LAYER="2", BIGRAM_ROWS="0", WINDOW_SCHEDULE="64",
-        LR_WARMUP_STEPS="3"),
+    "gpt2_plus": toy_of("gpt2_plus", **SHORT) | dict(
+        DEPTH="0", TARGET_PARAM_DATA_RATIO="0", WINDOW_PATTERN="SSSL", NUM_LAYERS="4", CORE="0",
+        VALUE_EMBED_LAYERS="0,1,0,2", BACKOUT_LAYER="2", WINDOW_SCHEDULE="64", LR_WARMUP_STEPS="3"),
     "speedrun_plus": SMALL | dict(
         PRESET="speedrun_plus", BATCH_SCHEDULE="1,2,3,3", WINDOW_PATTERN="PSPLSP-SSPL", NUM_LAYERS="11",
         TRAIN_BATCH_TOKENS="512", MAX_DOC_LEN="60", DOC_SCHEDULE="20,60,60,60", EVAL_CONTEXT="256",

@@ -729,7 +729,7 @@ def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
     ("tiny", dict(MODEL_DIM="32", BIGRAM_ROWS="512")), ("golf", dict(MODEL_DIM="64", NUM_LAYERS="3")),
     ("speedrun", dict(BIGRAM_ROWS="512", MODEL_DIM="36", MAX_DOC_LEN="24", BOS_ID="1", WINDOW_BLOCK="4",
                       WINDOW_SCHEDULE="16,48", BATCH_SCHEDULE="1", SEQ_SCHEDULE="1", EVAL_WINDOW="52")),
-    ("gpt2", dict(DEPTH="2", MAX_DOC_LEN="24", BOS_ID="1", BIGRAM_ROWS="512"))])
+    ("gpt2", dict(DEPTH="2", BOS_ID="1"))])
 def test_our_presets_pass_the_probe(preset, shape):
     env = dict(PRESET=preset, DEVICE="cpu", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="64", VOCAB_SIZE="300")
     tried, worst, _ = probe_here(env | shape, seed=1)

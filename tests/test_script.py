@@ -12,12 +12,16 @@ from helpers import ROOT, SCRIPT, TOY, look
 sys.path.insert(0, str(ROOT / "tools"))
 import script  # noqa: E402
 
-PRESETS = ["golf"]      # those whose recipe is a section of its own
+PRESETS = ["golf", "gpt2", "gpt2_plus"]      # those whose recipe is a section of its own
 GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
 TOY_RUN = dict(
     golf=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
               TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", WARMDOWN_ITERS="4", ARTIFACT_KEEP="1000",
-              TOKENIZER_PATH="data/tokenizers/toy.model", EVAL_SLIDING="48", VAL_LOSS_EVERY="5"))
+              TOKENIZER_PATH="data/tokenizers/toy.model", EVAL_SLIDING="48", VAL_LOSS_EVERY="5"),
+    gpt2=dict(DEPTH="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
+              VOCAB_SIZE="512", CORE="0", SCORE_ARTIFACT="1", ARTIFACT_KEEP="1000", VAL_LOSS_EVERY="5"),
+    gpt2_plus=dict(DEPTH="4", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
+                   VOCAB_SIZE="512", CORE="0", LR_WARMUP_STEPS="2", VAL_LOSS_EVERY="5"))
 COMMON = ("COMPILE", "DEVICE", "DTYPE", "DATA_PATH", "VAL_TOKENS", "SAMPLE_TOKENS", "MAX_WALLCLOCK_SECONDS",
           "WARMUP_STEPS")
 
@@ -78,7 +82,9 @@ def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
     new = [line for line in text.splitlines() if line not in known]
     assert len(new) == 2 and new[0].startswith('"""train_gpt: ') and new[1].startswith("RECIPES = ")
     assert f"class {train_gpt.RECIPES[preset].__name__}(" in text
-    assert "class Config(" not in text and "class NgramCounts" not in text and "def core_metric" not in text
+    assert "class Config(" not in text and "class NgramCounts" not in text
+    for name in ("def core_metric", "def depth_dial"):
+        assert (name in text) == ("gpt2" in preset)
 
 
 def test_golf_fits_beside_the_model_of_its_record():
