@@ -315,6 +315,18 @@ class RunConfig(Recipe):
         if self.shuffle and self.packing != "rows":
             raise Refused(f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
+def check_skips(cfg):
+    """Raises Refused unless skip_layers are pairs of a layer and a later one."""
+    pairs = [*zip(cfg.skip_layers[::2], cfg.skip_layers[1::2])]
+    if cfg.skip_layers != (0,) and (len(cfg.skip_layers) % 2 or not all(a < b for a, b in pairs)):
+        raise Refused(f"skip_layers={show(cfg.skip_layers)} must be pairs of a layer and a later one")
+
+def check_lr_switches(cfg):
+    """Raises Refused unless each LR factor has its place, in order."""
+    if len(cfg.lr_switches) != len(cfg.lr_schedule) or [0, *cfg.lr_switches[1:]] != sorted(cfg.lr_switches):
+        raise Refused(f"lr_schedule={show(cfg.lr_schedule)}, lr_switches={show(cfg.lr_switches)}: switches "
+                      "must grow from 0, one per entry")
+
 def check_window_pattern(cfg):
     """Raises Refused for anything but L and S."""
     if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
@@ -684,7 +696,7 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
         "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
         "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
         "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
-PRESETS = {"tiny": {}, "speedrun": SPEEDRUN, "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS}
+PRESETS = {"tiny": {}, "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS}
 
 FIELDS = {f.name: f for f in fields(Config)}
 MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
@@ -1127,6 +1139,20 @@ def rope_spectrum(head_dim, base):
     arXiv:2104.09864); base 0: no rotation."""
     pairs = head_dim // 2
     return base ** -(torch.arange(pairs) / pairs) if base else torch.zeros(pairs)
+
+def rope_spectrum_to_base(head_dim, base, fraction):
+    """Radians per token of each pair of channels (head_dim / 2,): from 1 down to exactly 1 / base in the
+    first `fraction` of them; the others do not rotate (modded-nanogpt). base 0: no rotation."""
+    pairs = int(fraction * head_dim / 2) if base else 0
+    return F.pad(base ** -torch.linspace(0, 1, pairs), (0, head_dim // 2 - pairs))
+
+def yarn(frequencies, scale, old, new):
+    """(frequencies, factor on q @ k) as a window grows from old to new tokens: pairs of channels that turn
+    less than once in the old window are slowed down by old / new, those that turn over 32 times stay, and
+    attention gets sharper (YaRN, arXiv:2309.00071)."""
+    turns = old * frequencies / (2 * math.pi)
+    kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
+    return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
 
 def rope_tables(T, frequencies, device, dtype):
     """cos and sin of every position, each (T, 1, head_dim / 2), for rotate()."""
@@ -1829,7 +1855,7 @@ class Golf(RunConfig):
         """LR is 1 until the last warmdown_iters steps at the pace so far, then it falls linearly to 0."""
         warmdown = self.warmdown_iters * progress / max(step, 1)  # its part of the run
         lr = min(1.0, (1 - progress) / warmdown) if warmdown else 1.0
-        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         start = self.muon_momentum_warmup_start
         return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
 
@@ -1922,6 +1948,349 @@ class GolfGPT(Model):
             if outputs:
                 x = x + self.skip_weights[i].to(x.dtype) * outputs.pop()
             x = block(x, x0, mask, context)
+        return rms_norm(x)
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context):
+        """Mean loss, nats. tokens and targets (B, T)."""
+        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+
+# ---------- speedrun: least time to val_loss 3.28 on 8xH100
+# modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
+@dataclass(frozen=True)
+class Speedrun(RunConfig):
+    """Windows that grow by stages and stay in a document, value embeddings, gated heads, a skip connection,
+    backout; NorMuon, and Adam at every other step."""
+    preset: str = option("speedrun", "the recipe", model=True)
+    # size
+    num_layers: int = option(12, "blocks", 1, 1000, model=True)
+    model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(6, "heads of queries, keys and values", 1, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    window_pattern: str = option("0SSSLSS-SSSL", "each layer: L long window, S short one, - no attention, 0 "
+                                 "nothing at all; repeated", model=True)
+    window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: as "
+                                    "stages() has it", 0, 1 << 20, model=True, of=int)
+    window_block: int = option(128, "tokens that window sizes are multiples of", 1, model=True)
+    eval_window: int = optional(2560, "long window in evaluation, tokens; 0: that of the last stage",
+                                model=True)
+    max_doc_len: int = optional(2048, "attention stays in a document, packed ones are cut here; 0: neither",
+                                model=True)
+    attn_scale: float = option(0.1, "factor on q @ k in the first stage", 0, 100, model=True)
+    rope_base: float = optional(1024.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_fraction: float = option(0.5, "part of each head that rotates", 0, 1, model=True)
+    value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
+                                       "each layer's value embedding, from 1; 0: none; repeated", 0, 999,
+                                       model=True)
+    attn_gate_dim: int = optional(12, "channels that gate each head's output; 0: no gate", 0, 1 << 16,
+                                  model=True)
+    smear_dim: int = optional(12, "channels that gate the token before, which is added; 0: none", 0, 1 << 16,
+                              model=True)
+    skip_layers: tuple = option((4, 7), "skip connections: from, to, from, to, ...; 0: none", 0, 1000,
+                                model=True)
+    backout_layer: int = optional(8, "a part of this layer's output is subtracted at the end; 0: none",
+                                  0, 1000, model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
+    vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
+    train_seq_len: int = option(16_384, "tokens per row in the first stage", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
+    packing: str = option("documents", "how training rows are made: see Documents, Spans and Rows",
+                          choices=("documents", "spans", "rows"))
+    max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
+    val_tokens: int = optional(10_485_760, "the first tokens of val that are scored; 0: all")
+    val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
+    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: on a GPU that can",
+                      choices=("off", "head", "auto-head"))
+    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "largest input of lm_head in fp8 (0: model_dim ** 0.5), "
+                                  "weight and gradient of the summed loss", 0, 1e6)
+    # optimizer
+    loss_sum_ranks: int = optional(8, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
+    matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
+    embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: lambdas, skip weights, smear, backout", 0, 10)
+    muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0 and at the end", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: none")
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the LR factor's square",
+                                   0, 1e6)
+    adam_every: int = option(2, "steps whose gradients add up to one of Adam's", 1, 1000)
+    beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the second moment as it is", 1e-20, 1)
+    # length
+    iterations: int = option(2120, "steps before the extension", 1, 10**9)
+    extension_iterations: int = optional(40, "further steps in the last stage; 0: none", 0, 10**9)
+    lr_schedule: tuple = option((1.0, 1.51, 1.93), "LR factors before the warmdown, in order", 1e-6, 1000)
+    lr_switches: tuple = option((0.0, 0.33, 0.66), "part of iterations at which each of them begins", 0, 1)
+    warmdown_frac: float = option(0.55, "part of iterations in which LR falls", 0, 1)
+    lr_floor: float = option(0.1, "LR factor at the end of the warmdown", 0, 1)
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+
+    def stages(self):
+        B, T = self.train_batch_tokens, self.train_seq_len
+        rows = [
+            # begins at part of iterations, tokens per step, tokens per row, long window
+            WindowStage(0.0, 1 * B, 1 * T, window=384),
+            WindowStage(1 / 3, 2 * B, 2 * T, window=896),
+            WindowStage(2 / 3, 3 * B, 3 * T, window=1408),
+            WindowStage(1.0, 3 * B, 3 * T, window=1664),  # the extension
+        ]
+        return stage_rows(self, rows, window="window_schedule")
+
+    def check(self):
+        """Raises Refused for constants that make no run together."""
+        super().check()
+        if max(self.attn_gate_dim, self.smear_dim) > self.model_dim:
+            raise Refused(f"attn_gate_dim={self.attn_gate_dim}, smear_dim={self.smear_dim}: neither may "
+                          f"exceed model_dim={self.model_dim}")
+        if not self.window_pattern or set(self.window_pattern) - set("LS-0"):
+            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S, - or 0")
+        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
+            if window % self.window_block:
+                raise Refused(f"a window of {window} tokens is no multiple of window_block="
+                              f"{self.window_block}: change window_schedule or eval_window")
+        check_skips(self)
+        check_lr_switches(self)
+
+    def packer(self):
+        return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
+
+    def masks_documents(self):
+        return self.max_doc_len > 0
+
+    def document_limit(self):
+        return self.max_doc_len
+
+    def parameter_table(self):
+        """{kind: Row}"""
+        decay = self.weight_decay * self.matrix_lr
+        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
+                    every=self.adam_every)
+        matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        return by_kind([
+            # kind                 first values; uniform: half of std 1 / sqrt(columns)
+            matrix("query",        "matrix", init="uniform", scale=0.8660254, second="columns"),
+            matrix("key",          "matrix", init="uniform", scale=0.8660254, second="columns"),
+            matrix("value",        "matrix", init="uniform", scale=0.8660254, second="columns"),
+            matrix("attn_proj",    "matrix", init="constant", scale=0.0, second="columns"),
+            matrix("fc",           "matrix", init="uniform", scale=0.8660254),
+            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
+            matrix("attn_gate",    "gate", init="constant", scale=0.0, precision="fp32"),
+            matrix("smear_gate",   "stream_gate", init="constant", scale=0.0, precision="fp32"),
+            Row("embed",           "embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            Row("head",            "head", init="constant", scale=0.0, lr=self.head_lr, **adam),
+            Row("value_embeds",    "value_embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            scalar("resid_lambda", init="constant", scale=1.1),
+            scalar("x0_lambda",    init="constant", scale=0.0),
+            scalar("value_lambdas", init="constant", scale=0.5),
+            scalar("smear",        init="constant", scale=0.0),
+            scalar("skip_weights", init="constant", scale=-1.5),  # a part of 0.18
+            scalar("backout",      init="constant", scale=0.5),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
+        products."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1."""
+        p.sub_(lr * adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def top_lr(self, progress):
+        """LR factor before the warmdown: larger batches allow larger steps."""
+        done = scheduled_progress(self, progress)
+        return self.lr_schedule[sum(switch <= done + 1e-9 for switch in self.lr_switches) - 1]
+
+    def schedule(self, step, progress):
+        """LR falls linearly from the factor of lr_schedule to lr_floor, and weight decay with it; momentum
+        warms up by steps done and cools down by steps left at the pace so far."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        if self.muon_momentum_cooldown_steps and progress:
+            steps_left = (1 - progress) * step / progress
+            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
+        start = self.muon_momentum_warmup_start
+        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def marks(self):
+        switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
+        return sorted({stage.first_step for stage in self.stages()} | switches)
+
+    def scoring_window(self):
+        return self.eval_window or self.stages()[-1].window
+
+    def windows(self, stage, T):
+        """In evaluation only long windows are longer than in the last stage."""
+        last = self.stages()[-1].window or self.train_seq_len
+        long = self.scoring_window() if stage is None else stage.window
+        short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
+        return dict(long_window=min(long or T, T), short_window=min(T, max(short, self.window_block)))
+
+    def layers(self, stage=None):
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0, "0": 0}
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], 0 if kind == "0" else self.mlp_mult) for kind in kinds]
+
+    def rope(self, window):
+        """(radians per token of each pair of channels (head_dim / 2,), factor on q @ k) once long windows
+        have grown to this one."""
+        head_dim = self.model_dim // self.num_heads
+        frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
+        scale = self.attn_scale
+        sizes = [stage.window for stage in self.stages() if stage.window]
+        for old, new in zip(sizes, sizes[1:]):
+            if old == window:
+                break
+            frequencies, scale = yarn(frequencies, scale, old, new)
+        return frequencies, scale
+
+    def fp8_part(self, on_gpu):
+        return fp8_part(self, on_gpu)
+
+    def linears(self, on_gpu, log):
+        part = fp8_part(self, on_gpu, log)
+        return linear, partial(fp8_head, most=self.fp8_head_most) if part == "head" else linear
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def make_model(self, kernels):
+        return SpeedrunModel(self, kernels)
+
+class SpeedrunContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    attn_scale: torch.Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
+    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
+    dtype: torch.dtype  # of activations
+
+class SpeedrunBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: of
+    window_pattern."""
+    def __init__(self, cfg, kind):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        self.head_dim = C // H
+        self.attends = kind in "LS"
+        self.query = parameter(C, C, on=self.attends)
+        self.attn_proj = parameter(C, C, on=self.attends)
+        self.key = parameter(C, C, on=self.attends)
+        self.value = parameter(C, C, on=self.attends)
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=self.attends and cfg.attn_gate_dim)
+        self.value_lambdas = parameter(2, on=self.attends)  # of values, of value embeddings
+        has_mlp = kind != "0"
+        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
+        self.resid_lambda = parameter(1, on=has_mlp)
+        self.x0_lambda = parameter(1, on=has_mlp)
+
+    def forward(self, x, x0, value_embed, mask, context):
+        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
+        (B, T, C), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        if self.attends:
+            x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h, value_embed, mask, context):
+        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q = split_heads(linear(h, self.query), self.head_dim)
+        k = split_heads(linear(h, self.key), self.head_dim)
+        v = linear(h, self.value)
+        own, embedded = self.value_lambdas.to(v.dtype)
+        v = own * v
+        if value_embed is not None:
+            v = v + embedded * value_embed
+        v = split_heads(v, self.head_dim)
+        q = rotate(rms_norm(q) * context.attn_scale, *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        if self.attn_gate is not None:
+            y = y * gate(h, self.attn_gate)[..., None]
+        return linear(y.flatten(2), self.attn_proj)
+
+class SpeedrunModel(Model):
+    """The blocks, with skip connections by skip_layers and windows by window_pattern."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        pairs = zip(cfg.skip_layers[::2], cfg.skip_layers[1::2])
+        self.skips = [(source, to) for source, to in pairs if to < N]
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.smear = parameter(1, 1, on=cfg.smear_dim)
+        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
+        self.skip_weights = parameter(len(self.skips), 1, on=self.skips)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+        self.blocks = nn.ModuleList(SpeedrunBlock(cfg, kind) for kind in self.kinds)
+        self.value_embeds = nn.ParameterList(parameter(V, C) for _ in range(max(self.tables)))
+        self.use(kernels)
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
+        sizes = cfg.windows(stage, T)
+        windows = {}
+        for kind, size in ("L", sizes["long_window"]), ("S", sizes["short_window"]):
+            if kind in self.kinds:
+                windows[kind] = kernel_window(cfg, size, T, device, cuts=cfg.max_doc_len > 0)
+        rope = rope_tables(T, frequencies, device, dtype)
+        return SpeedrunContext(rope, torch.tensor(scale, device=device), windows, dtype)
+
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+        documents = (tokens == self.cfg.bos_id).cumsum(1) if self.cfg.max_doc_len else None
+        masks = {}
+        for kind, window in context.windows.items():
+            masks[kind] = self.kernels.window_mask(window, tokens.size(1), documents, tokens.device)
+        x = F.embedding(tokens, self.embed).to(context.dtype)
+        if self.smear is not None:
+            x = smear(x, self.smear, self.smear_gate)
+        x = x0 = rms_norm(x)
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            kind, table = self.kinds[i], self.tables[i]
+            for row, (source, to) in enumerate(self.skips):
+                if to == i:
+                    x = x + torch.sigmoid(self.skip_weights[row].to(x.dtype)) * outputs[source]
+            value_embed = None
+            if block.attends and table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+            if kind != "0":
+                x = block(x, x0, value_embed, masks.get(kind), context)
+            outputs.append(x)
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * outputs[self.cfg.backout_layer]
         return rms_norm(x)
 
     def logits(self, x):
@@ -2068,7 +2437,7 @@ class GPT2(RunConfig):
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         start = self.muon_momentum_warmup_start
-        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
                         momentum=start + (self.muon_momentum - start) * warmup)
 
@@ -2367,7 +2736,7 @@ class GPT2Plus(RunConfig):
         lr = 1 - done + self.lr_floor * done
         if self.lr_warmup_steps:
             lr *= min(1.0, (step + 1) / self.lr_warmup_steps)
-        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         start = self.muon_momentum_warmup_start
         momentum = start + (self.muon_momentum - start) * warmup
         if self.muon_momentum_end:
@@ -2517,7 +2886,7 @@ class GPT2PlusModel(Model):
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- the registry of recipes
-RECIPES = dict(tiny=Config, golf=Golf, speedrun=Config, gpt2=GPT2, golf_plus=Config, speedrun_plus=Config,
+RECIPES = dict(tiny=Config, golf=Golf, speedrun=Speedrun, gpt2=GPT2, golf_plus=Config, speedrun_plus=Config,
                gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
@@ -2579,6 +2948,13 @@ def adam_update(grad, m, v, step, beta1, beta2, eps):
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     root = (v / (1 - beta2**step)).sqrt() + eps
+    return m / (1 - beta1**step) / root
+
+def adam_update_early_eps(grad, m, v, step, beta1, beta2, eps):
+    """The same with eps added to the root of the second moment before that is corrected (modded-nanogpt)."""
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
     return m / (1 - beta1**step) / root
 
 def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected, decay=None, cautious=False):
@@ -2893,6 +3269,10 @@ def top_lr(cfg, progress):
 def scheduled_progress(cfg, progress):
     """Progress through cfg.iterations; the extension stays at 1."""
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
+
+def warmup_done(step, steps):
+    """The part of a warmup of so many steps that is done; 0: none."""
+    return min(1.0, step / steps) if steps else 1.0
 
 def warmdown_done(progress, part):
     """The part of the warmdown that is done, where it is the last `part` of the run."""

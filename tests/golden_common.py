@@ -56,7 +56,7 @@ def make_context(cfg, T, window, dtype=torch.float32, **fields):
     if not is_classic(cfg):
         stage = cfg.stages()[-1]
         if "window" in vars(stage):
-            stage = replace(stage, window=window or T)
+            stage = None if window == vars(cfg).get("eval_window") else replace(stage, window=window or T)
         with torch.device("meta"):
             model = make_model(cfg)
         return model.context(T, CPU, dtype, stage)._replace(**fields)
@@ -81,6 +81,8 @@ def loss_of(model, tokens, targets, context):
 
 def rope_of(cfg, window):
     """Radians per token of each pair of channels."""
+    if hasattr(cfg, "rope"):        # it follows the window
+        return cfg.rope(window)[0]
     if not is_classic(cfg):
         return train_gpt.rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base)
     return train_gpt.rope_frequencies(cfg, window)[0]
@@ -181,8 +183,10 @@ class Schedule:
                 tokens=stage.batch_tokens, longest=stage.doc_len,
                 windows={"L": windows.get("long_window"), "S": windows.get("short_window")})
             if not is_classic(cfg):
-                own = vars(cfg).get("attn_scale")
-                self.seen[stage]["attn_scale"] = own or (cfg.model_dim // cfg.num_heads) ** -0.5
+                scale = vars(cfg).get("attn_scale") or (cfg.model_dim // cfg.num_heads) ** -0.5
+                if hasattr(cfg, "rope"):
+                    scale = cfg.rope(stage.window)[1]
+                self.seen[stage]["attn_scale"] = scale
             else:
                 self.seen[stage]["loops"] = stage.loops
                 self.seen[stage]["attn_scale"] = train_gpt.rope_frequencies(cfg, stage.window)[1]

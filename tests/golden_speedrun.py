@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-import train_gpt
 from golden_common import Seed, replace, set_fixture
 
 
@@ -100,7 +99,6 @@ speedrun = set_fixture(Speedrun)
 def test_speedrun_evaluation_windows(speedrun):
     """Those of the last validation at full size, with the last stage's RoPE."""
     about, cfg = speedrun.json("evaluation"), speedrun.full
-    window = train_gpt.eval_window(cfg)
-    sizes = train_gpt.window_sizes(cfg, window, cfg.eval_context)
-    assert (sizes["L"], sizes["S"]) == (about["window_long"], about["window_short"])
-    assert train_gpt.rope_frequencies(cfg, window)[1] == pytest.approx(about["attn_scale"], rel=1e-6)
+    sizes = cfg.windows(None, cfg.eval_context)
+    assert (sizes["long_window"], sizes["short_window"]) == (about["window_long"], about["window_short"])
+    assert cfg.rope(cfg.scoring_window())[1] == pytest.approx(about["attn_scale"], rel=1e-6)

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def randomised(cfg, seed=0):
     """A model with no parameter at zero: first values would hide half of the arithmetic."""
-    model, generator, table = GPT(cfg), torch.Generator().manual_seed(seed), parameter_table(cfg)
+    model, generator = cfg.make_model(train_gpt.Kernels()), torch.Generator().manual_seed(seed)
+    table = cfg.parameter_table()
     for name, p in model.named_parameters():
         group = table[kind_of(name)].group
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "embed": 0.1, "head": 0.1}.get(group, 0.5)
@@ -46,7 +47,7 @@ def reference_nats(model, tokens):
     cfg = model.cfg
     longest = cfg.eval_context or cfg.train_seq_len
     stride, nats = cfg.eval_stride or longest, []
-    context = make_context(cfg, longest, cfg.eval_window or cfg.window_schedule[-1], CPU)
+    context = model.context(longest, CPU)
     for i in range(len(tokens) - 1):  # tokens[i] predicts tokens[i + 1]
         row = 0 if i < longest else math.ceil((i - longest + 1) / stride)
         seen = torch.zeros(1, longest, dtype=torch.int64)  # what comes after tokens[i] is blank

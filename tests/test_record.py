@@ -727,8 +727,8 @@ def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
 
 @pytest.mark.parametrize("preset, shape", [
     ("tiny", dict(MODEL_DIM="32", BIGRAM_ROWS="512")), ("golf", dict(MODEL_DIM="64", NUM_LAYERS="3")),
-    ("speedrun", dict(BIGRAM_ROWS="512", MODEL_DIM="36", MAX_DOC_LEN="24", BOS_ID="1", WINDOW_BLOCK="4",
-                      WINDOW_SCHEDULE="16,48", BATCH_SCHEDULE="1", SEQ_SCHEDULE="1", EVAL_WINDOW="52")),
+    ("speedrun", dict(MODEL_DIM="36", MAX_DOC_LEN="24", BOS_ID="1", WINDOW_BLOCK="4", EVAL_WINDOW="52",
+                      WINDOW_SCHEDULE="16,48,48,48", BATCH_SCHEDULE="1", SEQ_SCHEDULE="1")),
     ("gpt2", dict(DEPTH="2", BOS_ID="1"))])
 def test_our_presets_pass_the_probe(preset, shape):
     env = dict(PRESET=preset, DEVICE="cpu", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="64", VOCAB_SIZE="300")

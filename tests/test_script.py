@@ -12,12 +12,15 @@ from helpers import ROOT, SCRIPT, TOY, look
 sys.path.insert(0, str(ROOT / "tools"))
 import script  # noqa: E402
 
-PRESETS = ["golf", "gpt2", "gpt2_plus"]      # those whose recipe is a section of its own
+PRESETS = ["golf", "speedrun", "gpt2", "gpt2_plus"]      # those whose recipe is a section of its own
 GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
 TOY_RUN = dict(
     golf=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
               TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", WARMDOWN_ITERS="4", ARTIFACT_KEEP="1000",
               TOKENIZER_PATH="data/tokenizers/toy.model", EVAL_SLIDING="48", VAL_LOSS_EVERY="5"),
+    speedrun=dict(MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128",
+                  VOCAB_SIZE="512", MAX_DOC_LEN="48", WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8",
+                  EVAL_WINDOW="96", EVAL_CONTEXT="256", EXTENSION_ITERATIONS="2", VAL_LOSS_EVERY="5"),
     gpt2=dict(DEPTH="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
               VOCAB_SIZE="512", CORE="0", SCORE_ARTIFACT="1", ARTIFACT_KEEP="1000", VAL_LOSS_EVERY="5"),
     gpt2_plus=dict(DEPTH="4", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
@@ -116,7 +119,7 @@ def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thre
         assert module.main([], env | named | {"RUN_ID": f"{preset}_{run_id}"}) == 0
         runs.append(look(Path("logs", f"{preset}_{run_id}")))
     whole, alone = runs
-    assert alone.losses == whole.losses and len(alone.losses) == 8 and alone.val_losses == whole.val_losses
+    assert alone.losses == whole.losses and len(alone.losses) >= 8 and alone.val_losses == whole.val_losses
     assert alone.weights == whole.weights and alone.artifact == whole.artifact
     assert alone.result["val_bpb"] == whole.result["val_bpb"]
     assert alone.result["bytes_code"] == len(script.script(preset, whole_text()).encode())

@@ -15,8 +15,7 @@ import torch
 import train_gpt
 from helpers import library_documents, write_shard
 from test_eval import CPU, randomised
-from train_gpt import (
-    eval_window, load_config, log_probs, make_context, preset_config, stage_table, window_sizes)
+from train_gpt import load_config, log_probs, preset_config
 
 SPEEDRUN = preset_config("speedrun")
 
@@ -41,23 +40,21 @@ def test_every_step_of_the_schedules():
     for step in range(2161):
         progress = train_gpt.run_progress(SPEEDRUN, step, 1e6)
         stage = train_gpt.stage_at(SPEEDRUN, progress)
-        tokens = SPEEDRUN.train_batch_tokens * stage.batch_multiple
-        sizes = window_sizes(SPEEDRUN, stage.window, SPEEDRUN.train_seq_len)
-        assert (tokens, sizes["L"], sizes["S"]) == record_stage(step), step
-        assert tokens == 8 * SPEEDRUN.train_seq_len * stage.seq_multiple
+        tokens = stage.batch_tokens
+        assert (tokens, *SPEEDRUN.windows(stage, stage.row_tokens).values()) == record_stage(step), step
+        assert tokens == 8 * stage.row_tokens
         top = 1.0 if step < 700 else 1.51 if step < 1400 else 1.93
         left = min(1, max(0, 2120 - step) / (0.55 * 2120))
-        lr = train_gpt.lr_factor(SPEEDRUN, step, progress)
-        assert lr == pytest.approx(0.1 + (top - 0.1) * left, abs=1e-9), step
-        assert train_gpt.decay_factor(SPEEDRUN, step, progress) == lr
+        now = SPEEDRUN.schedule(step, progress)
+        assert now.lr == now.decay == pytest.approx(0.1 + (top - 0.1) * left, abs=1e-9), step
         momentum = 0.85 + 0.1 * min(1, step / 300, (2160 - step) / 50)
-        assert train_gpt.muon_momentum(SPEEDRUN, step, progress) == pytest.approx(momentum, abs=1e-9), step
+        assert now.momentum == pytest.approx(momentum, abs=1e-9), step
         row = *record_stage(step), top
         if step < 2160 and (not rows or rows[-1][1:] != row):
             rows.append((step, *row))
         spent += tokens if step < 2160 else 0
     assert spent == train_gpt.planned_tokens(SPEEDRUN) == 571_342_848
-    assert window_sizes(SPEEDRUN, eval_window(SPEEDRUN), SPEEDRUN.train_seq_len) == {"L": 2560, "S": 768}
+    assert SPEEDRUN.windows(None, SPEEDRUN.eval_context) == dict(long_window=2560, short_window=768)
     lines = [*train_gpt.stage_lines(SPEEDRUN)]
     told = re.findall(r"^ *(\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+\.\d{4})$", "\n".join(lines), re.M)
     assert [(int(row[0]), int(row[1]), int(row[3]), int(row[4]), float(row[5])) for row in told] == rows
@@ -71,22 +68,24 @@ def test_columns_of_the_table_are_overridden():
     """The others stay; a column of one entry serves every stage; what is off."""
     off = {"PRESET": "speedrun", "LR_SCHEDULE": "1.5", "LR_SWITCHES": "0", "ITERATIONS": "24"}
     cfg = load_config(off | {"BATCH_SCHEDULE": "2", "SEQ_SCHEDULE": "1", "EXTENSION_ITERATIONS": "4"})
-    rows = stage_table(cfg)
+    rows = cfg.stages()
     assert [row.first_step for row in rows] == [0, 8, 16, 24]
     assert [row.window for row in rows] == [384, 896, 1408, 1664]
-    assert {row.seq_multiple for row in rows} == {1}
-    assert {row.batch_multiple for row in rows} == {2}
-    assert {train_gpt.top_lr(cfg, part / 9) for part in range(10)} == {1.5}
+    assert {row.row_tokens for row in rows} == {16_384}
+    assert {row.batch_tokens for row in rows} == {262_144}
+    assert {cfg.top_lr(part / 9) for part in range(10)} == {1.5}
     off |= {"EXTENSION_ITERATIONS": "0", "EVAL_WINDOW": "0"}
-    for window, sizes in (("512", {"L": 512, "S": 256}), ("0", {"L": 16_384, "S": 8192})):
+    for window, sizes in (("512", (512, 256)), ("0", (16_384, 8192))):
         cfg = load_config(off | {"WINDOW_SCHEDULE": window})
-        rows = stage_table(cfg)
-        assert [row.first_step for row in rows] == [0, 6, 12, 18]
+        rows = cfg.stages()
+        assert [row.first_step for row in rows] == [0, 8, 16, 24]
         assert {row.window for row in rows} == {int(window)}
-        assert [train_gpt.top_lr(cfg, step / 24) for step in (0, 6, 12, 23)] == [1.5] * 4
-        assert window_sizes(cfg, eval_window(cfg), 16_384) == sizes
+        assert [cfg.top_lr(step / 24) for step in (0, 6, 12, 23)] == [1.5] * 4
+        assert tuple(cfg.windows(None, 16_384).values()) == sizes
+    cfg = load_config(off | {"STAGE_STARTS": "0,0.25,0.5,0.75"})
+    assert [row.first_step for row in cfg.stages()] == [0, 6, 12, 18]
     cfg = load_config({"PRESET": "speedrun", "LR_SCHEDULE": "2,3", "LR_SWITCHES": "0,0.5"})
-    assert [train_gpt.top_lr(cfg, step / 2160) for step in (0, 1059, 1060, 2159)] == [2, 2, 3, 3]
+    assert [cfg.top_lr(step / 2160) for step in (0, 1059, 1060, 2159)] == [2, 2, 3, 3]
 
 
 # -------------------------------------------------------------------------------- a scaled run
@@ -139,7 +138,7 @@ def test_the_scaled_run(root, train, monkeypatch):
     folder by the final windows, added up here row by row, and EVAL_FROM finds it again, though the
     train tokens would not do for the schedule."""
     steps, contexts = [], []
-    real_step, real_context = train_gpt.train_step, train_gpt.make_context
+    real_step, real_context = train_gpt.train_step, train_gpt.SpeedrunModel.context
 
     def train_step(loss_fn, optimizer, batch, micro, context, *factors):
         steps.append((batch[0].shape, context.windows["L"], context.windows["S"], *factors))
@@ -153,7 +152,7 @@ def test_the_scaled_run(root, train, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "train_step", train_step)
-        patch.setattr(train_gpt, "make_context", noted_context)
+        patch.setattr(train_gpt.SpeedrunModel, "context", noted_context)
         done = train(SCALED)
     assert done.code == 0, done.err
     assert len(steps) == 28
@@ -176,7 +175,8 @@ def test_the_scaled_run(root, train, monkeypatch):
     tokens, nats = torch.from_numpy(tokens_of(root, "val_000000")[:3001].astype(np.int64)), {}
     rows = [tokens[first:first + 257] for first in range(0, 3000, 256)]
     for window in (80, 12):
-        views = [make_context(cfg, len(row) - 1, window, CPU) for row in rows]
+        stage = replace(cfg.stages()[-1], window=window) if window < 80 else None
+        views = [model.context(len(row) - 1, CPU, stage=stage) for row in rows]
         scores = [log_probs(model, row[None, :-1], context)[0] for row, context in zip(rows, views)]
         nats[window] = -torch.cat([some.gather(1, row[1:, None]) for some, row in zip(scores, rows)])
     assert (cfg.bos_id, cfg.eval_window, cfg.max_doc_len) == (BOS, 80, 80)
@@ -204,10 +204,10 @@ def test_shards_that_run_out(root, train):
 
 # -------------------------------------------------------------------------------- independent documents
 PARTS = replace(
-    preset_config("speedrun"), smear_documents=False, vocab_size=70, bos_id=3, model_dim=32,
+    preset_config("speedrun"), smear_dim=0, vocab_size=70, bos_id=3, model_dim=32,
     num_heads=2, num_layers=6, train_seq_len=64, max_doc_len=40,
     value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
-    window_schedule=(8, 24), window_block=4, skip_layers=(1, 2), backout_layer=4)
+    window_schedule=(8, 24, 24, 24), window_block=4, eval_window=0, skip_layers=(1, 2), backout_layer=4)
 
 
 def row_with(document, place, seed, T=64):
@@ -228,7 +228,8 @@ def test_documents_are_independent(window, length):
     document[0] = 3
 
     def scores(row, place):
-        return log_probs(model, row[None], make_context(cfg, len(row), window, CPU))[0, place:place + length]
+        context = model.context(len(row), CPU, stage=replace(cfg.stages()[-1], window=window))
+        return log_probs(model, row[None], context)[0, place:place + length]
 
     for cfg, independent in ((PARTS, True), (replace(PARTS, max_doc_len=0), False)):
         model = randomised(cfg)
@@ -245,11 +246,12 @@ def test_documents_are_independent(window, length):
 
 
 def test_the_record_smears_over_the_edge_of_a_document():
-    """With smear_documents the last token before a document reaches it, and no other one elsewhere."""
-    cfg = replace(PARTS, smear_documents=SPEEDRUN.smear_documents)
+    """The last token before a document reaches it, and no other one elsewhere."""
+    cfg = replace(PARTS, smear_dim=SPEEDRUN.smear_dim)
     model, document = randomised(cfg), torch.tensor([3, 4, 5, 4])
     row = row_with(document, 20, 1)
     row[19] = 69
-    log_probs(model, row[None], make_context(cfg, len(row), 8, CPU))[0, 20:24].sum().backward()
+    context = model.context(len(row), CPU, stage=replace(cfg.stages()[-1], window=8))
+    log_probs(model, row[None], context)[0, 20:24].sum().backward()
     touched = {*torch.nonzero(model.embed.grad.abs().sum(1)).flatten().tolist()}
     assert touched == {3, 4, 5, 69}
