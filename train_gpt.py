@@ -602,12 +602,9 @@ class Config(ModelConfig):
         return f"in the last {decay} lr_factor falls to {self.lr_floor:g}"
 
     def quantize(self, row, w, coarser=1.0, hessian=None):
-        step, most = row.step * coarser, row.levels
-        most = most if step else most // coarser  # which then decides how wide steps are
-        return quantize_rows(w, step, self.artifact_scale_floor, most, hessian)
-
-    def calibrate(self, model, data, team):
-        return calibrate(model, self, data, team) if self.gptq_batches else {}
+        if row.step:
+            return quantize_by_rms(w, row.step * coarser, row.levels)
+        return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
 
     def evaluations(self, step=None):
         return [named_scores] if step is None else []
@@ -1122,11 +1119,13 @@ def rope_frequencies(cfg, window):
         scale *= 1 + 0.2 * math.log(new / old)
     return frequencies, scale
 
-def rope_spectrum(head_dim, base):
+def rope_spectrum(head_dim, base, fraction=1.0):
     """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
-    arXiv:2104.09864); base 0: no rotation."""
+    arXiv:2104.09864); base 0: no rotation. fraction: of the pairs that rotate (partial rotary); the last ones
+    stand still."""
     pairs = head_dim // 2
-    return base ** -(torch.arange(pairs) / pairs) if base else torch.zeros(pairs)
+    rotating = int(fraction * head_dim / 2) if base else 0
+    return F.pad(base ** -(torch.arange(rotating) / rotating), (0, pairs - rotating))
 
 def rope_tables(T, frequencies, device, dtype):
     """cos and sin of every position, each (T, 1, head_dim / 2), for rotate()."""
@@ -1150,6 +1149,33 @@ def rotate(x, cos, sin):
     """RoPE on the two halves of each head. x (B, T, H, D), cos and sin (T, 1, D / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+def remove_own_value(y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """XSA (arXiv:2603.09078): each head's output less its component along the token's own value, which the
+    residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
+    y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
+    own = F.normalize(v, dim=-1)[:, :, :, None]
+    y = y - (y * own).sum(-1, keepdim=True) * own
+    return y.flatten(2, 3)
+
+def ln_scale(layer: int) -> float:
+    """Factor on the normalized input of a layer, counted from 0: 1 / sqrt(i) for the i-th one, so that later
+    layers change the residual stream less."""
+    return (layer + 1) ** -0.5
+
+def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
+    """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
+    those that run `loops` times more, one after the other; (0,): none."""
+    layers = list(range(num_layers))
+    if looped == (0,):
+        return layers
+    first, last = looped
+    return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
+
+def learned_lerp(skipped: torch.Tensor, x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """Per channel from a skip (B, T, C) to the residual stream x (B, T, C), as far as sigmoid(mix) says; mix
+    (C,)."""
+    return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
 
 def per_layer(values, num_layers):
     """A per-layer list, repeated or cut to the number of layers."""
@@ -1932,6 +1958,288 @@ class GolfGPT(Model):
         x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
+# ---------- golf_plus: the same game, by a later record
+# parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
+# Gains below are those that records of parameter-golf report, in bits per byte.
+@dataclass(frozen=True)
+class GolfPlus(RunConfig):
+    """Eleven layers, of which two run three times once half of the run is over; XSA, a mean of weights, and
+    weights rounded to 6 bits by GPTQ."""
+    preset: str = option("golf_plus", "the recipe", model=True)
+    # size
+    num_layers: int = option(11, "blocks", 1, 1000, model=True)
+    model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(8, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)  # with 4,096 pieces, GPTQ: -0.022
+    mlp_slope: float = optional(0.5, "leaky ReLU^2: slope of negative activations before the square; 0: "
+                                "ReLU^2", 0, 1, model=True)
+    logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
+    qk_gain_init: float = option(4.0, "first value of the gain of each query head", 0, 100, model=True)
+    exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
+                             "it", model=True)  # with ema_decay: -0.005
+    depth_scale: bool = option(True, "layer i, from 1, reads its input / sqrt(i) (ln_scale); 0: its input",
+                               model=True)  # with rope_fraction: -0.002
+    skip_mix: bool = option(True, "learned per-channel lerp between residual stream and skip; 0: their sum",
+                            model=True)
+    loop_layers: tuple = option((4, 5), "depth recurrence: first and last of the layers that run again; 0: "
+                                "none", 0, 1000, model=True)  # -0.002
+    # a column of the table of stages, one entry per stage; empty: as stages() has it
+    loop_schedule: tuple = option((), "further runs of these layers; scores use the last stage's", 0, 16,
+                                  model=True, of=int)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
+    tokenizer_path: str = option("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model")
+    vocab_size: int = option(8192, "tokens", 1, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(786_432, "tokens per step over all ranks", 1, 1 << 30)
+    packing: str = option("shards", "how training rows are made of the stream: see Shards, Spans and Rows",
+                          choices=("shards", "spans", "rows"))
+    val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
+    val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(500, "steps between train_loss lines after the tenth; 0: 100")
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
+    tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
+    tied_embed_init_std: float = option(0.005, "std of the embedding's first values", 0, 100)
+    scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
+    muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.92, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(1500, "steps; 0: no warmup")
+    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
+    muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
+                                 "(MuonEq-R); 0: don't")
+    weight_decay: float = optional(4.25, "Muon: decay, times matrix_lr and the LR factor; 0: none", 0, 1e6)
+    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; the embedding's is 4.25 times as high; "
+                                        "0: none", 0, 1e6)
+    beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    grad_clip_norm: float = optional(0.3, "norm of all gradients together; 0: no clipping", 0, 1e6)
+    ema_decay: float = optional(0.997, "score the mean of past weights; 0: the last ones", 0, 0.99999)
+    # length: the clock ends the run; the 12 s that are left of 600 are for the calibration of GPTQ
+    iterations: int = option(20_000, "steps at most", 1, 10**9)
+    max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
+    warmdown_frac: float = optional(0.667, "last part of the run, in which LR falls to 0; 0: none", 0, 1)
+    warmup_steps: int = optional(40, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    # artifact and scores
+    artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
+    artifact_codec: str = option("brotli", "compressor", choices=("zlib", "lzma", "brotli"))
+    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
+                                    0, 10)
+    artifact_embed_step: float = optional(20 / 127, "embedding: the same; 0: its maximum / 127", 0, 10)
+    gptq_batches: int = optional(64, "batches that calibrate rounding (GPTQ); 0: to the nearest", 0, 10_000)
+    # in this record: -0.0168
+    eval_sliding: int = optional(64, "targets per row of val_bpb_sliding; 0: no such score")
+    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
+
+    def check(self):
+        super().check()
+        check_grouped_queries(self)
+        looped = self.loop_layers
+        if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
+            raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
+
+    def packer(self):
+        return dict(shards=Shards, spans=Spans, rows=Rows)[self.packing]
+
+    def stages(self):
+        batch, T = self.train_batch_tokens, self.train_seq_len
+        return stage_rows(self, [
+            #         start  tokens per step  per row
+            LoopStage(0.0,   batch,           T, loops=0),
+            LoopStage(0.5,   batch,           T, loops=2),
+        ], loops="loop_schedule")
+
+    def plan_columns(self):
+        return ["loops"]
+
+    def parameter_table(self):
+        """{kind: Row}. The artifact has rows of 6 bits (8 for the embedding) and fp16 scalars."""
+        matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
+                         step=self.artifact_step)
+        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        embed = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
+                        step=self.artifact_embed_step, **adam)
+        scalar = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
+                         precision="fp16", **adam)
+        decay = self.weight_decay * self.matrix_lr
+        return by_kind([
+            # kind                   weight decay  first values
+            matrix("query",          decay=decay,  init="orthogonal", scale=1.0),
+            matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
+            matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
+            matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
+            # a tall matrix has twice the rate, but not twice the decay
+            matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
+            matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
+            embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
+                  scale=self.tied_embed_init_std),
+            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
+            scalar("resid_lambda",   init="constant", scale=1.0),
+            scalar("x0_lambda",      init="constant", scale=0.0),
+            scalar("layer_scale",    init="constant", scale=1.0),
+            scalar("skip_weights",   init="constant", scale=1.0),
+            scalar("skip_mix",       init="constant", scale=0.0),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """p (N, R, C) and buffer, a sum of gradients, change. Numbers are 0-dim; dtype: of products."""
+        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        if self.muon_row_norm:
+            update = normalize_rows(update)
+        update = orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype)
+        p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
+        p.sub_(lr * update)
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1. decay is None if adam_weight_decay is 0."""
+        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p  # decoupled (arXiv:1711.05101)
+        p.sub_(lr * update)
+
+    def schedule(self, step, progress):
+        """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        start = self.muon_momentum_warmup_start
+        return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
+
+    def layers(self, stage=None):
+        T = self.train_seq_len if stage is None else stage.row_tokens
+        return [Layer(T, self.mlp_mult)] * self.num_layers
+
+    def layer_order(self, stage):
+        return looped_order(self.num_layers, self.loop_layers, stage.loops)
+
+    def calibrate(self, model, data, team):
+        """Hessians for GPTQ, also of the embedding as lm_head."""
+        return input_hessians(model, self, data, team, self.gptq_batches) if self.gptq_batches else {}
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        if not row.step:
+            return quantize_by_maximum(w, row.levels // coarser, 0.0)
+        if hessian is None:
+            return quantize_by_rms(w, row.step * coarser, row.levels)
+        return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
+
+    def evaluations(self, step=None):
+        return [named_scores] if step is None else []
+
+    def make_model(self, kernels):
+        return GolfPlusGPT(self, kernels)
+
+class GolfPlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    dtype: torch.dtype  # of activations
+    loops: int  # further runs of loop_layers
+
+class GolfPlusBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg, layer):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        self.cfg = cfg
+        self.head_dim = C // H
+        self.ln_scale = ln_scale(layer) if cfg.depth_scale else 1.0
+        kv_dim = (cfg.num_kv_heads or H) * self.head_dim
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_dim, C)
+        self.value = parameter(kv_dim, C)
+        self.qk_gain = parameter(H)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(C)
+        self.x0_lambda = parameter(C)
+        self.layer_scale = parameter(2, C)  # of attention, of the MLP
+
+    def forward(self, x, x0, mask, context):
+        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
+        x = x + attn_scale * self.attend(rms_norm(x) * self.ln_scale, mask, context)
+        h = rms_norm(x) * self.ln_scale
+        return x + mlp_scale * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.cfg.mlp_slope)
+
+    def attend(self, h, mask, context):
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q = split_heads(linear(h, self.query), self.head_dim)
+        k = split_heads(linear(h, self.key), self.head_dim)
+        v = split_heads(linear(h, self.value), self.head_dim)
+        # the gain is expanded over tokens, so that the norm's kernel sums its gradient
+        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        if self.cfg.exclusive:
+            y = remove_own_value(y, v)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GolfPlusGPT(Model):
+    """The first half of the layers that run leaves its outputs; the second half mixes them in, the last one
+    first. A layer that runs again counts again."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        self.cfg = cfg
+        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
+        self.head = self.embed
+        # row d is of the d-th layer of the second half, so the stages share rows, not layers
+        skips = max(len(cfg.layer_order(stage)) // 2 for stage in cfg.stages())
+        self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
+        self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
+        self.blocks = nn.ModuleList(GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers))
+        self.use(kernels)
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg, dtype = self.cfg, dtype or scoring_dtype(device)
+        frequencies = rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
+        loops = (stage or cfg.stages()[-1]).loops
+        return GolfPlusContext(rope_tables(T, frequencies, device, dtype), dtype, loops)
+
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        cfg, T = self.cfg, tokens.size(1)
+        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all before it
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        order = looped_order(cfg.num_layers, cfg.loop_layers, context.loops)
+        half, outputs = len(order) // 2, []
+        for layer in order[:half]:
+            x = self.blocks[layer](x, x0, mask, context)
+            outputs.append(x)
+        for row, layer in enumerate(order[half:]):
+            if outputs:
+                x = self.skip(x, outputs.pop(), row)
+            x = self.blocks[layer](x, x0, mask, context)
+        return rms_norm(x)
+
+    def skip(self, x, earlier, row):
+        """The residual stream x with an earlier one (B, T, C), by a row of the skips' weights."""
+        skipped = self.skip_weights[row].to(x.dtype) * earlier
+        if not self.cfg.skip_mix:
+            return x + skipped
+        return learned_lerp(skipped, x, self.skip_mix[row])
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context):
+        """Mean loss, nats. tokens and targets (B, T)."""
+        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
 # size, batch, rates, weight decay and length: see depth_dial(). Rates and weight decay are stated for
@@ -2517,7 +2825,7 @@ class GPT2PlusModel(Model):
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- the registry of recipes
-RECIPES = dict(tiny=Config, golf=Golf, speedrun=Config, gpt2=GPT2, golf_plus=Config, speedrun_plus=Config,
+RECIPES = dict(tiny=Config, golf=Golf, speedrun=Config, gpt2=GPT2, golf_plus=GolfPlus, speedrun_plus=Config,
                gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
@@ -2572,6 +2880,11 @@ def nesterov_of_mean(grad, buffer, momentum):
 def cautious_decay(p, update, lr, decay):
     """Weight decay where the update shrinks the weight, too (arXiv:2411.16085). p (N, R, C) changes."""
     p.sub_(lr * decay * p * (p * update >= 0))
+
+def normalize_rows(update: torch.Tensor) -> torch.Tensor:
+    """MuonEq-R (arXiv:2603.28254): every row gets norm 1 before the matrix is orthogonalized. update
+    (N, R, C)."""
+    return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
 
 def adam_update(grad, m, v, step, beta1, beta2, eps):
     """Adam's update at a learning rate of 1 (arXiv:1412.6980), with eps beside the root of the corrected
@@ -2803,6 +3116,11 @@ class Stage:
 class WindowStage(Stage):
     """A stage of a recipe with windows."""
     window: int = 0  # of long layers: tokens before its own that a token sees; 0: train_seq_len
+
+@dataclass(frozen=True)
+class LoopStage(Stage):
+    """A stage of a recipe with depth recurrence."""
+    loops: int = 0  # further runs of the looped layers
 
 def stage_rows(cfg, rows, **columns):
     """[Stage] of a recipe's rows, with the columns that cfg overrides. columns: {further column: the constant
@@ -3623,15 +3941,21 @@ def decompress(packed):
 def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
-def quantize_rows(w, step=0.0, floor=0.0, most=127, hessian=None):
-    """w (R, C) -> int8 (R, C) up to most, fp16 scales (R,): step * rms of a row; of step 0 its clipped
-    maximum / most, at least floor. hessian (C, C) of its inputs: by gptq(), with std in place of rms."""
-    if not step:
-        return quantize_by_maximum(w, most, floor)
-    spread = w.square().mean(1).sqrt() if hessian is None else w.std(1)
-    scale = (step * spread).clamp_min(2**-24).half().float()
-    nearest = (w / scale[:, None]).round().clamp(-most, most)
-    return (nearest if hessian is None else gptq(w, scale, most, hessian)).to(torch.int8), scale.half()
+def quantize_by_rms(w, step, levels):
+    """w (R, C) -> int8 (R, C) up to +-levels, fp16 scales (R,). A row's scale is step * its rms; what lies
+    beyond the levels is clipped."""
+    scale = row_scales(step * w.square().mean(1).sqrt())
+    rows = (w / scale[:, None]).round().clamp(-levels, levels)
+    return rows.to(torch.int8), scale.half()
+
+def quantize_by_gptq(w, step, levels, hessian):
+    """The same with std in place of rms, rounded by gptq(). hessian (C, C): of input_hessians()."""
+    scale = row_scales(step * w.std(1))
+    return gptq(w, scale, levels, hessian).to(torch.int8), scale.half()
+
+def row_scales(scale):
+    """As they are after a round trip through fp16; never 0."""
+    return scale.clamp_min(2**-24).half().float()
 
 def quantize_by_maximum(w, levels, floor):
     """w (R, C) -> int8 (R, C) up to +-levels, fp16 scales (R,). A row's scale is its CLIP_PERCENTILE of
@@ -3658,9 +3982,9 @@ def gptq(w, scale, most, hessian):
     return rows
 
 @torch.no_grad()
-def calibrate(model, cfg, data, team):
-    """{matrix: sum of x x' of its inputs, mean of gptq_batches, this rank's first ones; layers that are
-    passed again add up}"""
+def input_hessians(model, cfg, data, team, batches):
+    """{matrix: sum of x x' of its inputs x in a training batch, mean of this rank's first ones}, for gptq().
+    Layers that run again add up."""
     names, sums, kernels = {p: name for name, p in model.named_parameters()}, {}, model.kernels
 
     def record(x, weight):
@@ -3672,11 +3996,11 @@ def calibrate(model, cfg, data, team):
     context = model.context(T, team.device, team.dtype)
     torch.set_float32_matmul_precision("high")  # TF32 holds what bf16 does
     model.use(kernels._replace(linear=record))
-    for _ in range(cfg.gptq_batches):
+    for _ in range(batches):
         for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
             record(model.hidden(tokens, context), model.head)
     model.use(kernels)
-    return {name: total.cpu() / cfg.gptq_batches for name, total in sums.items()}
+    return {name: total.cpu() / batches for name, total in sums.items()}
 
 def packed_tensors(w, row, cfg, whole, hessian=None, coarser=1.0):
     """{end of its name: tensor} that the artifact has of a parameter of `whole` weights, or of rows w of it:
