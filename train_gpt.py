@@ -338,8 +338,6 @@ class ModelConfig(Recipe):
     num_heads: int = option(2, "query heads", 1, 4096)
     num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096)
     mlp_mult: int = option(3, "MLP width / model_dim", 1, 64)
-    mlp_slope: float = option(0.0, "slope of negative activations before the square (leaky ReLU)", 0, 1)
-    depth_scale: bool = option(False, "layer i, from 1, reads its input / sqrt(i) (-0.002 bpb)")
     tie_embeddings: bool = option(False, "the head is the embedding")
     logit_softcap: float = optional(15.0, "logits = cap * tanh((logits + shift) / width); 0: none", 0, 1e4)
     logit_shift: float = optional(0.0, "shift; asymmetric (#54: -2.9 s)", 0, 1e4)
@@ -347,7 +345,6 @@ class ModelConfig(Recipe):
     qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
     attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
     key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
-    exclusive: bool = option(False, "heads' outputs lose their part along the own value (XSA: -0.005 bpb)")
     attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
     value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
     value_gate_factor: float = option(2.0, "value embeddings times this at an open gate", 0, 100)
@@ -374,7 +371,6 @@ class ModelConfig(Recipe):
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
     skip_sigmoid: bool = option(False, "skip weights pass through a sigmoid")
     skip_gate_dim: int = optional(0, "channels that gate skips (#55: -1.3 s); 0: no gate", 0, 1 << 16)
-    skip_mix: bool = option(False, "a learnt part of the stream makes room for each skip, per channel")
     skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
     backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
     value_embed_layers: tuple = option((0, 1), "value embedding table per layer; 0: none", 0, 99)
@@ -382,8 +378,6 @@ class ModelConfig(Recipe):
                                  "-3.5 s), - no attention, 0 nothing")
     window_schedule: tuple = option((128,), "long window, tokens before its own, per stage; 0: all")
     short_window: float = option(0.5, "short window / long one", 0, 1)
-    loop_layers: tuple = option((0,), "first and last of the layers passed again; 0: none", 0, 1000)
-    loop_schedule: tuple = option((0,), "further passes, per stage (-0.002 bpb); scores: the last", 0, 16)
     window_block: int = option(1, "tokens that window sizes are multiples of", 1)
     eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
 
@@ -419,7 +413,6 @@ class Config(ModelConfig):
     artifact_step: float = optional(0.0, "rounding step / rms of a row; 0: its maximum / 127", 0, 10)
     artifact_codec: str = option("auto", "compressor; auto: lzma with artifact_step, else zlib",
                                  choices=("auto", "zlib", "lzma", "brotli"))
-    gptq_batches: int = optional(0, "batches that calibrate rounding (GPTQ); 0: to the nearest", 0, 10_000)
     artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
     artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
@@ -460,7 +453,6 @@ class Config(ModelConfig):
     muon_backend_steps: int = option(5, "its iterations", 1, 20)
     polar_margin: float = option(1.02, "polar_express: largest norm of a matrix / its share of 1", 1, 2)
     muon_sum: bool = option(False, "momentum is a sum of gradients, not a mean")
-    muon_row_norm: bool = option(False, "rows are normalised before they are orthogonalised (MuonEq-R)")
     ema_decay: float = optional(0.0, "the model is a mean of past weights; 0: the last ones", 0, 0.99999)
     normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
     weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
@@ -534,9 +526,6 @@ class Config(ModelConfig):
         kinds = per_layer(self.window_pattern, self.num_layers)
         return [Layer(sizes.get(kind, 0), self.mlp_mult if kind != "0" else 0) for kind in kinds]
 
-    def layer_order(self, stage):
-        return layer_order(self, stage.loops)
-
     def windows(self, stage, T):
         window = eval_window(self) if stage is None else stage.window
         sizes = window_sizes(self, window, T)
@@ -550,7 +539,7 @@ class Config(ModelConfig):
         return top_lr(self, progress)
 
     def plan_columns(self):
-        return ["longest", "mtp", "loops"]
+        return ["longest", "mtp"]
 
     def masks_documents(self):
         return self.max_doc_len > 0
@@ -612,33 +601,6 @@ class Config(ModelConfig):
 # What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
 PLAIN = dict(
     bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False, batch_schedule=(1,), parameters=())
-# 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. parameter-golf 2026-03-19_TrainingOptSeq4096: 1.20136.
-GOLF = PLAIN | dict(
-    data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
-    data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
-    packing="spans", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
-    tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, value_embed_layers=(0,), window_pattern="L",
-    window_schedule=(0,), matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, beta1=0.9,
-    muon_sum=True, muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
-    iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
-    train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
-    artifact_bytes_limit=16_000_000, artifact_scale_floor=1 / 127)
-# The same: 2026-04-05, 1.0856 (1.0912 without loops and some smaller changes). The cap leaves 12 s, in which
-# rounding is calibrated.
-GOLF_PLUS = GOLF | dict(
-    data_path="data/datasets/fineweb10B_sp8192", tokenizer_path="data/tokenizers/fineweb_8192_bpe.model",
-    vocab_size=8192, train_seq_len=2048, train_batch_tokens=786_432, packing="shards", num_layers=11,
-    mlp_mult=4, mlp_slope=0.5, depth_scale=True, exclusive=True, qk_gain_init=4.0, rope_fraction=0.25,
-    skip_mix=True, loop_layers=(4, 5), loop_schedule=(0, 2), muon_row_norm=True, grad_clip_norm=0.3,
-    weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
-    ema_decay=0.997, warmdown_iters=0, warmdown_frac=0.667, max_wallclock_seconds=588.0, warmup_steps=40,
-    parameters=(
-        "query+key+value+fc init=orthogonal", "matrix artifact_most=31",
-        "scalar decay_mult=1 artifact_step=1",
-        "fc decay_mult=0.5",  # the rate of tall matrices is twice as high, their decay is not
-        "embed decay_mult=4.25 artifact_step=0.3799136"),  # 20 / 127, where matrices have 12.85 / 31
-    train_log_every=500, val_loss_every=4000, artifact_step=12.85 / 31, artifact_scale_floor=0.0,
-    artifact_codec="brotli", gptq_batches=64, eval_sliding=64)
 # 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
 SPEEDRUN = PLAIN | dict(
     data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
@@ -681,7 +643,7 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
         "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
         "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
         "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
-PRESETS = {"tiny": {}, "speedrun": SPEEDRUN, "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS}
+PRESETS = {"tiny": {}, "speedrun": SPEEDRUN, "speedrun_plus": SPEEDRUN_PLUS}
 
 FIELDS = {f.name: f for f in fields(Config)}
 MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
@@ -892,8 +854,6 @@ def check_classic(cfg):
          "lr_switches lr_schedule", "switches must grow from 0, one per entry"),
         (not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
          "window_schedule eval_window window_block", "windows must be multiples of window_block"),
-        (c.loop_layers == (0,) and not any(c.loop_schedule) or len(c.loop_layers) == 2 and
-         c.loop_layers[0] <= c.loop_layers[1], "loop_layers loop_schedule", "loops need two layers"),
         (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0
          and all(a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2])),
          "skip_layers", "they are pairs of a layer and a later one"),
@@ -904,8 +864,7 @@ def check_classic(cfg):
         given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
         require(holds, f"{given}: {sentence}".replace("\n", " "))
 
-STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_schedule", "mtp_schedule",
-                 "loop_schedule")
+STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_schedule", "mtp_schedule")
 MTP_WEIGHTS = r"(\d+(\.\d+)?(:\d+(\.\d+)?)?( |$))+"
 
 # The depth dial of github.com/karpathy/nanochat. Recipes with a depth state rates and decay for this model:
@@ -1001,12 +960,11 @@ class Context(NamedTuple):
     windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
     pair_rope: tuple = ()  # the same for pairs of heads, each (T, 1, 2, head_dim / 2)
-    loops: int = 0  # further passes through the layers of loop_layers
     mtp: torch.Tensor | None = None  # (n,) weights of the losses on the next n targets; None: one target
 
-def make_context(cfg, T, window, device, dtype=None, loops=None):
+def make_context(cfg, T, window, device, dtype=None):
     """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
-    default that of scores, fp32 on a CPU and bf16 on a GPU. loops: by default those of the last stage."""
+    default that of scores, fp32 on a CPU and bf16 on a GPU."""
     on_gpu, kinds = device.type == "cuda", per_layer(cfg.window_pattern, cfg.num_layers)
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     frequencies, attn_scale = rope_frequencies(cfg, window)
@@ -1021,14 +979,7 @@ def make_context(cfg, T, window, device, dtype=None, loops=None):
     for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
         if T % FLEX_BLOCK == 0 and (size < T - 1 or kind == "P" or cfg.max_doc_len):
             windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
-    loops = cfg.loop_schedule[-1] if loops is None else loops
-    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype, pair_rope, loops)
-
-def layer_order(cfg, loops):
-    """The layers as they are passed: loop_layers 1 + loops times."""
-    first, last = cfg.loop_layers if len(cfg.loop_layers) == 2 else (0, -1)
-    layers = list(range(cfg.num_layers))
-    return layers[:first] + layers[first:last + 1] * (1 + loops) + layers[last + 1:]
+    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype, pair_rope)
 
 def rms_norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -1265,14 +1216,13 @@ class Model(nn.Module):
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
-    def __init__(self, cfg, kind, has_table, mixed_gate, place):
+    def __init__(self, cfg, kind, has_table, mixed_gate):
         super().__init__()
         C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
         attends, has_mlp, mix = kind in "LSP", kind != "0", 1 if cfg.scalar_mix else C
         self.head_dim = C // H
         self.key_offset, self.paired = cfg.key_offset and kind == "L", kind == "P"
         self.cfg, self.mixed_gate = cfg, mixed_gate
-        self.input_scale = (place + 1) ** -0.5 if cfg.depth_scale else 1.0
         self.query = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
         self.key = parameter(KV * C // H, C, on=attends)
@@ -1303,11 +1253,11 @@ class Block(nn.Module):
             x, added = x + added, 0
         scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
         if self.query is not None:
-            h = rms_norm(x if source is None else source) * self.input_scale
+            h = rms_norm(x if source is None else source)
             x = keep[0] * x + scales[0] * self.attend(h, value_embed, mask, context) + added
         if self.fc is not None:
-            h, linear = rms_norm(x) * self.input_scale, self.kernels.linear
-            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, linear, self.cfg.mlp_slope)
+            h, linear = rms_norm(x), self.kernels.linear
+            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, linear)
         return x
 
     def attend(self, h, value_embed, mask, context):
@@ -1339,9 +1289,6 @@ class Block(nn.Module):
         paired = (pair_heads(y) if self.paired else y for y in (q, k, v))
         y = self.kernels.attention(*(y.transpose(1, 2) for y in paired), mask).transpose(1, 2)
         y = unpair_heads(y) if self.paired else y
-        if self.cfg.exclusive:
-            y, own = y.unflatten(2, (v.size(2), -1)), F.normalize(v, dim=-1)[:, :, :, None]
-            y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if self.attn_gate is not None:
             y = y * gate(h, self.attn_gate)[..., None]
         if self.output_lambda is not None:
@@ -1465,24 +1412,22 @@ class GPT(Model):
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
         self.tables = per_layer(cfg.value_embed_layers, N)
-        rows = zip(self.kinds, self.tables, per_layer(cfg.value_gate_mixed, N), range(N))
+        rows = zip(self.kinds, self.tables, per_layer(cfg.value_gate_mixed, N))
         self.blocks = nn.ModuleList(Block(cfg, *row) for row in rows)
         self.use(kernels)
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
         self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
         # skips: those of the U-net, innermost first, then (from, to)
         self.skips = [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
-        self.unet = len(layer_order(cfg, max(cfg.loop_schedule))) // 2 if cfg.unet_skips else 0
+        self.unet = N // 2 if cfg.unet_skips else 0
         rows, mix = self.unet + len(self.skips), 1 if cfg.scalar_mix else C
         self.skip_weights = parameter(rows, mix, on=rows)
-        self.skip_mix = parameter(rows, mix, on=rows and cfg.skip_mix)
         self.skip_gate = parameter(rows, cfg.skip_gate_dim, on=rows and cfg.skip_gate_dim)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
     def context(self, T, device, dtype=None, stage=None):
         window = eval_window(self.cfg) if stage is None else stage.window
-        loops = None if stage is None else stage.loops
-        return make_context(self.cfg, T, window, device, dtype, loops)
+        return make_context(self.cfg, T, window, device, dtype)
 
     def training_context(self, T, device, dtype, stage):
         several = torch.ones(len(stage.mtp.split()), device=device) if stage.mtp != "1" else None
@@ -1550,11 +1495,10 @@ class GPT(Model):
             masks[kind] = self.kernels.window_mask(window, times * T, own, tokens.device)
         x0, bigrams = self.embedded(tokens, candidates or self.candidates(tokens), context.dtype)
         x = x0 if bigrams is None else x0 + self.blocks[0].bigram_lambda.to(x0.dtype) * bigrams
-        outputs, passed, order = {}, [], layer_order(cfg, context.loops)  # of each layer, of each pass
-        for place, i in enumerate(order):
-            block, kind, row = self.blocks[i], self.kinds[i], place - len(order) // 2
-            if self.unet and 0 <= row < len(order) // 2:  # inside out: the last one in is the first one out
-                x = self.skip(x, x0, passed[len(order) // 2 - 1 - row], row)
+        outputs, half = [], cfg.num_layers // 2  # of each layer
+        for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
+            if self.unet and half <= i < 2 * half:  # inside out: the last one in is the first one out
+                x = self.skip(x, x0, outputs[2 * half - 1 - i], i - half)
             for row, (source, to) in enumerate(self.skips, self.unet):
                 if to == i:
                     x = self.skip(x, x0, outputs[source], row)
@@ -1563,8 +1507,7 @@ class GPT(Model):
             if kind != "0":
                 source = outputs[cfg.attn_source] if 0 < cfg.attn_source < i else None
                 x = block(x, x0, bigrams if i else None, source, value_embed, masks.get(kind), context)
-            outputs[i] = x
-            passed.append(x)
+            outputs.append(x)
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
         return rms_norm(x)
@@ -1575,8 +1518,6 @@ class GPT(Model):
         weight = torch.sigmoid(weight) if self.cfg.skip_sigmoid else weight
         if self.skip_gate is not None:
             weight = weight * 2 * gate(x0, self.skip_gate)[..., row:row + 1]
-        if self.skip_mix is not None:
-            return torch.lerp(weight * earlier, x, torch.sigmoid(self.skip_mix[row].to(x.dtype)))
         return x + weight * earlier
 
     def embedded(self, tokens, candidates, dtype):
@@ -1621,7 +1562,6 @@ class Parameter(NamedTuple):
     init: str  # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; constant: scale
     scale: float
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
-    artifact_most: float = 127.0  # rounded numbers, in steps of a row
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
     beta1: float = 0.0  # Adam; 0: that of Config
     beta2: float = 0.0  # Adam; 0: that of Config
@@ -1661,7 +1601,7 @@ def parameter_rows(cfg):
             kind, row.group, row.optimizer, getattr(cfg, row.lr) * row.lr_mult, decay * row.decay_mult,
             with_lr and not muon, row.beta1 or cfg.beta1, row.beta2 or cfg.beta2, cfg.adam_eps, row.second,
             row.every * (1 if muon else cfg.adam_every), row.init, row.scale, row.change, precision,
-            row.artifact_most, cfg.artifact_step * row.artifact_step)
+            step=cfg.artifact_step * row.artifact_step)
     return rows
 
 def parameter_table(cfg):
@@ -1689,8 +1629,7 @@ def parameter_table(cfg):
     ]
     scalars = dict(  # kind: first value
         class_scale=1.0, resid_lambda=1.0, x0_lambda=0.0, value_lambdas=0.5, input_lambda=1.0, qk_gain=gain,
-        output_lambda=1.0, bigram_lambda=0.05, layer_scale=1.0, smear=0.0, skip_weights=1.0, skip_mix=0.0,
-        backout=0.5)
+        output_lambda=1.0, bigram_lambda=0.05, layer_scale=1.0, smear=0.0, skip_weights=1.0, backout=0.5)
     rows += [(kind, "scalar", "adam", "scalar_lr", 1.0, 0.0, "constant", first, 0.0)
              for kind, first in scalars.items()]
     table = {row[0]: Parameter(*row) for row in rows}
@@ -1706,7 +1645,7 @@ def parameter_table(cfg):
             number = r"[1-9]\d?" if column == "every" else r"-?\d+(\.\d*)?(e-?\d+)?"
             require(re.fullmatch(number, value), f"parameters={cell!r} must be a number (every: 1 to 99)")
             value, least = float(value), -1e12 if column in ("scale", "change") else 0
-            most = 0.9999 if column in ("beta1", "beta2") else 127 if column == "artifact_most" else 1e12
+            most = 0.9999 if column in ("beta1", "beta2") else 1e12
             require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
         table[kind] = table[kind]._replace(**{column: value})
     for row in table.values():
@@ -2916,8 +2855,6 @@ def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
         nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
     else:
         nesterov = grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
-    if cfg.muon_row_norm:
-        nesterov = nesterov / nesterov.norm(dim=-1, keepdim=True).clamp_min(1e-7)
     update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype, cfg.polar_margin)
     if cfg.normuon_beta2:
         update = normuon_scale(update, v, cfg.normuon_beta2)
@@ -3150,7 +3087,6 @@ class ClassicStage(NamedTuple):
     window: int  # of long layers, tokens before its own; 0: everything
     longest: int  # document in packed rows; 0: max_doc_len
     mtp: str  # weights of the losses on the next targets
-    loops: int  # further passes through loop_layers
     batch_tokens: int  # tokens per step over all ranks
     row_tokens: int  # tokens per row
 
