@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import train_gpt
-from golden_common import Seed, replace, set_fixture
+from golden_common import Seed, SharedClass, replace, set_fixture
 
 
-class Speedrun(Seed):
+class Speedrun(SharedClass, Seed):
     FILE, RATES_OF_TALL = "speedrun.npz", True
     SCALARS = ("resid_lambda", "x0_lambda", "value_lambdas")
     TABLES = ("embed", "value_embeds", "head")

@@ -138,6 +138,13 @@ def test_samples(toy):
 
 
 # -------------------------------------------------------------------------------- the artifact
+def quantized(w, step, floor):
+    """int8 rows and their scales."""
+    if step:
+        return train_gpt.quantize_by_rms(w, step, 127)
+    return train_gpt.quantize_by_maximum(w, 127, floor)
+
+
 @pytest.mark.parametrize("step, floor", [(0, 0.0), (0, 1 / 127), (0.05, 0.0), (0.3, 0.0), (1.0, 0.0)])
 @pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 700_000)])
 def test_quantize_rows_equals_numpy(rows, columns, step, floor):
@@ -148,7 +155,7 @@ def test_quantize_rows_equals_numpy(rows, columns, step, floor):
     w = rng.standard_normal((rows, columns)) * np.exp(rng.uniform(-8, 3, (rows, 1)))
     w[0], w[1], w[2, columns // 2] = 0, 1e-9, -9.0
     w = w.astype(np.float32)
-    q, scale = (t.numpy() for t in train_gpt.quantize_rows(torch.from_numpy(w), step, floor))
+    q, scale = (t.numpy() for t in quantized(torch.from_numpy(w), step, floor))
     assert q.dtype == np.int8 and scale.dtype == np.float16 and scale.shape == (rows,)
     exact = w.astype(np.float64)
     clip = np.percentile(np.abs(exact), 99.99984, axis=1)
@@ -198,7 +205,7 @@ def test_what_an_artifact_holds(settings, tmp_path):
             assert torch.equal(tensors.pop(name), p.half()) and torch.equal(back, p.half().float())
         else:
             step = cfg.artifact_step * row.artifact_step
-            q, scale = train_gpt.quantize_rows(p, step, cfg.artifact_scale_floor)
+            q, scale = quantized(p, step, cfg.artifact_scale_floor)
             assert torch.equal(tensors.pop(name + ".int8"), q)
             assert torch.equal(tensors.pop(name + ".scale"), scale)
             assert torch.equal(back, q.float() * scale.float()[:, None]) and (back - p).norm() < p.norm() / 3

@@ -12,12 +12,16 @@ from helpers import ROOT, SCRIPT, TOY, look
 sys.path.insert(0, str(ROOT / "tools"))
 import script  # noqa: E402
 
-PRESETS = ["golf", "gpt2", "gpt2_plus"]      # those whose recipe is a section of its own
+PRESETS = ["golf", "golf_plus", "gpt2", "gpt2_plus"]    # those whose recipe is a section of its own
 GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
 TOY_RUN = dict(
     golf=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
               TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", WARMDOWN_ITERS="4", ARTIFACT_KEEP="1000",
               TOKENIZER_PATH="data/tokenizers/toy.model", EVAL_SLIDING="48", VAL_LOSS_EVERY="5"),
+    golf_plus=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
+                   TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", LOOP_LAYERS="1,2", EMA_DECAY="0.9",
+                   GPTQ_BATCHES="2", ARTIFACT_KEEP="1000", EVAL_SLIDING="48", VAL_LOSS_EVERY="5",
+                   TOKENIZER_PATH="data/tokenizers/toy.model"),
     gpt2=dict(DEPTH="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
               VOCAB_SIZE="512", CORE="0", SCORE_ARTIFACT="1", ARTIFACT_KEEP="1000", VAL_LOSS_EVERY="5"),
     gpt2_plus=dict(DEPTH="4", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
