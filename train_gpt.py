@@ -147,8 +147,11 @@ class Recipe:
 
     @classmethod
     def of_file(cls, shape, base):
-        """The recipe with a file's constants, the rest as in base, a Config, if that is of this recipe."""
+        """The recipe with a file's constants, the rest as in base, a Config, if that is of this recipe. Its
+        batch is a row, since a file's rows may not divide any other."""
         constants = {name: shape[name] for name in cls.model_fields()}
+        constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
+                          seq_schedule=())
         if not isinstance(base, cls):
             known = fields_of(cls)
             given = {name: getattr(base, name) for name in overrides(base)} if base else {}

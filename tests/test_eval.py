@@ -217,6 +217,23 @@ def test_what_an_artifact_holds(settings, tmp_path):
         train_gpt.load_model(path)
 
 
+@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
+def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
+    """Of 100 tokens: it is loaded whatever recipe is asked for."""
+    own = preset_config(preset)
+    cfg = replace(own, vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1, num_layers=2,
+                  train_seq_len=100, train_batch_tokens=600, batch_schedule=(1, 2), seq_schedule=(1, 3))
+    train_gpt.check_config(cfg)
+    assert own.train_batch_tokens % 100
+    model, path = cfg.make_model(train_gpt.Kernels()), tmp_path / "model.ptz"
+    init_parameters(model, 0)
+    path.write_bytes(pack_artifact(model))
+    for base in (None, own, cfg, Config()):
+        found = train_gpt.load_model(path, "cpu", base)[1]
+        assert [getattr(found, name) for name in cfg.model_fields()] == [
+            getattr(cfg, name) for name in cfg.model_fields()]
+
+
 def test_sizes_and_limits_of_artifacts(tmp_path):
     """Fewer levels are a smaller file; the limit is the last size that is within it; a larger artifact is
     rounded further, if that helps; weights beyond fp16 are no artifact."""
