@@ -124,7 +124,7 @@ preset_data() {
     return 0
 }
 
-# golf counts the bytes of its script, so it trains with one that has no other recipe
+# The golf games count the bytes of their script, so they train with one that has no other recipe
 one_recipe() {
     local folder=logs/.script/$1
     mkdir -p "$folder" && "$PYTHON" tools/script.py "$1" >"$folder/$$" && mv "$folder/$$" "$folder/train_gpt.py" ||
@@ -155,7 +155,9 @@ train() {
     if grep -qs AuthenticAMD /proc/cpuinfo && [ -z "${NPY_ENABLE_CPU_FEATURES:-}" ]; then
         export NPY_DISABLE_CPU_FEATURES="${NPY_DISABLE_CPU_FEATURES-AVX512F}"
     fi
-    [ "$preset" != golf ] || one_recipe golf
+    case $preset in
+        golf | golf_plus) one_recipe "$preset" ;;
+    esac
     local run=("$PYTHON" records/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)

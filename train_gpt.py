@@ -147,8 +147,11 @@ class Recipe:
 
     @classmethod
     def of_file(cls, shape, base):
-        """The recipe with a file's constants, the rest as in base, a Config, if that is of this recipe."""
+        """The recipe with a file's constants, the rest as in base, a Config, if that is of this recipe. Its
+        batch is a row, since a file's rows may not divide any other."""
         constants = {name: shape[name] for name in cls.model_fields()}
+        constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
+                          seq_schedule=())
         if not isinstance(base, cls):
             known = fields_of(cls)
             given = {name: getattr(base, name) for name in overrides(base)} if base else {}
@@ -350,8 +353,6 @@ class ModelConfig(Recipe):
     num_heads: int = option(2, "query heads", 1, 4096)
     num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096)
     mlp_mult: int = option(3, "MLP width / model_dim", 1, 64)
-    mlp_slope: float = option(0.0, "slope of negative activations before the square (leaky ReLU)", 0, 1)
-    depth_scale: bool = option(False, "layer i, from 1, reads its input / sqrt(i) (-0.002 bpb)")
     tie_embeddings: bool = option(False, "the head is the embedding")
     logit_softcap: float = optional(15.0, "logits = cap * tanh((logits + shift) / width); 0: none", 0, 1e4)
     logit_shift: float = optional(0.0, "shift; asymmetric (#54: -2.9 s)", 0, 1e4)
@@ -359,7 +360,6 @@ class ModelConfig(Recipe):
     qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
     attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
     key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
-    exclusive: bool = option(False, "heads' outputs lose their part along the own value (XSA: -0.005 bpb)")
     attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
     value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
     value_gate_factor: float = option(2.0, "value embeddings times this at an open gate", 0, 100)
@@ -386,7 +386,6 @@ class ModelConfig(Recipe):
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
     skip_sigmoid: bool = option(False, "skip weights pass through a sigmoid")
     skip_gate_dim: int = optional(0, "channels that gate skips (#55: -1.3 s); 0: no gate", 0, 1 << 16)
-    skip_mix: bool = option(False, "a learnt part of the stream makes room for each skip, per channel")
     skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
     backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
     value_embed_layers: tuple = option((0, 1), "value embedding table per layer; 0: none", 0, 99)
@@ -394,8 +393,6 @@ class ModelConfig(Recipe):
                                  "-3.5 s), - no attention, 0 nothing")
     window_schedule: tuple = option((128,), "long window, tokens before its own, per stage; 0: all")
     short_window: float = option(0.5, "short window / long one", 0, 1)
-    loop_layers: tuple = option((0,), "first and last of the layers passed again; 0: none", 0, 1000)
-    loop_schedule: tuple = option((0,), "further passes, per stage (-0.002 bpb); scores: the last", 0, 16)
     window_block: int = option(1, "tokens that window sizes are multiples of", 1)
     eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
 
@@ -431,7 +428,6 @@ class Config(ModelConfig):
     artifact_step: float = optional(0.0, "rounding step / rms of a row; 0: its maximum / 127", 0, 10)
     artifact_codec: str = option("auto", "compressor; auto: lzma with artifact_step, else zlib",
                                  choices=("auto", "zlib", "lzma", "brotli"))
-    gptq_batches: int = optional(0, "batches that calibrate rounding (GPTQ); 0: to the nearest", 0, 10_000)
     artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
     artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
@@ -472,7 +468,6 @@ class Config(ModelConfig):
     muon_backend_steps: int = option(5, "its iterations", 1, 20)
     polar_margin: float = option(1.02, "polar_express: largest norm of a matrix / its share of 1", 1, 2)
     muon_sum: bool = option(False, "momentum is a sum of gradients, not a mean")
-    muon_row_norm: bool = option(False, "rows are normalised before they are orthogonalised (MuonEq-R)")
     ema_decay: float = optional(0.0, "the model is a mean of past weights; 0: the last ones", 0, 0.99999)
     normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
     weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
@@ -546,9 +541,6 @@ class Config(ModelConfig):
         kinds = per_layer(self.window_pattern, self.num_layers)
         return [Layer(sizes.get(kind, 0), self.mlp_mult if kind != "0" else 0) for kind in kinds]
 
-    def layer_order(self, stage):
-        return layer_order(self, stage.loops)
-
     def windows(self, stage, T):
         window = eval_window(self) if stage is None else stage.window
         sizes = window_sizes(self, window, T)
@@ -562,7 +554,7 @@ class Config(ModelConfig):
         return top_lr(self, progress)
 
     def plan_columns(self):
-        return ["longest", "mtp", "loops"]
+        return ["longest", "mtp"]
 
     def masks_documents(self):
         return self.max_doc_len > 0
@@ -614,12 +606,9 @@ class Config(ModelConfig):
         return f"in the last {decay} lr_factor falls to {self.lr_floor:g}"
 
     def quantize(self, row, w, coarser=1.0, hessian=None):
-        step, most = row.step * coarser, row.levels
-        most = most if step else most // coarser  # which then decides how wide steps are
-        return quantize_rows(w, step, self.artifact_scale_floor, most, hessian)
-
-    def calibrate(self, model, data, team):
-        return calibrate(model, self, data, team) if self.gptq_batches else {}
+        if row.step:
+            return quantize_by_rms(w, row.step * coarser, row.levels)
+        return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
 
     def evaluations(self, step=None):
         return [named_scores] if step is None else []
@@ -627,33 +616,6 @@ class Config(ModelConfig):
 # What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
 PLAIN = dict(
     bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False, batch_schedule=(1,), parameters=())
-# 8xH100, 600 s, 16,000,000 bytes: lowest val_bpb. parameter-golf 2026-03-19_TrainingOptSeq4096: 1.20136.
-GOLF = PLAIN | dict(
-    data_path="data/datasets/fineweb10B_sp1024", tokenizer_path="data/tokenizers/fineweb_1024_bpe.model",
-    data_fingerprint="", vocab_size=1024, train_seq_len=4096, train_batch_tokens=393_216, shuffle=False,
-    packing="spans", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
-    tie_embeddings=True, logit_softcap=30.0, rope_base=10_000.0, value_embed_layers=(0,), window_pattern="L",
-    window_schedule=(0,), matrix_lr=0.02, scalar_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, beta1=0.9,
-    muon_sum=True, muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
-    iterations=20_000, max_wallclock_seconds=600.0, warmup_steps=20, warmdown_iters=3000,
-    train_log_every=200, val_loss_every=1000, val_batch_size=524_288,
-    artifact_bytes_limit=16_000_000, artifact_scale_floor=1 / 127)
-# The same: 2026-04-05, 1.0856 (1.0912 without loops and some smaller changes). The cap leaves 12 s, in which
-# rounding is calibrated.
-GOLF_PLUS = GOLF | dict(
-    data_path="data/datasets/fineweb10B_sp8192", tokenizer_path="data/tokenizers/fineweb_8192_bpe.model",
-    vocab_size=8192, train_seq_len=2048, train_batch_tokens=786_432, packing="shards", num_layers=11,
-    mlp_mult=4, mlp_slope=0.5, depth_scale=True, exclusive=True, qk_gain_init=4.0, rope_fraction=0.25,
-    skip_mix=True, loop_layers=(4, 5), loop_schedule=(0, 2), muon_row_norm=True, grad_clip_norm=0.3,
-    weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
-    ema_decay=0.997, warmdown_iters=0, warmdown_frac=0.667, max_wallclock_seconds=588.0, warmup_steps=40,
-    parameters=(
-        "query+key+value+fc init=orthogonal", "matrix artifact_most=31",
-        "scalar decay_mult=1 artifact_step=1",
-        "fc decay_mult=0.5",  # the rate of tall matrices is twice as high, their decay is not
-        "embed decay_mult=4.25 artifact_step=0.3799136"),  # 20 / 127, where matrices have 12.85 / 31
-    train_log_every=500, val_loss_every=4000, artifact_step=12.85 / 31, artifact_scale_floor=0.0,
-    artifact_codec="brotli", gptq_batches=64, eval_sliding=64)
 # 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
 SPEEDRUN = PLAIN | dict(
     data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
@@ -696,7 +658,7 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
         "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
         "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
         "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
-PRESETS = {"tiny": {}, "golf_plus": GOLF_PLUS, "speedrun_plus": SPEEDRUN_PLUS}
+PRESETS = {"tiny": {}, "speedrun_plus": SPEEDRUN_PLUS}
 
 FIELDS = {f.name: f for f in fields(Config)}
 MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
@@ -907,8 +869,6 @@ def check_classic(cfg):
          "lr_switches lr_schedule", "switches must grow from 0, one per entry"),
         (not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
          "window_schedule eval_window window_block", "windows must be multiples of window_block"),
-        (c.loop_layers == (0,) and not any(c.loop_schedule) or len(c.loop_layers) == 2 and
-         c.loop_layers[0] <= c.loop_layers[1], "loop_layers loop_schedule", "loops need two layers"),
         (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0
          and all(a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2])),
          "skip_layers", "they are pairs of a layer and a later one"),
@@ -919,8 +879,7 @@ def check_classic(cfg):
         given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
         require(holds, f"{given}: {sentence}".replace("\n", " "))
 
-STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_schedule", "mtp_schedule",
-                 "loop_schedule")
+STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_schedule", "mtp_schedule")
 MTP_WEIGHTS = r"(\d+(\.\d+)?(:\d+(\.\d+)?)?( |$))+"
 
 # The depth dial of github.com/karpathy/nanochat. Recipes with a depth state rates and decay for this model:
@@ -1016,12 +975,11 @@ class Context(NamedTuple):
     windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
     dtype: torch.dtype  # of activations
     pair_rope: tuple = ()  # the same for pairs of heads, each (T, 1, 2, head_dim / 2)
-    loops: int = 0  # further passes through the layers of loop_layers
     mtp: torch.Tensor | None = None  # (n,) weights of the losses on the next n targets; None: one target
 
-def make_context(cfg, T, window, device, dtype=None, loops=None):
+def make_context(cfg, T, window, device, dtype=None):
     """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
-    default that of scores, fp32 on a CPU and bf16 on a GPU. loops: by default those of the last stage."""
+    default that of scores, fp32 on a CPU and bf16 on a GPU."""
     on_gpu, kinds = device.type == "cuda", per_layer(cfg.window_pattern, cfg.num_layers)
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     frequencies, attn_scale = rope_frequencies(cfg, window)
@@ -1036,14 +994,7 @@ def make_context(cfg, T, window, device, dtype=None, loops=None):
     for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
         if T % FLEX_BLOCK == 0 and (size < T - 1 or kind == "P" or cfg.max_doc_len):
             windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
-    loops = cfg.loop_schedule[-1] if loops is None else loops
-    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype, pair_rope, loops)
-
-def layer_order(cfg, loops):
-    """The layers as they are passed: loop_layers 1 + loops times."""
-    first, last = cfg.loop_layers if len(cfg.loop_layers) == 2 else (0, -1)
-    layers = list(range(cfg.num_layers))
-    return layers[:first] + layers[first:last + 1] * (1 + loops) + layers[last + 1:]
+    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype, pair_rope)
 
 def rms_norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -1134,11 +1085,13 @@ def rope_frequencies(cfg, window):
         scale *= 1 + 0.2 * math.log(new / old)
     return frequencies, scale
 
-def rope_spectrum(head_dim, base):
+def rope_spectrum(head_dim, base, fraction=1.0):
     """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
-    arXiv:2104.09864); base 0: no rotation."""
+    arXiv:2104.09864); base 0: no rotation. fraction: of the pairs that rotate (partial rotary); the last ones
+    stand still."""
     pairs = head_dim // 2
-    return base ** -(torch.arange(pairs) / pairs) if base else torch.zeros(pairs)
+    rotating = int(fraction * head_dim / 2) if base else 0
+    return F.pad(base ** -(torch.arange(rotating) / rotating), (0, pairs - rotating))
 
 def rope_spectrum_to_base(head_dim, base, fraction):
     """Radians per token of each pair of channels (head_dim / 2,): from 1 down to exactly 1 / base in the
@@ -1176,6 +1129,33 @@ def rotate(x, cos, sin):
     """RoPE on the two halves of each head. x (B, T, H, D), cos and sin (T, 1, D / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+def remove_own_value(y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """XSA (arXiv:2603.09078): each head's output less its component along the token's own value, which the
+    residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
+    y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
+    own = F.normalize(v, dim=-1)[:, :, :, None]
+    y = y - (y * own).sum(-1, keepdim=True) * own
+    return y.flatten(2, 3)
+
+def ln_scale(layer: int) -> float:
+    """Factor on the normalized input of a layer, counted from 0: 1 / sqrt(i) for the i-th one, so that later
+    layers change the residual stream less."""
+    return (layer + 1) ** -0.5
+
+def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
+    """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
+    those that run `loops` times more, one after the other; (0,): none."""
+    layers = list(range(num_layers))
+    if looped == (0,):
+        return layers
+    first, last = looped
+    return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
+
+def learned_lerp(skipped: torch.Tensor, x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """Per channel from a skip (B, T, C) to the residual stream x (B, T, C), as far as sigmoid(mix) says; mix
+    (C,)."""
+    return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
 
 def per_layer(values, num_layers):
     """A per-layer list, repeated or cut to the number of layers."""
@@ -1265,14 +1245,13 @@ class Model(nn.Module):
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
-    def __init__(self, cfg, kind, has_table, mixed_gate, place):
+    def __init__(self, cfg, kind, has_table, mixed_gate):
         super().__init__()
         C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
         attends, has_mlp, mix = kind in "LSP", kind != "0", 1 if cfg.scalar_mix else C
         self.head_dim = C // H
         self.key_offset, self.paired = cfg.key_offset and kind == "L", kind == "P"
         self.cfg, self.mixed_gate = cfg, mixed_gate
-        self.input_scale = (place + 1) ** -0.5 if cfg.depth_scale else 1.0
         self.query = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
         self.key = parameter(KV * C // H, C, on=attends)
@@ -1303,11 +1282,11 @@ class Block(nn.Module):
             x, added = x + added, 0
         scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
         if self.query is not None:
-            h = rms_norm(x if source is None else source) * self.input_scale
+            h = rms_norm(x if source is None else source)
             x = keep[0] * x + scales[0] * self.attend(h, value_embed, mask, context) + added
         if self.fc is not None:
-            h, linear = rms_norm(x) * self.input_scale, self.kernels.linear
-            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, linear, self.cfg.mlp_slope)
+            h, linear = rms_norm(x), self.kernels.linear
+            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, linear)
         return x
 
     def attend(self, h, value_embed, mask, context):
@@ -1339,9 +1318,6 @@ class Block(nn.Module):
         paired = (pair_heads(y) if self.paired else y for y in (q, k, v))
         y = self.kernels.attention(*(y.transpose(1, 2) for y in paired), mask).transpose(1, 2)
         y = unpair_heads(y) if self.paired else y
-        if self.cfg.exclusive:
-            y, own = y.unflatten(2, (v.size(2), -1)), F.normalize(v, dim=-1)[:, :, :, None]
-            y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if self.attn_gate is not None:
             y = y * gate(h, self.attn_gate)[..., None]
         if self.output_lambda is not None:
@@ -1465,24 +1441,22 @@ class GPT(Model):
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         # value embeddings: the table of each layer, counted from 1; 0: none
         self.tables = per_layer(cfg.value_embed_layers, N)
-        rows = zip(self.kinds, self.tables, per_layer(cfg.value_gate_mixed, N), range(N))
+        rows = zip(self.kinds, self.tables, per_layer(cfg.value_gate_mixed, N))
         self.blocks = nn.ModuleList(Block(cfg, *row) for row in rows)
         self.use(kernels)
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
         self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
         # skips: those of the U-net, innermost first, then (from, to)
         self.skips = [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
-        self.unet = len(layer_order(cfg, max(cfg.loop_schedule))) // 2 if cfg.unet_skips else 0
+        self.unet = N // 2 if cfg.unet_skips else 0
         rows, mix = self.unet + len(self.skips), 1 if cfg.scalar_mix else C
         self.skip_weights = parameter(rows, mix, on=rows)
-        self.skip_mix = parameter(rows, mix, on=rows and cfg.skip_mix)
         self.skip_gate = parameter(rows, cfg.skip_gate_dim, on=rows and cfg.skip_gate_dim)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
 
     def context(self, T, device, dtype=None, stage=None):
         window = eval_window(self.cfg) if stage is None else stage.window
-        loops = None if stage is None else stage.loops
-        return make_context(self.cfg, T, window, device, dtype, loops)
+        return make_context(self.cfg, T, window, device, dtype)
 
     def training_context(self, T, device, dtype, stage):
         several = torch.ones(len(stage.mtp.split()), device=device) if stage.mtp != "1" else None
@@ -1550,11 +1524,10 @@ class GPT(Model):
             masks[kind] = self.kernels.window_mask(window, times * T, own, tokens.device)
         x0, bigrams = self.embedded(tokens, candidates or self.candidates(tokens), context.dtype)
         x = x0 if bigrams is None else x0 + self.blocks[0].bigram_lambda.to(x0.dtype) * bigrams
-        outputs, passed, order = {}, [], layer_order(cfg, context.loops)  # of each layer, of each pass
-        for place, i in enumerate(order):
-            block, kind, row = self.blocks[i], self.kinds[i], place - len(order) // 2
-            if self.unet and 0 <= row < len(order) // 2:  # inside out: the last one in is the first one out
-                x = self.skip(x, x0, passed[len(order) // 2 - 1 - row], row)
+        outputs, half = [], cfg.num_layers // 2  # of each layer
+        for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
+            if self.unet and half <= i < 2 * half:  # inside out: the last one in is the first one out
+                x = self.skip(x, x0, outputs[2 * half - 1 - i], i - half)
             for row, (source, to) in enumerate(self.skips, self.unet):
                 if to == i:
                     x = self.skip(x, x0, outputs[source], row)
@@ -1563,8 +1536,7 @@ class GPT(Model):
             if kind != "0":
                 source = outputs[cfg.attn_source] if 0 < cfg.attn_source < i else None
                 x = block(x, x0, bigrams if i else None, source, value_embed, masks.get(kind), context)
-            outputs[i] = x
-            passed.append(x)
+            outputs.append(x)
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
         return rms_norm(x)
@@ -1575,8 +1547,6 @@ class GPT(Model):
         weight = torch.sigmoid(weight) if self.cfg.skip_sigmoid else weight
         if self.skip_gate is not None:
             weight = weight * 2 * gate(x0, self.skip_gate)[..., row:row + 1]
-        if self.skip_mix is not None:
-            return torch.lerp(weight * earlier, x, torch.sigmoid(self.skip_mix[row].to(x.dtype)))
         return x + weight * earlier
 
     def embedded(self, tokens, candidates, dtype):
@@ -1621,7 +1591,6 @@ class Parameter(NamedTuple):
     init: str  # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; constant: scale
     scale: float
     artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
-    artifact_most: float = 127.0  # rounded numbers, in steps of a row
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
     beta1: float = 0.0  # Adam; 0: that of Config
     beta2: float = 0.0  # Adam; 0: that of Config
@@ -1661,7 +1630,7 @@ def parameter_rows(cfg):
             kind, row.group, row.optimizer, getattr(cfg, row.lr) * row.lr_mult, decay * row.decay_mult,
             with_lr and not muon, row.beta1 or cfg.beta1, row.beta2 or cfg.beta2, cfg.adam_eps, row.second,
             row.every * (1 if muon else cfg.adam_every), row.init, row.scale, row.change, precision,
-            row.artifact_most, cfg.artifact_step * row.artifact_step)
+            step=cfg.artifact_step * row.artifact_step)
     return rows
 
 def parameter_table(cfg):
@@ -1689,8 +1658,7 @@ def parameter_table(cfg):
     ]
     scalars = dict(  # kind: first value
         class_scale=1.0, resid_lambda=1.0, x0_lambda=0.0, value_lambdas=0.5, input_lambda=1.0, qk_gain=gain,
-        output_lambda=1.0, bigram_lambda=0.05, layer_scale=1.0, smear=0.0, skip_weights=1.0, skip_mix=0.0,
-        backout=0.5)
+        output_lambda=1.0, bigram_lambda=0.05, layer_scale=1.0, smear=0.0, skip_weights=1.0, backout=0.5)
     rows += [(kind, "scalar", "adam", "scalar_lr", 1.0, 0.0, "constant", first, 0.0)
              for kind, first in scalars.items()]
     table = {row[0]: Parameter(*row) for row in rows}
@@ -1706,7 +1674,7 @@ def parameter_table(cfg):
             number = r"[1-9]\d?" if column == "every" else r"-?\d+(\.\d*)?(e-?\d+)?"
             require(re.fullmatch(number, value), f"parameters={cell!r} must be a number (every: 1 to 99)")
             value, least = float(value), -1e12 if column in ("scale", "change") else 0
-            most = 0.9999 if column in ("beta1", "beta2") else 127 if column == "artifact_most" else 1e12
+            most = 0.9999 if column in ("beta1", "beta2") else 1e12
             require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
         table[kind] = table[kind]._replace(**{column: value})
     for row in table.values():
@@ -1949,6 +1917,288 @@ class GolfGPT(Model):
                 x = x + self.skip_weights[i].to(x.dtype) * outputs.pop()
             x = block(x, x0, mask, context)
         return rms_norm(x)
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context):
+        """Mean loss, nats. tokens and targets (B, T)."""
+        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+
+# ---------- golf_plus: the same game, by a later record
+# parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
+# Gains below are those that records of parameter-golf report, in bits per byte.
+@dataclass(frozen=True)
+class GolfPlus(RunConfig):
+    """Eleven layers, of which two run three times once half of the run is over; XSA, a mean of weights, and
+    weights rounded to 6 bits by GPTQ."""
+    preset: str = option("golf_plus", "the recipe", model=True)
+    # size
+    num_layers: int = option(11, "blocks", 1, 1000, model=True)
+    model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(8, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)  # with 4,096 pieces, GPTQ: -0.022
+    mlp_slope: float = optional(0.5, "leaky ReLU^2: slope of negative activations before the square; 0: "
+                                "ReLU^2", 0, 1, model=True)
+    logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
+    qk_gain_init: float = option(4.0, "first value of the gain of each query head", 0, 100, model=True)
+    exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
+                             "it", model=True)  # with ema_decay: -0.005
+    depth_scale: bool = option(True, "layer i, from 1, reads its input / sqrt(i) (ln_scale); 0: its input",
+                               model=True)  # with rope_fraction: -0.002
+    skip_mix: bool = option(True, "learned per-channel lerp between residual stream and skip; 0: their sum",
+                            model=True)
+    loop_layers: tuple = option((4, 5), "depth recurrence: first and last of the layers that run again; 0: "
+                                "none", 0, 1000, model=True)  # -0.002
+    # a column of the table of stages, one entry per stage; empty: as stages() has it
+    loop_schedule: tuple = option((), "further runs of these layers; scores use the last stage's", 0, 16,
+                                  model=True, of=int)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
+    tokenizer_path: str = option("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model")
+    vocab_size: int = option(8192, "tokens", 1, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(786_432, "tokens per step over all ranks", 1, 1 << 30)
+    packing: str = option("shards", "how training rows are made of the stream: see Shards, Spans and Rows",
+                          choices=("shards", "spans", "rows"))
+    val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
+    val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(500, "steps between train_loss lines after the tenth; 0: 100")
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
+    tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
+    tied_embed_init_std: float = option(0.005, "std of the embedding's first values", 0, 100)
+    scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
+    muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.92, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(1500, "steps; 0: no warmup")
+    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
+    muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
+                                 "(MuonEq-R); 0: don't")
+    weight_decay: float = optional(4.25, "Muon: decay, times matrix_lr and the LR factor; 0: none", 0, 1e6)
+    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; the embedding's is 4.25 times as high; "
+                                        "0: none", 0, 1e6)
+    beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    grad_clip_norm: float = optional(0.3, "norm of all gradients together; 0: no clipping", 0, 1e6)
+    ema_decay: float = optional(0.997, "score the mean of past weights; 0: the last ones", 0, 0.99999)
+    # length: the clock ends the run; the 12 s that are left of 600 are for the calibration of GPTQ
+    iterations: int = option(20_000, "steps at most", 1, 10**9)
+    max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
+    warmdown_frac: float = optional(0.667, "last part of the run, in which LR falls to 0; 0: none", 0, 1)
+    warmup_steps: int = optional(40, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    # artifact and scores
+    artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
+    artifact_codec: str = option("brotli", "compressor", choices=("zlib", "lzma", "brotli"))
+    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
+                                    0, 10)
+    artifact_embed_step: float = optional(20 / 127, "embedding: the same; 0: its maximum / 127", 0, 10)
+    gptq_batches: int = optional(64, "batches that calibrate rounding (GPTQ); 0: to the nearest", 0, 10_000)
+    # in this record: -0.0168
+    eval_sliding: int = optional(64, "targets per row of val_bpb_sliding; 0: no such score")
+    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
+
+    def check(self):
+        super().check()
+        check_grouped_queries(self)
+        looped = self.loop_layers
+        if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
+            raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
+
+    def packer(self):
+        return dict(shards=Shards, spans=Spans, rows=Rows)[self.packing]
+
+    def stages(self):
+        batch, T = self.train_batch_tokens, self.train_seq_len
+        return stage_rows(self, [
+            #         start  tokens per step  per row
+            LoopStage(0.0,   batch,           T, loops=0),
+            LoopStage(0.5,   batch,           T, loops=2),
+        ], loops="loop_schedule")
+
+    def plan_columns(self):
+        return ["loops"]
+
+    def parameter_table(self):
+        """{kind: Row}. The artifact has rows of 6 bits (8 for the embedding) and fp16 scalars."""
+        matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
+                         step=self.artifact_step)
+        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        embed = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
+                        step=self.artifact_embed_step, **adam)
+        scalar = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
+                         precision="fp16", **adam)
+        decay = self.weight_decay * self.matrix_lr
+        return by_kind([
+            # kind                   weight decay  first values
+            matrix("query",          decay=decay,  init="orthogonal", scale=1.0),
+            matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
+            matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
+            matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
+            # a tall matrix has twice the rate, but not twice the decay
+            matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
+            matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
+            embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
+                  scale=self.tied_embed_init_std),
+            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
+            scalar("resid_lambda",   init="constant", scale=1.0),
+            scalar("x0_lambda",      init="constant", scale=0.0),
+            scalar("layer_scale",    init="constant", scale=1.0),
+            scalar("skip_weights",   init="constant", scale=1.0),
+            scalar("skip_mix",       init="constant", scale=0.0),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """p (N, R, C) and buffer, a sum of gradients, change. Numbers are 0-dim; dtype: of products."""
+        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        if self.muon_row_norm:
+            update = normalize_rows(update)
+        update = orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype)
+        p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
+        p.sub_(lr * update)
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1. decay is None if adam_weight_decay is 0."""
+        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p  # decoupled (arXiv:1711.05101)
+        p.sub_(lr * update)
+
+    def schedule(self, step, progress):
+        """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        start = self.muon_momentum_warmup_start
+        return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
+
+    def layers(self, stage=None):
+        T = self.train_seq_len if stage is None else stage.row_tokens
+        return [Layer(T, self.mlp_mult)] * self.num_layers
+
+    def layer_order(self, stage):
+        return looped_order(self.num_layers, self.loop_layers, stage.loops)
+
+    def calibrate(self, model, data, team):
+        """Hessians for GPTQ, also of the embedding as lm_head."""
+        return input_hessians(model, self, data, team, self.gptq_batches) if self.gptq_batches else {}
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        if not row.step:
+            return quantize_by_maximum(w, row.levels // coarser, 0.0)
+        if hessian is None:
+            return quantize_by_rms(w, row.step * coarser, row.levels)
+        return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
+
+    def evaluations(self, step=None):
+        return [named_scores] if step is None else []
+
+    def make_model(self, kernels):
+        return GolfPlusGPT(self, kernels)
+
+class GolfPlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    dtype: torch.dtype  # of activations
+    loops: int  # further runs of loop_layers
+
+class GolfPlusBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg, layer):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        self.cfg = cfg
+        self.head_dim = C // H
+        self.ln_scale = ln_scale(layer) if cfg.depth_scale else 1.0
+        kv_dim = (cfg.num_kv_heads or H) * self.head_dim
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_dim, C)
+        self.value = parameter(kv_dim, C)
+        self.qk_gain = parameter(H)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(C)
+        self.x0_lambda = parameter(C)
+        self.layer_scale = parameter(2, C)  # of attention, of the MLP
+
+    def forward(self, x, x0, mask, context):
+        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
+        x = x + attn_scale * self.attend(rms_norm(x) * self.ln_scale, mask, context)
+        h = rms_norm(x) * self.ln_scale
+        return x + mlp_scale * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.cfg.mlp_slope)
+
+    def attend(self, h, mask, context):
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q = split_heads(linear(h, self.query), self.head_dim)
+        k = split_heads(linear(h, self.key), self.head_dim)
+        v = split_heads(linear(h, self.value), self.head_dim)
+        # the gain is expanded over tokens, so that the norm's kernel sums its gradient
+        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        if self.cfg.exclusive:
+            y = remove_own_value(y, v)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GolfPlusGPT(Model):
+    """The first half of the layers that run leaves its outputs; the second half mixes them in, the last one
+    first. A layer that runs again counts again."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        self.cfg = cfg
+        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
+        self.head = self.embed
+        # row d is of the d-th layer of the second half, so the stages share rows, not layers
+        skips = max(len(cfg.layer_order(stage)) // 2 for stage in cfg.stages())
+        self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
+        self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
+        self.blocks = nn.ModuleList(GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers))
+        self.use(kernels)
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg, dtype = self.cfg, dtype or scoring_dtype(device)
+        frequencies = rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
+        loops = (stage or cfg.stages()[-1]).loops
+        return GolfPlusContext(rope_tables(T, frequencies, device, dtype), dtype, loops)
+
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        cfg, T = self.cfg, tokens.size(1)
+        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all before it
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        order = looped_order(cfg.num_layers, cfg.loop_layers, context.loops)
+        half, outputs = len(order) // 2, []
+        for layer in order[:half]:
+            x = self.blocks[layer](x, x0, mask, context)
+            outputs.append(x)
+        for row, layer in enumerate(order[half:]):
+            if outputs:
+                x = self.skip(x, outputs.pop(), row)
+            x = self.blocks[layer](x, x0, mask, context)
+        return rms_norm(x)
+
+    def skip(self, x, earlier, row):
+        """The residual stream x with an earlier one (B, T, C), by a row of the skips' weights."""
+        skipped = self.skip_weights[row].to(x.dtype) * earlier
+        if not self.cfg.skip_mix:
+            return x + skipped
+        return learned_lerp(skipped, x, self.skip_mix[row])
 
     def logits(self, x):
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
@@ -2886,7 +3136,7 @@ class GPT2PlusModel(Model):
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- the registry of recipes
-RECIPES = dict(tiny=Config, golf=Golf, speedrun=Speedrun, gpt2=GPT2, golf_plus=Config, speedrun_plus=Config,
+RECIPES = dict(tiny=Config, golf=Golf, speedrun=Speedrun, gpt2=GPT2, golf_plus=GolfPlus, speedrun_plus=Config,
                gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
@@ -2942,6 +3192,11 @@ def cautious_decay(p, update, lr, decay):
     """Weight decay where the update shrinks the weight, too (arXiv:2411.16085). p (N, R, C) changes."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
+def normalize_rows(update: torch.Tensor) -> torch.Tensor:
+    """MuonEq-R (arXiv:2603.28254): every row gets norm 1 before the matrix is orthogonalized. update
+    (N, R, C)."""
+    return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
+
 def adam_update(grad, m, v, step, beta1, beta2, eps):
     """Adam's update at a learning rate of 1 (arXiv:1412.6980), with eps beside the root of the corrected
     second moment, as in torch. step counts from 1; m and v change."""
@@ -2979,8 +3234,6 @@ def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
         nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
     else:
         nesterov = grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
-    if cfg.muon_row_norm:
-        nesterov = nesterov / nesterov.norm(dim=-1, keepdim=True).clamp_min(1e-7)
     update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype, cfg.polar_margin)
     if cfg.normuon_beta2:
         update = normuon_scale(update, v, cfg.normuon_beta2)
@@ -3180,6 +3433,11 @@ class WindowStage(Stage):
     """A stage of a recipe with windows."""
     window: int = 0  # of long layers: tokens before its own that a token sees; 0: train_seq_len
 
+@dataclass(frozen=True)
+class LoopStage(Stage):
+    """A stage of a recipe with depth recurrence."""
+    loops: int = 0  # further runs of the looped layers
+
 def stage_rows(cfg, rows, **columns):
     """[Stage] of a recipe's rows, with the columns that cfg overrides. columns: {further column: the constant
     that overrides it}. A list of several entries makes equal stages of a single row. Raises Refused."""
@@ -3208,7 +3466,6 @@ class ClassicStage(NamedTuple):
     window: int  # of long layers, tokens before its own; 0: everything
     longest: int  # document in packed rows; 0: max_doc_len
     mtp: str  # weights of the losses on the next targets
-    loops: int  # further passes through loop_layers
     batch_tokens: int  # tokens per step over all ranks
     row_tokens: int  # tokens per row
 
@@ -4003,15 +4260,21 @@ def decompress(packed):
 def artifact_name(cfg):
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
-def quantize_rows(w, step=0.0, floor=0.0, most=127, hessian=None):
-    """w (R, C) -> int8 (R, C) up to most, fp16 scales (R,): step * rms of a row; of step 0 its clipped
-    maximum / most, at least floor. hessian (C, C) of its inputs: by gptq(), with std in place of rms."""
-    if not step:
-        return quantize_by_maximum(w, most, floor)
-    spread = w.square().mean(1).sqrt() if hessian is None else w.std(1)
-    scale = (step * spread).clamp_min(2**-24).half().float()
-    nearest = (w / scale[:, None]).round().clamp(-most, most)
-    return (nearest if hessian is None else gptq(w, scale, most, hessian)).to(torch.int8), scale.half()
+def quantize_by_rms(w, step, levels):
+    """w (R, C) -> int8 (R, C) up to +-levels, fp16 scales (R,). A row's scale is step * its rms; what lies
+    beyond the levels is clipped."""
+    scale = row_scales(step * w.square().mean(1).sqrt())
+    rows = (w / scale[:, None]).round().clamp(-levels, levels)
+    return rows.to(torch.int8), scale.half()
+
+def quantize_by_gptq(w, step, levels, hessian):
+    """The same with std in place of rms, rounded by gptq(). hessian (C, C): of input_hessians()."""
+    scale = row_scales(step * w.std(1))
+    return gptq(w, scale, levels, hessian).to(torch.int8), scale.half()
+
+def row_scales(scale):
+    """As they are after a round trip through fp16; never 0."""
+    return scale.clamp_min(2**-24).half().float()
 
 def quantize_by_maximum(w, levels, floor):
     """w (R, C) -> int8 (R, C) up to +-levels, fp16 scales (R,). A row's scale is its CLIP_PERCENTILE of
@@ -4038,9 +4301,9 @@ def gptq(w, scale, most, hessian):
     return rows
 
 @torch.no_grad()
-def calibrate(model, cfg, data, team):
-    """{matrix: sum of x x' of its inputs, mean of gptq_batches, this rank's first ones; layers that are
-    passed again add up}"""
+def input_hessians(model, cfg, data, team, batches):
+    """{matrix: sum of x x' of its inputs x in a training batch, mean of this rank's first ones}, for gptq().
+    Layers that run again add up."""
     names, sums, kernels = {p: name for name, p in model.named_parameters()}, {}, model.kernels
 
     def record(x, weight):
@@ -4052,11 +4315,11 @@ def calibrate(model, cfg, data, team):
     context = model.context(T, team.device, team.dtype)
     torch.set_float32_matmul_precision("high")  # TF32 holds what bf16 does
     model.use(kernels._replace(linear=record))
-    for _ in range(cfg.gptq_batches):
+    for _ in range(batches):
         for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
             record(model.hidden(tokens, context), model.head)
     model.use(kernels)
-    return {name: total.cpu() / cfg.gptq_batches for name, total in sums.items()}
+    return {name: total.cpu() / batches for name, total in sums.items()}
 
 def packed_tensors(w, row, cfg, whole, hessian=None, coarser=1.0):
     """{end of its name: tensor} that the artifact has of a parameter of `whole` weights, or of rows w of it:

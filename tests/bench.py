@@ -375,7 +375,7 @@ def parts_of(run, window, rows, T):
         return block.attend(train_gpt.rms_norm(h), value_embed, mask, context)
 
     def mlp(h, fc, proj):
-        return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear, cfg.mlp_slope)
+        return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
 
     def head(h, weight):
         return kernels.loss(train_gpt.rms_norm(h), weight, tokens, model.cap, kernels.head_linear)
@@ -461,16 +461,16 @@ def parts_table(settings, steps):
 
 # ---------- codecs
 def by_largest(bits):
-    """quantize_rows of so many bits: the largest of a row is the largest number."""
-    def quantize(w, step, floor, most, hessian):
+    """quantize_by_maximum of so many bits: the largest of a row is the largest number."""
+    def quantize(w, levels, floor):
         scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2**-24).half()
         return (w / scale.float()[:, None]).round().to(torch.int8), scale
     return quantize
 
 
 def roundings(cfg):
-    """Yields (label, constants that differ, quantize_rows) of every codec."""
-    plain = train_gpt.quantize_rows
+    """Yields (label, constants that differ, quantize_by_maximum) of every codec."""
+    plain = train_gpt.quantize_by_maximum
     yield "int8, clipped rows", dict(artifact_step=0.0), plain
     for bits in (7, 6, 5, 4):
         yield f"int{bits} by the largest", dict(artifact_step=0.0), by_largest(bits)
@@ -511,7 +511,7 @@ def codec_table(settings, path):
           f"{'entropy':>10} {'read back':>10}")
     for label, changes, quantize in roundings(cfg):
         model.cfg = train_gpt.replace(cfg, **changes)
-        with mock.patch.multiple(train_gpt, to_bytes=spied, quantize_rows=quantize):
+        with mock.patch.multiple(train_gpt, to_bytes=spied, quantize_by_maximum=quantize):
             packed = train_gpt.pack_artifact(model)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, train_gpt.artifact_name(model.cfg))

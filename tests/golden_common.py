@@ -40,34 +40,10 @@ def make_model(cfg):
     return cfg.make_model(train_gpt.Kernels())
 
 
-def is_classic(cfg):
-    """Is it of the class that several presets share?"""
-    return isinstance(cfg, train_gpt.Config)
-
-
 def full_size_shapes(cfg):
     """{name of a parameter: its shape}, without the memory."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in make_model(cfg).named_parameters()}
-
-
-def make_context(cfg, T, window, dtype=torch.float32, **fields):
-    """For rows of T tokens and long layers that see so many tokens before their own; fields: of Context."""
-    if not is_classic(cfg):
-        stage = cfg.stages()[-1]
-        if "window" in vars(stage):
-            stage = None if window == vars(cfg).get("eval_window") else replace(stage, window=window or T)
-        with torch.device("meta"):
-            model = make_model(cfg)
-        return model.context(T, CPU, dtype, stage)._replace(**fields)
-    return train_gpt.make_context(cfg, T, window, CPU, dtype)._replace(**fields)
-
-
-def windows_of(context):
-    """({kind of layer: tokens before its own that it sees}, factor on q @ k)"""
-    stated = context._asdict()
-    sizes = {kind: int(size) for kind, size in stated.get("windows", {}).items()}
-    return sizes, stated["attn_scale"].item() if "attn_scale" in stated else None
 
 
 def tie(model):
@@ -77,15 +53,6 @@ def tie(model):
 
 def loss_of(model, tokens, targets, context):
     return model(tokens, targets, context)
-
-
-def rope_of(cfg, window):
-    """Radians per token of each pair of channels."""
-    if hasattr(cfg, "rope"):        # it follows the window
-        return cfg.rope(window)[0]
-    if not is_classic(cfg):
-        return train_gpt.rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base)
-    return train_gpt.rope_frequencies(cfg, window)[0]
 
 
 def logits_of(model, tokens, context):
@@ -165,14 +132,14 @@ def decay_scale(cfg):
 
 
 class Schedule:
-    """Of a run at full size."""
+    """Of a run at full size. attn_scale: a function of (Config, stage)."""
 
-    def __init__(self, cfg):
-        self.cfg, self.seen = cfg, {}
+    def __init__(self, cfg, attn_scale):
+        self.cfg, self.attn_scale, self.seen = cfg, attn_scale, {}
 
     def at(self, step, seconds=0.0, progress=None):
-        """lr, momentum, decay_factor, tied: what a step takes. progress, and of the stage tokens (of a
-        batch), windows {"L": long, "S": short}, attn_scale, longest (document), loops."""
+        """lr, momentum, decay_factor, tied: what a step takes. progress, stage, and of it tokens (of a
+        batch), windows {"L": long, "S": short}, attn_scale, longest (document)."""
         cfg = self.cfg
         if progress is None:
             progress = cfg.progress(step, seconds)
@@ -180,16 +147,9 @@ class Schedule:
         if stage not in self.seen:
             windows = cfg.windows(stage, stage.row_tokens)
             self.seen[stage] = dict(
-                tokens=stage.batch_tokens, longest=stage.doc_len,
+                stage=stage, tokens=stage.batch_tokens, longest=stage.doc_len,
+                attn_scale=self.attn_scale(cfg, stage),
                 windows={"L": windows.get("long_window"), "S": windows.get("short_window")})
-            if not is_classic(cfg):
-                scale = vars(cfg).get("attn_scale") or (cfg.model_dim // cfg.num_heads) ** -0.5
-                if hasattr(cfg, "rope"):
-                    scale = cfg.rope(stage.window)[1]
-                self.seen[stage]["attn_scale"] = scale
-            else:
-                self.seen[stage]["loops"] = stage.loops
-                self.seen[stage]["attn_scale"] = train_gpt.rope_frequencies(cfg, stage.window)[1]
         now = cfg.schedule(step, progress)
         return SimpleNamespace(progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay,
                                tied=now.tied, **self.seen[stage])
@@ -302,8 +262,57 @@ class GoldenSet:
                 p.copy_(weights[name])
         return model
 
+    # what a recipe with windows has of its own; here every layer sees everything before it
     def context(self, T, window, dtype=torch.float32, **fields):
-        return make_context(self.cfg, T, window, dtype, **fields)
+        """For rows of T tokens; window: tokens before its own that a long layer sees; fields: of Context."""
+        with torch.device("meta"):
+            model = make_model(self.cfg)
+        return model.context(T, CPU, dtype)._replace(**fields)
+
+    def windows(self, context):
+        """{kind of layer: tokens before its own that it sees}"""
+        return {}
+
+    def scale_in(self, context):
+        """Factor on q @ k in a forward pass."""
+        return self.attn_scale(self.cfg, None)
+
+    def rope(self, cfg, window):
+        """Radians per token of each pair of channels."""
+        return train_gpt.rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base)
+
+    def attn_scale(self, cfg, stage):
+        """The same by a stage."""
+        return (cfg.model_dim // cfg.num_heads) ** -0.5
+
+
+class WithWindows(GoldenSet):
+    """A set whose recipe has long and short windows, which are a column of its stages."""
+
+    def context(self, T, window, dtype=torch.float32, **fields):
+        stage = replace(self.cfg.stages()[-1], window=window or T)
+        with torch.device("meta"):
+            model = make_model(self.cfg)
+        return model.context(T, CPU, dtype, stage)._replace(**fields)
+
+    def windows(self, context):
+        return {kind: int(size) for kind, size in context.windows.items()}
+
+
+class SharedClass(WithWindows):
+    """A set whose recipe still shares a class with others: windows that grow, with YaRN."""
+
+    def context(self, T, window, dtype=torch.float32, **fields):
+        return train_gpt.make_context(self.cfg, T, window, CPU, dtype)._replace(**fields)
+
+    def scale_in(self, context):
+        return context.attn_scale.item()
+
+    def rope(self, cfg, window):
+        return train_gpt.rope_frequencies(cfg, window)[0]
+
+    def attn_scale(self, cfg, stage):
+        return train_gpt.rope_frequencies(cfg, stage.window)[1]
 
 
 class Seed(GoldenSet):
@@ -316,7 +325,7 @@ class Seed(GoldenSet):
         super().__init__(npz)
         self.cfg = load_config(self.json("overrides"))
         self.full = load_config(self.json("overrides_full"))
-        self.schedule = Schedule(self.full)
+        self.schedule = Schedule(self.full, self.attn_scale)
 
     @classmethod
     def series(cls):
@@ -334,11 +343,11 @@ class Seed(GoldenSet):
     def setting_context(self, setting, T):
         """Context of one of `settings`, whose numbers beside the long window are ours."""
         context = self.context(T, setting["window_long"])
-        sizes, attn_scale = windows_of(context)
+        sizes = self.windows(context)
         if "S" in sizes and setting["window_short"]:
             assert sizes["S"] == setting["window_short"], setting
-        if "attn_scale" in setting and attn_scale is not None:
-            assert attn_scale == pytest.approx(setting["attn_scale"], rel=1e-6), setting
+        if "attn_scale" in setting:
+            assert self.scale_in(context) == pytest.approx(setting["attn_scale"], rel=1e-6), setting
         return context
 
     def rows_at_once(self, batch):
@@ -383,7 +392,7 @@ class Later(GoldenSet):
         super().__init__(npz)
         self.meta = self.json("meta")
         self.full = load_config({"PRESET": self.PRESET})
-        self.schedule = Schedule(self.full)
+        self.schedule = Schedule(self.full, self.attn_scale)
         self.overrides = {"PRESET": self.PRESET} | {name: str(x) for name, x in self.toy().items()}
         self.cfg = load_config(self.overrides)
 

@@ -21,7 +21,7 @@ class GolfPlus(Later):
     # {our constant at full size: theirs} where the names differ; and those that are the same
     CONSTANTS = {"eval_sliding": "eval_stride", "gptq_batches": "gptq_calibration_batches"}
     SAME = ("vocab_size", "num_layers", "model_dim", "num_kv_heads", "num_heads", "mlp_mult",
-            "tie_embeddings", "logit_softcap", "rope_base", "tied_embed_lr", "tied_embed_init_std",
+            "logit_softcap", "rope_base", "tied_embed_lr", "tied_embed_init_std",
             "matrix_lr", "scalar_lr", "muon_momentum", "muon_momentum_warmup_start",
             "muon_momentum_warmup_steps", "muon_backend_steps", "beta1", "beta2", "adam_eps", "ema_decay",
             "grad_clip_norm", "train_seq_len", "train_batch_tokens", "iterations", "warmdown_frac",
@@ -63,7 +63,7 @@ class GolfPlus(Later):
         for name, losses in zip(self.json("loss_columns"), self.array("loss").T, strict=True):
             loops = {"plain": 0, "loop": meta["num_loops"]}[name]
             order = meta[f"encoder_{name}"] + meta[f"decoder_{name}"]
-            assert train_gpt.layer_order(self.cfg, loops) == order
+            assert train_gpt.looped_order(self.cfg.num_layers, self.cfg.loop_layers, loops) == order
             context = self.context(meta["seq"], 0, loops=loops)
             found.append(SimpleNamespace(prefix=f"{name}.", losses=losses, context=context, mtp=None,
                                          weights=dict))
@@ -71,6 +71,9 @@ class GolfPlus(Later):
 
     def first_step(self, series, steps):
         return self.json("optimizer_setting")[series]["first"]
+
+    def rope(self, cfg, window):
+        return train_gpt.rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
 
     def schedule_at(self, step, series):
         """By the clock."""
@@ -93,7 +96,7 @@ def test_golf_plus_schedule(golf_plus):
         now = golf_plus.schedule.at(int(row["step"]), row["nominal_ms"] / 1000)
         off = max(abs(now.lr - row["lr_factor"]), abs(now.momentum - row["muon_momentum"]))
         assert off < 2e-6 and abs(now.progress - row["frac"]) < 1e-6, row
-        assert abs(now.progress - half) < 1e-6 or (now.loops > 0) == row["loop_active"], row
+        assert abs(now.progress - half) < 1e-6 or (now.stage.loops > 0) == row["loop_active"], row
 
 
 def test_golf_plus_at_full_size(golf_plus):
@@ -101,11 +104,12 @@ def test_golf_plus_at_full_size(golf_plus):
     for ours, theirs in ({name: name for name in golf_plus.SAME} | golf_plus.CONSTANTS).items():
         assert getattr(cfg, ours) == full[theirs], ours
     assert cfg.loop_layers == (full["loop_start"], full["loop_end"])
-    assert cfg.loop_schedule == (0, full["num_loops"])
+    assert [stage.loops for stage in cfg.stages()] == [0, full["num_loops"]]
+    assert full["tie_embeddings"] and "head" not in dict(golf_plus.model().named_parameters())
     assert cfg.max_wallclock_seconds == full["max_wallclock_seconds"] - full["gptq_reserve_seconds"]
     assert cfg.warmup_steps == 2 * full["warmup_steps"]     # they loop in the second half
     theirs = golf_plus.tensor("rope.inv_freq")
-    ours = train_gpt.rope_frequencies(cfg, 0)[0]
+    ours = golf_plus.rope(cfg, 0)
     torch.testing.assert_close(ours[:len(theirs)], theirs, rtol=2e-6, atol=0)
     assert not ours[len(theirs):].any()
 
@@ -164,7 +168,7 @@ def test_golf_plus_rounding(golf_plus):
     for name in tried:
         about = golf_plus.json(f"quant.{name}.info")
         step, most = about["clip_sigmas"] / about["clip_range"], about["clip_range"]
-        rows, scale = train_gpt.quantize_rows(w, step, 0.0, most, hessian)
+        rows, scale = train_gpt.quantize_by_gptq(w, step, most, hessian)
         assert (rows.numpy() == golf_plus.array(f"quant.{name}.q")).all(), name
         assert (scale.numpy() == golf_plus.array(f"quant.{name}.scale")).all(), name
     full, table = golf_plus.json("full_size"), parameter_rows(golf_plus.full)
@@ -173,9 +177,9 @@ def test_golf_plus_rounding(golf_plus):
         assert table[kind].artifact_most == most
         step = full[f"{prefix}_clip_sigmas"] / most
         assert table[kind].artifact_step == pytest.approx(step, rel=1e-6), kind
-    small = {kind for kind, row in table.items() if row.scalar and row.artifact_step}
+    small = {kind for kind, row in golf_plus.full.parameter_table().items() if row.precision == "fp16"}
     kinds = {kind_of(name) for name, _ in golf_plus.model().named_parameters()}
-    assert small & kinds == kinds - {*MATRICES, "embed"}        # in fp16
+    assert small == kinds - {*MATRICES, "embed"} == table.keys() - {*MATRICES, "embed"}
 
 
 def test_golf_plus_calibration(golf_plus, monkeypatch):
@@ -188,7 +192,7 @@ def test_golf_plus_calibration(golf_plus, monkeypatch):
     cfg = replace(golf_plus.cfg, gptq_batches=len(batches))
     team = fake_team()
     team.dtype = torch.float32
-    found = train_gpt.calibrate(golf_plus.model(), cfg, None, team)
+    found = cfg.calibrate(golf_plus.model(), None, team)
     assert names and not batches
     assert {kind_of(name) for name in found} == {*MATRICES, "embed"}
     for name in names:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import train_gpt
-from golden_common import (Seed, load_config, make_loader, nats_of, open_shards, replace, set_fixture,
-                           value_tables)
+from golden_common import (Seed, WithWindows, load_config, make_loader, nats_of, open_shards, replace,
+                           set_fixture, value_tables)
 
 
-class GPT2(Seed):
+class GPT2(WithWindows, Seed):
     FILE, RATES_OF_TALL = "gpt2.npz", True
     SCALARS, SCALAR_GRADIENT = ("resid_lambda", "x0_lambda"), 2e-5
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import train_gpt
-from golden_common import (MATRICES, Later, load_config, make_loader, nats_of, open_shards, replace,
-                           set_fixture, value_tables, windows_of)
+from golden_common import (MATRICES, Later, WithWindows, load_config, make_loader, nats_of, open_shards,
+                           replace, set_fixture, value_tables)
 from golden_gpt2 import documents, window_sizes
 
 
-class GPT2Plus(Later):
+class GPT2Plus(WithWindows, Later):
     FILE, PRESET, RATES_OF_TALL = "plus/gpt2_plus.npz", "gpt2_plus", True
     # {kind of our parameter: theirs, by which `init` has it}
     NAMES = {"resid_lambda": "resid_lambdas", "x0_lambda": "x0_lambdas", "smear": "smear_lambda",
@@ -62,7 +62,7 @@ class GPT2Plus(Later):
     def settings(self):
         T = self.meta["seq"]
         context = self.context(T, T)
-        sizes, _ = windows_of(context)
+        sizes = self.windows(context)
         assert [sizes[kind] for kind in self.cfg.window_pattern] == self.meta["windows"]
         losses = self.array("loss")
         return [SimpleNamespace(prefix="", losses=losses, context=context, mtp=None, weights=dict)]

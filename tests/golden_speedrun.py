@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from golden_common import Seed, replace, set_fixture
+from golden_common import Seed, WithWindows, replace, set_fixture
 
 
-class Speedrun(Seed):
+class Speedrun(WithWindows, Seed):
     FILE, RATES_OF_TALL = "speedrun.npz", True
     SCALARS = ("resid_lambda", "x0_lambda", "value_lambdas")
     TABLES = ("embed", "value_embeds", "head")
@@ -40,6 +40,15 @@ class Speedrun(Seed):
                     block + "fc": w[block + "mlp.c_fc"].T, block + "mlp_proj": w[block + "mlp.c_proj"],
                     block + "resid_lambda": mixes[i, :1], block + "x0_lambda": mixes[i, 1:]}
         return found
+
+    def scale_in(self, context):
+        return context.attn_scale.item()
+
+    def rope(self, cfg, window):
+        return cfg.rope(window)[0]
+
+    def attn_scale(self, cfg, stage):
+        return cfg.rope(stage.window)[1]
 
     def rows_at_once(self, batch):
         return len(batch[0]) // 2       # gradients of micro-steps add up

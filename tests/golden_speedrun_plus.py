@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from golden_common import (MATRICES, Later, difference, make_context, make_loader, open_shards, replace,
-                           set_fixture, value_tables, windows_of)
+from golden_common import (CPU, MATRICES, Later, SharedClass, difference, make_loader, open_shards, replace,
+                           set_fixture, value_tables)
 
 UNIT_STEP = 1200    # of unit.attention_*: golden/plus/README.md
 
 
-class SpeedrunPlus(Later):
+class SpeedrunPlus(SharedClass, Later):
     FILE, PRESET, RATES_OF_TALL = "plus/speedrun_plus.npz", "speedrun_plus", True
     # {kind of our parameter: theirs, by which `init` has it}
     NAMES = {"input_lambda": "sa_lambdas", "output_lambda": "sa_lambdas", "smear": "smear_lambda",
@@ -65,9 +65,9 @@ class SpeedrunPlus(Later):
         for row, losses in zip(self.json("settings"), self.array("loss"), strict=True):
             mtp = torch.tensor(row["mtp"]) if len(row["mtp"]) > 1 else None
             context = self.context(self.meta["tokens"], row["long"], mtp=mtp)
-            sizes, attn_scale = windows_of(context)
+            sizes = self.windows(context)
             assert sizes == {"L": row["long"], "S": row["short"], "P": row["short"]}
-            assert attn_scale == pytest.approx(row["attn_scale"], rel=1e-6)
+            assert self.scale_in(context) == pytest.approx(row["attn_scale"], rel=1e-6)
             tied = row["tied"]
             found.append(SimpleNamespace(
                 prefix=row["name"] + ".", losses=losses, context=context, mtp=mtp,
@@ -155,7 +155,7 @@ def test_speedrun_plus_rope(speedrun_plus):
         "factor1", "factor2", "pair_factor1", "pair_factor2"))
     T, D = cos.shape
     cfg = replace(cfg, model_dim=2 * D, num_heads=2)
-    context = make_context(cfg, T, cfg.window_schedule[0])
+    context = train_gpt.make_context(cfg, T, cfg.window_schedule[0], CPU)
     # theirs: adjacent channels, sin with its sign
     for mine, theirs in ((context.rope[0], cos), (context.rope[1], sin)):
         torch.testing.assert_close(mine[:, 0, :D // 4], theirs[:, :D // 2:2], rtol=0, atol=2e-6)

@@ -139,8 +139,10 @@ def test_no_record_beats_the_roofline(settings, tokens, window, record):
 def test_the_roofline_by_hand():
     """Two layers of 512, one of which sees 64 tokens before its own: FLOPs over rates, part by part."""
     cfg = train_gpt.load_config(dict(
-        PRESET="golf_plus", NUM_LAYERS="2", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="128", TRAIN_SEQ_LEN="1024",
-        VOCAB_SIZE="1024", MLP_MULT="2", LOOP_LAYERS="0", LOOP_SCHEDULE="0", TRAIN_BATCH_TOKENS="65536"))
+        NUM_LAYERS="2", MODEL_DIM="512", NUM_HEADS="8", NUM_KV_HEADS="4", MLP_MULT="2", TIE_EMBEDDINGS="1",
+        WINDOW_PATTERN="SL", WINDOW_SCHEDULE="128", VOCAB_SIZE="1024", TRAIN_SEQ_LEN="1024",
+        TRAIN_BATCH_TOKENS="65536", BATCH_SCHEDULE="1", BIGRAM_ROWS="0", COUNT_ORDERS="0", COPY_ORDERS="0",
+        VALUE_EMBED_LAYERS="0", PARAMETERS=""))
     stage, = cfg.stages()
     one, eight = (bench.roofline(cfg, gpus, stage) for gpus in (1, 8))
     assert one["communication"] == 0

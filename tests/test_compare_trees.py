@@ -49,8 +49,7 @@ def test_a_case_reaches_every_stage(case, steps):
     schedules = [cfg.schedule(step, part) for step, part in enumerate(progress)]
     top = {cfg.top_lr(part) for part in progress}
     assert schedules[-1].lr < max(top)
-    if isinstance(cfg, train_gpt.Config):
-        assert {stage.loops for stage in reached} == set(cfg.loop_schedule)
+    if isinstance(cfg, train_gpt.Config):       # recipes that are sections have none of these
         assert top == set(cfg.lr_schedule)
         assert {now.tied for now in schedules} == ({True, False} if cfg.untie_at else {False})
 

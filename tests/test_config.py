@@ -34,15 +34,13 @@ PINNED = {
         value_gate_factor=2.0, smear_normed=False, short_window=0.5,
         logit_shift=0.0, logit_width=0.0, value_gate_mixed=(0,), attn_lambdas=False, attn_source=0,
         bigram_lambdas=False, mix_sublayers=False, skip_gate_dim=0,
-        mlp_slope=0.0, depth_scale=False, exclusive=False, skip_mix=False, loop_layers=(0,),
-        loop_schedule=(0,),
         # of the run
         run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash3",
         fp8_head_most=(0.0, 0.875, 1.0),
         gate_lr=0.008, muon_momentum_end=0.0, polar_margin=1.02, adam_weight_decay=0.0,
         cautious_decay="muon", lr_warmup_steps=0,
         untie_at=0.0, stage_starts=(0.0,), doc_schedule=(0,), mtp_schedule=("1",),
-        artifact_codec="auto", gptq_batches=0, muon_row_norm=False, ema_decay=0.0,
+        artifact_codec="auto", ema_decay=0.0,
         compile=True, triton_kernels=True, dry_run=False,
         eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
         sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
@@ -115,6 +113,20 @@ RECIPES = {
         muon_momentum_warmup_steps=300, muon_momentum_cooldown_steps=50, muon_backend_steps=5,
         normuon_beta2=0.95, weight_decay=1.2, adam_every=2, beta1=0.65, beta2=0.95, adam_eps=1e-08,
         lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66), warmdown_frac=0.55, lr_floor=0.1),
+    "golf_plus": RUN | dict(
+        preset="golf_plus", num_layers=11, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=4,
+        mlp_slope=0.5, logit_softcap=30.0, rope_base=10_000.0, rope_fraction=0.25, qk_gain_init=4.0,
+        exclusive=True, depth_scale=True, skip_mix=True, loop_layers=(4, 5), loop_schedule=(),
+        data_path="data/datasets/fineweb10B_sp8192",
+        tokenizer_path="data/tokenizers/fineweb_8192_bpe.model", vocab_size=8192, train_seq_len=2048,
+        train_batch_tokens=786_432, packing="shards", val_batch_size=524_288, val_loss_every=4000,
+        train_log_every=500, matrix_lr=0.02, tied_embed_lr=0.03, tied_embed_init_std=0.005, scalar_lr=0.02,
+        muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
+        muon_backend_steps=5, muon_row_norm=True, weight_decay=4.25, adam_weight_decay=0.02, beta1=0.9,
+        beta2=0.95, adam_eps=1e-8, grad_clip_norm=0.3, ema_decay=0.997, iterations=20_000,
+        max_wallclock_seconds=588.0, warmdown_frac=0.667, warmup_steps=40, artifact_bytes_limit=16_000_000,
+        artifact_codec="brotli", artifact_step=12.85 / 31, artifact_embed_step=20 / 127, gptq_batches=64,
+        eval_sliding=64, eval_ttt=0, eval_ttt_lr=0.05),
     "gpt2": RUN | dict(
         preset='gpt2', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
         val_loss_every=250,
@@ -149,24 +161,6 @@ RECIPES = {
         warmdown_frac=0.6499640804597702, lr_floor=0.05, core=True, core_bundle='data/core_bundle',
         core_metric_every=0, core_metric_max_per_task=0)}
 # the later records
-PINNED["golf_plus"] = PLAIN | dict(
-    num_heads=8, num_kv_heads=4, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
-    bigram_rows=0, value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
-    artifact_bytes_limit=16_000_000, data_fingerprint="", shuffle=False, val_batch_size=524_288,
-    matrix_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, scalar_lr=0.02, muon_momentum=0.99,
-    muon_momentum_warmup_start=0.92,
-    muon_momentum_warmup_steps=1500, muon_sum=True, beta1=0.9, iterations=20_000, model_dim=512,
-) | dict(vocab_size=8192, train_seq_len=2048, num_layers=11, mlp_mult=4,
-    mlp_slope=0.5, depth_scale=True, qk_gain_init=4.0, exclusive=True, rope_fraction=0.25, skip_mix=True,
-    loop_layers=(4, 5), loop_schedule=(0, 2), train_log_every=500, val_loss_every=4000,
-    artifact_step=0.41451612903225804, artifact_codec="brotli", gptq_batches=64, artifact_scale_floor=0.0,
-    data_path="data/datasets/fineweb10B_sp8192", tokenizer_path="data/tokenizers/fineweb_8192_bpe.model",
-    train_batch_tokens=786432, packing="shards", eval_sliding=64,
-    parameters=("query+key+value+fc init=orthogonal", "matrix artifact_most=31",
-    "scalar decay_mult=1 artifact_step=1", "fc decay_mult=0.5",
-    "embed decay_mult=4.25 artifact_step=0.3799136"), muon_row_norm=True, ema_decay=0.997,
-    weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
-    grad_clip_norm=0.3, max_wallclock_seconds=588.0, warmup_steps=40, warmdown_iters=0, warmdown_frac=0.667)
 PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(num_layers=11, logit_softcap=11.5,
     fp8_head_most=(100.0, 1.6, 0.75), logit_shift=5.0,
     logit_width=15.0, key_offset=True, value_gate_dim=12, value_gate_mixed=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0,
@@ -195,9 +189,7 @@ TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple
           and name not in ("parameters", "mtp_schedule")]       # of text
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
-COMPANIONS = {"loop_layers": {"loop_schedule": (2,), "batch_schedule": (1,)},
-              "loop_schedule": {"loop_layers": (0, 1), "batch_schedule": (1,)},
-              "lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
+COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
               "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192,
                                "batch_schedule": (1,)},
               "packing": {"shuffle": False},
@@ -220,7 +212,7 @@ def other_value(name):
         skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
         lr_switches=(0.0, 0.25), polar_margin=1.01, fp8_head_most=(1.0, 2.0, 3.0),
         value_gate_mixed=(1, 0), loop_layers=(0, 1),
-        loop_schedule=(0, 2), stage_starts=(0.0, 0.5), doc_schedule=(64, 0), mtp_schedule=("1", "1 0.5:0"),
+        loop_schedule=(0, 3), stage_starts=(0.0, 0.5), doc_schedule=(64, 0), mtp_schedule=("1", "1 0.5:0"),
         parameters=("head.init=normal", "head.scale=0.01"))
     if name in special:
         return special[name]
@@ -277,16 +269,18 @@ def test_constants_of_other_recipes(preset):
         if on in train_gpt.off_values(train_gpt.KNOWN[name]):
             on = FIELDS[name].default
         sentence = refusal({"PRESET": preset, name.upper(): show(on)})
-        assert f"{preset} has no such constant, only" in sentence and OWNER[name] in sentence
+        owners = [other for other, recipe in train_gpt.RECIPES.items() if name in train_gpt.fields_of(recipe)]
+        assert sentence.endswith(f"{preset} has no such constant, only {', '.join(owners)}") and owners
         assert sentence == refusal({}, [f"--preset={preset}", f"{flag(name)}={show(on)}"])
     assert off > 40
 
 
-def test_what_the_public_script_of_golf_has_and_golf_does_not_need():
-    golf = {"PRESET": "golf"}
+@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
+def test_what_the_public_script_of_golf_has_and_golf_does_not_need(preset):
+    golf = {"PRESET": preset}
     assert load_config(golf | dict(TIE_EMBEDDINGS="1", EMBED_LR="0.6", HEAD_LR="0.008")) == load_config(golf)
-    assert refusal(golf | {"TIE_EMBEDDINGS": "0"}) == "tie_embeddings=0: in golf it is always 1"
-    assert "has no such constant" in refusal({"PRESET": "golf", "SKIP_GATE_DIM": "3"})
+    assert refusal(golf | {"TIE_EMBEDDINGS": "0"}) == f"tie_embeddings=0: in {preset} it is always 1"
+    assert "has no such constant" in refusal(golf | {"SKIP_GATE_DIM": "3"})
 
 
 def test_a_column_of_stages_can_be_overridden():
@@ -302,6 +296,28 @@ def test_a_column_of_stages_can_be_overridden():
     assert "2 stages" in refusal(golf | {"BATCH_SCHEDULE": "1,2", "SEQ_SCHEDULE": "1,1,2"})
     assert "stage_starts" in refusal(golf | {"BATCH_SCHEDULE": "1,2", "STAGE_STARTS": "0.5,0.6"})
     assert "whole number of rows" in refusal(golf | {"SEQ_SCHEDULE": "5"})
+
+
+def test_the_loops_of_golf_plus():
+    """They are a column of its stages; one constant turns them off, either way."""
+    golf_plus = {"PRESET": "golf_plus"}
+
+    def orders(**settings):
+        cfg = load_config(golf_plus | settings)
+        return [cfg.layer_order(stage) for stage in cfg.stages()]
+
+    once, looped = list(range(11)), [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 6, 7, 8, 9, 10]
+    assert orders() == [once, looped]
+    assert orders(LOOP_LAYERS="0") == orders(LOOP_SCHEDULE="0") == [once, once]
+    assert orders(LOOP_LAYERS="3,3", LOOP_SCHEDULE="1") == 2 * [[0, 1, 2, 3, 3, *range(4, 11)]]
+    assert orders(LOOP_LAYERS="10,30", LOOP_SCHEDULE="1,0") == [[*once, 10], once]
+    assert orders(NUM_LAYERS="3") == 2 * [[0, 1, 2]]
+    starts = load_config(golf_plus | {"STAGE_STARTS": "0,0.25", "ITERATIONS": "100"}).stages()
+    assert [(stage.first_step, stage.loops) for stage in starts] == [(0, 0), (25, 2)]
+    assert "loop_schedule=0,1,2: golf_plus has 2 stages" in refusal(golf_plus | {"LOOP_SCHEDULE": "0,1,2"})
+    for text in ("5,4", "4", "1,2,3", "0,0,1"):
+        assert f"loop_layers={text} must" in refusal(golf_plus | {"LOOP_LAYERS": text})
+    assert "num_kv_heads=3" in refusal(golf_plus | {"NUM_KV_HEADS": "3"})
 
 
 def test_names():
@@ -426,7 +442,8 @@ def test_tuples_are_comma_lists(name):
                     by_owner(name, env, [f"{flag(name)}={text}"])):
             assert getattr(cfg, name) == tuple(map(kind, text.split(",")))
             assert {type(part) for part in getattr(cfg, name)} == {kind}
-    wrong = ["", ",", "1,", "1;2", "a", "1,nan", "inf", f"{least},{least - 1}", "1 2", f"{most + 1:g}"]
+    wrong = [",", "1,", "1;2", "a", "1,nan", "inf", f"{least},{least - 1}", "1 2", f"{most + 1:g}"]
+    wrong += [""] * (FIELDS[name].default != ())
     owner = {"PRESET": OWNER[name]}
     assert all(name in refusal(owner | {name.upper(): text}) for text in wrong + ["1.5"] * (kind is int))
 

@@ -139,6 +139,13 @@ def test_samples(toy):
 
 
 # -------------------------------------------------------------------------------- the artifact
+def quantized(w, step, floor):
+    """int8 rows and their scales."""
+    if step:
+        return train_gpt.quantize_by_rms(w, step, 127)
+    return train_gpt.quantize_by_maximum(w, 127, floor)
+
+
 @pytest.mark.parametrize("step, floor", [(0, 0.0), (0, 1 / 127), (0.05, 0.0), (0.3, 0.0), (1.0, 0.0)])
 @pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 700_000)])
 def test_quantize_rows_equals_numpy(rows, columns, step, floor):
@@ -149,7 +156,7 @@ def test_quantize_rows_equals_numpy(rows, columns, step, floor):
     w = rng.standard_normal((rows, columns)) * np.exp(rng.uniform(-8, 3, (rows, 1)))
     w[0], w[1], w[2, columns // 2] = 0, 1e-9, -9.0
     w = w.astype(np.float32)
-    q, scale = (t.numpy() for t in train_gpt.quantize_rows(torch.from_numpy(w), step, floor))
+    q, scale = (t.numpy() for t in quantized(torch.from_numpy(w), step, floor))
     assert q.dtype == np.int8 and scale.dtype == np.float16 and scale.shape == (rows,)
     exact = w.astype(np.float64)
     clip = np.percentile(np.abs(exact), 99.99984, axis=1)
@@ -199,7 +206,7 @@ def test_what_an_artifact_holds(settings, tmp_path):
             assert torch.equal(tensors.pop(name), p.half()) and torch.equal(back, p.half().float())
         else:
             step = cfg.artifact_step * row.artifact_step
-            q, scale = train_gpt.quantize_rows(p, step, cfg.artifact_scale_floor)
+            q, scale = quantized(p, step, cfg.artifact_scale_floor)
             assert torch.equal(tensors.pop(name + ".int8"), q)
             assert torch.equal(tensors.pop(name + ".scale"), scale)
             assert torch.equal(back, q.float() * scale.float()[:, None]) and (back - p).norm() < p.norm() / 3
@@ -209,6 +216,23 @@ def test_what_an_artifact_holds(settings, tmp_path):
     path.write_bytes(packed[:-100])
     with pytest.raises(Refused):
         train_gpt.load_model(path)
+
+
+@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
+def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
+    """Of 100 tokens: it is loaded whatever recipe is asked for."""
+    own = preset_config(preset)
+    cfg = replace(own, vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1, num_layers=2,
+                  train_seq_len=100, train_batch_tokens=600, batch_schedule=(1, 2), seq_schedule=(1, 3))
+    train_gpt.check_config(cfg)
+    assert own.train_batch_tokens % 100
+    model, path = cfg.make_model(train_gpt.Kernels()), tmp_path / "model.ptz"
+    init_parameters(model, 0)
+    path.write_bytes(pack_artifact(model))
+    for base in (None, own, cfg, Config()):
+        found = train_gpt.load_model(path, "cpu", base)[1]
+        assert [getattr(found, name) for name in cfg.model_fields()] == [
+            getattr(cfg, name) for name in cfg.model_fields()]
 
 
 def test_sizes_and_limits_of_artifacts(tmp_path):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from golden_common import (
     FOREIGN, GOLDEN, adam_alone, check_decay, close, decay_scale, difference, distinct, full_size_shapes,
     gradients, in_fp64, kind_of, load_config, logits_of, loss_of, loss_of_split, make_loader,
-    make_optimizer, muon_alone, nats_and_loss, open_set, open_shards, parameter_rows, rope_of, stated_in,
+    make_optimizer, muon_alone, nats_and_loss, open_set, open_shards, parameter_rows, stated_in,
     stated_law, step_on_batch, step_on_gradients, tie)
 from golden_golf import *  # noqa: F403
 from golden_golf import Golf
@@ -247,7 +247,7 @@ def test_rope(seed, size, prefix):
     assert windows
     for window in windows:
         theirs = seed.tensor(f"{prefix}.{window}")
-        ours = rope_of(getattr(seed, size), int(window))
+        ours = seed.rope(getattr(seed, size), int(window))
         torch.testing.assert_close(ours[:len(theirs)], theirs, rtol=2e-6, atol=0)
         assert not ours[len(theirs):].any()
 

@@ -109,8 +109,8 @@ def test_nats_are_those_of_single_forwards(cfg, stream, settings):
 
 def test_presets_that_ask_for_named_scores():
     """golf_plus for the one that its record has, the others for none."""
-    asked = {preset: {name for name in PROTOCOLS if getattr(preset_config(preset), f"eval_{name}")}
-             for preset in train_gpt.PRESETS}
+    asked = {preset: {name for name in PROTOCOLS if vars(preset_config(preset)).get(f"eval_{name}")}
+             for preset in train_gpt.RECIPES}
     assert asked.pop("golf_plus") == {"sliding"} and not any(asked.values())
 
 

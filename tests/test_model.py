@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import train_gpt
 from helpers import init_parameters
-from train_gpt import FIELDS, GPT, MODEL_FIELDS, Config, kind_of, log_probs
+from train_gpt import FIELDS, GPT, MODEL_FIELDS, Config, Kernels, kind_of, log_probs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(Config(), vocab_size=61, train_seq_len=24, train_batch_tokens=24, model_dim=48, num_layers=4,
@@ -23,17 +24,25 @@ MAXIMAL = replace(  # has every kind of parameter; a test below says so
     attn_scale=0.3, rope_yarn=True, rope_end=True,
     scalar_mix=True, skip_sigmoid=True, smear_documents=True, value_lambdas=True, value_gate_dim=6,
     value_gate_mixed=(0, 0, 0, 1), logit_shift=2.0, logit_width=20.0, smear_normed=True, bigram_lambdas=True,
-    attn_lambdas=True, attn_source=3, mix_sublayers=True, skip_gate_dim=7, skip_mix=True, depth_scale=True,
-    exclusive=True)
+    attn_lambdas=True, attn_source=3, mix_sublayers=True, skip_gate_dim=7)
+GOLF_PLUS = replace(
+    train_gpt.preset_config("golf_plus"), vocab_size=61, train_seq_len=24, train_batch_tokens=24,
+    model_dim=48, num_layers=5, num_heads=4, num_kv_heads=2, mlp_mult=2, loop_layers=(1, 2),
+    artifact_keep=1000)
+# {constant that the reference knows: its off-value} of recipes that lack it
+OFF_IN_GOLF_PLUS = vars(replace(SMALL, key_offset=False, bigram_rows=0, count_orders=(0,), copy_orders=(0,),
+                                value_embed_layers=(0,), tie_embeddings=True))
+OFF_IN_OTHERS = dict(exclusive=False, depth_scale=False, skip_mix=False, mlp_slope=0.0, loop_layers=(0,))
 
 
 def randomised(cfg, seed=0):
     """A model with no parameter at zero: first values would hide half of the arithmetic."""
-    model, generator, table = GPT(cfg), torch.Generator().manual_seed(seed), train_gpt.parameter_table(cfg)
+    model, table = cfg.make_model(Kernels()), cfg.parameter_table()
+    generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
-    if any(cfg.count_orders):
+    if isinstance(cfg, Config) and any(cfg.count_orders):
         model.counts.count(some_tokens(cfg, 1, 3000)[0].numpy().astype(np.uint16))
     return model
 
@@ -179,13 +188,16 @@ def reference_attention(cfg, b, h, value_embed, mixed, kind, reach, window, begi
     return end * torch.cat(out, -1) @ b["attn_proj"].T
 
 
-def reference_log_probs(cfg, model, tokens, window):
-    """One sequence, tokens (T,) -> (T, V) float64. window: of long layers, 0: everything."""
+def reference_log_probs(cfg, model, tokens, window, loops=0):
+    """One sequence, tokens (T,) -> (T, V) float64. window: of long layers, 0: everything. loops: further runs
+    of golf_plus's loop_layers."""
+    off = OFF_IN_OTHERS if isinstance(cfg, Config) else OFF_IN_GOLF_PLUS
+    cfg = SimpleNamespace(**off | vars(cfg))
     w = {name: p.detach().double() for name, p in model.named_parameters()}
     w["candidates"] = model.candidates(tokens[None])
     first, last = cfg.loop_layers if cfg.loop_layers != (0,) else (0, -1)
-    order = [*range(last + 1), *[*range(first, last + 1)] * cfg.loop_schedule[-1],
-             *range(last + 1, cfg.num_layers)]
+    order = [*range(last + 1), *[*range(first, last + 1)] * loops, *range(last + 1, cfg.num_layers)]
+    order = [i for i in order if i < cfg.num_layers]
     T, half = len(tokens), len(order) // 2
     short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len)
     short = int(cfg.short_window * short)
@@ -316,11 +328,6 @@ SETTINGS = {
     "attention lambdas": dict(attn_lambdas=True, value_embed_layers=(1,)),
     "value gates that see values": dict(value_gate_dim=6, value_gate_mixed=(1, 0), value_gate_factor=3.0),
     "gated skips": dict(skip_gate_dim=9, skip_layers=(0, 2)),
-    "mixed skips": dict(skip_mix=True, skip_layers=(0, 2)),
-    "loops": dict(loop_layers=(1, 2), loop_schedule=(0, 2), skip_mix=True, skip_layers=(0, 3)),
-    "loops of one layer": dict(loop_layers=(3, 3), loop_schedule=(1,)),
-    "exclusive": dict(exclusive=True, num_kv_heads=2),
-    "depth scale and slope": dict(depth_scale=True, mlp_slope=0.5),
     "maximal": {name: getattr(MAXIMAL, name) for name in MODEL_FIELDS},
 }
 
@@ -345,6 +352,77 @@ def test_forward_equals_reference(name):
         close(got.double(), want, 1e-4)
         nats = -want.gather(-1, tokens[:, 1:, None]).mean()
         close(model(tokens[:, :-1], tokens[:, 1:], context).double(), nats)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, dict(num_kv_heads=0), dict(num_kv_heads=1), dict(exclusive=False), dict(depth_scale=False),
+    dict(skip_mix=False), dict(mlp_slope=0.0), dict(rope_fraction=1.0), dict(rope_fraction=0.0),
+    dict(rope_base=0.0), dict(logit_softcap=0.0), dict(loop_layers=(0,)), dict(loop_layers=(3, 3)),
+    dict(loop_layers=(2, 4), loop_schedule=(1, 3)), dict(num_layers=1), dict(num_layers=2)], ids=str)
+@torch.no_grad()
+def test_golf_plus_equals_reference(settings):
+    """In both of its stages, of which the last one's loops are those of scores."""
+    cfg = replace(GOLF_PLUS, **settings)
+    train_gpt.check_config(cfg)
+    model, tokens = randomised(cfg), some_tokens(cfg, 2, 24)
+    found = []
+    for stage in cfg.stages():
+        context = model.context(23, torch.device("cpu"), stage=stage)
+        loops = 0 if cfg.loop_layers == (0,) else stage.loops
+        want = torch.stack([reference_log_probs(cfg, model, row, 0, loops) for row in tokens[:, :-1]])
+        assert want.std() > 0.1
+        found.append(log_probs(model, tokens[:, :-1], context))
+        close(found[-1].double(), want, 1e-4)
+        nats = -want.gather(-1, tokens[:, 1:, None]).mean()
+        close(model(tokens[:, :-1], tokens[:, 1:], context).double(), nats)
+    assert torch.equal(log_probs(model, tokens[:, :-1]), found[-1])
+    assert torch.equal(found[0], found[1]) == (cfg.loop_layers == (0,) or cfg.num_layers == 1)
+
+
+def test_each_part_of_golf_plus_matters():
+    """And each has a row in its table, which has no other."""
+    model, tokens = randomised(GOLF_PLUS), some_tokens(GOLF_PLUS, 2, 25)
+    context = model.context(24, torch.device("cpu"), stage=GOLF_PLUS.stages()[-1])
+    model(tokens[:, :-1], tokens[:, 1:], context).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().sum(-1).min() > 0, name
+    assert {kind_of(name) for name, _ in model.named_parameters()} == GOLF_PLUS.parameter_table().keys()
+
+
+@torch.no_grad()
+def test_golf_plus_scores_any_shape(tmp_path):
+    """B and T are free on a loaded model; each row is scored as if alone, and a beginning as if nothing
+    followed."""
+    path = tmp_path / "artifact"
+    path.write_bytes(train_gpt.pack_artifact(randomised(GOLF_PLUS)))
+    model, cfg = train_gpt.load_model(path)
+    names = cfg.model_fields()
+    assert [getattr(cfg, name) for name in names] == [getattr(GOLF_PLUS, name) for name in names]
+    for B, T in ((2, 61), (1, 1), (3, 24), (2, 5)):
+        tokens = some_tokens(cfg, B, T, seed=T)
+        want = log_probs(model, tokens)
+        assert want.shape == (B, T, cfg.vocab_size)
+        close(want[0].double(), reference_log_probs(cfg, model, tokens[0], 0, 2), 1e-4)
+        for i in range(B):
+            close(log_probs(model, tokens[i:i + 1])[0], want[i])
+        for t in {1, T // 3 + 1, T - 1} - {0}:
+            close(log_probs(model, tokens[:, :t]), want[:, :t])
+
+
+def test_first_values_of_golf_plus():
+    """Of each layer the matrices that read it are orthogonal, those that write begin at 0."""
+    model = GOLF_PLUS.make_model(Kernels())
+    init_parameters(model, 3)
+    constants = dict(CONSTANTS, qk_gain=4)
+    for name, p in values(model).items():
+        kind = kind_of(name)
+        if kind in ("query", "key", "value", "fc"):
+            square = p @ p.T if len(p) <= p.size(1) else p.T @ p
+            close(square, torch.eye(len(square)))
+        elif kind == "embed":
+            assert p.std() == pytest.approx(0.005, rel=0.05)
+        else:
+            assert (p == constants[kind]).all(), name
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -579,11 +579,11 @@ def test_stage_table():
     progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     assert [train_gpt.stage_at(cfg, p).batch_multiple for p in progress] == [1, 1, 2, 2, 2, 3, 3, 3]
     assert stage_table(replace(Config(), batch_schedule=(1,), window_schedule=(0,))) == [
-        (0, 0, 1, 1, 0, 0, "1", 0, 4096, 4096)]
-    cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), doc_schedule=(9, 8, 7), loop_schedule=(0, 1, 2),
+        (0, 0, 1, 1, 0, 0, "1", 4096, 4096)]
+    cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), doc_schedule=(9, 8, 7),
                   mtp_schedule=("1 0.5:0", "1", "1 0.25"), iterations=100)
-    assert [stage[1:8] for stage in stage_table(cfg)] == [
-        (0, 1, 1, 384, 9, "1 0.5:0", 0), (10, 2, 1, 896, 8, "1", 1), (70, 3, 1, 1408, 7, "1 0.25", 2)]
+    assert [stage[1:7] for stage in stage_table(cfg)] == [
+        (0, 1, 1, 384, 9, "1 0.5:0"), (10, 2, 1, 896, 8, "1"), (70, 3, 1, 1408, 7, "1 0.25")]
     weights = [train_gpt.mtp_weights(cfg, part) for part in (0.0, 0.05, 0.3, 0.8, 1.0)]
     assert weights == [[1, 0.5], [1, pytest.approx(0.25)], [1], [1, 0.25], [1, 0.25]]
 

@@ -13,6 +13,7 @@ WATCH = "records/watch.py stub "        # what shows a run
 ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
 # golf trains with a script of its recipe alone
 MADE, GOLF_SCRIPT = "tools/script.py golf", "logs/.script/golf/train_gpt.py"
+PLUS = ["tools/script.py golf_plus", "logs/.script/golf_plus/train_gpt.py --preset=golf_plus"]
 
 
 @pytest.fixture
@@ -180,7 +181,8 @@ def test_missing_data_is_made_then_trained_on(folder):
         calls = run(folder, *words, PYTHON="stub", **env)[2]
         assert calls[0] == MADE and calls[1].startswith(GOLF_SCRIPT) and calls[1].endswith("--dry-run")
         assert calls[2] == "data/download.py sp1024 -n 80"
-    assert run(folder, "golf_plus", PYTHON="stub")[2][1] == "data/download.py sp8192 -n 128"
+    assert run(folder, "golf_plus", PYTHON="stub")[2][:3] == [
+        PLUS[0], PLUS[1] + " --dry-run", "data/download.py sp8192 -n 128"]
     for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
         fetched = [f"data/download.py {source}", "data/download.py core"]
         assert run(folder, preset, PYTHON="stub")[2][1:3] == fetched
@@ -190,6 +192,8 @@ def test_missing_data_is_made_then_trained_on(folder):
         calls = run(folder, *args, PYTHON="stub", DEVICE="cpu")[2]
         if args == ("golf",):
             assert calls == [MADE, f"{GOLF_SCRIPT} --preset=golf"]
+        elif args == ("golf_plus",):
+            assert calls == PLUS
         else:
             assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
 
