@@ -658,7 +658,7 @@ SPEEDRUN_PLUS = SPEEDRUN | dict(
         "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
         "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
         "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
-PRESETS = {"tiny": {}, "speedrun_plus": SPEEDRUN_PLUS}
+PRESETS = {"speedrun_plus": SPEEDRUN_PLUS}
 
 FIELDS = {f.name: f for f in fields(Config)}
 MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
@@ -1176,6 +1176,13 @@ def gate(x, weight):
     """(B, T, C) -> (B, T, n), from 0 to 1, by the first channels. weight (n, channels)."""
     return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
 
+def offset_keys(k):
+    """Half of each key head, a quarter at each end of its rotation's halves, from the token before, so that a
+    match finds what came after it (modded-nanogpt). k (B, T, H, D); the first token of a row has its own."""
+    now, ahead = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
+    ahead = torch.cat((ahead[:, :1], ahead[:, :-1]), 1)
+    return torch.cat((now, ahead), -1).flatten(-2)
+
 def smear(x, weight, gate_weight):
     """Adds a gated part of the token before (modded-nanogpt#131). x (B, T, C); weight (1, 1);
     gate_weight (1, channels)."""
@@ -1312,9 +1319,8 @@ class Block(nn.Module):
             q, k = (rotate(y.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3) for y in (q, k))
         else:
             q, k = (rotate(y, *context.rope) for y in (q, k))
-        if self.key_offset:  # half of each key head from the token before: a match finds what came after it
-            now, ahead = k.unflatten(-1, (2, -1)).tensor_split(2, -1)
-            k = torch.cat((now, torch.cat((ahead[:, :1], ahead[:, :-1]), 1)), -1).flatten(-2)
+        if self.key_offset:
+            k = offset_keys(k)
         paired = (pair_heads(y) if self.paired else y for y in (q, k, v))
         y = self.kernels.attention(*(y.transpose(1, 2) for y in paired), mask).transpose(1, 2)
         y = unpair_heads(y) if self.paired else y
@@ -1717,6 +1723,344 @@ def first_values(model, seed):
             value += row.scale + row.change * depth[0] / max(1, model.cfg.num_layers - 1)
         values[name] = value
     return model.first_values(values)
+
+# ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
+# Our own game, whose records are in records/track_tiny. Two minutes are few steps, so what needs no training
+# helps: what the training text has most often after the last n tokens, and what the row itself had.
+@dataclass(frozen=True)
+class Tiny(RunConfig):
+    """Two layers, one of which attends; embeddings of bigrams and of candidates for the next token, key
+    offset, U-net skips; Muon."""
+    preset: str = option("tiny", "the recipe", model=True)
+    # size
+    num_layers: int = option(2, "blocks; with unet_skips the first half is skipped to by the second", 1, 1000,
+                             model=True)
+    model_dim: int = option(128, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(2, "heads of queries, keys and values", 1, 4096, model=True)
+    mlp_mult: int = option(3, "MLP width / model_dim", 1, 64, model=True)
+    window_pattern: str = option("-L", "each layer: L long window, S half of it, - no attention; repeated",
+                                 model=True)
+    window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: 128",
+                                    0, 1 << 20, model=True, of=int)
+    rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    qk_gain_init: float = option(1.5, "first value of the gain of each query head", 0, 100, model=True)
+    key_offset: bool = option(True, "in long layers half of each key head comes from the token before",
+                              model=True)
+    value_embed_layers: tuple = option((0, 1), "each layer's value embedding, from 1; 0: none; repeated",
+                                       0, 999, model=True)
+    unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second",
+                              model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
+                                0, 1 << 26, model=True)
+    count_orders: tuple = option((2, 3, 4, 6, 9), "tokens of the n-grams of NgramCounts; 0: none", 0, 64,
+                                 model=True)
+    count_bits: int = option(24, "log2 of its entries per order, 8 bytes each", 8, 28, model=True)
+    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "tokens of the n-grams of copies(); 0: none", 0, 64,
+                                model=True)
+    # data and batch
+    data_path: str = option("data/datasets/embedded", "folder of token shards")
+    data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
+                                   "sha256 of the game's text; empty: any text")
+    train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(4_096, "tokens per step over all ranks in the first stage", 1, 1 << 30)
+    shuffle: bool = option(True, "training rows in one random order; 0: in order")
+    packing: str = option("rows", "how training rows are made of the stream: see Rows and Spans",
+                          choices=("rows", "spans"))
+    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    # optimizer
+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams, candidates", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
+    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
+    bigram_every: int = option(2, "steps whose gradients add up to one update of the bigram embedding", 1, 99)
+    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length: the clock ends the run
+    iterations: int = option(100_000, "steps at most", 1, 10**9)
+    max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
+    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
+    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    # scores
+    eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
+    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+
+    def stages(self):
+        B, T = self.train_batch_tokens, self.train_seq_len
+        rows = [
+            # begins at part of the run, tokens per step, tokens per row, long window
+            WindowStage(0.0, 1 * B, T, window=128),
+            WindowStage(0.5, 2 * B, T, window=128),
+        ]
+        return stage_rows(self, rows, window="window_schedule")
+
+    def check(self):
+        """Raises Refused for constants that make no run together."""
+        super().check()
+        if not self.window_pattern or set(self.window_pattern) - set("LS-"):
+            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
+        for name, orders in dict(count_orders=self.count_orders, copy_orders=self.copy_orders).items():
+            if orders != (0,) and len({0, *orders}) <= len(orders):
+                raise Refused(f"{name}={show(orders)}: each order once, or 0 alone")
+
+    def packer(self):
+        return dict(rows=Rows, spans=Spans)[self.packing]
+
+    def parameter_table(self):
+        """{kind: Row}"""
+        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
+        table = partial(Row, group="value_embed", lr=self.embed_lr, **adam)
+        scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        return by_kind([
+            # kind                   first values
+            matrix("query",          init="uniform", scale=1.0),
+            matrix("key",            init="uniform", scale=1.0),
+            matrix("value",          init="uniform", scale=1.0),
+            matrix("attn_proj",      init="constant", scale=0.0),
+            matrix("fc",             init="uniform", scale=1.0),
+            matrix("mlp_proj",       init="constant", scale=0.0),
+            Row("embed", "embed",    init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            Row("head", "head",      init="constant", scale=0.0, lr=self.head_lr, **adam),
+            table("value_embeds",    init="constant", scale=0.0),
+            table("bigram_embed",    init="constant", scale=0.0, every=self.bigram_every),
+            table("candidate_embed", init="constant", scale=0.0),
+            table("class_embed",     init="constant", scale=0.0),
+            scalar("class_scale",    init="constant", scale=1.0),
+            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
+            scalar("resid_lambda",   init="constant", scale=1.0),
+            scalar("x0_lambda",      init="constant", scale=0.0),
+            scalar("layer_scale",    init="constant", scale=1.0),
+            scalar("skip_weights",   init="constant", scale=1.0),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """p (N, R, C) and buffer, a mean of gradients, change. Numbers are 0-dim; dtype: of products."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1."""
+        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def schedule(self, step, progress):
+        """LR is 1 until the warmdown, then falls linearly to lr_floor."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        start = self.muon_momentum_warmup_start
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(lr=1 - done + self.lr_floor * done,
+                        momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def windows(self, stage, T):
+        long = (stage or self.stages()[-1]).window or self.train_seq_len
+        return dict(long_window=min(long, T), short_window=min(T, max(1, long // 2)))
+
+    def layers(self, stage=None):
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0}
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self):
+        return self.stages()[-1].window
+
+    def keeps_text(self):
+        return any(self.count_orders)
+
+    def state_bytes(self):
+        return 8 * sum(n > 0 for n in self.count_orders) << self.count_bits
+
+    def evaluations(self, step=None):
+        return [named_scores] if step is None else []
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def make_model(self, kernels):
+        return TinyModel(self, kernels)
+
+class TinyContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
+    dtype: torch.dtype  # of activations
+
+class TinyBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: of
+    window_pattern."""
+    def __init__(self, cfg, kind):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        self.head_dim = C // H
+        self.attends = kind != "-"
+        self.offsets_keys = cfg.key_offset and kind == "L"
+        self.query = parameter(C, C, on=self.attends)
+        self.attn_proj = parameter(C, C, on=self.attends)
+        self.key = parameter(C, C, on=self.attends)
+        self.value = parameter(C, C, on=self.attends)
+        self.qk_gain = parameter(H, on=self.attends)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(C)
+        self.x0_lambda = parameter(C)
+        self.layer_scale = parameter(2, C)  # of attention, of the MLP
+
+    def forward(self, x, x0, value_embed, mask, context):
+        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
+        (B, T, C), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
+        if self.attends:
+            x = x + attn_scale * self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h, value_embed, mask, context):
+        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q = split_heads(linear(h, self.query), self.head_dim)
+        k = split_heads(linear(h, self.key), self.head_dim)
+        v = linear(h, self.value)
+        if value_embed is not None:
+            v = v + value_embed
+        v = split_heads(v, self.head_dim)
+        # the gain is expanded over tokens, so that the norm's kernel sums its gradient
+        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        if self.offsets_keys:
+            k = offset_keys(k)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class TinyModel(Model):
+    """The embedding holds bigrams and candidates, too; the second half of the blocks adds the outputs of the
+    first, the last one first."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
+        self.counts = NgramCounts(cfg)
+        self.classes = CLASSES * len(cfg.copy_orders)  # of a source of candidates
+        sources = sum(n > 0 for n in cfg.count_orders) + any(cfg.copy_orders)
+        self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
+        self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
+        self.class_scale = parameter(sources * self.classes + 1, on=sources)
+        self.half = N // 2 if cfg.unet_skips else 0
+        self.skip_weights = parameter(self.half, C, on=self.half)
+        self.blocks = nn.ModuleList(TinyBlock(cfg, kind) for kind in self.kinds)
+        self.value_embeds = nn.ParameterList(parameter(V, C) for _ in range(max(self.tables)))
+        self.use(kernels)
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        sizes = cfg.windows(stage, T)
+        windows = {}
+        for kind, size in ("L", sizes["long_window"]), ("S", sizes["short_window"]):
+            if kind in self.kinds:
+                windows[kind] = kernel_window(cfg, size, T, device)
+        return TinyContext(rope, windows, dtype)
+
+    def hidden(self, tokens, context, *candidates):
+        """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
+        masks = {}
+        for kind, window in context.windows.items():
+            masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
+        x = x0 = self.embedded(tokens, candidates or self.candidates(tokens), context.dtype)
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            if self.half <= i < 2 * self.half:
+                x = x + self.skip_weights[i - self.half].to(x.dtype) * outputs[2 * self.half - 1 - i]
+            table = self.tables[i]
+            value_embed = None
+            if block.attends and table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+            x = block(x, x0, value_embed, masks.get(self.kinds[i]), context)
+            outputs.append(x)
+        return rms_norm(x)
+
+    def embedded(self, tokens, candidates, dtype):
+        """tokens (B, T) -> embedding of each token, its bigram and its candidates, normalised (B, T, C)."""
+        x = F.embedding(tokens, self.embed).to(dtype)
+        if self.bigram_embed is not None:
+            x = x + F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
+        if candidates:
+            token, sure = candidates[0].unbind(2)
+            token = token.flatten(0, 1)
+            sure = sure.flatten(0, 1)
+            scaled = F.embedding_bag(token, self.candidate_embed, mode="sum",
+                                     per_sample_weights=self.class_scale[sure])
+            x = x + (scaled + F.embedding_bag(sure, self.class_embed, mode="sum")).view_as(x).to(dtype)
+        return rms_norm(x)
+
+    def candidates(self, tokens, targets=None):
+        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
+        if self.candidate_embed is None:
+            return []
+        cfg, place = self.cfg, torch.arange(tokens.size(1), device=tokens.device)
+        length = (place + 1).expand_as(tokens)
+        keys = {n: (key, length >= n) for n, key in ngram_keys(tokens, cfg.count_orders + cfg.copy_orders)}
+        found = []
+        if any(cfg.count_orders):
+            found.append(self.counts(keys, targets))
+        if any(cfg.copy_orders):
+            found.append(copies(tokens, keys, length, cfg.copy_orders))
+        there, token, sure = (torch.cat(parts) for parts in zip(*found))  # (sources, B, T)
+        source = torch.arange(len(there), device=place.device).view(-1, 1, 1)
+        token = torch.where(there, source * cfg.vocab_size + token, len(self.candidate_embed) - 1)
+        sure = torch.where(there, source * self.classes + sure, len(self.class_embed) - 1)
+        return [torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()]
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+
+    def forward(self, tokens, targets, context, *candidates):
+        """Mean loss, nats. tokens and targets (B, T)."""
+        x, cap = self.hidden(tokens, context, *candidates), (self.cfg.logit_softcap, 0.0, 0.0)
+        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+
+    def build(self, loader, log):
+        if not any(self.cfg.count_orders):
+            return False
+        log("counting n-grams")
+        began = time.perf_counter()
+        self.counts.count(np.concatenate(loader.shards))
+        log(f"n-grams of {loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
+        return True
+
+    def state(self):
+        return self.counts.stored()
+
+    def load_state(self, tensors):
+        if any(self.cfg.count_orders):
+            stream, packed = zlib.decompressobj(), tensors.pop("counts.text")
+            text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
+            require(packed.dtype == torch.uint8 and stream.eof and not stream.unused_data, "no counted text")
+            check_tokens(text, self.cfg.vocab_size, "the counted text")
+            self.counts.count(text)
+
+    def drop_state(self):
+        del self.counts.tables
+
+    def take_state(self, other):
+        self.counts = other.counts
 
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
@@ -3136,7 +3480,7 @@ class GPT2PlusModel(Model):
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- the registry of recipes
-RECIPES = dict(tiny=Config, golf=Golf, speedrun=Speedrun, gpt2=GPT2, golf_plus=GolfPlus, speedrun_plus=Config,
+RECIPES = dict(tiny=Tiny, golf=Golf, speedrun=Speedrun, gpt2=GPT2, golf_plus=GolfPlus, speedrun_plus=Config,
                gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
