@@ -735,7 +735,7 @@ def off_values(f):
     if isinstance(default, bool):
         return [False]
     if f.metadata["off"]:
-        return [type(default)(0)]
+        return [()] if isinstance(default, tuple) else [type(default)(0)]
     if "off" in f.metadata["choices"]:
         return ["off"]
     if f.name == "window_pattern":
@@ -816,7 +816,8 @@ def check_ranges(cfg):
         least, most, choices = limits["least"], limits["most"], limits["choices"]
         require(type(value) is kind, f"{name}={value!r} must be of type {kind.__name__}")
         require(not choices or value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-        require(value != () or name == "parameters" or known[name].default == (), f"{name} needs an entry")
+        may_be_empty = name == "parameters" or known[name].default == () or limits["off"]
+        require(value != () or may_be_empty, f"{name} needs an entry")
         for number in value if isinstance(value, tuple) else (value,):
             require(isinstance(number, str) or least <= number <= most,
                     f"{name}={show(value)} must be from {least:g} to {most:g}")
@@ -1716,7 +1717,6 @@ class Row(NamedTuple):
     beta2: float = 0.0  # Adam
     eps: float = 0.0  # Adam
     second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
-    unit_rows: int = 0  # Muon: parts of so many rows are matrices of their own; 0: the whole is one
     every: int = 1  # steps whose gradients add up to one update
     # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; orthogonal; constant: scale
     init: str = "constant"
@@ -1725,6 +1725,7 @@ class Row(NamedTuple):
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
     levels: float = 127.0  # int8: rounded numbers go up to this, in steps of a row
     step: float = 0.0  # int8: rounding step / rms of a row; 0: its maximum / levels
+    unit_rows: int = 0  # Muon: parts of so many rows are matrices of their own; 0: the whole is one
 
 @dataclass(frozen=True)
 class Stage:
@@ -3013,10 +3014,10 @@ class SpeedrunPlus(RunConfig):
     # numbers of layers, from 0
     value_embed_layers: tuple = option((1, 2, 8, 9, 10), "layers with a value embedding (modded-nanogpt#63: "
                                        "-0.3 s)", 0, 999, model=True)
-    xsa_layers: tuple = option((1, 3, 4, 7), "layers with learned XSA (modded-nanogpt#82: -0.6 s); none: off",
-                               0, 999, model=True)
-    head_gate_layers: tuple = option((3, 10), "layers with a gate on each head's output; none: off", 0, 999,
-                                     model=True)
+    xsa_layers: tuple = optional((1, 3, 4, 7), "layers with learned XSA (modded-nanogpt#82: -0.6 s); empty: "
+                                 "none", 0, 999, model=True)
+    head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
+                                       0, 999, model=True)
     skip_layers: tuple = option((3, 6), "the output of the first is added in place of the second's attention",
                                 0, 999, model=True)
     attn_source: int = option(7, "later layers attend to the output of this one (modded-nanogpt#77: -0.7 s)",
@@ -3113,10 +3114,10 @@ class SpeedrunPlus(RunConfig):
         self.check_topology()
         if self.num_heads % 2 or self.qk_dim % 4:
             raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
-        head_dim = self.model_dim // self.num_heads
-        if self.smear_dim > self.model_dim or self.value_gate_dim > 2 * head_dim or self.value_gate_dim % 2:
-            raise Refused(f"smear_dim={self.smear_dim} may not exceed model_dim={self.model_dim}, "
-                          f"value_gate_dim={self.value_gate_dim} is even and at most two heads of {head_dim}")
+        half = self.value_gate_dim // 2
+        if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
+            raise Refused(f"smear_dim={self.smear_dim} and half of value_gate_dim={self.value_gate_dim} may not "
+                          f"exceed model_dim={self.model_dim}, and the second is even")
         windows = tuple(stage.window for stage in self.stages())
         if any(window % self.window_block for window in (*windows, self.eval_window)):
             raise Refused(f"windows {show(windows)} and eval_window={self.eval_window} must be multiples of "
