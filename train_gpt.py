@@ -8,9 +8,9 @@
 
 `--help` lists every constant, `--dry-run` prints the plan of a run without training.
 
-Map: 3 configuration (what you edit: constants, presets, the depth dial) - 4 model - 5 optimizer - 6 schedules
-of (step, progress) - 7 data - 8 evaluation: loss, named scores, CORE, samples - 9 artifact - 10
-checkpoints - 11 fast kernels - 12 ranks, log, memory, plan - 13 main: clock, rehearsal, loop, one run
+Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: what you edit - 6 optimizer -
+7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints - 12 fast
+kernels - 13 ranks, log, memory, plan - 14 rehearse, train, main: clock, rehearsal, loop, one run
 """
 # ---------- 2 imports
 import sys
@@ -21,9 +21,7 @@ import csv
 import ctypes
 import hashlib
 import io
-import itertools
 import json
-import lzma
 import math
 import os
 import platform
@@ -69,7 +67,7 @@ def require(condition, sentence, error=Refused):
     if not condition:
         raise error(sentence)
 
-# ---------- 3 configuration
+# ---------- 3 run constants, flags, checks
 def option(default, doc, least=0, most=1e12, choices=(), off=False, model=False, of=None):
     """A constant: default, unit and meaning, the range of its numbers or the choices of its text. model: the
     forward pass depends on it. of: the type of a list's entries, where the default is an empty one."""
@@ -177,6 +175,10 @@ class Recipe:
         """linear() of the blocks and of the head."""
         return linear, linear
 
+    def further_kernels(self, on_gpu):
+        """{field of Kernels: function} where the recipe's own is faster."""
+        return {}
+
     # ----- data, scores, artifact
     def check_data(self, data):
         """Raises Refused for a dataset that lacks what the recipe's scores need."""
@@ -229,7 +231,7 @@ class Recipe:
         return 0
 
 @dataclass(frozen=True)
-class RunConfig(Recipe):
+class Config(Recipe):
     """The constants that every recipe has, with neutral values. A recipe gives its own values and adds what
     only it has. 0 means off or derived."""
     preset: str = option("", "the recipe", model=True)
@@ -290,7 +292,7 @@ class RunConfig(Recipe):
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "bytes of artifact and script, by coarser steps; 0: no limit")
-    artifact_codec: str = option("zlib", "compressor", choices=("zlib", "lzma", "brotli"))
+    artifact_codec: str = option("zlib", "compressor", choices=("zlib", "brotli"))
     artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
 
     def check(self):
@@ -340,328 +342,6 @@ def check_grouped_queries(cfg):
     if cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads):
         raise Refused(f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
 
-@dataclass(frozen=True)
-class ModelConfig(Recipe):
-    """What an artifact must carry to be loaded: everything that the forward pass depends on."""
-    preset: str = option("tiny", "row of PRESETS that the constants start from")
-    vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536)
-    train_seq_len: int = option(4096, "tokens per sequence", 2, 1 << 20)
-    max_doc_len: int = optional(0, "attention stays in a document, packed ones are cut here; 0: neither")
-    bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535)
-    num_layers: int = option(2, "blocks", 1, 1000)
-    model_dim: int = option(128, "width of the residual stream", 2, 1 << 16)
-    num_heads: int = option(2, "query heads", 1, 4096)
-    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096)
-    mlp_mult: int = option(3, "MLP width / model_dim", 1, 64)
-    tie_embeddings: bool = option(False, "the head is the embedding")
-    logit_softcap: float = optional(15.0, "logits = cap * tanh((logits + shift) / width); 0: none", 0, 1e4)
-    logit_shift: float = optional(0.0, "shift; asymmetric (#54: -2.9 s)", 0, 1e4)
-    logit_width: float = optional(0.0, "width; 0: logit_softcap", 0, 1e4)
-    qk_gain_init: float = optional(1.5, "first value of a learnt gain per query head; 0: no gain", 0, 100)
-    attn_scale: float = optional(0.0, "factor on q @ k; 0: head_dim ** -0.5", 0, 100)
-    key_offset: bool = option(True, "in long layers half of each key head comes from the token before")
-    attn_gate_dim: int = optional(0, "channels that gate each head's output; 0: no gate", 0, 1 << 16)
-    value_gate_dim: int = optional(0, "channels that gate value embeddings; 0: no gate", 0, 1 << 16)
-    value_gate_factor: float = option(2.0, "value embeddings times this at an open gate", 0, 100)
-    value_gate_mixed: tuple = option((0,), "1: half of them are the value embedding's, per layer", 0, 1)
-    value_lambdas: bool = option(False, "learnt factors on values and on value embeddings, per layer")
-    attn_lambdas: bool = option(False, "learnt factors on values and on attention's output, per layer")
-    attn_source: int = optional(0, "later layers attend to the output of this one (#77: -0.7 s)", 0, 1000)
-    rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9)
-    rope_fraction: float = option(1.0, "part of each head that rotates", 0, 1)
-    rope_end: bool = option(False, "the slowest frequency is 1 / rope_base, not one step above it")
-    rope_yarn: bool = option(False, "RoPE and attn_scale follow the window as it grows (YaRN)")
-    smear_dim: int = optional(0, "channels that gate the token before, which is added; 0: none", 0, 1 << 16)
-    smear_documents: bool = option(False, "the token before may belong to the document before")
-    smear_normed: bool = option(False, "it is added after the embedding's norm, not before")
-    bigram_rows: int = optional(65_536, "hashed bigram embedding (#62: -5.6 s); 0: none", 0, 1 << 26)
-    bigram_lambdas: bool = option(False, "each layer adds a learnt part of it; 0: the embedding all of it")
-    count_orders: tuple = option((2, 3, 4, 6, 9), "tokens of the n-grams of NgramCounts; 0: none", 0, 64)
-    count_bits: int = option(24, "log2 of its entries per order, 8 bytes each", 8, 28)
-    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "tokens of the n-grams of copies(); 0: none", 0, 64)
-    residual_mix: bool = option(True, "each block reads a learnt mix of the stream and the embedding")
-    mix_sublayers: bool = option(False, "attention and MLP each scale the stream; attention reads it unmixed")
-    scalar_mix: bool = option(False, "mixes, scales and skips are one number, not one per channel")
-    layer_scale: bool = option(True, "learnt scales on what attention and MLP add")
-    unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second")
-    skip_sigmoid: bool = option(False, "skip weights pass through a sigmoid")
-    skip_gate_dim: int = optional(0, "channels that gate skips (#55: -1.3 s); 0: no gate", 0, 1 << 16)
-    skip_layers: tuple = option((0,), "further skips as pairs: from, to, from, to, ...; 0: none", 0, 1000)
-    backout_layer: int = optional(0, "a part of its output is subtracted at the end; 0: none", 0, 1000)
-    value_embed_layers: tuple = option((0, 1), "value embedding table per layer; 0: none", 0, 99)
-    window_pattern: str = option("-L", "per layer: L long, S short, P short with heads in pairs (#58: "
-                                 "-3.5 s), - no attention, 0 nothing")
-    window_schedule: tuple = option((128,), "long window, tokens before its own, per stage; 0: all")
-    short_window: float = option(0.5, "short window / long one", 0, 1)
-    window_block: int = option(1, "tokens that window sizes are multiples of", 1)
-    eval_window: int = optional(0, "long window in evaluation, tokens; 0: that of the last stage")
-
-@dataclass(frozen=True)
-class Config(ModelConfig):
-    """Every constant of a run. The defaults are the `tiny` game; 0 means off or derived."""
-    # the run
-    run_id: str = option("", "folder under logs/; empty: preset, seed and time")
-    seed: int = option(1337, "of first values and samples", 0, 2**31 - 1)
-    device: str = option("auto", "where to train; auto: every GPU there is", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "auto: bfloat16 where it is fast", choices=("auto", "float32", "bfloat16"))
-    fp8: str = option("off", "which products of training are in fp8; auto-: on a GPU that can",
-                      choices=("off", "head", "all", "auto-head", "auto-all"))
-    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "of a head in fp8 the largest input (0: model_dim ** "
-                                  "0.5), weight and gradient of the summed loss", 0, 1e6)
-    sdpa_backend: str = option("flash3", "on a GPU: FlashAttention 3 if it is there; auto: flex and torch's",
-                               choices=("flash3", "auto"))
-    compile: bool = option(True, "torch.compile the step; 0: eager")
-    triton_kernels: bool = option(True, "our own kernels on a GPU; 0: what torch.compile makes")
-    dry_run: bool = option(False, "print the plan only")
-    eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
-    resume: str = option("", "run_id to go on with")
-    save_every: int = optional(0, "steps between checkpoints; 0: none")
-    save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
-    sample_every: int = optional(0, "steps between samples; 0: at the end only")
-    sample: str = option("", "prompts, '|' between them; empty: beginnings of val documents")
-    sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = option(0.8, "0: greedy", 0, 10)
-    sample_top_k: int = optional(0, "sample among the k likeliest tokens; 0: all", 0, 65_536)
-    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
-    val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
-    artifact_bytes_limit: int = optional(0, "bytes of artifact and script, by coarser steps; 0: no limit")
-    artifact_step: float = optional(0.0, "rounding step / rms of a row; 0: its maximum / 127", 0, 10)
-    artifact_codec: str = option("auto", "compressor; auto: lzma with artifact_step, else zlib",
-                                 choices=("auto", "zlib", "lzma", "brotli"))
-    artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
-    artifact_scale_floor: float = optional(0.0, "least scale of an int8 row; 0: none", 0, 1)
-    score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
-    # data and batch
-    data_path: str = option("data/datasets/embedded", "folder of token shards")
-    tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
-    data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-                                   "sha256 of the game's text; empty: any text")
-    train_batch_tokens: int = optional(4_096, "tokens per step over all ranks; 0: by depth", 0, 1 << 30)
-    shuffle: bool = option(True, "training sequences in one random order; 0: in order")
-    packing: str = option("rows", "how training rows are made of the stream: see Loader",
-                          choices=("rows", "spans", "documents", "best_fit", "shards"))
-    max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
-    device_batch_size: int = optional(0, "sequences per rank and micro-step; 0: as many as fit")
-    val_tokens: int = optional(0, "the first tokens of val that are scored; 0: all")
-    val_batch_size: int = option(65_536, "tokens per evaluation step and rank", 1)
-    eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
-    eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
-    eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
-    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
-    # optimizer
-    parameters: tuple = option(("bigram_embed.every=2",), "cells of the parameter table: see parameter_cells")
-    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
-    embed_lr: float = option(0.3, "Adam: embedding, value and bigram embeddings", 0, 10)
-    head_lr: float = option(0.008, "Adam: untied head", 0, 10)
-    tied_embed_lr: float = option(0.05, "Adam: tied embedding", 0, 10)
-    tied_embed_init_std: float = option(0.005, "std of a tied embedding's first values; untied: 1", 0, 100)
-    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
-    gate_lr: float = option(0.008, "Adam: gates whose row says so; the same at any depth", 0, 10)
-    muon_momentum: float = option(0.95, "after its warm-up", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warm-up")
-    muon_momentum_cooldown_steps: int = optional(0, "last steps, back to the start value; 0: none")
-    muon_momentum_end: float = optional(0.0, "what it falls to in LR's warmdown; 0: it stays", 0, 0.9999)
-    orthogonalization: str = option("newton_schulz", "Muon's polynomial",
-                                    choices=("newton_schulz", "polar_express"))
-    muon_backend_steps: int = option(5, "its iterations", 1, 20)
-    polar_margin: float = option(1.02, "polar_express: largest norm of a matrix / its share of 1", 1, 2)
-    muon_sum: bool = option(False, "momentum is a sum of gradients, not a mean")
-    ema_decay: float = optional(0.0, "the model is a mean of past weights; 0: the last ones", 0, 0.99999)
-    normuon_beta2: float = optional(0.0, "NorMuon: decay of the mean squares; 0: plain Muon", 0, 0.9999)
-    weight_decay: float = optional(0.0, "Muon: cautious, times LR and matrix_lr; 0: none", 0, 1e6)
-    decay_schedule: str = option("lr", "lr: as the LR factor; else of Muon alone, while Adam's stays",
-                                 choices=("lr", "linear", "cosine", "constant"))
-    adam_weight_decay: float = optional(0.0, "Adam: times LR and the table's factor; 0: none", 0, 1e6)
-    cautious_decay: str = option("muon", "it spares weights that grow", choices=("none", "muon", "all"))
-    beta1: float = option(0.8, "Adam", 0, 0.9999)
-    beta2: float = option(0.95, "Adam", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam, beside the root of v", 1e-20, 1)
-    adam_eps_corrected: bool = option(True, "v is corrected for its start before eps is added")
-    loss_sum_ranks: int = optional(0, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
-    adam_every: int = option(1, "steps whose gradients add up to one of Adam's", 1, 1000)
-    grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
-    # schedule
-    untie_at: float = optional(0.0, "part of iterations with the embedding as head (#51: -3.2 s)", 0, 1)
-    iterations: int = option(100_000, "steps at most", 1, 10**9)
-    extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
-    max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
-    warmup_steps: int = optional(2, "rehearsal steps before the clock, undone afterwards", 0, 1000)
-    lr_warmup_steps: int = optional(0, "first steps, in which LR grows; 0: none")
-    warmdown_iters: int = optional(0, "steps of LR warmdown; 0: warmdown_frac")
-    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
-    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
-    stage_starts: tuple = option((0.0,), "part of iterations at which stages begin; one entry: equal", 0, 1)
-    batch_schedule: tuple = option((1, 2), "train_batch_tokens times this, per stage", 1, 1024)
-    seq_schedule: tuple = option((1,), "train_seq_len times this, per stage", 1, 1024)
-    doc_schedule: tuple = option((0,), "max_doc_len of packing, per stage (#72: -1.2 s); 0: same", 0, 1e9)
-    mtp_schedule: tuple = option(("1",), "weights of losses on the next targets, a:b linear (#53: -2.9 s)")
-    lr_schedule: tuple = option((1.0,), "LR factors before the warmdown, in order", 1e-6, 1000)
-    lr_switches: tuple = option((0.0,), "part of iterations at which each of them begins", 0, 1)
-
-    def packer(self):
-        packers = dict(rows=Rows, spans=Spans, documents=Documents, best_fit=BestFit, shards=Shards)
-        return packers[self.packing]
-
-    def stages(self):
-        return stage_table(self)
-
-    def parameter_table(self):
-        return parameter_rows(self)
-
-    def make_model(self, kernels):
-        return GPT(self, kernels)
-
-    def schedule(self, step, progress):
-        return Schedule(lr_factor(self, step, progress), muon_momentum(self, step, progress),
-                        decay_factor(self, step, progress), tied(self, step, progress))
-
-    def progress(self, step, seconds):
-        """With warmdown_iters and a cap only seconds count: if steps end such a run first, its LR may not
-        have fallen."""
-        if self.warmdown_iters and self.max_wallclock_seconds:
-            return min(1.0, seconds / self.max_wallclock_seconds)
-        return super().progress(step, seconds)
-
-    def muon_step(self, p, grad, buffer, v, grad_scale, momentum, lr, decay, dtype):
-        muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, self, dtype)
-
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, self.adam_eps_corrected, decay,
-                  self.cautious_decay == "all")
-
-    def check(self):
-        check_classic(self)
-
-    def layers(self, stage=None):
-        window = self.window_schedule[-1] if stage is None else stage.window
-        T = self.train_seq_len if stage is None else stage.row_tokens
-        sizes = window_sizes(self, window, T)
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(sizes.get(kind, 0), self.mlp_mult if kind != "0" else 0) for kind in kinds]
-
-    def windows(self, stage, T):
-        window = eval_window(self) if stage is None else stage.window
-        sizes = window_sizes(self, window, T)
-        return dict(long_window=sizes["L"], short_window=sizes["S"])
-
-    def marks(self):
-        switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
-        return sorted({stage.first_step for stage in self.stages()} | switches)
-
-    def top_lr(self, progress):
-        return top_lr(self, progress)
-
-    def plan_columns(self):
-        return ["longest", "mtp"]
-
-    def masks_documents(self):
-        return self.max_doc_len > 0
-
-    def document_limit(self):
-        return self.max_doc_len
-
-    def scoring_window(self):
-        return eval_window(self)
-
-    def keeps_text(self):
-        return any(self.count_orders)
-
-    def fp8_part(self, on_gpu):
-        return fp8_part(self, on_gpu)
-
-    def linears(self, on_gpu, log):
-        part = fp8_part(self, on_gpu, log)
-        head = partial(fp8_head, most=self.fp8_head_most)
-        return {"off": (linear, linear), "head": (linear, head), "all": (fp8_linear, fp8_linear)}[part]
-
-    def state_bytes(self):
-        return 8 * sum(n > 0 for n in self.count_orders) << self.count_bits
-
-    @classmethod
-    def of(cls, preset, given):
-        own = PRESETS[preset]
-        if "parameters" in given:  # cells: those given come after the preset's
-            # of equal ones the last stays
-            cells = own.get("parameters", cls.parameters) + given["parameters"]
-            given["parameters"] = tuple(dict.fromkeys(cells[::-1]))[::-1]
-        return cls(**{"preset": preset} | own | given)
-
-    @classmethod
-    def model_fields(cls):
-        return MODEL_FIELDS
-
-    @classmethod
-    def of_file(cls, shape, base):
-        shape = {name: shape[name] for name in MODEL_FIELDS}
-        stages = {name: FIELDS[name].default for name in ("stage_starts", *STAGE_COLUMNS)}
-        stages |= {"batch_schedule": (1,), "train_batch_tokens": shape["train_seq_len"]} | shape
-        return replace(base if isinstance(base, cls) else cls(), **stages)
-
-    def warmdown_text(self):
-        decay = f"{self.warmdown_frac:.0%} of the run"
-        if self.warmdown_iters:
-            decay = f"{self.warmdown_iters} steps"
-        return f"in the last {decay} lr_factor falls to {self.lr_floor:g}"
-
-    def quantize(self, row, w, coarser=1.0, hessian=None):
-        if row.step:
-            return quantize_by_rms(w, row.step * coarser, row.levels)
-        return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
-
-    def evaluations(self, step=None):
-        return [named_scores] if step is None else []
-
-# What a preset has in place of the defaults, which are the `tiny` game: one CPU or GPU, 120 s
-PLAIN = dict(
-    bigram_rows=0, count_orders=(0,), copy_orders=(0,), key_offset=False, batch_schedule=(1,), parameters=())
-# 8xH100: least time to val_loss 3.28 on FineWeb. modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s.
-SPEEDRUN = PLAIN | dict(
-    data_path="data/datasets/fineweb10B_gpt2", data_fingerprint="", vocab_size=50_304, shuffle=False,
-    train_seq_len=16_384, train_batch_tokens=131_072, max_doc_len=2048, packing="documents", max_epochs=1,
-    num_layers=12, model_dim=768, num_heads=6, mlp_mult=4, window_pattern="0SSSLSS-SSSL",
-    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2), value_lambdas=True,
-    skip_layers=(4, 7), skip_sigmoid=True, scalar_mix=True, backout_layer=8, attn_gate_dim=12,
-    smear_dim=12, smear_documents=True, qk_gain_init=0.0, layer_scale=False, unet_skips=False,
-    attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, rope_end=True, rope_yarn=True,
-    # stages: three equal parts of iterations, then the extension; lr_switches are parts of their own
-    batch_schedule=(1, 2, 3, 3), seq_schedule=(1, 2, 3, 3), window_schedule=(384, 896, 1408, 1664),
-    lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66),
-    window_block=128, eval_window=2560, eval_context=262_144, val_batch_size=262_144,
-    matrix_lr=0.023, weight_decay=1.2, normuon_beta2=0.95, orthogonalization="polar_express",
-    muon_momentum_cooldown_steps=50, embed_lr=0.6, beta1=0.65, adam_every=2, adam_eps_corrected=False,
-    loss_sum_ranks=8,
-    parameters=(
-        "query+key+value+fc scale=0.8660254", "query+key+value+attn_proj second=columns",
-        "value_embeds init=normal scale=1", "resid_lambda scale=1.1", "skip_weights scale=-1.5"),
-    iterations=2120, extension_iterations=40, max_wallclock_seconds=0.0, warmdown_frac=0.55, lr_floor=0.1,
-    val_tokens=10_485_760, val_loss_every=250, score_artifact=False, fp8="auto-head")
-# The same: record 77 (6 March 2026): 86.1 s. Seconds after a # are what its authors gained by it.
-SPEEDRUN_PLUS = SPEEDRUN | dict(
-    num_layers=11, window_pattern="PSPLSP-SSPL", key_offset=True, bigram_rows=251_520, bigram_lambdas=True,
-    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 3, 4, 5), value_lambdas=False, value_gate_dim=12,
-    value_gate_mixed=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1), attn_lambdas=True, attn_source=7, mix_sublayers=True,
-    layer_scale=True, skip_layers=(3, 6), skip_gate_dim=12, backout_layer=7,
-    logit_softcap=11.5, logit_shift=5.0, logit_width=15.0,  # 23 * sigmoid((x + 5) / 7.5) - 11.5
-    stage_starts=(0.0, 483 / 1450, 967 / 1450, 1.0), doc_schedule=(896, 2048, 2048, 2048),
-    mtp_schedule=("1 0.5 0.25:0", "1 0.5:0", "1", "1"),
-    lr_schedule=(1.0, 1.52, 1.73), lr_switches=(0.0, 483 / 1450, 967 / 1450),
-    fp8_head_most=(100.0, 1.6, 0.75), adam_eps=1e-10, beta1=0.9, beta2=0.99,
-    adam_weight_decay=0.005, cautious_decay="all",  # (#50: -1.1 s)
-    untie_at=967 / 1450, iterations=1450, extension_iterations=40, warmdown_frac=0.6, lr_floor=0.15,
-    parameters=(
-        "matrix scale=0.8660254", "attn_proj init=uniform", "input_lambda scale=0.5",  # (#64: -1.2 s)
-        "mlp_proj scale=0 lr_mult=4", "value_embeds init=normal scale=0.01",
-        "head+embed init=normal scale=0.005 lr=head_lr beta1=0.5 beta2=0.95 decay_mult=1.2",
-        "value_embed beta1=0.75 beta2=0.95 decay_mult=3", "gate optimizer=adam lr=gate_lr decay_mult=0.008",
-        "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
-        "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
-        "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"))
-PRESETS = {"speedrun_plus": SPEEDRUN_PLUS}
-
-FIELDS = {f.name: f for f in fields(Config)}
-MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
@@ -735,7 +415,7 @@ def off_values(f):
     if isinstance(default, bool):
         return [False]
     if f.metadata["off"]:
-        return [type(default)(0)]
+        return [()] if isinstance(default, tuple) else [type(default)(0)]
     if "off" in f.metadata["choices"]:
         return ["off"]
     if f.name == "window_pattern":
@@ -816,7 +496,8 @@ def check_ranges(cfg):
         least, most, choices = limits["least"], limits["most"], limits["choices"]
         require(type(value) is kind, f"{name}={value!r} must be of type {kind.__name__}")
         require(not choices or value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-        require(value != () or name == "parameters" or known[name].default == (), f"{name} needs an entry")
+        may_be_empty = name == "parameters" or known[name].default == () or limits["off"]
+        require(value != () or may_be_empty, f"{name} needs an entry")
         for number in value if isinstance(value, tuple) else (value,):
             require(isinstance(number, str) or least <= number <= most,
                     f"{name}={show(value)} must be from {least:g} to {most:g}")
@@ -829,58 +510,6 @@ def check_config(cfg):
                 f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
     cfg.check()
     cfg.parameter_table()
-
-def check_classic(cfg):
-    """What check_config adds for the presets that share one class."""
-    c, stage_counts = cfg, {len(getattr(cfg, name)) for name in ("stage_starts", *STAGE_COLUMNS)}
-    sequences = [c.train_batch_tokens * stage.batch_multiple / (c.train_seq_len * stage.seq_multiple)
-                 for stage in stage_table(c)]
-    rules = [  # what must hold, the constants that it is about, the sentence
-        (c.model_dim % (2 * c.num_heads) == 0, "model_dim num_heads", "heads need even numbers of channels"),
-        (c.num_heads % (c.num_kv_heads or 1) == 0, "num_heads num_kv_heads", "the first is no multiple"),
-        (max(c.smear_dim, c.attn_gate_dim, c.value_gate_dim, c.skip_gate_dim) <= c.model_dim,
-         "smear_dim attn_gate_dim value_gate_dim skip_gate_dim model_dim", "none may exceed model_dim"),
-        (not c.untie_at or not c.tie_embeddings, "untie_at tie_embeddings", "a tied head stays tied"),
-        (not c.untie_at or len({row[2:6] + row[9:] for row in parameter_table(c).values()
-                                if row.kind in ("head", "embed")}) == 1,
-         "untie_at parameters", "head and embed need the same optimizer, rates and betas"),
-        (not c.bigram_lambdas or per_layer(c.window_pattern, c.num_layers)[0] != "0",
-         "bigram_lambdas window_pattern", "the first layer adds bigrams, so it may not be 0"),
-        ("P" not in c.window_pattern or (c.num_kv_heads or c.num_heads) % 2 == 0,
-         "window_pattern num_heads num_kv_heads", "pairs of heads need even numbers of them"),
-        (c.train_batch_tokens and c.train_batch_tokens % c.train_seq_len == 0,
-         "train_batch_tokens train_seq_len", "the batch must be a multiple of the sequence"),
-        (c.eval_stride <= (c.eval_context or c.train_seq_len),
-         "eval_stride eval_context train_seq_len", "a stride exceeds its row"),
-        (c.val_tokens != 1, "val_tokens", "no target is left"),
-        (re.fullmatch("[LSP0-]+", c.window_pattern), "window_pattern", "a layer is one of L, S, P, - and 0"),
-        (len(c.fp8_head_most) == 3, "fp8_head_most", "three numbers, of input, weight and gradient"),
-        (len(stage_counts | {1}) < 3, " ".join(["stage_starts", *STAGE_COLUMNS]),
-         "they must have as many entries as each other, or one"),
-        ([0, *c.stage_starts[1:]] == sorted(c.stage_starts), "stage_starts", "they must grow from 0"),
-        (all(re.fullmatch(MTP_WEIGHTS, text) for text in c.mtp_schedule),
-         "mtp_schedule", "a stage is written like 1 0.5 0.25:0"),
-        (all(number % 1 == 0 for number in sequences), "train_batch_tokens batch_schedule seq_schedule",
-         "every stage needs whole sequences"),
-        (max(c.seq_schedule) == 1 or c.packing in ("documents", "spans"),
-         "seq_schedule packing", "longer sequences need packing=documents or spans"),
-        (not c.shuffle or c.packing == "rows", "shuffle packing", "shuffle=1 needs packing=rows"),
-        (len(c.lr_switches) == len(c.lr_schedule) and [0, *c.lr_switches[1:]] == sorted(c.lr_switches),
-         "lr_switches lr_schedule", "switches must grow from 0, one per entry"),
-        (not any(window % c.window_block for window in (*c.window_schedule, c.eval_window)),
-         "window_schedule eval_window window_block", "windows must be multiples of window_block"),
-        (c.skip_layers == (0,) or len(c.skip_layers) % 2 == 0
-         and all(a < b for a, b in zip(c.skip_layers[::2], c.skip_layers[1::2])),
-         "skip_layers", "they are pairs of a layer and a later one"),
-        (all(orders == (0,) or len({0, *orders}) > len(orders) for orders in (c.count_orders, c.copy_orders)),
-         "count_orders copy_orders", "each order once, or 0 alone"),
-    ]
-    for holds, names, sentence in rules:
-        given = ", ".join(f"{name}={show(getattr(c, name))}" for name in names.split())
-        require(holds, f"{given}: {sentence}".replace("\n", " "))
-
-STAGE_COLUMNS = ("batch_schedule", "seq_schedule", "window_schedule", "doc_schedule", "mtp_schedule")
-MTP_WEIGHTS = r"(\d+(\.\d+)?(:\d+(\.\d+)?)?( |$))+"
 
 # The depth dial of github.com/karpathy/nanochat. Recipes with a depth state rates and decay for this model:
 REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # layers, channels, tokens per step
@@ -962,39 +591,11 @@ def flops_per_token(cfg, stage=None):
     again, head = sum(passes) / len(passes) / cfg.num_layers, cfg.vocab_size * cfg.model_dim
     return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
 
-# ---------- 4 model
+# ---------- 4 techniques
 class Layer(NamedTuple):
     """What a layer costs."""
     window: int  # tokens that one sees; 0: no attention
     mlp_mult: float  # MLP width / model_dim; 0: no MLP
-
-class Context(NamedTuple):
-    """What the forward pass needs besides tokens and weights; make_context() makes one."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2), in the dtype of activations
-    attn_scale: torch.Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {kind of layer: tokens before its own that it sees}; 0-dim tensors for block masks
-    dtype: torch.dtype  # of activations
-    pair_rope: tuple = ()  # the same for pairs of heads, each (T, 1, 2, head_dim / 2)
-    mtp: torch.Tensor | None = None  # (n,) weights of the losses on the next n targets; None: one target
-
-def make_context(cfg, T, window, device, dtype=None):
-    """Context for rows of T tokens. window: of long layers, tokens before its own; 0: everything. dtype: by
-    default that of scores, fp32 on a CPU and bf16 on a GPU."""
-    on_gpu, kinds = device.type == "cuda", per_layer(cfg.window_pattern, cfg.num_layers)
-    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
-    frequencies, attn_scale = rope_frequencies(cfg, window)
-    frequencies = frequencies.to(device)
-    angles = torch.arange(T, device=device)[:, None, None] * frequencies
-    rope = angles.cos().to(dtype), angles.sin().to(dtype)
-    pair_rope = ()
-    if "P" in kinds:  # even heads are rotated as at 2 t, odd ones as at 2 t + 1, whatever the pairs
-        angles = torch.arange(2 * T, device=device).view(T, 1, 2, 1) * frequencies
-        pair_rope = angles.cos().to(dtype), angles.sin().to(dtype)
-    windows = {kind: size for kind, size in window_sizes(cfg, window, T).items() if kind in kinds}
-    for kind, size in windows.items() if on_gpu and not flash_attention_3(cfg) else ():
-        if T % FLEX_BLOCK == 0 and (size < T - 1 or kind == "P" or cfg.max_doc_len):
-            windows[kind] = torch.tensor(size, device=device)  # so that one compiled step serves all sizes
-    return Context(rope, torch.tensor(attn_scale, device=device), windows, dtype, pair_rope)
 
 def rms_norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -1020,14 +621,17 @@ def attention(q, k, v, mask, kernel=F.scaled_dot_product_attention):
     y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None], is_causal=False)
     return y.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
-def window_mask(window, T, documents, device):
+def window_mask(window, T, documents, device, width=0):
     """Where each token sees itself and the `window` tokens before it, as far as they are of its document.
     documents (B, T): the number of each token's document, or None. Returns None if every token sees
-    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to their end."""
+    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to their end.
+    width: W, at least the window; 0: the window."""
     window = int(window)
     if window >= T - 1 and documents is None:
         return None
-    width = T if 2 * window >= T else window
+    width = width or window
+    if 2 * width >= T:
+        width = T
     blocks, keys = math.ceil(T / width), min(T, 2 * width)
     arange = partial(torch.arange, device=device, dtype=torch.int32)  # a CPU compares these faster
     start = arange(0, blocks * width, width).view(1, blocks, 1, 1)
@@ -1047,18 +651,23 @@ def softcap(logits, cap, shift=0.0, width=0.0):
     """cap * tanh((logits + shift) / width); width 0: cap; cap 0: unchanged."""
     return cap * torch.tanh((logits + shift) / (width or cap)) if cap else logits
 
-def lm_loss(x, head, targets, cap, linear=linear, mtp=None):
+def lm_loss(x, head, targets, cap, linear=linear, weights=None):
     """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T). cap: softcap's (cap, shift, width).
-    mtp (n,): weights of the losses on the next n targets of the row, which are added up (multi-token
-    prediction, arXiv:2404.19737)."""
+    weights (n,): of the losses on several targets (B, T, n) of each token, -1: none, which are added up."""
     logits = softcap(linear(x, head).float(), *cap)
-    if mtp is None:
+    if weights is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    T, norm, total = targets.size(1), logits.logsumexp(-1), 0
-    for k, weight in enumerate(mtp.unbind()):
-        picked = logits[:, :T - k].gather(-1, targets[:, k:, None])[..., 0]
-        total = total + weight * (norm[:, :T - k] - picked).sum()
-    return total / targets.numel()
+    losses = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets.clamp(min=0))
+    return (losses * (targets >= 0) * weights).sum() / targets[..., 0].numel()
+
+def qkv_linear(x, query, key, value, factor):
+    """Products of x (B, T, C) with three matrices (n, C), times factor (1,), by one product."""
+    packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
+    return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
+
+def delayed_mlp(x, fc, proj, scales):
+    """mlp(). scales (3,): the delayed ones of fp8_mlp, which this does without."""
+    return mlp(x, fc, proj)
 
 class Kernels(NamedTuple):
     """The functions that have faster versions in section 11; these are the readable ones."""
@@ -1067,23 +676,8 @@ class Kernels(NamedTuple):
     window_mask: object = window_mask
     attention: object = attention
     loss: object = lm_loss
-
-def rope_frequencies(cfg, window):
-    """Radians per token of each pair of channels (head_dim / 2,) (RoFormer, arXiv:2104.09864), and the factor
-    on q @ k. With rope_yarn (YaRN, arXiv:2309.00071) both follow the windows as they grow up to this one."""
-    D = cfg.model_dim // cfg.num_heads
-    pairs = int(cfg.rope_fraction * D / 2) if cfg.rope_base else 0
-    steps = torch.linspace(0, 1, pairs) if cfg.rope_end else torch.arange(pairs) / pairs
-    frequencies = F.pad(cfg.rope_base**-steps, (0, D // 2 - pairs))
-    scale = cfg.attn_scale or D**-0.5
-    windows = [w for w in cfg.window_schedule if w] if cfg.rope_yarn else []
-    for old, new in zip(windows, windows[1:]):
-        if old == window:
-            break
-        turns = old * frequencies / (2 * math.pi)
-        frequencies *= old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
-        scale *= 1 + 0.2 * math.log(new / old)
-    return frequencies, scale
+    qkv: object = qkv_linear  # query, key and value at once
+    mlp: object = delayed_mlp  # an MLP whose fp8 version has delayed scales
 
 def rope_spectrum(head_dim, base, fraction=1.0):
     """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
@@ -1111,6 +705,106 @@ def rope_tables(T, frequencies, device, dtype):
     """cos and sin of every position, each (T, 1, head_dim / 2), for rotate()."""
     angles = torch.arange(T, device=device)[:, None, None] * frequencies.to(device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+def pair_rope_tables(T, frequencies, device, dtype):
+    """rope_tables() for paired heads, each (T, 1, 2, pairs of channels): even heads turn as at position
+    2 t, odd ones as at 2 t + 1, whatever row of the pairs they are in (modded-nanogpt#58)."""
+    positions = torch.arange(2 * T, device=device).view(T, 1, 2, 1)
+    angles = positions * frequencies.to(device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+def rotate_adjacent(x, cos, sin):
+    """RoPE on adjacent channels of the first part of each head; the rest stays. x (..., D), cos and sin
+    (..., pairs of channels)."""
+    turned = x[..., :2 * cos.size(-1)]
+    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((a * cos + b * sin, b * cos - a * sin), -1).flatten(-2)
+    return torch.cat((turned, x[..., 2 * cos.size(-1):]), -1)
+
+def key_offset(k):
+    """The second half of each key head comes from the token before, so that a match finds what came after it
+    (modded-nanogpt#49: -1.4 s). k (B, T, H, D); the first token keeps its own."""
+    own, moved = k.chunk(2, -1)
+    moved = torch.cat((moved[:, :1], moved[:, :-1]), 1)
+    return torch.cat((own, moved), -1)
+
+def scaled_xsa(y, v, strength):
+    """Removes a part of each head's output along its own value (XSA with a learned strength,
+    arXiv:2603.09078; modded-nanogpt#82: -0.6 s). y and v (B, T, H, D), strength (B, T, H), before tanh."""
+    along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y - torch.tanh(strength)[..., None] * along * v
+
+def dynamic_attention(q, k, v, mix, spread, mask):
+    """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
+    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` makes one attention pattern of those of all heads,
+    which then reads all values and is spread over the heads. q (B, T, H, D), already scaled, k (B, T, H, D),
+    v (B, T, H, E), mix and spread (B, T, H). mask: of window_mask(); memory grows as T times its last side,
+    per head."""
+    T = q.size(1)
+    blocks, width = mask.size(1), mask.size(2)
+    q, mix, k, v = (query_blocks(x, blocks, width) for x in (q, mix, k, v))
+    if blocks > 1:
+        k = with_block_before(k)
+        v = with_block_before(v)
+    scores = torch.einsum("bnqhd,bnkhd->bnhqk", q, k).float()
+    patterns = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).to(v.dtype)
+    pattern = (mix.mT[..., None] * patterns).sum(2)
+    y = (pattern @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
+    return spread[..., None] * y.flatten(1, 2)[:, :T]
+
+def mix_of_heads(x, dtype):
+    """The `mix` of dynamic_attention(): x (B, T, H) with the same mean square for each token."""
+    return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(dtype)
+
+def query_blocks(x, blocks, width):
+    """(B, T, ...) -> (B, blocks, width, ...), with zeros after the end."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, blocks * width - x.size(1))).unflatten(1, (blocks, width))
+
+def with_block_before(x):
+    """Keys of each block of queries: (B, blocks, width, ...) -> (B, blocks, 2 width, ...)."""
+    before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+    return torch.cat((before, x), 2)
+
+def mudd(x, w1, w2, bias, scale):
+    """Weights by which each token mixes streams, values or gates: a small MLP of its own stream
+    (MUDD, arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden),
+    bias (n,), scale: a number or (1,) -> (B, T, n)."""
+    return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
+
+SIGNS_SEED = 0
+
+def random_signs(rows, width):
+    """int8 (rows, width) of 1 and -1, the same everywhere: numpy keeps the raw stream of PCG64 as it is."""
+    words = np.random.PCG64(SIGNS_SEED).random_raw(math.ceil(rows * width / 64)).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8))[:rows * width].reshape(rows, width)
+    return torch.tensor(2 * bits.astype(np.int8) - 1)
+
+def bigram_signs(tokens, signs):
+    """The row of signs (B, T, C) of each token with the one before, so that bigrams that share a row of the
+    hashed table still differ (modded-nanogpt#83: -1.3 s). signs (rows, C)."""
+    rows = (tokens[:, 1:] ^ tokens[:, :-1]) % len(signs)
+    return signs[F.pad(rows, (1, 0))]
+
+def next_targets(targets, n):
+    """targets (B, T) -> the next n of each token in its row, (B, T, n); -1: none (multi-token prediction,
+    arXiv:2404.19737; modded-nanogpt#53: -2.9 s)."""
+    return torch.stack([F.pad(targets[:, k:], (0, k), value=-1) for k in range(n)], -1)
+
+def prefix_tokens(texts):
+    """int64 (V,): of each token the longest proper prefix of its bytes that is a token itself, -1: none, as
+    targets of a further loss (modded-nanogpt#88: -0.8 s). texts: each token's bytes, b"" for none."""
+    prefixes = torch.full((len(texts),), -1)
+    stack = []  # tokens of which each is a prefix of the next one
+    for token in sorted(range(len(texts)), key=texts.__getitem__):
+        text = texts[token]
+        if not text:
+            continue
+        while stack and (not text.startswith(texts[stack[-1]]) or text == texts[stack[-1]]):
+            stack.pop()
+        if stack:
+            prefixes[token] = stack[-1]
+        stack.append(token)
+    return prefixes
 
 def scoring_dtype(device):
     """Of activations where scores are wanted: fp32 on a CPU, bf16 on a GPU."""
@@ -1161,14 +855,6 @@ def per_layer(values, num_layers):
     """A per-layer list, repeated or cut to the number of layers."""
     return [values[i % len(values)] for i in range(num_layers)]
 
-def window_sizes(cfg, window, T):
-    """{"L": tokens before its own that a long layer sees, of T; "S": a short one; "P", where there are any:
-    one with heads in pairs, of 2 T}. window: of L; 0: all."""
-    long = min(w or cfg.train_seq_len for w in (window, cfg.window_schedule[-1]))
-    short = max(1, int(cfg.short_window * long) // cfg.window_block) * cfg.window_block
-    sizes = {"L": min(window or T, T), "S": min(T, short), "P": min(T, short)}
-    return {kind: size for kind, size in sizes.items() if kind in "LS" + cfg.window_pattern}
-
 def parameter(*shape, on=True):
     return nn.Parameter(torch.empty(shape)) if on else None
 
@@ -1200,6 +886,8 @@ def unpair_heads(x):
 class Model(nn.Module):
     """What the rest of the file asks of a recipe's model, beside the attributes cfg, embed and head, which
     are the recipe's constants and two (V, C) parameters, and `blocks`."""
+    scales = None  # DelayedScales of fp8
+
     def use(self, kernels):
         """Computes by these kernels from now on."""
         for module in (self, *self.blocks):
@@ -1249,86 +937,6 @@ class Model(nn.Module):
 
     def take_state(self, other):
         """That state becomes another model's."""
-
-class Block(nn.Module):
-    """Attention and MLP, pre-norm, as far as `kind` (a character of window_pattern) has them."""
-    def __init__(self, cfg, kind, has_table, mixed_gate):
-        super().__init__()
-        C, H, KV = cfg.model_dim, cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
-        attends, has_mlp, mix = kind in "LSP", kind != "0", 1 if cfg.scalar_mix else C
-        self.head_dim = C // H
-        self.key_offset, self.paired = cfg.key_offset and kind == "L", kind == "P"
-        self.cfg, self.mixed_gate = cfg, mixed_gate
-        self.query = parameter(C, C, on=attends)
-        self.attn_proj = parameter(C, C, on=attends)
-        self.key = parameter(KV * C // H, C, on=attends)
-        self.value = parameter(KV * C // H, C, on=attends)
-        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=attends and cfg.attn_gate_dim)
-        self.value_gate = parameter(KV, cfg.value_gate_dim, on=attends and has_table and cfg.value_gate_dim)
-        self.value_lambdas = parameter(2, on=attends and cfg.value_lambdas)
-        self.input_lambda = parameter(1, on=attends and cfg.attn_lambdas)
-        self.output_lambda = parameter(1, on=attends and cfg.attn_lambdas)
-        self.bigram_lambda = parameter(1, on=has_mlp and cfg.bigram_lambdas and cfg.bigram_rows)
-        self.qk_gain = parameter(H, on=attends and cfg.qk_gain_init)
-        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
-        mixes = (2, mix) if cfg.mix_sublayers else (mix,)
-        self.resid_lambda = parameter(*mixes, on=has_mlp and cfg.residual_mix)
-        self.x0_lambda = parameter(mix, on=has_mlp and cfg.residual_mix)
-        self.layer_scale = parameter(2, mix, on=has_mlp and cfg.layer_scale)
-
-    def forward(self, x, x0, bigrams, source, value_embed, mask, context):
-        """x, the stream, and x0, the embedding (B, T, C) -> the stream. bigrams (B, T, C): the part of them
-        that is added; source (B, T, C): what attention reads; None: nothing, and the stream. value_embed
-        (B, T, KV * D) or 0."""
-        added, keep = 0 if bigrams is None else self.bigram_lambda.to(x.dtype) * bigrams, (1, 1)
-        if self.resid_lambda is not None:
-            resid, added = self.resid_lambda.to(x.dtype), added + self.x0_lambda.to(x.dtype) * x0
-            x, keep = (x, resid) if self.cfg.mix_sublayers else (resid * x, keep)
-        if not self.cfg.mix_sublayers:
-            x, added = x + added, 0
-        scales = (1, 1) if self.layer_scale is None else self.layer_scale.to(x.dtype)
-        if self.query is not None:
-            h = rms_norm(x if source is None else source)
-            x = keep[0] * x + scales[0] * self.attend(h, value_embed, mask, context) + added
-        if self.fc is not None:
-            h, linear = rms_norm(x), self.kernels.linear
-            x = keep[1] * x + scales[1] * mlp(h, self.fc, self.mlp_proj, linear)
-        return x
-
-    def attend(self, h, value_embed, mask, context):
-        """h (B, T, C), normalised -> what attention adds to the stream (B, T, C)."""
-        q, k, v = (self.kernels.linear(h, weight) for weight in (self.query, self.key, self.value))
-        if self.input_lambda is not None:
-            v = self.input_lambda.to(v.dtype) * v
-        if self.value_gate is not None:
-            half = -(-self.value_gate.size(1) // 2)
-            seen = torch.cat((h[..., :half], value_embed[..., :half]), -1) if self.mixed_gate else h
-            gates = self.cfg.value_gate_factor * gate(seen, self.value_gate)[..., None]
-            value_embed = (gates * value_embed.unflatten(-1, (-1, self.head_dim))).flatten(-2)
-        if self.value_lambdas is not None:
-            factors = self.value_lambdas.to(v.dtype)
-            v, value_embed = factors[0] * v, factors[1] * value_embed
-        v = v + value_embed
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        scale = context.attn_scale
-        if self.qk_gain is not None:  # expanded over tokens, so that the norm's kernel sums its gradient
-            scale = (self.qk_gain.float() * scale)[:, None].expand(*q.shape[:3], 1)
-        q, k = (rms_norm(q) * scale).to(k.dtype), rms_norm(k)
-        if self.paired:
-            q, k = (rotate(y.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3) for y in (q, k))
-        else:
-            q, k = (rotate(y, *context.rope) for y in (q, k))
-        if self.key_offset:
-            k = offset_keys(k)
-        paired = (pair_heads(y) if self.paired else y for y in (q, k, v))
-        y = self.kernels.attention(*(y.transpose(1, 2) for y in paired), mask).transpose(1, 2)
-        y = unpair_heads(y) if self.paired else y
-        if self.attn_gate is not None:
-            y = y * gate(h, self.attn_gate)[..., None]
-        if self.output_lambda is not None:
-            y = y * self.output_lambda.to(y.dtype)
-        return self.kernels.linear(y.flatten(2), self.attn_proj)
 
 def bigram_ids(tokens, rows):
     """Rows of the table (B, T) of each token with the one before. The first token of a row has the last one,
@@ -1428,181 +1036,6 @@ def copies(tokens, keys, length, orders):
     longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # shorter ones are there, too
     return [x.gather(0, longest) for x in found]
 
-class GPT(Model):
-    """Decoder-only transformer. cfg.vocab_size and cfg.bos_id must be resolved."""
-    def __init__(self, cfg, kernels=Kernels()):
-        super().__init__()
-        N, V, C = cfg.num_layers, cfg.vocab_size, cfg.model_dim
-        self.cfg, self.kinds = cfg, per_layer(cfg.window_pattern, N)
-        self.cap = cfg.logit_softcap, cfg.logit_shift, cfg.logit_width
-        self.embed = parameter(V, C)
-        self.head = self.embed if cfg.tie_embeddings else parameter(V, C)
-        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
-        self.counts, self.classes = NgramCounts(cfg), CLASSES * len(cfg.copy_orders)  # of a source
-        sources = sum(n > 0 for n in cfg.count_orders) + any(cfg.copy_orders)
-        self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
-        self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
-        self.class_scale = parameter(sources * self.classes + 1, on=sources)
-        self.smear = parameter(1, 1, on=cfg.smear_dim)
-        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
-        # value embeddings: the table of each layer, counted from 1; 0: none
-        self.tables = per_layer(cfg.value_embed_layers, N)
-        rows = zip(self.kinds, self.tables, per_layer(cfg.value_gate_mixed, N))
-        self.blocks = nn.ModuleList(Block(cfg, *row) for row in rows)
-        self.use(kernels)
-        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * C // cfg.num_heads
-        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
-        # skips: those of the U-net, innermost first, then (from, to)
-        self.skips = [pair for pair in zip(cfg.skip_layers[::2], cfg.skip_layers[1::2]) if pair[1] < N]
-        self.unet = N // 2 if cfg.unet_skips else 0
-        rows, mix = self.unet + len(self.skips), 1 if cfg.scalar_mix else C
-        self.skip_weights = parameter(rows, mix, on=rows)
-        self.skip_gate = parameter(rows, cfg.skip_gate_dim, on=rows and cfg.skip_gate_dim)
-        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
-
-    def context(self, T, device, dtype=None, stage=None):
-        window = eval_window(self.cfg) if stage is None else stage.window
-        return make_context(self.cfg, T, window, device, dtype)
-
-    def training_context(self, T, device, dtype, stage):
-        several = torch.ones(len(stage.mtp.split()), device=device) if stage.mtp != "1" else None
-        return self.context(T, device, dtype, stage)._replace(mtp=several)
-
-    def first_values(self, values):
-        if self.cfg.untie_at:  # the embedding begins as the head
-            values["embed"] = values["head"].clone()
-        return values
-
-    def update_context(self, context, progress):
-        if context.mtp is not None:
-            for weight, number in zip(context.mtp, mtp_weights(self.cfg, progress)):
-                weight.fill_(number)
-
-    def build(self, loader, log):
-        if not any(self.cfg.count_orders):
-            return False
-        log("counting n-grams")
-        began = time.perf_counter()
-        self.counts.count(np.concatenate(loader.shards))
-        log(f"n-grams of {loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
-        return True
-
-    def state(self):
-        return self.counts.stored()
-
-    def load_state(self, tensors):
-        if any(self.cfg.count_orders):
-            stream, packed = zlib.decompressobj(), tensors.pop("counts.text")
-            text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
-            require(packed.dtype == torch.uint8 and stream.eof and not stream.unused_data, "no counted text")
-            check_tokens(text, self.cfg.vocab_size, "the counted text")
-            self.counts.count(text)
-
-    def drop_state(self):
-        del self.counts.tables
-
-    def take_state(self, other):
-        self.counts = other.counts
-
-    def candidates(self, tokens, targets=None):
-        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
-        if self.candidate_embed is None:
-            return []
-        cfg, place = self.cfg, torch.arange(tokens.size(1), device=tokens.device)
-        bos, orders = cfg.bos_id if cfg.max_doc_len else -1, cfg.count_orders + cfg.copy_orders
-        length = place + 1 - torch.where(tokens == bos, place, 0).cummax(1).values
-        keys = {n: (key, length >= n) for n, key in ngram_keys(tokens, orders)}
-        found = [self.counts(keys, targets)] if any(cfg.count_orders) else []
-        found += [copies(tokens, keys, length, cfg.copy_orders)] if any(cfg.copy_orders) else []
-        there, token, sure = (torch.cat(parts) for parts in zip(*found))  # (sources, B, T)
-        source = torch.arange(len(there), device=place.device).view(-1, 1, 1)
-        token = torch.where(there, source * cfg.vocab_size + token, len(self.candidate_embed) - 1)
-        sure = torch.where(there, source * self.classes + sure, len(self.class_embed) - 1)
-        return [torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()]
-
-    def hidden(self, tokens, context, *candidates):
-        """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
-        cfg, T, masks = self.cfg, tokens.size(1), {}
-        documents = (tokens == cfg.bos_id).cumsum(1) if cfg.max_doc_len else None
-        for kind, window in context.windows.items():
-            times = 2 if kind == "P" else 1
-            own = documents if documents is None else documents.repeat_interleave(times, 1)
-            masks[kind] = self.kernels.window_mask(window, times * T, own, tokens.device)
-        x0, bigrams = self.embedded(tokens, candidates or self.candidates(tokens), context.dtype)
-        x = x0 if bigrams is None else x0 + self.blocks[0].bigram_lambda.to(x0.dtype) * bigrams
-        outputs, half = [], cfg.num_layers // 2  # of each layer
-        for i, (block, kind) in enumerate(zip(self.blocks, self.kinds)):
-            if self.unet and half <= i < 2 * half:  # inside out: the last one in is the first one out
-                x = self.skip(x, x0, outputs[2 * half - 1 - i], i - half)
-            for row, (source, to) in enumerate(self.skips, self.unet):
-                if to == i:
-                    x = self.skip(x, x0, outputs[source], row)
-            table = self.tables[i]
-            value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype) if table else 0
-            if kind != "0":
-                source = outputs[cfg.attn_source] if 0 < cfg.attn_source < i else None
-                x = block(x, x0, bigrams if i else None, source, value_embed, masks.get(kind), context)
-            outputs.append(x)
-        if self.backout is not None:
-            x = x - self.backout.to(x.dtype) * outputs[cfg.backout_layer]
-        return rms_norm(x)
-
-    def skip(self, x, x0, earlier, row):
-        """The stream with an earlier one (B, T, C), by this row of the skips' weights."""
-        weight = self.skip_weights[row].to(x.dtype)
-        weight = torch.sigmoid(weight) if self.cfg.skip_sigmoid else weight
-        if self.skip_gate is not None:
-            weight = weight * 2 * gate(x0, self.skip_gate)[..., row:row + 1]
-        return x + weight * earlier
-
-    def embedded(self, tokens, candidates, dtype):
-        """tokens (B, T) -> embedding, normalised, with candidates and a part of the token before; hashed
-        bigrams, or None if they are in it already. Both (B, T, C)."""
-        x, bigrams = F.embedding(tokens, self.embed).to(dtype), None
-        if self.bigram_embed is not None:
-            bigrams = F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
-            if not self.cfg.bigram_lambdas:
-                x, bigrams = x + bigrams, None
-        for token, sure in (rows.unbind(2) for rows in candidates):
-            token, sure = token.flatten(0, 1), sure.flatten(0, 1)
-            scaled = F.embedding_bag(token, self.candidate_embed, mode="sum",
-                                     per_sample_weights=self.class_scale[sure])
-            x = x + (scaled + F.embedding_bag(sure, self.class_embed, mode="sum")).view_as(x).to(dtype)
-        x = rms_norm(x) if self.cfg.smear_normed else x
-        if self.smear is not None:
-            before = F.pad(x, (0, 0, 1, -1))
-            if self.cfg.max_doc_len and not self.cfg.smear_documents:
-                before = before * (tokens != self.cfg.bos_id)[..., None]
-            x = x + self.smear.to(dtype) * gate(x, self.smear_gate) * before
-        return x if self.cfg.smear_normed else rms_norm(x), bigrams
-
-    def logits(self, x):
-        """Last activations (..., C) -> fp32 (..., V)."""
-        return softcap(linear(x, self.head).float(), *self.cap)
-
-    def forward(self, tokens, targets, context, *candidates):
-        """Mean training loss, nats, by context.mtp of several targets. tokens and targets (B, T)."""
-        x = self.hidden(tokens, context, *candidates)
-        return self.kernels.loss(x, self.head, targets, self.cap, self.kernels.head_linear, context.mtp)
-
-class Parameter(NamedTuple):
-    """A row of the parameter table: how a kind of parameter starts, learns and is stored. A new kind needs a
-    constant in ModelConfig that turns it off, the parameter in Block or GPT, its use there, and a row."""
-    kind: str  # the last word of its name in the model
-    group: str  # kinds of a group share buffers in the optimizer and rounding in the artifact
-    optimizer: str  # muon (matrices only) or adam
-    lr: str  # the constant of Config that is its learning rate
-    lr_mult: float  # factor on it
-    decay_mult: float  # factor on weight_decay or adam_weight_decay
-    init: str  # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; constant: scale
-    scale: float
-    artifact_step: float  # factor on the constant artifact_step; 0: kept as fp32
-    second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
-    beta1: float = 0.0  # Adam; 0: that of Config
-    beta2: float = 0.0  # Adam; 0: that of Config
-    change: float = 0.0  # of constant first values: the last layer's less the first's, linear between
-    every: int = 1  # steps whose gradients add up to one update; for Adam times adam_every
-
 class Row(NamedTuple):
     """A row of a recipe's parameter table: how a kind of parameter starts, learns and is stored."""
     kind: str  # the last word of its name in the model
@@ -1623,82 +1056,28 @@ class Row(NamedTuple):
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
     levels: float = 127.0  # int8: rounded numbers go up to this, in steps of a row
     step: float = 0.0  # int8: rounding step / rms of a row; 0: its maximum / levels
+    unit_rows: int = 0  # Muon: parts of so many rows are matrices of their own; 0: the whole is one
 
-def parameter_rows(cfg):
-    """{kind: Row} of the presets that share one class, from parameter_table(), whose cells name constants."""
-    rows, with_lr = {}, cfg.decay_schedule == "lr"
-    for kind, row in parameter_table(cfg).items():
-        muon = row.optimizer == "muon"
-        decay = cfg.weight_decay * cfg.matrix_lr if muon else cfg.adam_weight_decay
-        scalar = row.group == "scalar"
-        precision = "fp32" if not row.artifact_step else "fp16" if scalar else "int8"
-        rows[kind] = Row(
-            kind, row.group, row.optimizer, getattr(cfg, row.lr) * row.lr_mult, decay * row.decay_mult,
-            with_lr and not muon, row.beta1 or cfg.beta1, row.beta2 or cfg.beta2, cfg.adam_eps, row.second,
-            row.every * (1 if muon else cfg.adam_every), row.init, row.scale, row.change, precision,
-            step=cfg.artifact_step * row.artifact_step)
-    return rows
+@dataclass(frozen=True)
+class Stage:
+    """A row of the table of stages; recipes add columns of their own."""
+    start: float  # part of cfg.iterations at which it begins
+    batch_tokens: int  # tokens per step over all ranks
+    row_tokens: int  # tokens per row
+    lr: float = 1.0  # factor on learning rates before the warmdown
+    doc_len: int = 0  # packed documents are cut at so many tokens; 0: at max_doc_len
+    begins: float = 0.0  # set by stage_rows(): part of the whole run, extension included
+    first_step: int = 0  # set by stage_rows(): if the clock does not end the run
 
-def parameter_table(cfg):
-    """{kind: Parameter}: a row for each kind of parameter that a model can have. Raises Refused."""
-    tied, gain = cfg.tie_embeddings, cfg.qk_gain_init
-    embed_lr, embed_std = ("tied_embed_lr", cfg.tied_embed_init_std) if tied else ("embed_lr", 1.0)
-    rows = [
-        # kind           group          optimizer LR           mult decay init       scale       artifact step
-        ("query",        "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
-        ("key",          "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
-        ("value",        "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
-        ("attn_proj",    "matrix",      "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        1.0),
-        ("fc",           "matrix",      "muon", "matrix_lr", 1.0, 1.0, "uniform",  1.0,        1.0),
-        ("mlp_proj",     "matrix",      "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        1.0),
-        ("embed",        "embed",       "adam", embed_lr,    1.0, 1.0, "normal",   embed_std,  0.6),
-        ("head",         "head",        "adam", "head_lr",   1.0, 1.0, "constant", 0.0,        0.5),
-        ("value_embeds", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
-        ("bigram_embed", "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
-        ("candidate_embed", "value_embed", "adam", "embed_lr", 1.0, 1.0, "constant", 0.0,     1.6),
-        ("class_embed",  "value_embed", "adam", "embed_lr",  1.0, 1.0, "constant", 0.0,        1.6),
-        ("attn_gate",    "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("smear_gate",   "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("value_gate",   "gate",        "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-        ("skip_gate",    "stream_gate", "muon", "matrix_lr", 1.0, 1.0, "constant", 0.0,        0.0),
-    ]
-    scalars = dict(  # kind: first value
-        class_scale=1.0, resid_lambda=1.0, x0_lambda=0.0, value_lambdas=0.5, input_lambda=1.0, qk_gain=gain,
-        output_lambda=1.0, bigram_lambda=0.05, layer_scale=1.0, smear=0.0, skip_weights=1.0, backout=0.5)
-    rows += [(kind, "scalar", "adam", "scalar_lr", 1.0, 0.0, "constant", first, 0.0)
-             for kind, first in scalars.items()]
-    table = {row[0]: Parameter(*row) for row in rows}
-    texts = dict(optimizer=("muon", "adam"), init=("uniform", "positive", "normal", "orthogonal", "constant"),
-                 second=("long", "rows", "columns"),
-                 lr=("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr", "gate_lr"))
-    for cell, kind, column, value in parameter_cells(cfg, table):
-        require(kind in table and column in Parameter._fields[2:], f"parameters={cell!r} is no cell; kinds: "
-                f"{', '.join(table)}; columns: {', '.join(Parameter._fields[2:])}")
-        if column in texts:
-            require(value in texts[column], f"parameters={cell!r} must be one of {texts[column]}")
-        else:
-            number = r"[1-9]\d?" if column == "every" else r"-?\d+(\.\d*)?(e-?\d+)?"
-            require(re.fullmatch(number, value), f"parameters={cell!r} must be a number (every: 1 to 99)")
-            value, least = float(value), -1e12 if column in ("scale", "change") else 0
-            most = 0.9999 if column in ("beta1", "beta2") else 1e12
-            require(least <= value <= most, f"parameters={cell!r} must be from {least:g} to {most:g}")
-        table[kind] = table[kind]._replace(**{column: value})
-    for row in table.values():
-        plain = row.optimizer == "adam" and row.init == "constant"
-        require(row.kind not in scalars or plain,
-                f"parameters: {row.kind} is no matrix, so it needs optimizer=adam and init=constant")
-        require(row.scale >= 0 or row.init == "constant", f"parameters: {row.kind}.scale is negative")
-    return table
+@dataclass(frozen=True)
+class WindowStage(Stage):
+    """A stage of a recipe with windows."""
+    window: int = 0  # of long layers: tokens before its own that a token sees; 0: train_seq_len
 
-def parameter_cells(cfg, table):
-    """Yields (text, kind, column, value) of changed cells: `kind.column=value` or, of several kinds or whole
-    groups, `kind+group column=value column=value`."""
-    for cell in cfg.parameters:
-        names, *changes = cell.split() if " " in cell.strip() else cell.split(".", 1)
-        for name, change in itertools.product(names.split("+"), changes or [""]):
-            column, _, value = change.partition("=")
-            for kind in [row.kind for row in table.values() if row.group == name] or [name]:
-                yield cell, kind, column, value
+@dataclass(frozen=True)
+class LoopStage(Stage):
+    """A stage of a recipe with depth recurrence."""
+    loops: int = 0  # further runs of the looped layers
 
 def kind_of(name):
     """blocks.3.query -> query, value_embeds.0 -> value_embeds."""
@@ -1710,7 +1089,7 @@ def first_values(model, seed):
     for name, p in model.named_parameters():
         row, value = table[kind_of(name)], torch.zeros(p.shape)
         if row.init == "uniform":
-            bound = row.scale * p.size(1) ** -0.5
+            bound = row.scale * p.size(-1) ** -0.5
             value.uniform_(-bound, bound, generator=generator)
         elif row.init == "positive":
             value.uniform_(0, row.scale, generator=generator)
@@ -1724,11 +1103,13 @@ def first_values(model, seed):
         values[name] = value
     return model.first_values(values)
 
+# ---------- 5 recipes
+
 # ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
 # Our own game, whose records are in records/track_tiny. Two minutes are few steps, so what needs no training
 # helps: what the training text has most often after the last n tokens, and what the row itself had.
 @dataclass(frozen=True)
-class Tiny(RunConfig):
+class Tiny(Config):
     """Two layers, one of which attends; embeddings of bigrams and of candidates for the next token, key
     offset, U-net skips; Muon."""
     preset: str = option("tiny", "the recipe", model=True)
@@ -2065,7 +1446,7 @@ class TinyModel(Model):
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
 @dataclass(frozen=True)
-class Golf(RunConfig):
+class Golf(Config):
     """Nine layers with grouped queries, U-net skips, a tied embedding and Muon; no windows, no documents."""
     preset: str = option("golf", "the recipe", model=True)
     # size
@@ -2185,7 +1566,7 @@ class Golf(RunConfig):
         return [named_scores] if step is None else []
 
     def make_model(self, kernels):
-        return GolfGPT(self, kernels)
+        return GolfModel(self, kernels)
 
 class GolfContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -2231,7 +1612,7 @@ class GolfBlock(nn.Module):
         y = attend_heads(q, k, v, mask, self.kernels.attention)
         return linear(y.flatten(2), self.attn_proj)
 
-class GolfGPT(Model):
+class GolfModel(Model):
     """The first half of the blocks leaves its outputs; the second half adds them, the last one first."""
     def __init__(self, cfg, kernels=Kernels()):
         super().__init__()
@@ -2274,7 +1655,7 @@ class GolfGPT(Model):
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
 # Gains below are those that records of parameter-golf report, in bits per byte.
 @dataclass(frozen=True)
-class GolfPlus(RunConfig):
+class GolfPlus(Config):
     """Eleven layers, of which two run three times once half of the run is over; XSA, a mean of weights, and
     weights rounded to 6 bits by GPTQ."""
     preset: str = option("golf_plus", "the recipe", model=True)
@@ -2338,7 +1719,7 @@ class GolfPlus(RunConfig):
     warmup_steps: int = optional(40, "rehearsal steps before the clock, undone afterwards", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
-    artifact_codec: str = option("brotli", "compressor", choices=("zlib", "lzma", "brotli"))
+    artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
     artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
                                     0, 10)
     artifact_embed_step: float = optional(20 / 127, "embedding: the same; 0: its maximum / 127", 0, 10)
@@ -2448,7 +1829,7 @@ class GolfPlus(RunConfig):
         return [named_scores] if step is None else []
 
     def make_model(self, kernels):
-        return GolfPlusGPT(self, kernels)
+        return GolfPlusModel(self, kernels)
 
 class GolfPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -2500,7 +1881,7 @@ class GolfPlusBlock(nn.Module):
             y = remove_own_value(y, v)
         return linear(y.flatten(2), self.attn_proj)
 
-class GolfPlusGPT(Model):
+class GolfPlusModel(Model):
     """The first half of the layers that run leaves its outputs; the second half mixes them in, the last one
     first. A layer that runs again counts again."""
     def __init__(self, cfg, kernels=Kernels()):
@@ -2555,7 +1936,7 @@ class GolfPlusGPT(Model):
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
 @dataclass(frozen=True)
-class Speedrun(RunConfig):
+class Speedrun(Config):
     """Windows that grow by stages and stay in a document, value embeddings, gated heads, a skip connection,
     backout; NorMuon, and Adam at every other step."""
     preset: str = option("speedrun", "the recipe", model=True)
@@ -2900,7 +2281,7 @@ class SpeedrunModel(Model):
 # size, batch, rates, weight decay and length: see depth_dial(). Rates and weight decay are stated for
 # depth 12 and batches of 2**19 tokens.
 @dataclass(frozen=True)
-class GPT2(RunConfig):
+class GPT2(Config):
     """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
     preset: str = option("gpt2", "the recipe", model=True)
     # the dial
@@ -3171,7 +2552,7 @@ class GPT2Model(Model):
 # start as mended on 13 April 2026: at a825e63 they were never set. Rates and weight decay are stated for
 # depth 12 and batches of 2**19 tokens.
 @dataclass(frozen=True)
-class GPT2Plus(RunConfig):
+class GPT2Plus(Config):
     """As gpt2, with smear, backout, sharper attention, and rates, decay and momentum that follow the run."""
     preset: str = option("gpt2_plus", "the recipe", model=True)
     # the dial
@@ -3479,13 +2860,707 @@ class GPT2PlusModel(Model):
         x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
+# ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
+# modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
+# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. Not measured on a GPU here. In the public
+# script Adam's matrices are bf16, here they are fp32 beside a bf16 copy.
+@dataclass(frozen=True)
+class SpeedrunPlusStage(WindowStage):
+    """A stage of SpeedrunPlus."""
+    # weights of the losses on the next targets, and on the target's prefix token: (at its beginning, at its
+    # end), linear between
+    next_weights: tuple = ((1.0, 1.0),)
+    prefix_weights: tuple = (0.0, 0.0)
+
+@dataclass(frozen=True)
+class SpeedrunPlus(Config):
+    """Eleven layers that read earlier ones by weights of each token's own (MUDD), heads in pairs, three kinds
+    of embeddings, losses on several targets, fp8."""
+    preset: str = option("speedrun_plus", "the recipe", model=True)
+    # size and topology
+    num_layers: int = option(11, "blocks; as many as window_pattern has", 1, 1000, model=True)
+    model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(6, "query heads", 1, 4096, model=True)
+    # narrower than values: -3.8 s with the fp8 of qkv and MLP (modded-nanogpt#344)
+    qk_dim: int = option(96, "width of query and key heads; values have model_dim / num_heads", 4, 4096,
+                         model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    window_pattern: str = option("PSPLSP-SSPL", "per layer: L long window, S short, P short with heads in "
+                                 "pairs (modded-nanogpt#58: -3.5 s), - no attention", model=True)
+    window_schedule: tuple = option((), "long window, tokens before its own, per stage; empty: as stages() "
+                                    "has them", 1, 1 << 20, model=True, of=int)
+    window_block: int = option(128, "tokens that windows are multiples of", 1, 1 << 16, model=True)
+    eval_window: int = option(2560, "long window of the last score, tokens", 1, 1 << 20, model=True)
+    max_doc_len: int = option(2048, "tokens at which the stages cut documents at most", 1, 1 << 20)
+    # numbers of layers, from 0
+    value_embed_layers: tuple = option((1, 2, 8, 9, 10), "layers with a value embedding (modded-nanogpt#63: "
+                                       "-0.3 s)", 0, 999, model=True)
+    xsa_layers: tuple = optional((1, 3, 4, 7), "layers with learned XSA (modded-nanogpt#82: -0.6 s); empty: "
+                                 "none", 0, 999, model=True)
+    head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
+                                       0, 999, model=True)
+    skip_layers: tuple = option((3, 6), "the output of the first is added in place of the second's attention",
+                                0, 999, model=True)
+    attn_source: int = option(7, "later layers attend to the output of this one (modded-nanogpt#77: -0.7 s)",
+                              0, 999, model=True)
+    gate_layer: int = option(4, "the gates of this layer and later ones are made of its input; of the layers "
+                             "before, of the embedding", 1, 999, model=True)
+    # techniques
+    key_offset: bool = option(True, "long layers: half of each key head from the token before "
+                              "(modded-nanogpt#49: -1.4 s)", model=True)
+    attn_scale: float = option(0.1 * (128 / 96) ** 0.5, "factor on q @ k in the first stage",
+                               1e-6, 100, model=True)
+    rope_base: float = option(1024.0, "RoPE: longest wavelength / 2 pi", 1, 1e9, model=True)
+    # with the MUDD gates: -3.5 s (modded-nanogpt#85); alone 0.0046 nats
+    dc_window: int = optional(112, "keys of dynamic attention in the last layer; 0: none", 0, 1 << 16,
+                              model=True)
+    smear_dim: int = option(12, "channels that gate the token before, which is added", 1, 1 << 16, model=True)
+    value_gate_dim: int = option(12, "channels that gate value embeddings, half of them theirs "
+                                 "(modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
+    bigram_rows: int = option(377_280, "rows of the hashed bigram embedding (modded-nanogpt#62: -5.6 s)",
+                              3, 1 << 26, model=True)
+    bigram_sign_rows: int = optional(8192, "rows of signs on bigrams (modded-nanogpt#83: -1.3 s); 0: none",
+                                     0, 1 << 20, model=True)
+    mudd_dim: int = option(64, "hidden width of MUDD (modded-nanogpt#81: -2.6 s)", 1, 1 << 16, model=True)
+    mudd_gate_dim: int = option(64, "hidden width of the MUDD gates (modded-nanogpt#85: -3.5 s with DC)",
+                                1, 1 << 16, model=True)
+    # 23 * sigmoid((x + 5) / 7.5) - 11.5 (modded-nanogpt#54: -2.9 s)
+    logit_softcap: float = option(11.5, "logits = cap * tanh((logits + shift) / width)", 1e-3, 1e4,
+                                  model=True)
+    logit_shift: float = optional(5.0, "shift; 0: symmetric", 0, 1e4, model=True)
+    logit_width: float = option(15.0, "width", 1e-3, 1e4, model=True)
+    # with untie_at: -2.9 s (modded-nanogpt#53)
+    next_targets: int = option(3, "targets that a token's loss has at most; 1: the next one", 1, 8)
+    prefix_weight: float = optional(0.25, "weight of the loss on the longest token that the target begins "
+                                    "with (modded-nanogpt#88: -0.8 s); 0: none", 0, 100)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
+    vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefixes of tokens "
+                             "where the dataset names no tokenizer")
+    vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
+    train_seq_len: int = option(16_384, "tokens per row of the first stage", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
+    # with lr_floor: -1.2 s (modded-nanogpt#72)
+    doc_schedule: tuple = option((), "tokens at which packed documents are cut, per stage; empty: as "
+                                 "stages() has them", 1, 1 << 20, of=int)
+    packing: str = option("documents", "how training rows are made of the stream: see Documents and Rows",
+                          choices=("documents", "rows"))
+    max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
+    val_tokens: int = optional(10_485_760, "the first tokens of val that are scored; 0: all")
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
+    eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
+    # fp8, in training only
+    fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can",
+                      choices=("off", "all", "auto-all"))
+    fp8_head: bool = option(True, "lm_head's products in fp8, where fp8 is on; 0: bf16")
+    # with qk_dim and the MLP's backward products: -3.8 s (modded-nanogpt#344)
+    fp8_qkv: bool = option(True, "the same of query, key and value")
+    # up -0.5 s (modded-nanogpt#84), down -0.8 s (modded-nanogpt#89)
+    fp8_mlp: bool = option(True, "the same of the MLPs")
+    fp8_head_most: tuple = option((100.0, 1.6, 0.75), "largest input of lm_head in fp8, weight and gradient "
+                                  "of the summed loss", 1e-9, 1e6)
+    # optimizer
+    loss_sum_ranks: int = optional(8, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
+    matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
+    embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head, embedding", 0, 10)
+    gate_lr: float = option(0.008, "Adam: gates, MUDD, by the table's factors", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: lambdas", 0, 10)
+    muon_pairs: bool = option(True, "query and key: pairs of heads are matrices of their own "
+                              "(modded-nanogpt#80: -0.3 s)")
+    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the first value; 0: none")
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
+    normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and both LR factors", 0, 1e6)
+    adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the table's factor "
+                                        "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
+    adam_eps: float = option(1e-10, "Adam: added to the root of the second moment", 1e-20, 1)
+    adam_every: int = option(2, "steps whose gradients add up to one of Adam's", 1, 1000)
+    # length
+    iterations: int = option(1270, "scheduled steps", 1, 10**9)
+    extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
+    # the embedding begins as a copy of lm_head and stays equal until then (modded-nanogpt#51: -3.2 s)
+    untie_at: float = optional(847 / 1270, "part of iterations with the embedding as lm_head; 0: none", 0, 1)
+    warmdown_frac: float = option(0.6, "part of iterations in which LR falls", 0, 1)
+    lr_floor: float = option(0.15, "LR factor at the end of the warmdown", 0, 1)
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+
+    def check(self):
+        super().check()
+        self.check_topology()
+        if self.num_heads % 2 or self.qk_dim % 4:
+            raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
+        half = self.value_gate_dim // 2
+        if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
+            raise Refused(f"smear_dim={self.smear_dim} and half of value_gate_dim={self.value_gate_dim} may not "
+                          f"exceed model_dim={self.model_dim}, and the second is even")
+        windows = tuple(stage.window for stage in self.stages())
+        if any(window % self.window_block for window in (*windows, self.eval_window)):
+            raise Refused(f"windows {show(windows)} and eval_window={self.eval_window} must be multiples of "
+                          f"window_block={self.window_block}")
+        if len(self.fp8_head_most) != 3:
+            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
+
+    def check_topology(self):
+        """Raises Refused for numbers of layers that do not fit each other."""
+        pattern, last = self.window_pattern, len(self.window_pattern) - 1
+        if set(pattern) - {"L", "S", "P", "-"} or last < 1:
+            raise Refused(f"window_pattern={pattern!r}: two or more layers, each L, S, P or -")
+        if self.num_layers != last + 1:
+            raise Refused(f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, "
+                          "and the other lists name them by their numbers")
+        if len(self.skip_layers) != 2 or not self.skip_layers[0] < self.skip_layers[1] < last:
+            raise Refused(f"skip_layers={show(self.skip_layers)}: a layer, and a later one before the last")
+        if [i for i, kind in enumerate(pattern) if kind == "-"] != [self.skip_layers[1]]:
+            raise Refused(f"window_pattern={pattern}: by skip_layers={show(self.skip_layers)} layer "
+                          f"{self.skip_layers[1]} alone is without attention")
+        if not self.gate_layer <= self.skip_layers[1] or not self.attn_source < last:
+            raise Refused(f"gate_layer={self.gate_layer}, attn_source={self.attn_source}: the first is not "
+                          "after the skip, the second before the last layer")
+        for name in ("value_embed_layers", "xsa_layers", "head_gate_layers"):
+            for layer in getattr(self, name):
+                if layer > last or pattern[layer] == "-":
+                    raise Refused(f"{name}={show(getattr(self, name))}: layer {layer} has no attention")
+        if not {1, last} <= {*self.value_embed_layers}:
+            raise Refused(f"value_embed_layers={show(self.value_embed_layers)} must hold 1 and {last}")
+        alone = [*self.xsa_layers, last] if self.dc_window else self.xsa_layers
+        if any(pattern[layer] == "P" for layer in alone):
+            raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for pairs of heads")
+
+    def packer(self):
+        return dict(documents=Documents, rows=Rows)[self.packing]
+
+    def stages(self):
+        B, T, prefix = self.train_batch_tokens, self.train_seq_len, self.prefix_weight
+        first = ((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
+        second = ((1.0, 1.0), (0.5, 0.0))
+        n = self.next_targets
+        stage = SpeedrunPlusStage
+        return stage_rows(self, [
+            #     start       batch  row    LR factor  long window
+            stage(0.0,        B,     T,     lr=1.0,    window=384,  doc_len=896,
+                  next_weights=first[:n], prefix_weights=(prefix, prefix)),
+            stage(423 / 1270, 2 * B, 2 * T, lr=1.52,   window=896,  doc_len=2048,
+                  next_weights=second[:n], prefix_weights=(prefix, 0.0)),
+            stage(847 / 1270, 3 * B, 3 * T, lr=1.73,   window=1408, doc_len=2048),
+            stage(1.0,        3 * B, 3 * T, lr=1.73,   window=1664, doc_len=2048),
+        ], window="window_schedule", doc_len="doc_schedule")
+
+    def parameter_table(self):
+        """{kind: Row}"""
+        matrix_decay = self.weight_decay * self.matrix_lr
+        matrix = partial(Row, group="matrix", optimizer="muon", decay=matrix_decay)
+        pair = 2 * self.qk_dim if self.muon_pairs else 0
+
+        def adam(kind, group, lr, decay=0.0, **columns):
+            """Its decay follows the square of its learning rate."""
+            return Row(kind, group, "adam", lr, lr * self.adam_weight_decay * decay, decay_with_lr=True,
+                       eps=self.adam_eps, every=self.adam_every, **columns)
+
+        gate = partial(adam, beta1=0.9, beta2=0.99)
+        scalar = partial(adam, group="scalar", beta1=0.9, precision="fp32")
+        table = partial(adam, lr=self.embed_lr, decay=5, beta1=0.75, beta2=0.95)
+        head = partial(adam, lr=self.head_lr, decay=150, beta1=0.5, beta2=0.95, init="normal", scale=0.005)
+        mudd = partial(gate, group="mudd", precision="fp16")
+        lr, gate_lr, wide = self.matrix_lr, self.gate_lr, self.mlp_mult**0.5
+        return by_kind([
+            # kind              first values and learning rate
+            matrix("query",     init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),  # std 0.5 / sqrt(C)
+            matrix("key",       init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),
+            matrix("value",     init="uniform", scale=0.8660254, lr=lr),
+            # uniform and not 0, with values that start at half: modded-nanogpt#64: -1.2 s
+            matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),
+            matrix("fc",        init="uniform", scale=0.8660254, lr=lr),  # twice that, since it is tall
+            matrix("mlp_proj",  init="constant", scale=0.0, lr=2 * wide * lr, second="columns"),
+            head("head", "head"),
+            head("embed", "embed"),
+            table("value_embeds", "value_embed", init="normal", scale=0.01),
+            table("bigram_embed", "value_embed"),
+            gate("value_gate", "gate", gate_lr, decay=1),
+            gate("smear_gate", "stream_gate", gate_lr * 0.01),
+            # MUDD, whose last biases are by first_values()
+            mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
+            mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
+            mudd("mudd_b2", lr=gate_lr * 0.25),
+            mudd("mudd_gate_w1", lr=gate_lr * 0.1, decay=1, init="uniform", scale=1.0),
+            mudd("mudd_gate_w2", lr=gate_lr * 0.1, decay=1),
+            mudd("mudd_gate_b2", lr=gate_lr * 0.1),
+            mudd("mudd_gate_scale", lr=gate_lr * 0.1, init="constant", scale=MUDD_SCALE),
+            scalar("sa_lambdas", lr=self.scalar_lr, beta2=0.99),
+            scalar("smear_lambda", lr=self.scalar_lr, beta2=0.99),
+            scalar("skip_lambda", lr=self.scalar_lr, beta2=0.99, scale=-1.5),
+            scalar("resid_lambdas", lr=self.scalar_lr, beta2=0.95, scale=1.1**0.5),
+            scalar("post_lambdas", lr=gate_lr, beta2=0.95, scale=1.0),
+        ])
+
+    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
+        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
+        products."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
+        """p, m and v (n,) change; step counts from 1. Decay is cautious, too."""
+        update = adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p * (update * p > 0)
+        p.sub_(lr * update)
+
+    def schedule(self, step, progress):
+        """LR has a stage's factor until the warmdown, in which it falls linearly to lr_floor, whatever the
+        factor; momentum warms up by steps done and cools down by steps left."""
+        scheduled = scheduled_progress(self, progress)
+        done = warmdown_done(scheduled, self.warmdown_frac)
+        lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        if self.muon_momentum_cooldown_steps and progress:
+            steps_left = (1 - progress) * step / progress
+            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
+        start = self.muon_momentum_warmup_start
+        momentum = start + (self.muon_momentum - start) * warmth
+        tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
+        return Schedule(lr, momentum, decay=lr, tied=tied)
+
+    def warmdown_text(self):
+        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
+
+    def plan_columns(self):
+        return ["doc_len", "next_weights", "prefix_weights"]
+
+    def windows(self, stage, T):
+        last = self.stages()[-1]
+        half = (stage or last).window // 2
+        short = max(1, half // self.window_block) * self.window_block
+        long = stage.window if stage else self.eval_window
+        return dict(long_window=min(T, long), short_window=min(T, short))
+
+    def layers(self, stage=None):
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = {"L": sizes["long_window"], "S": sizes["short_window"], "P": sizes["short_window"], "-": 0}
+        return [Layer(window[kind], self.mlp_mult) for kind in self.window_pattern]
+
+    def rope(self, window=None):
+        """(radians per token of each pair of channels that turns (qk_dim / 4,), factor on q @ k) once long
+        windows have grown to this one; None: to that of the last stage."""
+        frequencies, scale = rope_spectrum_to_base(self.qk_dim, self.rope_base, 0.5), self.attn_scale
+        frequencies = frequencies[:self.qk_dim // 4]
+        sizes = [stage.window for stage in self.stages()]
+        for old, new in zip(sizes, sizes[1:]):
+            if old == window:
+                break
+            frequencies, scale = yarn(frequencies, scale, old, new)
+        return frequencies, scale
+
+    def gated_layers(self):
+        """(Gates of the layers before gate_layer, of the others), with lists of layers in place of gates.
+        rest: how many values each has."""
+        N, H = self.num_layers, self.num_heads
+        attending = [layer for layer in range(N - 1) if self.window_pattern[layer] != "-"]
+        early, late = Gates([], [], [], []), Gates([], [], [], [1, H, H] if self.dc_window else [1])
+        for layer in range(N):
+            gates = early if layer < self.gate_layer else late
+            if layer in self.xsa_layers:
+                gates.xsa.append(layer)
+            if layer in self.head_gate_layers:
+                gates.heads.append(layer)
+            if layer in attending:
+                gates.inputs.append(layer)
+        return early, late
+
+    def loss_weights(self, progress):
+        """Weights of the losses on the next targets at this progress, and on prefixes where the stage has
+        them."""
+        stage = stage_at(self, progress)
+        ends = [other.begins for other in self.stages() if other.begins > stage.begins]
+        done = (progress - stage.begins) / (min([*ends, 1.0]) - stage.begins or 1.0)
+        pairs = [*stage.next_weights]
+        if any(stage.prefix_weights):
+            pairs.append(stage.prefix_weights)
+        return [first + (last - first) * done for first, last in pairs]
+
+    def masks_documents(self):
+        return True
+
+    def document_limit(self):
+        return self.max_doc_len
+
+    def scoring_window(self):
+        return self.eval_window
+
+    def fp8_part(self, on_gpu):
+        part = fp8_part(self, on_gpu, further=self.fp8_sides())
+        return part if part == "off" or self.fp8_qkv and self.fp8_mlp else "head"
+
+    def fp8_sides(self):
+        """Sides of the products that fp8_part() does not know of."""
+        return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
+
+    def linears(self, on_gpu, log):
+        on = fp8_part(self, on_gpu, log, further=self.fp8_sides()) != "off" and self.fp8_head
+        return linear, partial(fp8_head, most=self.fp8_head_most) if on else linear
+
+    def further_kernels(self, on_gpu):
+        on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
+        chosen = {}
+        if on and self.fp8_qkv:
+            chosen["qkv"] = fp8_qkv
+        if on and self.fp8_mlp:
+            chosen["mlp"] = fp8_mlp
+        return chosen
+
+    def check_data(self, data):
+        if self.prefix_weight:
+            texts_of_tokens(self, data.tokenizer)
+
+    def quantize(self, row, w, coarser=1.0, hessian=None):
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def make_model(self, kernels):
+        return SpeedrunPlusModel(self, kernels)
+
+MUDD_SCALE = 0.1  # of what MUDD gives: its last weights and biases learn as if it were ten times as much
+
+LAST_MUDD, END_MUDD = 14, 5  # values that MUDD gives in front of the last layer, and after it
+
+class SpeedrunPlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
+    pair_rope: tuple  # the same for heads in pairs, each (T, 1, 2, qk_dim / 4)
+    attn_scale: torch.Tensor  # factor on q @ k, 0-dim
+    windows: dict  # {L, S or P: tokens before its own that such a layer sees}, see kernel_window()
+    dtype: torch.dtype  # of activations
+    next_targets: int = 1  # targets of a loss; in training only, like the rest
+    prefixes: bool = False  # is the prefix token of a target one more?
+    loss_weights: torch.Tensor | None = None  # of the losses on them, (n,); None: the next target alone
+
+class Gates(NamedTuple):
+    """What the MUDD gates give to the layers before gate_layer, or to the others, {layer: gate}."""
+    xsa: dict  # strength of XSA, before tanh (B, T, H)
+    heads: dict  # factor on each head's output (B, T, H)
+    inputs: dict  # factors on the embedding and on bigrams, each (B, T, 1)
+    rest: list  # the others have: of the skip (B, T, 1), then two of dynamic attention (B, T, H)
+
+class SpeedrunPlusBlock(nn.Module):
+    """Attention and MLP, pre-norm, each with factors on the residual stream and on what it adds."""
+    def __init__(self, cfg, layer):
+        super().__init__()
+        C, H = cfg.model_dim, cfg.num_heads
+        kind = cfg.window_pattern[layer]
+        attends = kind != "-"
+        self.kind, self.qk_dim, self.head_dim = kind, cfg.qk_dim, C // H
+        self.key_offset = cfg.key_offset and kind == "L"
+        self.query = parameter(H * cfg.qk_dim, C, on=attends)
+        self.key = parameter(H * cfg.qk_dim, C, on=attends)
+        self.value = parameter(C, C, on=attends)
+        self.attn_proj = parameter(C, C, on=attends)
+        # the last layer's gates are MUDD's: this one is idle there, as in the public record
+        self.value_gate = parameter(H, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.sa_lambdas = parameter(2)  # of queries, keys and values; of attention's output
+        self.resid_lambdas = parameter(2)  # of the residual stream, where attention and MLP add to it
+        self.post_lambdas = parameter(2)  # of what they add
+
+    def add_attention(self, x, source, added, value_embed, gates, mask, context):
+        """The residual stream x (B, T, C) with attention's output and `added` (B, T, C). source (B, T, C):
+        what attention reads. value_embed (B, T, H, D), in layers that have one. gates: strength of XSA and
+        factor on heads, each None where the layer has none."""
+        h = rms_norm(source)
+        if value_embed is not None:
+            half = self.value_gate.size(1) // 2
+            seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
+            value_embed = 2 * gate(seen, self.value_gate)[..., None] * value_embed
+        y = self.attend(h, value_embed, *gates, None, mask, context)
+        return self.resid_lambdas[0].to(x.dtype) * x + self.post_lambdas[0].to(x.dtype) * y + added
+
+    def add_mlp(self, x, scales):
+        """The residual stream x (B, T, C) with the MLP's output. scales: of fp8_mlp(), or None."""
+        y = self.run_mlp(x, scales)
+        return self.resid_lambdas[1].to(x.dtype) * x + self.post_lambdas[1].to(x.dtype) * y
+
+    def run_mlp(self, x, scales):
+        """What the MLP makes of the residual stream (B, T, C)."""
+        return self.kernels.mlp(rms_norm(x), self.fc, self.mlp_proj, scales)
+
+    def attend(self, h, further_values, xsa, head_gate, dynamic, mask, context):
+        """h (B, T, C), normalised -> attention's output (B, T, C). further_values (B, T, H, D) or None. xsa
+        and head_gate (B, T, H) or None. dynamic: (mix, spread, mask) of dynamic_attention(), or None."""
+        into, out = self.sa_lambdas[:1], self.sa_lambdas[1:]
+        q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, into)
+        q, k = split_heads(q, self.qk_dim), split_heads(k, self.qk_dim)
+        v = split_heads(v, self.head_dim)
+        if further_values is not None:
+            v = v + further_values
+        q, k = (rms_norm(q) * context.attn_scale).to(v.dtype), rms_norm(k)
+        attention = self.kernels.attention
+        if self.kind == "P":
+            q = rotate_adjacent(q.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3)
+            k = rotate_adjacent(k.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3)
+            y = unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, attention))
+        else:
+            q, k = rotate_adjacent(q, *context.rope), rotate_adjacent(k, *context.rope)
+            if self.key_offset:
+                k = key_offset(k)
+            y = attend_heads(q, k, v, mask, attention)
+        if dynamic is not None:
+            y = y + dynamic_attention(q, k, v, *dynamic)
+        if xsa is not None:
+            y = scaled_xsa(y, v, xsa)
+        if head_gate is not None:
+            y = y * head_gate[..., None]
+        return linear(y.flatten(2), out.to(y.dtype) * self.attn_proj.to(y.dtype))
+
+class SpeedrunPlusModel(Model):
+    """The blocks in order; the last one and the end mix earlier streams by MUDD."""
+    def __init__(self, cfg, kernels=Kernels()):
+        super().__init__()
+        V, C, H = cfg.vocab_size, cfg.model_dim, cfg.num_heads
+        self.cfg = cfg
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.blocks = nn.ModuleList(SpeedrunPlusBlock(cfg, layer) for layer in range(cfg.num_layers))
+        self.value_embeds = nn.ParameterList(parameter(V, C) for _ in cfg.value_embed_layers)
+        self.bigram_embed = parameter(cfg.bigram_rows, C)
+        self.smear_lambda = parameter(1)
+        self.smear_gate = parameter(1, cfg.smear_dim)
+        self.skip_lambda = parameter(1)
+        self.mudd_w1 = parameter(2, cfg.mudd_dim, C)  # in front of the last layer, after it
+        self.mudd_w2 = parameter(2, LAST_MUDD, cfg.mudd_dim)
+        self.mudd_b2 = parameter(2, LAST_MUDD)
+        self.gated = cfg.gated_layers()
+        self.gate_sizes = []  # of the rows that make each gate
+        for gated in self.gated:
+            heads = len(gated.xsa) + len(gated.heads)
+            self.gate_sizes.append([H] * heads + [1, 1] * len(gated.inputs) + gated.rest)
+        rows = max(map(sum, self.gate_sizes))
+        self.mudd_gate_w1 = parameter(2, cfg.mudd_gate_dim, C)
+        self.mudd_gate_w2 = parameter(2, rows, cfg.mudd_gate_dim)
+        self.mudd_gate_b2 = parameter(2, rows)
+        self.mudd_gate_scale = parameter(1)
+        self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
+        self.register_buffer("prefixes", torch.full((V,), -1), persistent=False)
+        self.scales = DelayedScales(cfg.num_layers) if kernels.mlp is fp8_mlp else None
+        self.use(kernels)
+
+    def first_values(self, values):
+        """The embedding begins as lm_head. MUDD begins as: value embeddings in full, residual stream and
+        outputs with the factors of other layers, a part of bigrams; at the end half of attn_source's output
+        is taken off. Gates: a quarter of each head's output, a part of bigrams, half of the skip, dynamic
+        attention of equal parts."""
+        values["embed"] = values["head"].clone()
+        for layer in range(self.cfg.num_layers):
+            values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
+        # values of three streams, the same of the residual stream; two of value embeddings; factors of
+        # attention, of the embedding and bigrams, of the MLP: the order of hidden()
+        resid = 1.1**0.5
+        last = [0.0] * 6 + [2.0, 2.0, resid, 1.0, 0.0, 0.05, resid, 1.0]
+        values["mudd_b2"][0] = torch.tensor(last) / MUDD_SCALE
+        values["mudd_b2"][1, 1] = -0.5 / MUDD_SCALE
+        H = self.cfg.num_heads
+        rest = [0.5] + [1.0] * H + [0.0] * H
+        for half, gated in enumerate(self.gated):
+            biases = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
+            biases += [0.0, 0.05] * len(gated.inputs) + rest[:sum(gated.rest)]
+            values["mudd_gate_b2"][half, :len(biases)] = torch.tensor(biases) / MUDD_SCALE
+        return values
+
+    def context(self, T, device, dtype=None, stage=None):
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        frequencies, attn_scale = cfg.rope(stage and stage.window)
+        sizes = cfg.windows(stage, T)
+        return SpeedrunPlusContext(
+            rope_tables(T, frequencies, device, dtype), pair_rope_tables(T, frequencies, device, dtype),
+            torch.tensor(attn_scale, device=device),
+            dict(L=kernel_window(cfg, sizes["long_window"], T, device, cuts=True),
+                 S=kernel_window(cfg, sizes["short_window"], T, device, cuts=True),
+                 P=kernel_window(cfg, sizes["short_window"], 2 * T, device, cuts=True)),
+            dtype)
+
+    def training_context(self, T, device, dtype, stage):
+        context = self.context(T, device, dtype, stage)
+        prefixes = any(stage.prefix_weights)
+        if len(stage.next_weights) == 1 and not prefixes:
+            return context
+        weights = torch.ones(len(stage.next_weights) + prefixes, device=device)
+        return context._replace(next_targets=len(stage.next_weights), prefixes=prefixes, loss_weights=weights)
+
+    def update_context(self, context, progress):
+        if context.loss_weights is not None:
+            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
+                weight.fill_(number)
+
+    def build(self, loader, log):
+        """The prefix token of each token."""
+        if not self.cfg.prefix_weight:
+            return False
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, loader.tokenizer)))
+        log(f"prefix tokens: {(self.prefixes >= 0).sum().item()} of {self.cfg.vocab_size} tokens have one")
+        return True
+
+    def masks(self, tokens, context):
+        """{kind of layer: of Kernels.window_mask}; that of dynamic attention is D."""
+        cfg, T, device = self.cfg, tokens.size(1), tokens.device
+        documents = (tokens == cfg.bos_id).cumsum(1)
+        window_of = self.kernels.window_mask
+        masks = {kind: window_of(context.windows[kind], T, documents, device) for kind in ("L", "S")}
+        masks["P"] = window_of(context.windows["P"], 2 * T, documents.repeat_interleave(2, 1), device)
+        if cfg.dc_window:  # by the readable function: its attention is not a kernel's
+            masks["D"] = window_mask(cfg.dc_window - 1, T, documents, device, width=cfg.dc_window)
+        return masks
+
+    def gates(self, half, x):
+        """Gates of the layers before gate_layer (half 0) or of the others (half 1), by x (B, T, C)."""
+        gated, sizes = self.gated[half], self.gate_sizes[half]
+        n = sum(sizes)
+        values = mudd(x, self.mudd_gate_w1[half], self.mudd_gate_w2[half, :n], self.mudd_gate_b2[half, :n],
+                      self.mudd_gate_scale.to(x.dtype))
+        parts = iter(values.split(sizes, -1))
+        xsa = {layer: next(parts) for layer in gated.xsa}
+        heads = {layer: next(parts) for layer in gated.heads}
+        inputs = {layer: (next(parts), next(parts)) for layer in gated.inputs}
+        return Gates(xsa, heads, inputs, [*parts])
+
+    def embedded(self, tokens, dtype):
+        """tokens (B, T) -> embedding with a part of the token before, normalized; bigrams; both (B, T, C)."""
+        x = smear(F.embedding(tokens, self.embed).to(dtype), self.smear_lambda, self.smear_gate)
+        bigrams = F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
+        if self.cfg.bigram_sign_rows:
+            bigrams = bigrams * bigram_signs(tokens, self.signs).to(dtype)
+        return rms_norm(x), bigrams
+
+    def hidden(self, tokens, context):
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        cfg, N = self.cfg, len(self.blocks)
+        skip_from, skip_to = cfg.skip_layers
+        masks = self.masks(tokens, context)
+        scales = self.scales.values.unbind() if self.scales else [None] * N
+        value_embeds = {}
+        for layer, table in zip(cfg.value_embed_layers, self.value_embeds):
+            value_embed = F.embedding(tokens, table).to(context.dtype)
+            value_embeds[layer] = split_heads(value_embed, self.blocks[layer].head_dim)
+        x0, bigrams = self.embedded(tokens, context.dtype)
+        gates = self.gates(0, x0)
+        x = first = x0 + gates.inputs[0][1] * bigrams
+        outputs = {}  # of the two layers that later ones read
+        for i, block in enumerate(self.blocks[:-1]):
+            if i == cfg.gate_layer:
+                gates = self.gates(1, x)
+            if i == skip_to:
+                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates.rest[0] * outputs[skip_from]
+            else:
+                x0_gate, bigram_gate = gates.inputs[i]
+                added = x0_gate * x0
+                if i > 0:  # the first layer's are in the residual stream already
+                    added = added + bigram_gate * bigrams
+                of_heads = gates.xsa.get(i), gates.heads.get(i)
+                source = outputs.get(cfg.attn_source, x)
+                x = block.add_attention(x, source, added, value_embeds.get(i), of_heads, masks[block.kind],
+                                        context)
+            x = block.add_mlp(x, scales[i])
+            if i in (skip_from, cfg.attn_source):
+                outputs[i] = x
+        before, source = x, outputs[cfg.attn_source]
+        x = self.last_layer(x, first, source, bigrams, value_embeds[N - 1], gates, masks, scales[-1], context)
+        mu = self.stream_weights(1, x, END_MUDD)
+        x = x + mu[0] * first + mu[1] * source + mu[2] * before
+        x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
+        return rms_norm(x)
+
+    def stream_weights(self, place, x, n):
+        """n weights by MUDD of each token (B, T, 1): in front of the last layer (place 0), after it (1)."""
+        values = mudd(x, self.mudd_w1[place], self.mudd_w2[place, :n], self.mudd_b2[place, :n], MUDD_SCALE)
+        return values.split(1, -1)
+
+    def last_layer(self, x, first, source, bigrams, value_embed, gates, masks, scales, context):
+        """Mixes earlier streams into values and residual stream, with MUDD's weights in place of learned
+        ones, and has dynamic attention. first, source (B, T, C): the input of the first layer, the output of
+        attn_source."""
+        cfg, block, layer = self.cfg, self.blocks[-1], len(self.blocks) - 1
+        mu = self.stream_weights(0, x, LAST_MUDD)
+        values = mu[0] * first + mu[1] * source + mu[2] * x
+        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * source
+        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(cfg.num_heads // 2, -1)
+        values = split_heads(values, block.head_dim) + halves[..., None] * value_embed
+        dynamic = None
+        if cfg.dc_window:
+            dynamic = mix_of_heads(gates.rest[1], x.dtype), gates.rest[2], masks["D"]
+        y = block.attend(rms_norm(source), values, gates.xsa.get(layer), gates.heads.get(layer), dynamic,
+                         masks[block.kind], context)
+        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
+        return mu[12] * x + mu[13] * block.run_mlp(x, scales)
+
+    def logits(self, x):
+        return softcap(linear(x, self.head).float(), *self.cap())
+
+    def cap(self):
+        return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width
+
+    def forward(self, tokens, targets, context):
+        """Mean training loss, nats: on the next targets and their prefixes. tokens and targets (B, T)."""
+        x = self.hidden(tokens, context)
+        if context.loss_weights is not None:
+            prefixes = self.prefixes[targets][..., None]
+            targets = next_targets(targets, context.next_targets)
+            if context.prefixes:
+                targets = torch.cat((targets, prefixes), -1)
+        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
+                                 context.loss_weights)
+
+def texts_of_tokens(cfg, tokenizer):
+    """[bytes of each token], b"" where it has none; without a SentencePiece tokenizer by GPT-2's vocabulary.
+    Raises Refused."""
+    if tokenizer:
+        texts = [piece_bytes(tokenizer, piece) for piece in range(tokenizer.vocab_size())]
+    else:
+        texts = gpt2_texts(cfg.vocab_path)
+    return texts[:cfg.vocab_size] + [b""] * (cfg.vocab_size - len(texts))
+
+def piece_bytes(tokenizer, piece):
+    """Bytes of a SentencePiece piece; b"" of one that stands for no text."""
+    text = tokenizer.id_to_piece(piece)
+    if tokenizer.is_byte(piece):
+        return bytes([int(text[3:5], 16)])
+    special = tokenizer.is_control(piece) or tokenizer.is_unknown(piece) or tokenizer.is_unused(piece)
+    return b"" if special else text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+@cache
+def gpt2_texts(path):
+    """[bytes of each token] of GPT-2's vocabulary, {characters: token}, in which each byte is a character:
+    bytes that print are themselves, the others are those from 256 on. Raises Refused."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    byte_of = {chr(byte): byte for byte in printed}
+    byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
+    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2`"
+    try:
+        tokens = json.loads(Path(path).read_text("utf-8"))
+        texts = [b""] * len(tokens)
+        for characters, token in tokens.items():
+            if characters != "<|endoftext|>":
+                texts[token] = bytes(byte_of[character] for character in characters)
+    except FileNotFoundError:
+        raise Refused(f"{why}, or set PREFIX_WEIGHT=0") from None
+    except Exception as error:  # a damaged file may raise anything
+        raise Refused(f"{why} ({brief(error)})") from None
+    return texts
+
 # ---------- the registry of recipes
-RECIPES = dict(tiny=Tiny, golf=Golf, speedrun=Speedrun, gpt2=GPT2, golf_plus=GolfPlus, speedrun_plus=Config,
-               gpt2_plus=GPT2Plus)
+RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
+               gpt2=GPT2, gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
 
-# ---------- 5 optimizer
+# ---------- 6 optimizer
 ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x with g = x x'
     # Muon: kellerjordan.github.io/posts/muon
     "newton_schulz": [(3.4445, -4.7750, 2.0315)],
@@ -3556,35 +3631,6 @@ def adam_update_early_eps(grad, m, v, step, beta1, beta2, eps):
     root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
     return m / (1 - beta1**step) / root
 
-def adam_step(p, grad, m, v, grad_scale, step, lr, beta1, beta2, eps, corrected, decay=None, cautious=False):
-    """Adam (arXiv:1412.6980), step from 1; p, m and v change. corrected: v is corrected for its start before
-    eps is added, as in torch; else after. decay: decoupled (arXiv:1711.05101), or cautious like Muon's.
-    grad_scale, step, lr and decay are 0-dim, so that one graph serves all steps."""
-    grad = grad.to(p.dtype) * grad_scale
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    first, second = 1 - beta1**step, 1 - beta2**step
-    root = (v / second).sqrt() + eps if corrected else (v.sqrt() + eps) / second**0.5
-    update = m / first / root
-    if decay is not None:
-        update = update + decay * (p * (update * p > 0) if cautious else p)
-    p.sub_(lr * update)
-
-def muon_step(p, grad, buffer, v, grad_scale, momentum, lr, decay, cfg, dtype):
-    """Muon or NorMuon: Nesterov momentum, orthogonalised; cautious decay, where the update shrinks the weight
-    too (arXiv:2411.16085). p (N, R, C), buffer (mean or sum of gradients) and v change; numbers are 0-dim."""
-    grad = grad.to(p.dtype) * grad_scale
-    if cfg.muon_sum:
-        nesterov = grad + momentum * buffer.mul_(momentum).add_(grad)
-    else:
-        nesterov = grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
-    update = orthogonalize(nesterov, cfg.muon_backend_steps, cfg.orthogonalization, dtype, cfg.polar_margin)
-    if cfg.normuon_beta2:
-        update = normuon_scale(update, v, cfg.normuon_beta2)
-    if cfg.weight_decay:
-        p.sub_(lr * decay * p * ((p * update >= 0) if cfg.cautious_decay != "none" else 1))
-    p.sub_(lr * update)
-
 class Bank:
     """Parameters with the same rule, as views of one buffer: one collective serves all. Each rank updates its
     share of units: whole matrices for Muon, 64 numbers for Adam. data: what the model reads. master: this
@@ -3592,7 +3638,9 @@ class Bank:
     def __init__(self, row, names, params, rank, world_size, dtype, ema=False):
         self.state, self.fresh = [], True
         self.row, self.names, self.rank, self.world_size = row, names, rank, world_size
-        self.unit = params[0].shape if row.optimizer == "muon" else (64,)
+        self.unit = (64,)
+        if row.optimizer == "muon":
+            self.unit = (row.unit_rows or len(params[0]), params[0].size(1))
         size, self.shapes = math.prod(self.unit), [p.shape for p in params]
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
         self.units = int(self.places[-1]) // size  # that hold parameters; the rest makes the shares equal
@@ -3651,12 +3699,14 @@ class Optimizer:
     dtype: of the parameters that the model reads from now on; muon_dtype: of Muon's products."""
     def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32, muon_dtype=None):
         self.cfg, self.world_size, self.group, self.muon_dtype = cfg, world_size, group, muon_dtype or dtype
+        self.scales = getattr(model, "scales", None)
         self.adam_step, self.muon_step, self.step_count = cfg.adam_step, cfg.muon_step, 0
         table, alike, known = cfg.parameter_table(), {}, dict(model.named_parameters())
         for name, p in known.items():
             row = table[kind_of(name)]
             shape = p.shape if row.optimizer == "muon" else None
-            rule = (row.group, row.optimizer, row.lr, row.decay, row.beta1, row.beta2, row.second, row.every)
+            rule = (row.group, row.optimizer, row.lr, row.decay, row.beta1, row.beta2, row.second,
+                    row.unit_rows, row.every)
             alike.setdefault((rule, shape), []).append((row, name, p))
         self.banks = []
         for members in alike.values():
@@ -3666,11 +3716,14 @@ class Optimizer:
 
     def backward(self, loss):
         """Adds the gradients of a loss to those of the micro-steps before."""
-        rest = iter(torch.autograd.grad(loss, self.params, materialize_grads=True))
+        wanted = [*self.params, self.scales.values] if self.scales else self.params
+        rest = iter(torch.autograd.grad(loss, wanted, materialize_grads=True))
         for bank in self.banks:
             add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
             add(bank.grads, [next(rest) for _ in bank.grads])
             bank.fresh = False
+        if self.scales:
+            self.scales.largest = next(rest)
 
     @torch.no_grad()
     def step(self, lr_factor, momentum, decay_factor=1.0, tied=False):
@@ -3713,6 +3766,8 @@ class Optimizer:
             embed.fresh = True
         for bank in self.banks if cfg.ema_decay else ():
             bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
+        if self.scales:
+            self.scales.follow()
 
     def muon_args(self, bank, grad_scale, momentum, lr_factor, decay_factor):
         """Arguments of the recipe's muon_step; numbers are 0-dim, so that one graph serves all steps. Tall
@@ -3753,34 +3808,13 @@ def all_reduce(tensor, op="SUM", group=None):
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
     return tensor
 
-# ---------- 6 schedules
+# ---------- 7 schedules
 class Schedule(NamedTuple):
     """What a step is done with."""
     lr: float  # factor on every learning rate
     momentum: float  # Muon's
     decay: float = 1.0  # factor on the weight decay of matrices
     tied: bool = False  # the head and the embedding are one
-
-@dataclass(frozen=True)
-class Stage:
-    """A row of the table of stages; recipes add columns of their own."""
-    start: float  # part of cfg.iterations at which it begins
-    batch_tokens: int  # tokens per step over all ranks
-    row_tokens: int  # tokens per row
-    lr: float = 1.0  # factor on learning rates before the warmdown
-    doc_len: int = 0  # packed documents are cut at so many tokens; 0: at max_doc_len
-    begins: float = 0.0  # set by stage_rows(): part of the whole run, extension included
-    first_step: int = 0  # set by stage_rows(): if the clock does not end the run
-
-@dataclass(frozen=True)
-class WindowStage(Stage):
-    """A stage of a recipe with windows."""
-    window: int = 0  # of long layers: tokens before its own that a token sees; 0: train_seq_len
-
-@dataclass(frozen=True)
-class LoopStage(Stage):
-    """A stage of a recipe with depth recurrence."""
-    loops: int = 0  # further runs of the looped layers
 
 def stage_rows(cfg, rows, **columns):
     """[Stage] of a recipe's rows, with the columns that cfg overrides. columns: {further column: the constant
@@ -3801,57 +3835,12 @@ def stage_rows(cfg, rows, **columns):
     return [replace(row, begins=step / total_steps(cfg), first_step=math.ceil(step - 1e-6))
             for row, step in zip(rows, steps)]
 
-class ClassicStage(NamedTuple):
-    """A row of the table of stages, of the presets that share one class."""
-    start: float  # part of the run at which it begins
-    first_step: int  # the same in steps, as if there were no cap on time
-    batch_multiple: int  # of train_batch_tokens
-    seq_multiple: int  # of train_seq_len
-    window: int  # of long layers, tokens before its own; 0: everything
-    longest: int  # document in packed rows; 0: max_doc_len
-    mtp: str  # weights of the losses on the next targets
-    batch_tokens: int  # tokens per step over all ranks
-    row_tokens: int  # tokens per row
-
-    @property
-    def begins(self):
-        return self.start
-
-    @property
-    def doc_len(self):
-        return self.longest
-
 def total_steps(cfg):
     return cfg.iterations + cfg.extension_iterations
-
-def stage_table(cfg):
-    """[Stage]: parts of cfg.iterations, equal unless stage_starts says which, then the extension; one entry
-    serves every stage."""
-    columns = [getattr(cfg, name) for name in STAGE_COLUMNS]
-    n = max(len(column) for column in (cfg.stage_starts, *columns))
-    equal = max(1, n - (cfg.extension_iterations > 0))
-    starts = cfg.stage_starts if len(cfg.stage_starts) > 1 else [min(i / equal, 1) for i in range(n)]
-    steps = [start * cfg.iterations for start in starts]
-    rows = zip(steps, *(per_layer(column, n) for column in columns))
-    B, T = cfg.train_batch_tokens, cfg.train_seq_len
-    return [ClassicStage(step / total_steps(cfg), math.ceil(step - 1e-6), *row, B * row[0], T * row[1])
-            for step, *row in rows]
 
 def stage_at(cfg, progress):
     """The stage at this progress through the whole run."""
     return [stage for stage in cfg.stages() if stage.begins <= progress + 1e-9][-1]
-
-def mtp_weights(cfg, progress):
-    """Weights of the losses on the next targets at this progress."""
-    table, stage = stage_table(cfg), stage_at(cfg, progress)
-    end = min([other.start for other in table if other.start > stage.start] or [1.0])
-    done = (progress - stage.start) / (end - stage.start) if end > stage.start else 0.0
-    ends = [[float(number) for number in part.split(":")] for part in stage.mtp.split()]
-    return [first + (last[0] - first) * done if last else first for first, *last in ends]
-
-def tied(cfg, step, progress):
-    """Is the head the embedding, as long as untie_at says?"""
-    return bool(cfg.untie_at) and scheduled_progress(cfg, progress) <= cfg.untie_at + 1e-9
 
 def planned_tokens(cfg):
     """Training tokens of all steps, as if there were no cap on time."""
@@ -3861,11 +3850,6 @@ def planned_tokens(cfg):
 
 def run_progress(cfg, step, seconds):
     return cfg.progress(step, seconds)
-
-def top_lr(cfg, progress):
-    """LR factor before the warmdown: larger batches allow larger steps."""
-    scheduled = scheduled_progress(cfg, progress)
-    return cfg.lr_schedule[sum(switch <= scheduled + 1e-9 for switch in cfg.lr_switches) - 1]
 
 def scheduled_progress(cfg, progress):
     """Progress through cfg.iterations; the extension stays at 1."""
@@ -3879,35 +3863,7 @@ def warmdown_done(progress, part):
     """The part of the warmdown that is done, where it is the last `part` of the run."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
 
-def warmdown(cfg, step, progress):
-    """The part of the warmdown that is done. One in steps is a part of the run, at the pace so far."""
-    length = cfg.warmdown_iters * progress / max(step, 1) if cfg.warmdown_iters else cfg.warmdown_frac
-    left = 1 - scheduled_progress(cfg, progress)
-    return max(0.0, 1 - left / length) if length else 0.0
-
-def lr_factor(cfg, step, progress):
-    """Factor on every LR at this step and progress."""
-    up = min(1.0, (step + 1) / cfg.lr_warmup_steps) if cfg.lr_warmup_steps else 1.0
-    down = warmdown(cfg, step, progress)
-    return up * (top_lr(cfg, progress) * (1 - down) + cfg.lr_floor * down)
-
-def decay_factor(cfg, step, progress):
-    """Factor on weight_decay at this step and progress."""
-    if cfg.decay_schedule == "lr":
-        return lr_factor(cfg, step, progress)
-    falls = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return falls.get(cfg.decay_schedule, 1.0)
-
-def muon_momentum(cfg, step, progress):
-    """Warms up by steps done, cools down by steps left at the pace so far."""
-    first, up = cfg.muon_momentum_warmup_start, cfg.muon_momentum_warmup_steps
-    down, left = cfg.muon_momentum_cooldown_steps, (1 - progress) * step / progress if progress else math.inf
-    part = min(1.0, step / up if up else 1.0, left / down if down else 1.0)
-    top = first + (cfg.muon_momentum - first) * part
-    falls = warmdown(cfg, step, progress) if cfg.muon_momentum_end else 0
-    return top + (cfg.muon_momentum_end - top) * falls
-
-# ---------- 7 data
+# ---------- 8 data
 # ./run.sh data ...: what gets a known dataset
 DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_sp8192": " sp8192 -n 128",
                   "fineweb10B_gpt2": " gpt2", "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
@@ -4202,6 +4158,7 @@ class Loader:
     `position` is the whole state."""
     def __init__(self, cfg, data, team, log=print):
         self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
+        self.tokenizer = data.tokenizer
         self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
         self.files = [open(shard.filename, "rb") for shard in self.shards]
         self.edges = np.cumsum([0, *map(len, self.shards)])
@@ -4251,7 +4208,7 @@ class Loader:
         # contiguous() leaves the strides of a single row, with which a compiled step would be compiled again
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in (rows[:, :-1], rows[:, 1:]))
 
-# ---------- 8 evaluation
+# ---------- 9 evaluation
 def log_probs(model, tokens, context=None):
     """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
     default that of evaluation. Scores take the same two steps, the second one for the targets only."""
@@ -4264,9 +4221,6 @@ class Score(NamedTuple):
     val_loss: float  # nats per target
     val_bpb: float | None  # bits per byte; None for a part of the split
     val_bpb_without_bos: float | None  # the same without the nats of BOS targets
-
-def eval_window(cfg):
-    return cfg.eval_window or cfg.window_schedule[-1]
 
 @cache
 def compile_once(function, dynamic=False):
@@ -4567,9 +4521,8 @@ def show_samples(model, cfg, data, team, log):
         whole_lines = said.rpartition("\n")[0]
         log(f"sample {i}: {text}»{whole_lines or said}")
 
-# ---------- 9 artifact
+# ---------- 10 artifact
 CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
-LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # lc=0: the byte before says nothing here
 ENTRY_BYTES = 64  # that a tensor's name and place take, compressed
 # Bytes of trained weights over those of normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in five of
 # golf_plus (15,820,684 and 15,967,802 to 15,973,467 bytes)
@@ -4579,22 +4532,21 @@ SHUFFLED = b"BSHF\x02"  # then every second byte, then the others
 def codec(cfg):
     """How the artifact is compressed; the first letters name its file."""
     kind = cfg.artifact_codec
-    if kind == "auto":
-        kind = "lzma" if cfg.artifact_step else "zlib"
     if cfg.eval_from:  # by the file's name
-        kind = next((kind for kind in ("lzma", "brotli") if f".{kind[:4]}." in cfg.eval_from), "zlib")
+        kind = "brotli" if ".brot." in cfg.eval_from else "zlib"
     return "int8+zlib" if kind == "zlib" else kind
 
 def compress(raw, kind):
+    """kind: of codec()."""
     if kind == "brotli":
         import brotli
         return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
-    return lzma.compress(raw, filters=LZMA) if kind == "lzma" else zlib.compress(raw, 9)
+    return zlib.compress(raw, 9)
 
 def decompress(packed):
-    """What compress() made, of any kind."""
-    if packed[:1] in (b"x", b"\xfd"):
-        return (zlib if packed[:1] == b"x" else lzma).decompress(packed)
+    """What compress() made, of either kind."""
+    if packed[:1] == b"x":
+        return zlib.decompress(packed)
     import brotli
     both = brotli.decompress(packed)[len(SHUFFLED):]
     raw, half = bytearray(len(both)), (len(both) + 1) // 2
@@ -4799,7 +4751,7 @@ def write_model(model, folder, code, log, hessians=None):
         log(f"artifact_bytes_limit: {limit} bytes, {over}")
     return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
 
-# ---------- 10 checkpoints
+# ---------- 11 checkpoints
 # A checkpoint is torch.save of {config, code_sha256, shape and tensors as load_model reads them, state: the
 # optimizer's of all ranks, progress: TrainState and where loader and generator stand}. A thread writes it to
 # checkpoint.pt while training goes on; the one before stays as checkpoint_prev.pt.
@@ -4895,6 +4847,9 @@ def restore(run, checkpoint):
                 whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
             team.broadcast(whole)
             mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
+    if run.optimizer.scales:
+        stored = checkpoint["state"].get(DelayedScales.NAME) if team.rank == 0 else None
+        run.optimizer.scales.restore(stored, team)
     run.optimizer.step_count, run.started = progress["updates"], progress["started"]
     run.loader.position = progress["position"]
     torch.set_rng_state(progress["random"])
@@ -4940,6 +4895,8 @@ class Saver:
         payload = to_payload(run.cfg, run.optimizer.weights())
         payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
                             for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
+        if run.optimizer.scales:
+            payload["state"][DelayedScales.NAME] = run.optimizer.scales.of_ranks(team.world_size)
         if team.rank == 0:
             payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
                 position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
@@ -4981,15 +4938,19 @@ class Saver:
         for handler in self.handlers:
             signal.signal(*handler)
 
-# ---------- 11 fast kernels
+# ---------- 12 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
 # gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
 
 def to_fp8(x, scale, dtype):
-    """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, or None: max |x| fills the range."""
+    """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, 0-dim or not, or None: max |x| fills the
+    range."""
     x, top = x.float(), torch.finfo(dtype).max
-    scale = (x.abs().amax() / top).clamp(1e-30) if scale is None else x.new_full((), scale)
+    if scale is None:
+        scale = (x.abs().amax() / top).clamp(1e-30)
+    elif not torch.is_tensor(scale):
+        scale = x.new_full((), scale)
     return (x / scale).clamp(-top, top).to(dtype), scale  # a bare cast can give inf or nan
 
 def scaled_mm(a, b, scale_a, scale_b, fast=False):
@@ -5033,6 +4994,117 @@ def fp8_linear(x, weight, scales=(None, None, None)):
         return linear(x, weight)
     return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
 
+class DelayedScales:
+    """Scales of fp8_mlp for each layer, by the largest magnitudes of the step before; each rank has its own.
+    What the backward pass gives as the gradient of `values` is these magnitudes."""
+    NAME = "fp8 scales"  # in checkpoints
+    FIRST = (8.0, 16.0, 1.0)  # magnitudes before the first step: of input, activations, their gradient
+    FLOORS = (1e-6, 1e-6, 1e-7)  # of the scales, so that nothing is divided by almost 0
+    MARGIN = 1.25  # for what grows from one step to the next
+
+    def __init__(self, layers):
+        self.values = torch.empty(layers, 3, requires_grad=True)  # a magnitude of 448 in fp8 times this
+        self.floors = torch.tensor(self.FLOORS)
+        self.largest = None  # of the last micro-step, (layers, 3)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self):
+        self.values.copy_(torch.tensor(self.FIRST) / 448)
+
+    @torch.no_grad()
+    def follow(self):
+        """After a step: as it has measured."""
+        self.values.copy_((self.MARGIN / 448 * self.largest).maximum(self.floors))
+
+    def of_ranks(self, ranks):
+        """(ranks, layers, 3), on the CPU; all ranks together."""
+        mine = self.values.detach()
+        whole = mine.repeat(ranks, 1, 1)
+        if ranks > 1:
+            all_gather(whole.view(-1), mine.contiguous().view(-1))
+        return whole.cpu()
+
+    @torch.no_grad()
+    def restore(self, stored, team):
+        """Takes those of a checkpoint, which rank 0 has, of_ranks(): a rank its own, or the largest of all
+        where there were more or fewer ranks; None: those before the first step."""
+        self.reset()
+        whole = self.values.detach().repeat(team.world_size, 1, 1)
+        if stored is not None:
+            same = len(stored) == team.world_size
+            whole.copy_(stored if same else stored.amax(0, keepdim=True).expand_as(whole))
+        team.broadcast(whole)
+        self.values.copy_(whole[team.rank])
+
+class Fp8MLP(torch.autograd.Function):
+    """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
+    output's gradient are scaled by their own maximum, the others by scales (3,), see DelayedScales. Only fp8
+    is kept of the activations."""
+    @staticmethod
+    def forward(ctx, x, fc, proj, scales):
+        scale_x, scale_post, scale_pre = scales.unbind()
+        x8, _ = to_fp8(x, scale_x, torch.float8_e4m3fn)
+        fc8, scale_fc = to_fp8(fc, None, torch.float8_e4m3fn)
+        proj8, scale_proj = to_fp8(proj, None, torch.float8_e4m3fn)
+        post = scaled_mm(x8, fc8, scale_x, scale_fc).relu().square()
+        post8, _ = to_fp8(post, scale_post, torch.float8_e4m3fn)
+        largest = torch.stack((x.abs().amax().float(), post.amax().float()))
+        ctx.save_for_backward(x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest)
+        return scaled_mm(post8, proj8, scale_post, scale_proj, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest = ctx.saved_tensors
+        scale_x, scale_post, scale_pre = scales.unbind()
+        grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
+        grad_proj = scaled_mm(grad8.t(), post8.t(), scale_grad, scale_post)
+        root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu of fc's product, once more
+        pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of that product
+        pre8, _ = to_fp8(pre, scale_pre, torch.float8_e4m3fn)
+        grad_fc = scaled_mm(pre8.t(), x8.t(), scale_pre, scale_x)
+        grad_x = scaled_mm(pre8, fc8.t(), scale_pre, scale_fc)
+        largest = torch.cat((largest, pre.abs().amax().float()[None]))
+        return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
+
+def fp8_mlp(x, fc, proj, scales):
+    """delayed_mlp() in fp8, except where no gradient is wanted: scores are exact."""
+    if not torch.is_grad_enabled():
+        return mlp(x, fc, proj)
+    return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
+
+class Fp8QKV(torch.autograd.Function):
+    """qkv_linear() of x (N, C) by one product in e4m3. The weights' scale is by their maximum, factor (1,) is
+    a part of it; those of the input and of the output's gradient, of the summed loss, are fixed."""
+    INPUT, GRADIENT = 8.0, 1.0  # largest magnitudes
+
+    @staticmethod
+    def forward(ctx, x, query, key, value, factor):
+        packed = torch.cat((query, key, value))
+        x8, scale_x = to_fp8(x, Fp8QKV.INPUT / 448, torch.float8_e4m3fn)
+        w8, scale_w = to_fp8(packed, None, torch.float8_e4m3fn)
+        factor = factor.float().view(())
+        y = scaled_mm(x8, w8, scale_x, scale_w * factor, fast=True)
+        ctx.save_for_backward(x8, w8, scale_x, scale_w, factor, packed)
+        ctx.sizes = [len(query), len(key), len(value)]
+        return y.split(ctx.sizes, -1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x8, w8, scale_x, scale_w, factor, packed = ctx.saved_tensors
+        g8, scale_g = to_fp8(torch.cat(grads, -1), Fp8QKV.GRADIENT / 448, torch.float8_e4m3fn)
+        grad_x = scaled_mm(g8, w8.t(), scale_g, scale_w * factor)
+        grad_w = scaled_mm(g8.t(), x8.t(), scale_g, scale_x).float()
+        grad_factor = (grad_w * packed).sum().view(1)
+        return grad_x.to(grads[0].dtype), *(factor * grad_w).split(ctx.sizes), grad_factor
+
+def fp8_qkv(x, query, key, value, factor):
+    """qkv_linear() in fp8, except where no gradient is wanted: scores are exact."""
+    if not torch.is_grad_enabled():
+        return qkv_linear(x, query, key, value, factor)
+    products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
+    return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
+
 def head_scales(C, tokens, most=(0.0, 0.875, 1.0)):
     """Fixed scales of x, weight and gradient, by fp8_head_most; the loss is a mean over so many tokens."""
     return (most[0] or C**0.5) / 448, most[1] / 448, most[2] / 448 / tokens
@@ -5040,10 +5112,10 @@ def head_scales(C, tokens, most=(0.0, 0.875, 1.0)):
 def fp8_head(x, weight, most=(0.0, 0.875, 1.0)):
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
-def fp8_part(cfg, on_gpu, log=None):
+def fp8_part(cfg, on_gpu, log=None, further=()):
     """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. log: gets a line where fp8 is
-    asked for. Raises Refused."""
-    sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads
+    asked for. further: sides of products of the recipe. Raises Refused."""
+    sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads, *further
     capability = torch.cuda.get_device_capability() if on_gpu else None
     able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides)
     part = cfg.fp8.removeprefix("auto-")
@@ -5138,14 +5210,18 @@ def flash_mask(window, T, documents, device):
     return (window if window < T - 1 else -1), begins
 
 def flash_attention(q, k, v, mask, module):
-    """attention by FlashAttention 3, for masks of flash_mask. Not measured."""
+    """attention by FlashAttention 3, for masks of flash_mask. Queries narrower than values get zeros, since
+    it takes two widths only up to 64. Not measured."""
     (window, begins), T = mask, q.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    narrower = v.size(-1) - q.size(-1)
+    if narrower:
+        q, k = F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
     options = dict(softmax_scale=1.0, causal=True, window_size=(window, 0 if window > 0 else -1))
     if begins is None:
         return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    return module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options).view_as(q).transpose(1, 2)
+    return module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options).view_as(v).transpose(1, 2)
 
 if triton:
     @triton.jit
@@ -5223,13 +5299,13 @@ class FusedLoss(torch.autograd.Function):
         grads = fp8_gradients(grad, kept, ctx.grad_scale) if kept[2:] else (grad @ kept[1], grad.T @ kept[0])
         return grad_loss * grads[0], grad_loss * grads[1].float(), *[None] * 5
 
-def fused_loss(x, head, targets, cap, linear, mtp=None, row_losses=row_losses):
+def fused_loss(x, head, targets, cap, linear, weights=None, row_losses=row_losses):
     """lm_loss by FusedLoss in compiled steps; on a CPU a fifth of a step of `tiny` faster."""
     if not (0 < cap[0] <= 50 and torch.compiler.is_compiling()):
-        return lm_loss(x, head, targets, cap, linear, mtp)
-    weights = x.new_ones(1, dtype=torch.float32) if mtp is None else mtp
-    ahead = [F.pad(targets[:, k:], (0, k), value=-1) for k in range(len(weights))]
-    x, targets = x.flatten(0, -2), torch.stack(ahead, -1).flatten(0, 1)
+        return lm_loss(x, head, targets, cap, linear, weights)
+    if weights is None:
+        weights, targets = x.new_ones(1, dtype=torch.float32), targets[..., None]
+    x, targets = x.flatten(0, -2), targets.flatten(0, 1)
     scales = head_scales(x.size(-1), len(x), **getattr(linear, "keywords", {}))
     if getattr(linear, "func", linear) is not fp8_head:  # no gradient is larger than 1 / tokens
         scales = (None, None, scales[2]) if linear is fp8_linear else None
@@ -5237,17 +5313,17 @@ def fused_loss(x, head, targets, cap, linear, mtp=None, row_losses=row_losses):
 
 def choose_kernels(cfg, on_gpu, log):
     """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
-    linears = cfg.linears(on_gpu, log)
+    linears, further = cfg.linears(on_gpu, log), cfg.further_kernels(on_gpu)
     if not on_gpu:
-        return Kernels(*linears, attention=cpu_attention, loss=fused_loss)
+        return Kernels(*linears, attention=cpu_attention, loss=fused_loss, **further)
     by_kernel, module = partial(fused_loss, row_losses=kernel_losses), flash_attention_3(cfg)
     loss = by_kernel if cfg.triton_kernels and triton else lm_loss
     log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
     if module:
-        return Kernels(*linears, flash_mask, partial(flash_attention, module=module), loss)
-    return Kernels(*linears, gpu_window_mask, gpu_attention, loss)
+        return Kernels(*linears, flash_mask, partial(flash_attention, module=module), loss, **further)
+    return Kernels(*linears, gpu_window_mask, gpu_attention, loss, **further)
 
-# ---------- 12 ranks, log, memory, plan
+# ---------- 13 ranks, log, memory, plan
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank that hangs
 SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
@@ -5479,7 +5555,7 @@ def plot_curves(curves, title, path, log):
     except Exception as error:
         log(f"loss.png: not drawn ({brief(error)})")
 
-# ---------- 13 main
+# ---------- 14 rehearse, train, main
 @dataclass
 class TrainState:
     """Where training stands; a checkpoint keeps it."""
@@ -5600,6 +5676,8 @@ def rehearse(run):
         torch.cuda.empty_cache()
     torch._foreach_zero_(changing)
     optimizer.step_count = 0
+    if optimizer.scales:
+        optimizer.scales.reset()
     values = first_values(model, run.cfg.seed)
     for bank in optimizer.banks:
         bank.load(values)

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "records", "data
 
 # Modules with asserts that are no test files
 pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
-                               "golden_golf_plus", "golden_speedrun_plus", "golden_gpt2_plus")
+                               "golden_golf_plus", "golden_speedrun_frontier", "golden_gpt2_plus")
 
 import fork_server  # noqa: E402
 import helpers  # noqa: E402

@@ -31,6 +31,11 @@ def errors(mine, exact):
     return [float((a - b).norm() / b.norm()) for a, b in zip(mine, exact, strict=True)]
 
 
+def several(targets, weights):
+    """The next targets of each token, as many as there are weights of losses on them."""
+    return targets if weights is None else train_gpt.next_targets(targets, len(weights))
+
+
 def fused(cap, product, x, head, targets, weights=None):
     with mock.patch("torch.compiler.is_compiling", lambda: True):
         return train_gpt.fused_loss(x, head, targets, cap, product, weights, train_gpt.kernel_losses)
@@ -40,7 +45,7 @@ def reference(cap, product, x, head, targets, weights=None):
     return lm_loss(x, head, targets, cap, product, weights)
 
 
-def golden_loss(x, head, targets, cap, product, weights):
+def golden_loss(x, head, targets, cap, product, weights=None):
     """FusedLoss in fp32; what is computed in fp64 stays with lm_loss."""
     if x.dtype != torch.float32 or not 0 < cap[0] <= 50:
         return lm_loss(x, head, targets, cap, product, weights)
@@ -72,8 +77,10 @@ def main():
                 x, head, targets = head_and_tokens(dtype, tokens, V=V, size=2.0)
                 exact = x.detach().float().requires_grad_()
                 for weights in (None, torch.tensor([1.0, 0.5, 0.25])):
-                    wanted = found(partial(reference, cap, linear, weights=weights), exact, head, targets)
-                    got = found(partial(fused, cap, linear, weights=weights), x, head, targets)
+                    wanted = found(partial(reference, cap, linear, weights=weights), exact, head,
+                                   several(targets, weights))
+                    got = found(partial(fused, cap, linear, weights=weights), x, head,
+                                several(targets, weights))
                     off = errors(got, wanted)
                     good &= max(off) < most
                     verdict = "equal" if max(off) < most else "DIFFERENT"

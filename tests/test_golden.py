@@ -32,12 +32,12 @@ from golden_gpt2_plus import *  # noqa: F403
 from golden_gpt2_plus import GPT2Plus
 from golden_speedrun import *  # noqa: F403
 from golden_speedrun import Speedrun
-from golden_speedrun_plus import *  # noqa: F403
-from golden_speedrun_plus import SpeedrunPlus
+from golden_speedrun_frontier import *  # noqa: F403
+from golden_speedrun_frontier import SpeedrunFrontier
 
 SEEDS = (Golf, Speedrun, GPT2)                  # of the form of golden/README.md
-LATER = (GolfPlus, SpeedrunPlus, GPT2Plus)      # of that of golden/plus/README.md
-SETS = {recipe.FILE: recipe for recipe in (*SEEDS, *LATER)}
+LATER = (GolfPlus, GPT2Plus)                    # of that of golden/plus/README.md
+SETS = {recipe.FILE: recipe for recipe in (*SEEDS, *LATER, SpeedrunFrontier)}
 
 # Tolerances of golden/README.md, but those that a recipe has; relative and Euclidean
 LOSS, NATS, GRADIENT, UPDATE, TABLE_UPDATE, UNIT = 5e-7, 1e-6, 8e-6, 1e-4, 1e-3, 3e-5

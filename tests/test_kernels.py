@@ -219,8 +219,11 @@ def head_and_tokens(dtype=torch.float32, tokens=96, C=32, V=64, size=0.2):
     return x, head, torch.randint(V, (3, tokens // 3), generator=draw)
 
 
-def loss_and_gradients(loss, x, head, targets, cap, linear, *weights):
-    value = loss(x, head, targets, cap, linear, *weights)
+def loss_and_gradients(loss, x, head, targets, cap, linear, weights=None):
+    """weights: of the losses on so many next targets."""
+    if weights is not None:
+        targets = train_gpt.next_targets(targets, len(weights))
+    value = loss(x, head, targets, cap, linear, weights)
     return [value, *torch.autograd.grad(3 * value, (x, head))]
 
 
@@ -246,11 +249,12 @@ def test_several_targets():
     """The weighted losses on the next targets of the row, not beyond it, by the mean over all tokens."""
     x, head, targets = head_and_tokens()
     weights, cap = torch.tensor([1.0, 0.5, 0.25]), (11.5, 5.0, 15.0)
+    several = train_gpt.next_targets(targets, 3)
     scores, wanted = torch.log_softmax(train_gpt.softcap(linear(x, head).double(), *cap), -1), 0.0
     for row, t, k in itertools.product(range(targets.size(0)), range(targets.size(1)), range(3)):
         if t + k < targets.size(1):
             wanted -= weights[k] * scores[row, t, targets[row, t + k]] / targets.numel()
-    assert lm_loss(x, head, targets, cap, linear, weights).item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert lm_loss(x, head, several, cap, linear, weights).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("product", [train_gpt.fp8_head, train_gpt.fp8_linear])

@@ -1,0 +1,629 @@
+"""speedrun_plus: which of our parameters and constants are which of golden/frontier/speedrun_frontier.npz,
+and tests of what this set holds, at the tolerances of golden/frontier/README.md. Runs with test_golden.py."""
+import json
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from golden_common import (
+    CPU, GOLDEN, MATRICES, Later, close, difference, gradients, make_loader, make_optimizer, open_set,
+    open_shards, parameter_rows, replace, set_fixture, stated_law, step_on_gradients, tie, value_tables)
+
+LOSS, TRAIN_LOSS, NATS, XDIGEST, GRADIENT, GRADIENT_DIGEST = 1e-6, 1e-5, 1e-4, 1e-4, 5e-4, 2e-3
+UPDATE, WEIGHT_DIGEST, UNIT, FP8 = 1e-3, 1e-3, 2e-4, 5e-3
+UNIT_STEP = 1000    # of unit.attention_*
+FP8_LAYER = 4       # whose weights unit.fp8_mlp has
+
+
+class SpeedrunFrontier(Later):
+    FILE, PRESET, RATES_OF_TALL = "frontier/speedrun_frontier.npz", "speedrun_plus", True
+    NAMES = {}
+
+    @classmethod
+    def series(cls):
+        path = GOLDEN / cls.FILE
+        return [*json.loads(str(np.load(path)["tags"]))] if path.exists() else ["none"]
+
+    def toy(self):
+        """Windows are those of the settings, in blocks of the toy."""
+        meta, settings = self.meta, self.json("settings")
+        training = [row for row in settings if row["training"]]
+        longs = sorted({row["long"] for row in training})
+        first = min(training, key=lambda row: row["step"])
+        return {
+            "NUM_HEADS": meta["heads"], "MODEL_DIM": meta["model_dim"], "QK_DIM": meta["qk_dim"],
+            "VOCAB_SIZE": meta["vocab"], "BOS_ID": meta["bos"], "BIGRAM_ROWS": meta["bigram_rows"],
+            "BIGRAM_SIGN_ROWS": meta["sign_rows"], "MUDD_DIM": meta["mudd_dim"],
+            "MUDD_GATE_DIM": meta["mudd_gate_dim"], "DC_WINDOW": meta["dc_window"],
+            "WINDOW_BLOCK": meta["window_block"], "WINDOW_SCHEDULE": ",".join(map(str, longs)),
+            "EVAL_WINDOW": max(row["long"] for row in settings), "MAX_DOC_LEN": meta["max_doc"],
+            "ATTN_SCALE": first["attn_scale"], "TRAIN_SEQ_LEN": meta["tokens"],
+            "TRAIN_BATCH_TOKENS": meta["tokens"], "NUM_LAYERS": meta["layers"]}
+
+    def ours(self, w):
+        """Two matrices are stored the other way round; lambdas are the layers' own."""
+        found = {name: tensor for name, tensor in w.items()
+                 if not name.startswith(("value_embeds.", "sa_", "resid_", "post_"))}
+        found |= value_tables(w)
+        for name in w:
+            if name.endswith((".attn_proj", ".mlp_proj")):
+                found[name] = w[name].T
+        for i in range(self.meta["layers"]):
+            for name in ("sa_lambdas", "resid_lambdas", "post_lambdas"):
+                found[f"blocks.{i}.{name}"] = w[name][i]
+        return found
+
+    def model(self):
+        model = super().model()
+        model.signs.copy_(self.tensor("bigram_signs"))
+        model.prefixes.copy_(self.tensor("prefix.table"))
+        return model
+
+    def stage_of(self, step):
+        """Of the toy, at this step of a run at full size."""
+        return train_gpt.stage_at(self.cfg, self.cfg.progress(step, 0.0))
+
+    def context_at(self, step, training=True):
+        model, T = self.model(), self.meta["tokens"]
+        if not training:
+            return model.context(T, CPU, torch.float32)
+        context = model.training_context(T, CPU, torch.float32, self.stage_of(step))
+        model.update_context(context, self.cfg.progress(step, 0.0))
+        return context
+
+    def settings(self):
+        found = []
+        for row, losses in zip(self.json("settings"), self.array("loss"), strict=True):
+            context = self.context_at(row["step"], row["training"])
+            sizes = {kind: int(size) for kind, size in context.windows.items()}
+            assert sizes == {"L": row["long"], "S": row["short"], "P": row["short"]}
+            assert context.attn_scale.item() == pytest.approx(row["attn_scale"], rel=1e-6)
+            weights = [1.0] if context.loss_weights is None else context.loss_weights.tolist()
+            theirs = row["mtp"] + [row["prefix_weight"]] * context.prefixes
+            assert weights == pytest.approx(theirs, rel=1e-6)
+            assert context.prefixes == (row["prefix_weight"] > 0)
+            found.append(SimpleNamespace(name=row["name"], tied=row["tied"], losses=losses, context=context))
+        return found
+
+    def model_of(self, setting):
+        model = self.model()
+        if setting.tied:
+            tie(model)
+        return model
+
+    def first_step(self, series, steps):
+        about = self.json("tags")[series]
+        assert about["steps"][1] - about["steps"][0] == steps - 1
+        return about["first_step"]
+
+    def synthetic_gradients(self, step, tiny):
+        """Of golden/frontier/README.md, as ours."""
+        found = {}
+        for i, name in enumerate(sorted(self.array("names").tolist())):
+            draw = np.random.default_rng([self.meta["seed"], step, i])
+            shape = self.array(f"w0.{name}").shape
+            grad = 0.01 * draw.standard_normal(shape)
+            if tiny:
+                grad = grad * 10 ** (-10 * draw.random(shape))
+            found[name] = torch.from_numpy(grad.astype(np.float32))
+        return self.ours(found)
+
+
+speedrun_frontier = set_fixture(SpeedrunFrontier)
+
+
+def digest(x):
+    """[sum, norm, sum of x_i cos(i)]"""
+    flat = x.detach().double().flatten()
+    wave = torch.arange(len(flat), dtype=torch.float64).cos()
+    return torch.stack([flat.sum(), flat.norm(), (flat * wave).sum()])
+
+
+def check_digest(x, theirs, tolerance, what):
+    """By the norm."""
+    theirs = torch.as_tensor(theirs, dtype=torch.float64)
+    off = (digest(x) - theirs).abs().max().item()
+    assert off <= tolerance * max(theirs[1].item(), 1e-30), (what, off, theirs)
+
+
+def check_tensors(golden, prefix, digests, ours, tolerance, digest_tolerance, digested=None):
+    """{their name: tensor} against each tensor that they kept under prefix, and against the digest of each.
+    digested: what digests are of, if not the same."""
+    kept = [name for name in ours if prefix + name in golden.names]
+    for name in kept:
+        theirs = golden.tensor(prefix + name).double()
+        assert difference(ours[name], theirs) < tolerance, prefix + name
+    seen = [name for name in ours if digests + name in golden.names]
+    for name in seen:
+        whole = (digested or ours)[name]
+        check_digest(whole, golden.tensor(digests + name), digest_tolerance, digests + name)
+    for found, start in ((kept, prefix), (seen, digests)):
+        assert len(found) == sum(name.startswith(start) for name in golden.names), start
+    assert seen
+
+
+# ---------------------------------------------------------------- forward and backward
+def test_frontier_losses(speedrun_frontier):
+    """Mean loss of each batch in each setting."""
+    for setting in speedrun_frontier.settings():
+        model = speedrun_frontier.model_of(setting)
+        assert len(setting.losses) == speedrun_frontier.batches() > 0
+        for k, expected in enumerate(setting.losses):
+            with torch.no_grad():
+                loss = model(*speedrun_frontier.batch(k), setting.context).item()
+            assert loss == pytest.approx(expected, rel=LOSS), (setting.name, k)
+
+
+def test_frontier_nats(speedrun_frontier):
+    """Of each token of the first batch, all its losses together."""
+    seen = 0
+    for setting in speedrun_frontier.settings():
+        if f"nats.{setting.name}" not in speedrun_frontier.names:
+            continue
+        model, context = speedrun_frontier.model_of(setting), setting.context
+        tokens, targets = speedrun_frontier.batch(0)
+        several = train_gpt.next_targets(targets, context.next_targets)
+        if context.prefixes:
+            several = torch.cat((several, model.prefixes[targets][..., None]), -1)
+        with torch.no_grad():
+            scores = model.logits(model.hidden(tokens, context)).double()
+        nats = scores.logsumexp(-1, keepdim=True) - scores.gather(-1, several.clamp(min=0))
+        weights = torch.ones(1) if context.loss_weights is None else context.loss_weights
+        nats = (nats * weights * (several >= 0)).sum(-1).flatten()
+        theirs = speedrun_frontier.tensor(f"nats.{setting.name}").double()
+        assert difference(nats, theirs) < NATS, setting.name
+        assert (nats - theirs).abs().max() < 10 * NATS, setting.name
+        seen += 1
+    assert seen == len(speedrun_frontier.matches(r"nats\.(.*)")) > 0
+
+
+def test_frontier_streams(speedrun_frontier):
+    """The smeared embedding, the residual stream before each MLP and before the last norm."""
+    seen = 0
+    for setting in speedrun_frontier.settings():
+        if f"xdigest.{setting.name}" not in speedrun_frontier.names:
+            continue
+        model, streams = speedrun_frontier.model_of(setting), []
+        norm = train_gpt.rms_norm
+
+        def recorded(x, streams=streams):
+            if x.size(-1) == speedrun_frontier.meta["model_dim"] and x.dim() == 3:
+                streams.append(x)
+            return norm(x)
+
+        with mock.patch.object(train_gpt, "rms_norm", recorded), torch.no_grad():
+            model.hidden(speedrun_frontier.batch(0)[0], setting.context)
+        # the embedding; attention and MLP of each layer, MLP alone where there is no attention; the end
+        wanted, rest = [streams[0]], iter(streams[1:])
+        for block in model.blocks:
+            if block.kind != "-":
+                next(rest)
+            wanted.append(next(rest))
+        wanted += [*rest]
+        theirs = speedrun_frontier.tensor(f"xdigest.{setting.name}")
+        assert len(wanted) == len(theirs) == len(model.blocks) + 2
+        for i, (ours, expected) in enumerate(zip(wanted, theirs)):
+            check_digest(ours, expected, XDIGEST, (setting.name, i))
+        seen += 1
+    assert seen == len(speedrun_frontier.matches(r"xdigest\.(.*)")) > 0
+
+
+def test_frontier_gradients(speedrun_frontier):
+    """Of the mean loss of the first batch, every parameter."""
+    seen = 0
+    for setting in speedrun_frontier.settings():
+        if not speedrun_frontier.matches(rf"gdigest\.{setting.name}\.(.*)"):
+            continue
+        model = speedrun_frontier.model_of(setting)
+        ours = gradients(model, *speedrun_frontier.batch(0), setting.context)
+        check_tensors(speedrun_frontier, f"g.{setting.name}.", f"gdigest.{setting.name}.",
+                      speedrun_frontier.theirs(ours), GRADIENT, GRADIENT_DIGEST)
+        seen += 1
+    assert seen == len(speedrun_frontier.matches(r"gdigest\.(\w+)\..*")) > 0
+
+
+# ---------------------------------------------------------------- optimizers
+@pytest.mark.parametrize("series", SpeedrunFrontier.series())
+def test_frontier_updates(series, one_thread):
+    """Weights after one and after five steps on given gradients, no optimizer state before."""
+    golden = open_set(SpeedrunFrontier)
+    about = golden.json("tags")[series]
+    model, after = golden.model(), [1, 1 + about["steps"][1] - about["steps"][0]]
+    first = golden.first_step(series, after[-1])
+    optimizer = make_optimizer(model, golden.cfg, first)
+    if about["tied_at_start"]:
+        tie(model)
+    before = golden.theirs({name: p.detach().clone() for name, p in model.named_parameters()})
+    for k in range(1, 1 + after[-1]):
+        step = first + k - 1
+        given = golden.synthetic_gradients(step, about["tiny"])
+        step_on_gradients(optimizer, given, golden.schedule.at(step))
+        if k in after:
+            now = golden.theirs(dict(model.named_parameters()))
+            moved = {name: now[name] - before[name] for name in now}
+            check_tensors(golden, f"{series}.dw{k}.", f"{series}.w{k}digest.", moved, UPDATE, WEIGHT_DIGEST,
+                          digested=now)
+
+
+def test_frontier_training(speedrun_frontier):
+    """The record's own steps across a change of stage, tied, two rows a step: losses, weights."""
+    golden, cfg = speedrun_frontier, speedrun_frontier.cfg
+    model, losses = golden.model(), golden.array("train.loss")
+    tie(model)
+    steps, rows = losses.shape
+    first = golden.full.stages()[1].first_step - 3
+    optimizer = make_optimizer(model, cfg, first)
+    before = golden.theirs({name: p.detach().clone() for name, p in model.named_parameters()})
+    tokens, targets = golden.tensor("train.tokens").long(), golden.tensor("train.targets")
+    for k in range(steps):
+        now, context = golden.schedule.at(first + k), golden.context_at(first + k)
+        for row in range(rows):
+            place = k * rows + row
+            loss = model(tokens[place:place + 1], targets[place:place + 1], context)
+            assert loss.item() == pytest.approx(losses[k, row], rel=TRAIN_LOSS), (k, row)
+            optimizer.backward(loss * tokens.size(1) / golden.full.loss_sum_ranks)
+        optimizer.step(now.lr, now.momentum, now.decay_factor, now.tied)
+    now = golden.theirs(dict(model.named_parameters()))
+    moved = {name: now[name] - before[name] for name in now}
+    check_tensors(golden, "train.dw6.", "train.w6digest.", moved, UPDATE, WEIGHT_DIGEST, digested=now)
+
+
+# ---------------------------------------------------------------- units
+def test_frontier_attention_alone(speedrun_frontier):
+    """A layer with heads in pairs and value embeddings; XSA; the key offset and a gate on heads; dynamic
+    attention."""
+    golden = speedrun_frontier
+    model, (tokens, _) = golden.model(), golden.batch(0)
+    context = golden.context_at(UNIT_STEP)
+    masks, x = model.masks(tokens, context), golden.tensor("unit.x")[None]
+    edges = sorted({*golden.array("cu_seqlens_0").tolist()})
+    assert torch.nonzero(tokens[0] == golden.meta["bos"])[:, 0].tolist() == edges[:-1]
+
+    def given(name):
+        return golden.tensor(f"unit.{name}")[None]
+
+    values = given("aux_v").unflatten(-1, (golden.meta["heads"], -1))
+    mix = train_gpt.mix_of_heads(given("dc_w1"), torch.float32)
+    assert difference(mix, given("dc_w1_normed")) < UNIT
+    dynamic = mix, given("dc_w2"), masks["D"]
+    cases = {"9": (9, values, None, None, None), "1_xsa": (1, values, given("xsa_alpha"), None, None),
+             "3": (3, None, given("xsa_alpha"), given("attn_gate"), None),
+             "10_dc": (10, values, None, given("attn_gate"), dynamic)}
+    assert sorted(cases) == sorted(golden.matches(r"unit\.attention_(.*)"))
+    for name, (layer, *arguments) in cases.items():
+        block = model.blocks[layer]
+        with torch.no_grad():
+            ours = block.attend(x, *arguments, masks[block.kind], context)
+        assert difference(ours, given(f"attention_{name}")) < UNIT, name
+
+
+def test_frontier_norms_and_rope(speedrun_frontier):
+    """Queries and keys after norm and RoPE, plain, with the key offset and in pairs; norms of tiny rows."""
+    golden = speedrun_frontier
+    both = golden.tensor("unit.qknorm.in")[None]
+    T, H, D = both.size(1), golden.meta["heads"], golden.meta["qk_dim"]
+    frequencies = replace(golden.full, qk_dim=D).rope(golden.full.stages()[0].window)[0]
+    rope = train_gpt.rope_tables(T, frequencies, CPU, torch.float32)
+    pair_rope = train_gpt.pair_rope_tables(T, frequencies, CPU, torch.float32)
+    for name, x in zip("qk", both.split(H, 2)):
+        normed = train_gpt.rms_norm(x)
+        plain = train_gpt.rotate_adjacent(normed, *rope)
+        offset = train_gpt.key_offset(plain) if name == "k" else plain
+        paired = train_gpt.rotate_adjacent(normed.unflatten(2, (-1, 2)), *pair_rope).flatten(2, 3)
+        for kind, ours in (("plain", plain), ("offset", offset), ("paired", train_gpt.pair_heads(paired))):
+            assert difference(ours[0], golden.tensor(f"unit.qknorm.{kind}_{name}")) < UNIT, (kind, name)
+    normed = train_gpt.rms_norm(golden.tensor("unit.norm.in"))
+    assert difference(normed, golden.tensor("unit.norm.out")) < UNIT
+    of_heads = train_gpt.mix_of_heads(golden.tensor("unit.dc_norm.in"), torch.float32)
+    assert difference(of_heads, golden.tensor("unit.dc_norm.out")) < UNIT
+
+
+def test_frontier_mudd(speedrun_frontier):
+    golden, model = speedrun_frontier, speedrun_frontier.model()
+    x = golden.tensor("unit.x")[None]
+    with torch.no_grad():
+        for place, n in enumerate((train_gpt.LAST_MUDD, train_gpt.END_MUDD)):
+            ours = torch.cat(model.stream_weights(place, x, n), -1)
+            assert difference(ours[0], golden.tensor(f"unit.mudd_{place}")) < UNIT
+        for half in range(2):
+            gates = model.gates(half, x)
+            parts = [*gates.xsa.values(), *gates.heads.values(), *sum(gates.inputs.values(), ()), *gates.rest]
+            assert difference(torch.cat(parts, -1)[0], golden.tensor(f"unit.mudd_gate_{half}")) < UNIT
+
+
+def test_frontier_polar_express(speedrun_frontier):
+    cfg = speedrun_frontier.full
+    shapes = speedrun_frontier.matches(r"unit\.polar_(\w+)\.in")
+    assert {"pair", "tiny"} < {*shapes}
+    for shape in shapes:
+        g = speedrun_frontier.tensor(f"unit.polar_{shape}.in")
+        several = g if g.dim() == 3 else g[None]
+        ours = train_gpt.orthogonalize(several, cfg.muon_backend_steps, "polar_express",
+                                       margin=cfg.polar_margin).view_as(g)
+        assert difference(ours, speedrun_frontier.tensor(f"unit.polar_{shape}.out")) < UNIT, shape
+
+
+def test_frontier_loss_and_its_gradient(speedrun_frontier):
+    """Losses on the next targets and on the prefix, by lm_loss and by the fast kernels' definition. The
+    gradient is the true one, where the public kernel's has the weights of targets that a row lacks."""
+    golden, cfg = speedrun_frontier, speedrun_frontier.full
+    logits, weights = golden.tensor("unit.ce.logits"), golden.json("unit.ce.weights")
+    targets = train_gpt.next_targets(golden.tensor("unit.ce.targets")[None], len(weights["mtp"]))
+    targets = torch.cat((targets, golden.tensor("unit.ce.prefix")[None, :, None]), -1)
+    weights = torch.tensor([*weights["mtp"], weights["prefix"]])
+    cap = cfg.logit_softcap, cfg.logit_shift, cfg.logit_width
+    losses, grads = train_gpt.row_losses(logits, targets[0], weights, cap, 1.0, torch.float32)
+    assert difference(losses, golden.tensor("unit.ce.loss")) < UNIT
+    assert difference(grads, golden.tensor("unit.ce.grad")) < UNIT
+    assert difference(grads, golden.tensor("unit.ce.grad_public_kernel")) > 10 * UNIT
+    x = logits[None].clone().requires_grad_()
+    loss = train_gpt.lm_loss(x, torch.eye(x.size(-1)), targets, cap, weights=weights)
+    assert loss.item() == pytest.approx(golden.tensor("unit.ce.loss").mean().item(), rel=1e-6)
+    grad, = torch.autograd.grad(loss * x.size(1), x)
+    assert difference(grad[0], golden.tensor("unit.ce.grad")) < UNIT
+
+
+def test_frontier_bigrams(speedrun_frontier):
+    """Rows of the table and of the signs."""
+    golden, full = speedrun_frontier, speedrun_frontier.full
+    tokens = golden.tensor("packing.hash_tokens")[None]
+    assert train_gpt.bigram_ids(tokens, full.bigram_rows)[0].tolist() == \
+        golden.array("packing.hash_rows_full_size").tolist()
+    numbered = torch.arange(full.bigram_sign_rows)[:, None]
+    assert train_gpt.bigram_signs(tokens, numbered)[0, :, 0].tolist() == \
+        golden.array("packing.sign_rows_full_size").tolist()
+    for k in range(golden.batches()):
+        ours = train_gpt.bigram_ids(golden.batch(k)[0], golden.cfg.bigram_rows)
+        assert ours[0].tolist() == golden.array(f"bigram_{k}").tolist()
+    tokens, table = golden.batch(0)[0], golden.tensor("bigram_signs")
+    numbered = torch.arange(len(table))[:, None]
+    ours = train_gpt.bigram_signs(tokens, numbered)[0, :, 0]
+    assert ours.tolist() == golden.array("unit.sign_rows").tolist()
+    model, wanted = golden.model(), golden.tensor("unit.sign_out")
+    with torch.no_grad():
+        ours = model.embedded(tokens, torch.float32)[1][0, :len(wanted)]
+    assert difference(ours, wanted) < UNIT
+
+
+def test_frontier_signs_at_full_size(speedrun_frontier):
+    """As many of the one as of the other, all rows different, the same every time."""
+    size = speedrun_frontier.json("full_size")
+    signs = train_gpt.random_signs(size["sign_rows"], size["model_dim"])
+    assert signs.shape == (size["sign_rows"], size["model_dim"]) and signs.dtype == torch.int8
+    assert {*signs.unique().tolist()} == {-1, 1} and abs(signs.double().mean().item()) < 2e-3
+    assert len(signs.unique(dim=0)) == len(signs)
+    assert torch.equal(signs, train_gpt.random_signs(size["sign_rows"], size["model_dim"]))
+
+
+def test_frontier_prefixes(speedrun_frontier):
+    texts = [bytes.fromhex(text) for text in speedrun_frontier.json("prefix.token_bytes_hex")]
+    texts += [b""] * (speedrun_frontier.meta["vocab"] - len(texts))
+    assert train_gpt.prefix_tokens(texts).tolist() == speedrun_frontier.array("prefix.table").tolist()
+
+
+# ---------------------------------------------------------------- full size
+def test_frontier_schedule(speedrun_frontier):
+    """Every step: rates, batch, windows, cut of documents, weights of the losses, tying."""
+    cfg, schedule = speedrun_frontier.full, speedrun_frontier.schedule
+    columns = speedrun_frontier.json("schedule_columns")
+    table = speedrun_frontier.array("schedule")
+    notes = speedrun_frontier.json("schedule_notes")
+    found = {name: [] for name in columns}
+    for row in table:
+        step = int(row[0])
+        now, stage = schedule.at(step), train_gpt.stage_at(cfg, cfg.progress(step, 0.0))
+        weights = cfg.loss_weights(now.progress)
+        prefix = weights.pop() if any(stage.prefix_weights) else 0.0
+        weights += [0.0, 0.0]
+        ours = dict(
+            step=step, lr_factor=now.lr, muon_momentum=now.momentum, batch_tokens=now.tokens,
+            short_window=now.windows["S"], long_window=now.windows["L"], max_doc=now.longest,
+            mtp0=weights[0], mtp1=weights[1], mtp2=weights[2], prefix_weight=prefix,
+            adam_step=schedule.adam_steps(step), embed_follows_head_after_this_step=now.tied)
+        for name in columns:
+            found[name].append(np.float32(ours[name]))
+    for place, name in enumerate(columns):
+        # theirs are fp32: a number beside the middle of two may be rounded to either
+        close(found[name], table[:, place], 1e-9 + 6e-8 * np.abs(table[:, place]).max(), name)
+    assert [[stage.first_step for stage in cfg.stages()], train_gpt.total_steps(cfg)] == \
+        [[first for first, _ in notes["boundaries"]], notes["total"]]
+    assert train_gpt.planned_tokens(cfg) == notes["tokens_total"]
+    sizes = cfg.windows(None, cfg.eval_context)
+    assert [sizes["short_window"], sizes["long_window"]] == notes["final_validation_windows"]
+    assert cfg.val_tokens == speedrun_frontier.json("validation")["tokens"]
+
+
+def test_frontier_rope(speedrun_frontier):
+    golden, cfg = speedrun_frontier, speedrun_frontier.full
+    scales = golden.json("rope.attn_scale")
+    assert sorted(map(int, scales)) == [stage.window for stage in cfg.stages()]
+    for stage in [*cfg.stages(), None]:     # None: scoring
+        window = (stage or cfg.stages()[-1]).window
+        frequencies, scale = cfg.rope(stage and stage.window)
+        torch.testing.assert_close(frequencies, golden.tensor(f"rope.freq_{window}"), rtol=2e-6, atol=0)
+        assert scale == pytest.approx(scales[str(window)], rel=1e-9)
+    T, D = golden.tensor("rope.toy_factor1").shape
+    frequencies = replace(cfg, qk_dim=D).rope(cfg.stages()[0].window)[0]
+    n = len(frequencies)
+    plain = train_gpt.rope_tables(T, frequencies, CPU, torch.float32)
+    pairs = train_gpt.pair_rope_tables(T, frequencies, CPU, torch.float32)
+    for mine, pair, name in zip(plain, pairs, ("factor1", "factor2")):
+        theirs = golden.tensor(f"rope.toy_{name}")[:, :2 * n:2]      # adjacent channels, sin with its sign
+        torch.testing.assert_close(mine[:, 0], theirs, rtol=0, atol=4e-6)
+        for half, theirs in zip(pair[:, 0].unbind(1), golden.tensor(f"rope.toy_pair_{name}").split(D, 1)):
+            torch.testing.assert_close(half, theirs[:, :2 * n:2], rtol=0, atol=4e-6)
+
+
+def test_frontier_rows(speedrun_frontier, tmp_path):
+    """Heads of documents, of another length in each stage, for two ranks; what ends a shard is dropped."""
+    golden = speedrun_frontier
+    calls, stream = golden.json("packing.calls"), golden.array("packing.stream")
+    shards = open_shards(tmp_path, [stream])
+    ranks, T = len(calls[0]["starts"]), calls[0]["row_tokens"]
+    stages = golden.cfg.stages()
+    cuts = sorted({call["max_doc"] for call in calls})
+    schedule = (cuts * len(stages))[:len(stages)]
+    cfg = replace(
+        golden.cfg, vocab_size=int(stream.max()) + 1, train_seq_len=T, train_batch_tokens=ranks * T,
+        max_epochs=0, max_doc_len=max(cuts), doc_schedule=tuple(schedule))
+    for rank in range(ranks):
+        loader = make_loader(cfg, shards, golden.meta["bos"], ranks, rank)
+        for call in calls:
+            times = call["row_tokens"] // T
+            x, y = loader.next(ranks * call["row_tokens"], times, call["max_doc"])
+            if call.get("exhausted"):       # the rest of the shard is too short: on with the next one
+                first = int(loader.packer.index.starts[0])
+                head = stream[first:first + int(loader.packer.cut[call["max_doc"]][0])].tolist()
+                assert rank > 0 or x[0, :len(head)].tolist() == head
+                continue
+            pieces = zip(call["starts"][rank], call["ends"][rank])
+            theirs = np.concatenate([stream[low:high] for low, high in pieces]).tolist()
+            assert [*x[0].tolist(), y[0, -1].item()] == theirs, (rank, call["row_tokens"])
+
+
+def test_frontier_sizes(speedrun_frontier):
+    """Sizes and parameters at full size."""
+    cfg, size = speedrun_frontier.full, speedrun_frontier.json("full_size")
+    ours = dict(
+        layers=cfg.num_layers, model_dim=cfg.model_dim, heads=cfg.num_heads, qk_dim=cfg.qk_dim,
+        v_dim=cfg.model_dim // cfg.num_heads, mlp_hidden=cfg.mlp_mult * cfg.model_dim, vocab=cfg.vocab_size,
+        bigram_rows=cfg.bigram_rows, sign_rows=cfg.bigram_sign_rows, dc_window=cfg.dc_window)
+    assert ours == {name: size[name] for name in ours}
+    with torch.device("meta"):
+        model = cfg.make_model(train_gpt.Kernels())
+    counts = dict.fromkeys(size["parameters"], 0)
+    places = {"query": "query+key", "key": "query+key", "value": "value+attn_proj",
+              "attn_proj": "value+attn_proj", "fc": "mlp", "mlp_proj": "mlp"}
+    for name, p in model.named_parameters():
+        kind = train_gpt.kind_of(name)
+        group = places.get(kind, kind if kind in counts else "small")
+        if kind.startswith("mudd"):
+            group = "mudd_gate" if kind.startswith("mudd_gate") else "mudd"
+        counts[group] += p.numel()
+        counts["total"] += p.numel()
+    assert counts == size["parameters"]
+
+
+def entry_of(golden, kind):
+    """The entry of `init` for a kind of our parameters: blocks.i.query/key (10 layers)."""
+    init = golden.json("init")
+    found = [about for key, about in init.items() if kind in re.split(r"[./]", key.split(" ")[0])]
+    assert len(found) == 1, kind
+    return found[0]
+
+
+def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
+    """Of every kind of parameter at full size."""
+    golden, cfg = speedrun_frontier, speedrun_frontier.full
+    rows, table = parameter_rows(cfg), cfg.parameter_table()
+    with torch.device("meta"):
+        model = cfg.make_model(train_gpt.Kernels())
+    shapes = {train_gpt.kind_of(name): p.shape for name, p in model.named_parameters()}
+    # as first_values() draws them, for small parameters only
+    values = {name: torch.full(p.shape, float(table[train_gpt.kind_of(name)].scale))
+              if p.numel() < 1e6 else torch.empty(0) for name, p in model.named_parameters()}
+    values["head"] = torch.ones(1)
+    values["mudd_b2"], values["mudd_gate_b2"] = torch.zeros(2, 14), torch.zeros(2, 41)
+    values = model.first_values(values)
+    assert torch.equal(values["embed"], values["head"])
+    for kind, shape in shapes.items():
+        row, about = rows[kind], entry_of(golden, kind)
+        muon, lr = row.optimizer == "muon", row.lr
+        if muon:
+            lr *= max(1, (table[kind].unit_rows or shape[0]) / shape[1]) ** 0.5
+        assert muon == ("muon" in about["optimizer"]), kind
+        assert lr == pytest.approx(about["lr"], rel=1e-6), kind
+        factor = about.get("wd_mul")
+        if muon:
+            assert row.decay == pytest.approx(1.2 * 0.023) and row.normuon_beta2 == about["beta2"], kind
+        else:
+            assert [*row.betas, row.eps] == [*about["betas"], about["eps"]], kind
+            assert row.decay == pytest.approx(lr * 0.005 * factor), kind
+            assert table[kind].decay_with_lr or not factor
+        first = about["init"]
+        if first.startswith("copy of"):
+            assert table[kind].scale == table["head"].scale
+        elif first.startswith("uniform"):
+            bound = float(re.search(r",([\d.]+)\)", first)[1])
+            assert row.init == "uniform" and row.scale * shape[-1] ** -0.5 == pytest.approx(bound, rel=2e-5)
+        elif kind in ("mudd_b2", "mudd_gate_b2"):
+            continue        # below
+        elif kind == "sa_lambdas":
+            assert values["blocks.0.sa_lambdas"].tolist() == [0.5, 1.0] and first == "0.5, 1.0"
+        else:
+            law, size, _ = stated_law(first)
+            assert (row.init, row.scale) == (law, pytest.approx(size, rel=1e-6)), kind
+    root = 1.1**0.5
+    biases = [[0.0] * 6 + [20, 20, 10 * root, 10, 0, 0.5, 10 * root, 10], [0, -5] + [0.0] * 12]
+    torch.testing.assert_close(values["mudd_b2"], torch.tensor(biases))
+    gates = torch.zeros(2, 41)
+    gates[:, 12:18] = 2.5
+    gates[0, [19, 21, 23, 25]] = 0.5
+    gates[1, [19, 21, 23, 25, 27]] = 0.5
+    gates[1, 28], gates[1, 29:35] = 5, 10
+    torch.testing.assert_close(values["mudd_gate_b2"], gates)
+
+
+def test_frontier_matrices_that_muon_updates_apart(speedrun_frontier):
+    """Pairs of heads of queries and keys; their mean squares are per column, others' as they say."""
+    cfg = speedrun_frontier.cfg
+    optimizer = train_gpt.Optimizer(speedrun_frontier.model(), cfg)
+    found = {}
+    for bank in optimizer.banks:
+        for name in bank.names:
+            found[train_gpt.kind_of(name)] = bank.unit, bank.state[1].shape[1:]
+    C, pair = cfg.model_dim, 2 * cfg.qk_dim
+    assert {kind: found[kind] for kind in MATRICES} == dict(
+        query=((pair, C), (1, C)), key=((pair, C), (1, C)), value=((C, C), (C, 1)),
+        attn_proj=((C, C), (1, C)), fc=((cfg.mlp_mult * C, C), (cfg.mlp_mult * C, 1)),
+        mlp_proj=((C, cfg.mlp_mult * C), (1, cfg.mlp_mult * C)))
+
+
+# ---------------------------------------------------------------- fp8
+def bf16(x):
+    return x.to(torch.bfloat16)
+
+
+def test_frontier_fp8_mlp(speedrun_frontier):
+    """Output, gradients, scales now and for the step after."""
+    golden, about = speedrun_frontier, speedrun_frontier.json("unit.fp8_mlp.digests")
+    weights = golden.weights("w0")
+    fc, proj = (bf16(weights[f"blocks.{FP8_LAYER}.{name}"]).requires_grad_() for name in ("fc", "mlp_proj"))
+    scales = train_gpt.DelayedScales(1)
+    assert [448 * scale for scale in scales.values[0].tolist()] == pytest.approx([8, 16, 1])
+    scales.values.data.copy_(torch.tensor([about["x_scale"], about["post_scale"], about["dpre_scale"]]))
+    x = bf16(golden.tensor("unit.fp8_mlp.x")).requires_grad_()
+    y = train_gpt.fp8_mlp(x, fc, proj, scales.values[0])
+    assert difference(y.float(), golden.tensor("unit.fp8_mlp.out")) < FP8
+    wanted = x, fc, proj, scales.values
+    dx, dfc, dproj, largest = torch.autograd.grad(y, wanted, bf16(golden.tensor("unit.fp8_mlp.grad")))
+    assert difference(dx.float(), golden.tensor("unit.fp8_mlp.dx")) < FP8
+    check_digest(dfc, about["dW1"], FP8, "dW1")
+    check_digest(dproj.T, about["dW2"], FP8, "dW2")
+    theirs = [about["amax_x"], about["amax_post"], about["amax_dpre"]]
+    assert largest[0].tolist() == pytest.approx(theirs, rel=FP8)
+    for w, name in ((fc, "w1_scale"), (proj, "w2_scale")):
+        ours = train_gpt.to_fp8(w, None, torch.float8_e4m3fn)[1].item()
+        assert ours == pytest.approx(about[name], rel=1e-6)
+    scales.largest = largest
+    scales.follow()
+    assert scales.values[0].tolist() == pytest.approx(
+        [about["next_x_scale"], about["next_post_scale"], about["next_dpre_scale"]], rel=FP8)
+
+
+def test_frontier_fp8_qkv(speedrun_frontier):
+    golden, about = speedrun_frontier, speedrun_frontier.json("unit.fp8_qkv.scales")
+    weights, block = golden.weights("w0"), f"blocks.{about['layer']}."
+    matrices = [bf16(weights[block + name]) for name in ("query", "key", "value")]
+    x = bf16(golden.tensor("unit.fp8_mlp.x"))
+    factor = torch.tensor([about["lambda0"]], requires_grad=True)
+    ours = torch.cat(train_gpt.fp8_qkv(x, *matrices, factor), -1)
+    assert difference(ours.float(), golden.tensor("unit.fp8_qkv.out")) < FP8
+    packed = train_gpt.to_fp8(torch.cat(matrices), None, torch.float8_e4m3fn)[1].item()
+    assert [packed, train_gpt.Fp8QKV.INPUT / 448, train_gpt.Fp8QKV.GRADIENT / 448] == pytest.approx(
+        [about["w"], about["x"], about["grad"]], rel=1e-6)

@@ -1,0 +1,432 @@
+"""speedrun_plus beyond its golden numbers: its techniques against plain definitions, attention with two widths on
+every path, fp8 with delayed scales, what is refused. End to end: test_plus.py."""
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+from helpers import fake_team, init_parameters, train_tokenizer
+from test_fp8 import E4M3, emulate
+from test_kernels import FlashStandIn, seen_by_each, two_rows
+from train_gpt import Kernels, Refused, load_config, preset_config, window_mask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+# every side a multiple of 16, for fp8
+SMALL = dict(
+    vocab_size=64, bos_id=3, model_dim=64, num_heads=4, qk_dim=12, bigram_rows=48, bigram_sign_rows=8, mudd_dim=8,
+    mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52), eval_window=80,
+    train_seq_len=64, train_batch_tokens=128, max_doc_len=20, doc_schedule=(20, 20, 20, 20))
+
+
+def small(**settings):
+    cfg = replace(preset_config("speedrun_plus"), **SMALL | settings)
+    train_gpt.check_config(cfg)
+    return cfg
+
+
+def randomised(cfg, kernels=Kernels(), seed=0):
+    """A model whose parameters all matter."""
+    model = cfg.make_model(kernels)
+    init_parameters(model, seed)
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn(p.shape, generator=draw)
+    return model
+
+
+def some_tokens(rows=2, T=64, vocab=64, seed=1):
+    tokens = torch.randint(vocab, (rows, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+# ---------------------------------------------------------------- attention
+def tensors(T, widths=(12, 12, 16), heads=4, rows=2, seed=0):
+    """q, k, v (rows, T, heads, width)"""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, T, heads, width, generator=draw).requires_grad_() for width in widths]
+
+
+def dense(q, k, v, seen):
+    """Outputs (B, T, H, E) and weights (B, H, T, T) by the definition. seen (B, T, T)."""
+    scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.softmax(-1)
+    return torch.einsum("bhts,bshe->bthe", weights, v), weights
+
+
+PATHS = {
+    "reference": (window_mask, train_gpt.attention), "cpu": (window_mask, train_gpt.cpu_attention),
+    "flex": (lambda window, *rest: train_gpt.gpu_window_mask(torch.tensor(window), *rest), train_gpt.gpu_attention),
+    "flash": (train_gpt.flash_mask, lambda *args: train_gpt.flash_attention(*args, module=FlashStandIn))}
+
+
+@pytest.mark.parametrize("window", [7, 100, 200, 511])
+@pytest.mark.parametrize("path", PATHS)
+def test_queries_narrower_than_values(path, window, monkeypatch):
+    """Values, and where a CPU has them gradients, of every kernel with two widths."""
+    T, (mask_of, attention) = 512, PATHS[path]
+    q, k, v = tensors(T)
+    documents = two_rows(T)
+    want, _ = dense(q, k, v, seen_by_each(window, T, documents))
+    with monkeypatch.context() as patch:
+        if path in ("cpu", "flex"):
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        mask = mask_of(window, T, documents, CPU)
+        if path == "flex":
+            patch.undo()
+        given = [x.detach() for x in (q, k, v)] if path == "flex" else (q, k, v)
+        got = train_gpt.attend_heads(*given, mask, attention)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    if path != "flex":
+        side = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+        grads = [torch.autograd.grad(y, (q, k, v), side) for y in (got, want)]
+        for mine, exact in zip(*grads):
+            torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
+
+
+def test_flash_attention_gets_one_width():
+    """Queries and keys with zeros up to the width of values, which it cannot take narrower above 64."""
+    widths = []
+
+    class Spy(FlashStandIn):
+        @staticmethod
+        def flash_attn_varlen_func(q, k, v, *args, **options):
+            widths.append((q.size(-1), k.size(-1), v.size(-1)))
+            return FlashStandIn.flash_attn_varlen_func(q, k, v, *args, **options)
+
+    mask = train_gpt.flash_mask(100, 512, two_rows(512), CPU)
+    train_gpt.attend_heads(*tensors(512), mask, lambda *args: train_gpt.flash_attention(*args, module=Spy))
+    assert widths == [(16, 16, 16)]
+
+
+@pytest.mark.parametrize("T", [1, 5, 13, 14, 15, 64, 97])
+@pytest.mark.parametrize("window", [1, 2, 7])
+def test_dynamic_attention_equals_its_definition(T, window):
+    """Values and gradients: patterns of all heads over few keys of the document, mixed and spread. Its cost
+    is that of the window."""
+    q, k, v = tensors(T)
+    draw = torch.Generator().manual_seed(T)
+    mix, spread = (torch.randn(2, T, 4, generator=draw).requires_grad_() for _ in range(2))
+    documents = torch.stack([torch.arange(T) // 9, torch.arange(T) // 41])
+    _, weights = dense(q, k, v, seen_by_each(window - 1, T, documents))
+    pattern = torch.einsum("bth,bhts->bts", mix, weights)
+    want = spread[..., None] * torch.einsum("bts,bshe->bthe", pattern, v)
+    mask = window_mask(window - 1, T, documents, CPU, width=window)
+    got = train_gpt.dynamic_attention(q, k, v, mix, spread, mask)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    inputs = q, k, v, mix, spread
+    for mine, exact in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (got, want))):
+        torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
+    assert mask.numel() <= 2 * 2 * window * (T + 2 * window)
+
+
+def test_documents_are_independent_but_for_what_the_record_carries_over():
+    """A document's scores do not depend on the one before, but by smear, key offset and bigrams of its first
+    tokens: without these not at all, with dynamic attention and pairs of heads as they are."""
+    cfg = small(key_offset=False)
+    model = randomised(cfg)
+    tokens, _ = some_tokens(rows=1)
+    tokens[0, 30], tokens[0, 31:] = 3, tokens[0, 31:].clamp(min=4)
+    tokens[0, :30].clamp_(min=4)
+    other = tokens.clone()
+    other[0, 10:29] = tokens[0, 11:30]      # the last token before the document is the same
+    context = model.context(64, CPU)
+    with torch.no_grad():
+        a, b = (train_gpt.log_probs(model, x, context) for x in (tokens, other))
+    assert (a[0, :29] - b[0, :29]).abs().max() > 1e-3
+    torch.testing.assert_close(a[0, 30:], b[0, 30:], atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- losses, prefixes
+def test_prefixes_by_trying_every_length():
+    draw = np.random.default_rng(0)
+    texts = [b""] + [bytes(draw.integers(97, 100, draw.integers(1, 6)).tolist()) for _ in range(300)]
+    found = train_gpt.prefix_tokens(texts).tolist()
+    for text, prefix in zip(texts, found):
+        wanted = next((text[:n] for n in range(len(text) - 1, 0, -1) if text[:n] in texts), None)
+        assert (None if prefix < 0 else texts[prefix]) == wanted, text
+
+
+def test_texts_of_sentencepiece_tokens():
+    import sentencepiece
+    model = train_tokenizer(["ein Haus am See, zwei Häuser"] * 50, vocab_size=290)
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    cfg = small(vocab_size=320)
+    texts = train_gpt.texts_of_tokens(cfg, sp)
+    assert len(texts) == 320 and texts[sp.vocab_size():] == [b""] * (320 - sp.vocab_size())
+    assert texts[sp.unk_id()] == texts[sp.bos_id()] == b""
+    ids = sp.encode("ein Häuser \x07 See")
+    assert b"".join(texts[token] for token in ids).decode() == "ein Häuser \x07 See"
+
+
+def test_texts_of_gpt2s_tokens(tmp_path):
+    """Each byte is a character there: printed ones themselves, others from 256 on."""
+    names = {"!": 0, "a": 1, "Ġthe": 2, "Ċ": 3, "é": 4, "<|endoftext|>": 5, "ÃŃ": 6}
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps(names), "utf-8")
+    texts = train_gpt.gpt2_texts(str(path))
+    assert texts == [b"!", b"a", b" the", b"\n", b"\xe9", b"", b"\xc3\xad"]
+    every = {chr(n): n for n in range(256 + 68)}
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(every), "utf-8")
+    with pytest.raises(Refused, match="damaged.json.*data gpt2"):
+        train_gpt.gpt2_texts(str(path))
+    with pytest.raises(Refused, match="missing.json.*data gpt2.*PREFIX_WEIGHT=0"):
+        train_gpt.gpt2_texts(str(tmp_path / "missing.json"))
+
+
+def test_losses_of_the_stages():
+    """Weights of a training context at every step are those of the stage, linear in it; without several
+    targets and prefixes a loss is the plain one."""
+    cfg = small(iterations=100, extension_iterations=10)
+    model = randomised(cfg)
+    weights = {}
+    for step in (0, 20, 33, 34, 50, 66, 67, 99, 105):
+        progress = cfg.progress(step, 0)
+        context = model.training_context(64, CPU, torch.float32, train_gpt.stage_at(cfg, progress))
+        model.update_context(context, progress)
+        weights[step] = None if context.loss_weights is None else context.loss_weights.tolist()
+    first, second = cfg.stages()[1].start * 100, cfg.stages()[2].start * 100
+    part = (50 - first) / (second - first)
+    assert weights[0] == [1, 0.5, 0.25, 0.25]
+    assert weights[20] == pytest.approx([1, 0.5, 0.25 * (1 - 20 / first), 0.25])
+    assert weights[50] == pytest.approx([1, 0.5 * (1 - part), 0.25 * (1 - part)])
+    assert weights[67] is weights[99] is weights[105] is None
+    alone = replace(cfg, next_targets=1, prefix_weight=0.0)
+    assert all(alone.loss_weights(part) == [1.0] for part in (0, 0.4, 0.9))
+    model = randomised(alone)
+    context = model.training_context(64, CPU, torch.float32, alone.stages()[0])
+    tokens, targets = some_tokens()
+    with torch.no_grad():
+        scores = model.logits(model.hidden(tokens, context))
+        wanted = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        assert model(tokens, targets, context).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_the_prefix_table_is_built_from_the_tokenizer():
+    cfg = small()
+    model, said = cfg.make_model(Kernels()), []
+    assert (model.prefixes == -1).all()
+    pieces = [b"a", b"ab", b"abc", b"b"]
+    tokenizer = SimpleNamespace(
+        vocab_size=lambda: 4, id_to_piece=lambda i: pieces[i].decode(), is_byte=lambda i: False,
+        is_control=lambda i: False, is_unknown=lambda i: False, is_unused=lambda i: False)
+    table = model.prefixes
+    assert model.build(SimpleNamespace(tokenizer=tokenizer), said.append)
+    assert model.prefixes is table and table.tolist() == [-1, 0, 1] + [-1] * 61     # compiled steps hold it
+    assert said == ["prefix tokens: 2 of 64 tokens have one"]
+    assert not small(prefix_weight=0.0).make_model(Kernels()).build(None, said.append)
+
+
+# ---------------------------------------------------------------- constants that turn a part off
+@pytest.mark.parametrize("settings", [
+    dict(key_offset=False), dict(dc_window=0), dict(bigram_sign_rows=0), dict(xsa_layers=()),
+    dict(head_gate_layers=()), dict(next_targets=1), dict(prefix_weight=0.0), dict(muon_pairs=False),
+    dict(adam_weight_decay=0.0), dict(weight_decay=0.0), dict(untie_at=0.0), dict(logit_shift=0.0),
+    dict(window_pattern="SSSLSS-SSSL"), dict(adam_every=1)])
+def test_a_part_can_be_turned_off(settings):
+    """Losses and gradients are finite and other ones, or the step is."""
+    plain, cfg = small(), small(**settings)
+    found = []
+    for some in (plain, cfg):
+        model = randomised(some)
+        if model.prefixes is not None:
+            model.prefixes.copy_(torch.arange(64) // 2 - 1)
+        optimizer = train_gpt.Optimizer(model, some)
+        context = model.training_context(64, CPU, torch.float32, some.stages()[0])
+        model.update_context(context, 0.0)
+        losses = []
+        for step in range(2):
+            loss = model(*some_tokens(), context)
+            optimizer.backward(loss)
+            optimizer.step(*some.schedule(step, some.progress(step, 0)))
+            losses.append(loss.item())
+        weights = torch.cat([w.flatten() for w in optimizer.weights().values()])
+        assert weights.isfinite().all()
+        found.append((losses, weights))
+    (losses, weights), (other_losses, other_weights) = found
+    assert losses != other_losses or not torch.equal(weights, other_weights)
+
+
+@pytest.mark.parametrize("settings, sentence", [
+    (dict(NUM_LAYERS="12"), "num_layers=12: window_pattern=PSPLSP-SSPL has 11 layers"),
+    (dict(WINDOW_PATTERN="PSPLSPSSSPL"), "layer 6 alone is without attention"),
+    (dict(WINDOW_PATTERN="XSPLSP-SSPL"), "each L, S, P or -"),
+    (dict(XSA_LAYERS="6"), "layer 6 has no attention"), (dict(HEAD_GATE_LAYERS="11"), "layer 11"),
+    (dict(XSA_LAYERS="2"), "not for pairs of heads"), (dict(VALUE_EMBED_LAYERS="2,10"), "must hold 1 and 10"),
+    (dict(SKIP_LAYERS="6,3"), "a layer, and a later one"), (dict(GATE_LAYER="7"), "not after the skip"),
+    (dict(ATTN_SOURCE="10"), "before the last layer"), (dict(NUM_HEADS="3"), "must be even"),
+    (dict(QK_DIM="90"), "a multiple of 4"), (dict(EVAL_WINDOW="2000"), "multiples of window_block"),
+    (dict(WINDOW_SCHEDULE="1,2"), "speedrun_plus has 4 stages"), (dict(FP8_HEAD_MOST="1,2"), "three numbers"),
+    (dict(VALUE_GATE_DIM="13"), "the second is even"), (dict(SMEAR_DIM="800"), "may not exceed model_dim"),
+    (dict(MTP_SCHEDULE="1 0.5"), "no such constant"), (dict(BACKOUT_LAYER="7"), "no such constant")])
+def test_what_cannot_be_is_refused_in_a_sentence(settings, sentence):
+    with pytest.raises(Refused, match=sentence):
+        load_config({"PRESET": "speedrun_plus"} | settings)
+
+
+# ---------------------------------------------------------------- fp8
+class Emulated:
+    """An MLP's six products in float64 on fp8 values that emulate() makes: shares no code with Fp8MLP."""
+
+    def __init__(self, x, fc, proj, scales):
+        self.scales = [scale.double() for scale in scales]
+        self.fc, self.proj = self.exact(fc), self.exact(proj)
+        self.x = self.fixed(x, 0)
+        pre = (self.x @ self.fc.T).to(torch.bfloat16)
+        self.post = pre.relu() * pre.relu()
+        self.kept = self.fixed(self.post, 1)
+        self.out = self.kept @ self.proj.T
+
+    @staticmethod
+    def exact(w):
+        scale = w.abs().amax().float() / 448
+        return emulate(w, scale, E4M3) * scale.double()
+
+    def fixed(self, x, place):
+        return emulate(x, self.scales[place].float(), E4M3) * self.scales[place]
+
+    def backward(self, grad):
+        grad = self.exact(grad)
+        post = (grad @ self.proj).to(torch.bfloat16)
+        self.pre = 2 * post * self.kept.sqrt().to(torch.bfloat16)
+        pre = self.fixed(self.pre, 2)
+        return pre @ self.fc, pre.T @ self.x, grad.T @ self.kept
+
+
+@pytest.mark.parametrize("scales", [(8.0, 16.0, 1.0), (3.0, 2.0, 0.2), (1.0, 0.5, 0.01)])
+def test_fp8_mlp_equals_its_definition(scales):
+    """Output, gradients and the largest magnitudes; scales that are too small saturate."""
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(48, 32, generator=draw).to(torch.bfloat16) for _ in range(2))
+    fc, proj = (0.3 * torch.randn(*shape, generator=draw) for shape in ((64, 32), (32, 64)))
+    inputs = [t.requires_grad_() for t in (x, fc, proj, torch.tensor(scales) / 448)]
+    y = train_gpt.fp8_mlp(*inputs)
+    got = torch.autograd.grad(y, inputs, grad)
+    wanted = Emulated(*(t.detach() for t in inputs))
+    dx, dfc, dproj = wanted.backward(grad)
+    for mine, exact in ((y, wanted.out), (got[0], dx), (got[1], dfc), (got[2], dproj)):
+        assert (mine.double() - exact).norm() < 6e-3 * exact.norm()
+    largest = [t.abs().max().item() for t in (x, wanted.post, wanted.pre)]
+    assert got[3].tolist() == pytest.approx(largest, rel=1e-2)
+
+
+def test_fp8_qkv_equals_its_definition():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 32, generator=draw).to(torch.bfloat16)
+    matrices = [0.3 * torch.randn(rows, 32, generator=draw) for rows in (16, 16, 32)]
+    inputs = [t.requires_grad_() for t in (x, *matrices, torch.tensor([0.7]))]
+    products = train_gpt.fp8_qkv(*inputs)
+    grads = [0.1 * torch.randn(p.shape, generator=draw).to(torch.bfloat16) for p in products]
+    dx, *rest = torch.autograd.grad(products, inputs, grads)
+    packed = Emulated.exact(torch.cat(matrices).detach())
+    x8 = emulate(x.detach(), torch.tensor(8 / 448), E4M3) * (8 / 448)
+    g8 = emulate(torch.cat(grads, 1), torch.tensor(1 / 448), E4M3) / 448
+    dw = g8.T @ x8
+    wanted = [(torch.cat(products, 1), 0.7 * x8 @ packed.T), (dx, 0.7 * g8 @ packed),
+              (torch.cat(rest[:3]), 0.7 * dw), (rest[3], (dw * torch.cat(matrices)).sum().view(1))]
+    for mine, exact in wanted:
+        assert (mine.double() - exact).norm() < 6e-3 * exact.norm()
+    exact = train_gpt.qkv_linear(*inputs)
+    assert all(0 < (a - b).norm() < 0.1 * b.norm() for a, b in zip(products, exact))
+
+
+def test_scores_are_exact_and_gradients_near(monkeypatch):
+    """Without gradients fp8 is not used; with them losses and gradients are near those of fp32."""
+    cfg = small(fp8="all")
+    kernels = train_gpt.choose_kernels(cfg, False, lambda line: None)
+    assert (kernels.qkv, kernels.mlp) == (train_gpt.fp8_qkv, train_gpt.fp8_mlp)
+    models = randomised(cfg, kernels), randomised(cfg)
+    tokens, targets = some_tokens()
+    with torch.no_grad():
+        scores = [train_gpt.log_probs(model, tokens) for model in models]
+    assert torch.equal(*scores)
+    found = []
+    for model in models:
+        model.prefixes.copy_(torch.arange(64) // 2 - 1)
+        context = model.training_context(64, CPU, torch.float32, cfg.stages()[0])
+        model.update_context(context, 0.0)
+        loss = model(tokens, targets, context) * 16
+        found.append((loss.item(), torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)))
+    (loss, grads), (exact_loss, exact_grads) = found
+    assert loss != exact_loss and loss == pytest.approx(exact_loss, rel=0.01)
+    for (name, p), mine, exact in zip(models[1].named_parameters(), grads, exact_grads):
+        if p.numel() > 200 and exact.norm() > 0:     # of lambdas and gates little but noise is left
+            assert F.cosine_similarity(mine.flatten(), exact.flatten(), dim=0) > 0.9, name
+
+
+@pytest.mark.parametrize("part", ["fp8_head", "fp8_qkv", "fp8_mlp"])
+def test_each_part_of_fp8_is_a_constant(part, monkeypatch):
+    off = {name: False for name in ("fp8_head", "fp8_qkv", "fp8_mlp")}
+    kernels = [train_gpt.choose_kernels(small(fp8="all", **off | {part: on}), False, lambda line: None)
+               for on in (False, True)]
+    fields = dict(fp8_head="head_linear", fp8_qkv="qkv", fp8_mlp="mlp")
+    changed = [name for name in Kernels._fields if getattr(kernels[0], name) != getattr(kernels[1], name)]
+    assert changed == [fields[part]]
+    assert kernels[0] == train_gpt.choose_kernels(small(fp8="auto-all"), False, lambda line: None)
+
+
+def test_fp8_is_off_where_the_gpu_cannot(monkeypatch):
+    """By itself; a given one is refused. So are sides that are no multiples of 16."""
+    for capability, able in (((8, 0), False), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert (small().further_kernels(True) != {}) == able
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(Refused, match="8.9"):
+        small(fp8="all").further_kernels(True)
+    with pytest.raises(Refused, match="multiples of 16"):
+        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).further_kernels(False)
+
+
+def test_scales_follow_the_last_micro_step():
+    """1.25 times its largest magnitudes, but not below the floors; the step itself used those before."""
+    cfg = small(fp8="all")
+    model = randomised(cfg, train_gpt.choose_kernels(cfg, False, lambda line: None))
+    optimizer = train_gpt.Optimizer(model, cfg)
+    context = model.training_context(64, CPU, torch.float32, cfg.stages()[2])
+    first = model.scales.values.detach().clone()
+    assert [448 * x for x in first[5].tolist()] == pytest.approx([8, 16, 1])
+    inputs = []
+    real = train_gpt.Fp8MLP.apply
+
+    def apply(x, fc, proj, scales):
+        inputs.append((x.abs().amax().item(), scales.detach().clone()))
+        return real(x, fc, proj, scales)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.Fp8MLP, "apply", apply)
+        for seed in (1, 2):
+            optimizer.backward(model(*some_tokens(seed=seed), context))
+    assert all(torch.equal(scales, first[i % 11]) for i, (_, scales) in enumerate(inputs))
+    optimizer.step(1.0, 0.9)
+    now = model.scales.values.detach()
+    assert now[:, 0].tolist() == pytest.approx([1.25 / 448 * largest for largest, _ in inputs[11:]], rel=1e-5)
+    assert (now > 0).all() and not torch.equal(now, first)
+    optimizer.backward(model(*some_tokens(), context) * 0)
+    optimizer.step(1.0, 0.9)
+    assert model.scales.values[:, 2].tolist() == pytest.approx([1e-7] * 11)
+    model.scales.reset()
+    assert torch.equal(model.scales.values, first)
+
+
+def test_scales_of_a_checkpoint():
+    """A rank takes its own; the largest of all where there were more or fewer ranks; none: the first ones."""
+    scales = train_gpt.DelayedScales(2)
+    first = scales.values.detach().clone()
+    stored = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0))
+
+    def restored(whole, rank, ranks):
+        team = fake_team(rank, ranks)
+        team.broadcast = lambda tensor: None
+        scales.restore(whole, team)
+        return scales.values.detach().clone()
+
+    assert all(torch.equal(restored(stored, rank, 2), stored[rank]) for rank in range(2))
+    assert torch.equal(restored(stored, 0, 1), stored.amax(0))
+    assert torch.equal(restored(None, 0, 1), first)
+    assert torch.equal(scales.of_ranks(1), first[None])
