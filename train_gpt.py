@@ -1242,8 +1242,9 @@ class Tiny(Config):
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
 
     def windows(self, stage, T):
-        long = (stage or self.stages()[-1]).window or self.train_seq_len
-        return dict(long_window=min(long, T), short_window=min(T, max(1, long // 2)))
+        long = (stage or self.stages()[-1]).window
+        short = (long or self.train_seq_len) // 2
+        return dict(long_window=min(long or T, T), short_window=min(T, max(1, short)))
 
     def layers(self, stage=None):
         stage = stage or self.stages()[-1]

@@ -11,12 +11,12 @@ import torch
 
 import train_gpt
 from helpers import TOY
-from test_model import MAXIMAL, SMALL, randomised, some_tokens
-from train_gpt import CLASSES, GPT, NgramCounts, Optimizer, copies, log_probs, make_context, ngram_keys
+from test_model import make_context, make_model, randomised, small, some_tokens
+from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, copies, log_probs, ngram_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOS = 1
-CFG = replace(SMALL, vocab_size=12, count_orders=(1, 2, 4), count_bits=20, copy_orders=(1, 3), bos_id=BOS)
+CFG = small("tiny", vocab_size=12, count_orders=(1, 2, 4), count_bits=20, copy_orders=(1, 3), bos_id=BOS)
 COUNTED = dict(COUNT_ORDERS="2,3", COUNT_BITS="18", COPY_ORDERS="1,2")
 
 
@@ -212,9 +212,9 @@ def test_rows_and_their_embedding():
         total[b, t] += model.candidate_embed[a] * model.class_scale[c] + model.class_embed[c]
         kinds[c // 16] += 1
     assert len(kinds) > 4
-    context = make_context(CFG, 24, 0, torch.device("cpu"))
+    context = make_context(model, 24)
     whole = model.embed[tokens] + model.bigram_embed[train_gpt.bigram_ids(tokens, CFG.bigram_rows)] + total
-    got, _ = model.embedded(tokens, [rows], torch.float32)
+    got = model.embedded(tokens, [rows], torch.float32)
     assert torch.allclose(got, train_gpt.rms_norm(whole), atol=1e-5)
     assert torch.equal(model.hidden(tokens, context), model.hidden(tokens, context, rows))
 
@@ -228,19 +228,19 @@ def test_no_candidate_depends_on_what_comes():
 
 
 def test_without_orders_nothing_is_there():
-    model = GPT(replace(CFG, count_orders=(0,), copy_orders=(0,)))
+    model = make_model(replace(CFG, count_orders=(0,), copy_orders=(0,)))
     assert model.candidates(some_tokens(CFG, 1, 8)) == [] and not model.counts.stored()
     assert not {"candidate_embed", "class_embed", "class_scale"} & {*dict(model.named_parameters())}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_the_same(backend):
-    """As GPUs score: candidates are found within the compiled graph, documents and all."""
-    cfg = replace(MAXIMAL, num_layers=2, count_orders=(2,), count_bits=12, copy_orders=(1, 2))
+    """As GPUs score: candidates are found within the compiled graph."""
+    cfg = small("tiny", num_layers=2, count_orders=(2,), copy_orders=(1, 2), window_schedule=(8,))
     model, tokens = randomised(cfg), some_tokens(cfg, 2, 24) % 7
     model.counts.count(some_text() % 7)
-    context = make_context(cfg, 24, 8, torch.device("cpu"))
-    compiled = torch.compile(GPT.hidden, fullgraph=True, backend=backend)(model, tokens, context)
+    context = make_context(model, 24)
+    compiled = torch.compile(TinyModel.hidden, fullgraph=True, backend=backend)(model, tokens, context)
     assert torch.allclose(compiled, model.hidden(tokens, context), atol=1e-4)
 
 
@@ -251,7 +251,7 @@ def test_a_step_trains_on_them():
     tokens = torch.from_numpy(some_text()[:97].astype(np.int64))
     batch = tokens[:-1].view(4, 24), tokens[1:].view(4, 24)
     rows, = model.candidates(*batch)
-    context = make_context(CFG, 24, 0, torch.device("cpu"))
+    context = make_context(model, 24)
     train_gpt.train_step(model, optimizer, (*batch, rows), 2, context, 1, 0.7, 0.9)
     touched = (model.candidate_embed - before).abs().sum(1) > 1e-6
     assert touched.nonzero()[:, 0].tolist() == rows[:, :, 0].unique().tolist()
