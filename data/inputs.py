@@ -108,9 +108,9 @@ def text_stream(raw):
 
 
 def files_below(folder, follow=True):
-    """Paths of what is in a folder and below it, no folders, sorted. Hidden files and folders and __pycache__
-    are passed over. A linked folder is read once, wherever else it is linked or lies; without `follow` it
-    isn't."""
+    """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
+    and folders and __pycache__ are passed over. A linked folder is read once, wherever else it is linked or
+    lies; without `follow` it isn't."""
     def refuse(error):
         raise error
 
@@ -118,7 +118,7 @@ def files_below(folder, follow=True):
         about = os.stat(path)
         return about.st_dev, about.st_ino
 
-    found, seen = [], {key(folder)}
+    seen = {key(folder)}
     for here, folders, names in os.walk(folder, onerror=refuse, followlinks=follow):
         chosen = []
         for name in sorted(folders):
@@ -129,5 +129,6 @@ def files_below(folder, follow=True):
             seen.add(key(path))
             chosen.append(name)
         folders[:] = chosen
-        found += [Path(here, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        for name in sorted(names):
+            if not name.startswith("."):
+                yield Path(here, name)

@@ -53,7 +53,8 @@ from pathlib import Path
 import numpy as np
 import sentencepiece as spm
 
-import inputs
+sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+import inputs  # noqa: E402
 
 VOCAB_SIZE = 1024  # default; a small model has to learn the embedding within its two minutes
 VAL_BYTES = 1_000_000  # default size of val in bytes of text; at most a tenth of the corpus
@@ -220,7 +221,7 @@ def read_json(raw, path, counts):
         rows = [rows] if isinstance(rows, dict) else rows
         texts = [text_of(row, counts) for row in rows]
     except NO_ROW:
-        raise DataError(f"{path} is no list of JSON objects with a string `text`, nor lines of them") from None
+        raise DataError(f"{path} is no list or lines of JSON objects with a string `text`") from None
     yield from texts
 
 
@@ -351,7 +352,7 @@ def find_in_folder(folder):
     """(path, kind) of every file in a folder. What is no text, such as an archive, is left out and named;
     text in an unknown compression is refused."""
     files, left_out = [], []
-    for path in inputs.files_below(folder):
+    for path in sorted(inputs.files_below(folder)):
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
@@ -388,7 +389,7 @@ def find_parquet(paths):
     """(path, "parquet") of every file in `paths`, and of every *.parquet in folders, sorted by name."""
     files = []
     for path in map(Path, paths):
-        inside = inputs.files_below(path) if path.is_dir() else [named_file(path)]
+        inside = sorted(inputs.files_below(path)) if path.is_dir() else [named_file(path)]
         if path.is_dir():
             found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
             say_left_out([file for file in inside if file not in set(found)], "not *.parquet")

@@ -16,7 +16,7 @@ import source
 from checks import DAMAGE, LOOK_ONLY, check
 from folders import Folder
 from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from runs import DATE, FINAL, RULER, STEP, Refused, demand, describe, test_target
+from runs import DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, inputs, test_target
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record
@@ -102,7 +102,7 @@ def script_findings(folder, game):
     def is_here(source):    # a launcher may have printed something before it
         return any(code_of(source)[-len(script):] == script for script in scripts if script)
 
-    scripts = [code_of(folder.read(name).decode("utf-8", "replace")) for name in folder.files
+    scripts = [code_of(inputs.decode(folder.read(name), "replace")) for name in folder.files
                if name.endswith(".py")]
     last = {run.path: run for run in folder.runs if run.source}        # of several runs in one log
     others = [run for run in last.values() if not is_here(run.source)]
@@ -187,11 +187,8 @@ def target_findings(runs, game):
 def looks_like_log(path):
     """Does a file begin or end as a log of some run does?"""
     with contextlib.suppress(OSError):
-        if path.suffix in (".log", ".txt") and path.is_file():
-            with open(path, "rb") as file:
-                start = file.read(1 << 18)
-                file.seek(max(0, path.stat().st_size - (1 << 16)))
-                text = (start + b"\n" + file.read()).decode("utf-8", "replace")
+        if path.suffix.lower() in (".log", ".txt") and path.is_file():
+            text = excerpt(path)
             return RULER in text or bool(STEP.search(text) or FINAL.search(text))
     return False
 

@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import re
+import sys
 import warnings
 from collections import Counter
 from functools import cache
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
+import inputs  # noqa: E402
 
 
 class Refused(Exception):
@@ -44,10 +47,10 @@ MAX_LOG = 64 << 20              # bytes of one log
 MAX_LOGS = 3000                 # logs in one call
 DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")     # how the folder of a record begins
 HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
-NUMBER = r"\d+(?:\.\d+)?|nan|inf"
+NUMBER = r"(?:\d+(?:\.\d+)?|nan|inf)(?=[\s,;]|$)"       # else it may be a part of a damaged one
 STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s
     rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
-    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER})\b)? ?(?:val_bpb: ?({NUMBER})\b)?"
+    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER}))? ?(?:val_bpb: ?({NUMBER}))?"
     r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
 LLMC = re.compile(rf"^s:(\d+) (tel|trl):({NUMBER})", re.M)         # of llm.c: loss of val, of train
 FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
@@ -55,6 +58,9 @@ FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
     rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
 SETTINGS = re.compile(          # before a script
     rf"{RULER}\n(?:[\w ]+:\n)?(?: +\w+: .*\n)*(?:(?:[\w ]+:\n)?{RULER}\n)*")
+# What terminals, loggers and progress bars leave in a log: escapes, a bar of tqdm with no line end after it
+ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]?")
+BAR = re.compile(r"(\[(?:\d+:)?\d\d:\d\d[<,][^\]\n]*\]) *(?=\S)")
 # What a logger or torchrun may put in front of every line
 STAMP = re.compile(r"^(?:\d{10}\.\d+|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|\[\w+\d\]:) ?", re.M)
 PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
@@ -196,15 +202,44 @@ def split_at_ruler(text):
     return text, "", ""         # cut off before the run began
 
 
+def plain_text(raw):
+    """Bytes of a log -> its text, lines ended by \\n, without escapes of terminals, progress bars on lines of
+    their own. None for what is no text."""
+    text = inputs.decode(raw, "replace")
+    if "\0" in text:
+        # UTF-16 that was appended to UTF-8
+        text = re.sub(r"(?:[^\0]\0){8,}", lambda found: found[0].replace("\0", ""), text)
+        text = re.sub("\0+", "\ufffd", text)        # a hole
+        start = text[:1 << 16]
+        odd = sum(not (char.isprintable() or char.isspace()) for char in start) + start.count("\ufffd")
+        if odd * 10 > len(start):
+            return None
+    if "\x1b" in text or "\x9b" in text:
+        text = ESCAPE.sub("", text)
+    if "\r" in text or "\b" in text:         # each of them goes back to the start of the line
+        text = re.sub(r"\r+\n?|[\b]+", "\n", text)
+    if "\ufeff" in text or "\ufffd" in text:
+        text = re.sub("(?m)^[\ufeff\ufffd]+", "", text)
+    if "/s" in text or "/it" in text:
+        text = BAR.sub(r"\1\n", text)
+    return text
+
+
+def excerpt(path):
+    """The beginning and the end of a file as a log's text; "" for what is no text."""
+    with inputs.open_binary(path) as file:
+        raw = file.read(1 << 18)
+        file.seek(max(0, path.stat().st_size - (1 << 16)) // 4 * 4)      # where a character of UTF-32 begins
+        raw += file.read()
+    return plain_text(raw) or ""
+
+
 def log_text(path):
     """A log's text up to its last whole line. Raises Refused for what is no text."""
     size = path.stat().st_size
     demand(size <= MAX_LOG, f"{path.name} has {size >> 20} MB, more than any log (limit {MAX_LOG >> 20} MB)")
-    raw = path.read_bytes()
-    demand(b"\0" not in raw[:1 << 16], f"{path.name} is a binary file, no log")
-    text = raw.decode("utf-8", "replace")
-    if "\r" in text[:1000]:
-        text = text.replace("\r\n", "\n")
+    text = plain_text(inputs.read_bytes(path))
+    demand(text is not None, f"{path.name} is a binary file, no log")
     start = text[:20_000]
     if 2 * len(STAMP.findall(start)) > start.count("\n"):
         text = STAMP.sub("", text)
@@ -363,18 +398,17 @@ def outermost(runs):
     return outer, inner
 
 
-def find_logs(path):
-    """Log files at path: itself, or every .log and .txt below it. Raises Refused."""
+def find_logs(path, follow=True):
+    """Log files at path: itself, or every .log and .txt below it, of linked folders too if they are to be
+    followed. Raises Refused."""
     path = Path(path)
     demand(path.is_file() or path.is_dir(), f"{path} is no file and no folder")
     if path.is_file():
         return [path]
     found = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        for name in sorted(names):
-            if name.endswith((".log", ".txt")) and Path(folder, name).is_file():
-                found.append(Path(folder, name))
+    for file in inputs.files_below(path, follow):
+        if file.suffix.lower() in (".log", ".txt") and file.is_file():
+            found.append(file)
         demand(len(found) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} logs")
     return found
 
