@@ -588,6 +588,7 @@ def artifact_name(run, names):
 
 @rule("strict", "README")
 def check_readme(folder, options):
+    """README.md is made from the other files, to the byte."""
     our_runs(folder)
     marked = folder.read("README.md").startswith(b"\xef\xbb\xbf")
     require(not marked, "README.md begins with a byte order mark")

@@ -63,6 +63,14 @@ ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x
 BAR = re.compile(r"(\[(?:\d+:)?\d\d:\d\d[<,][^\]\n]*\]) *(?=\S)")
 # What a logger or torchrun may put in front of every line
 STAMP = re.compile(r"^(?:\d{10}\.\d+|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|\[\w+\d\]:) ?", re.M)
+# Constants as a log lists them: a block, or lines of nothing but name:value
+SETTINGS_BLOCK = re.compile(r"^Hyperparameters:\n((?: +\w+: ?.*\n)+)", re.M)
+SETTINGS_LINE = re.compile(
+    r"^(?!step:|warmup_step:|val_loader|train_loader)\w+:[^\s:]+(?: \w+:[^\s:]+)* *$", re.M)
+# Seconds of what comes after training, but for looks at weights that are no submission
+SECONDS = re.compile(
+    r"^(?!.*(?:diagnostic|pre-quantization))"
+    r".*?\b(?:eval_time: ?(\d+)ms|total_time[=:] ?(\d+(?:\.\d+)?)s)", re.M)
 PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
 SUMMARY = re.compile(r"^ +(\w+)  (\S.*)$", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")         # of a last line without a line end
@@ -81,7 +89,7 @@ WORDS = {       # the first line that has them counts
     "hardware": r"^hardware: (.+)$",
     "fingerprint": r"^data: text fingerprint (\S+)",
     "data": r"^data: (\S+) train tokens",
-    "val_tokens": r"^data: .* val tokens:(\d+)",
+    "val_tokens": r"^(?:data: .* val tokens:|val_tokens: ?|val_loader:.* tokens:)(\d[\d,]*)",
     "val_bytes": r"^data: val_bytes:(\d+)",
     "train_tokens": r"^data: \S+ train tokens:(\d+)",
     "world_size": r"\bworld_size[:= ] ?(\d+)\b",
@@ -115,6 +123,8 @@ class Run:
     summary: dict = dataclasses.field(default_factory=dict)     # the table that ends a log of ours
     scores: list = dataclasses.field(default_factory=list)      # [(metric, value since the last step)]
     sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
+    settings: dict = dataclasses.field(default_factory=dict)    # constants of a foreign log
+    after: list = dataclasses.field(default_factory=list)       # [(adapts weights?, seconds)] after training
     steps: int = 0
     finished: bool = False
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
@@ -299,6 +309,8 @@ def read_curves(run, body):
             run.facts["last_bpb"] = float(bpb)
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
         run.scores.append((f"val_{metric}", float(value)))
+    for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
+        run.after.append((bool(seconds), float(seconds) if seconds else float(ms) / 1000))
     run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
     if not run.steps:
         for step, kind, loss in LLMC.findall(body):
@@ -322,6 +334,17 @@ def read_facts(run, head, body):
     totals = re.findall(r"^Total submission size: (\d+) bytes", body, re.M)
     if len(totals) > 1:         # of the raw weights, then of the artifact
         run.facts.setdefault("bytes_total", float(totals[-1]))
+
+
+def read_settings(run, head, body):
+    """Fills in run.settings: what the log lists before the first step."""
+    first = STEP.search(body)
+    body = body[:first.start() if first else 20_000]
+    for text in (head, body):
+        for block in SETTINGS_BLOCK.findall(text):
+            run.settings |= dict(re.findall(r"^ +(\w+): ?(.*)$", block, re.M))
+    for line in SETTINGS_LINE.findall(body):
+        run.settings |= dict(pair.split(":") for pair in line.split())
 
 
 def read_log(path):
@@ -348,6 +371,7 @@ def read_run(path, source, head, body):
     read_curves(run, body)
     rest = re.sub(r"^step:\d.*\n", "", body, flags=re.M)        # most lines of a log are steps
     read_facts(run, head, rest)
+    read_settings(run, head, body)
     for tag, _, loss, bpb in FINAL.findall(rest):
         run.finals.append((tag, float(loss), float(bpb) if bpb else None))
     for protocol, scores in PROTOCOL.findall(rest):
