@@ -32,7 +32,7 @@ def encoding_of(start):
         return "utf-8", 0
     # the share of NULs among the first, second, third and fourth bytes
     zeros = [start[i::4].count(0) / len(start[i::4]) for i in range(4)]
-    looks = {"utf-32-le": min(zeros[2:]), "utf-32-be": min(zeros[:2]),
+    looks = {"utf-32-le": min(zeros[1:]) - zeros[0], "utf-32-be": min(zeros[:3]) - zeros[3],
              "utf-16-le": min(zeros[1::2]) - max(zeros[::2]), "utf-16-be": min(zeros[::2]) - max(zeros[1::2])}
     for name, share in looks.items():
         if share > 0.7:
@@ -109,8 +109,8 @@ def text_stream(raw):
 
 def files_below(folder, follow=True):
     """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
-    and folders and __pycache__ are passed over. A linked folder is read once, wherever else it is linked or
-    lies; without `follow` it isn't."""
+    and folders and __pycache__ are passed over. A linked folder or file is there once, wherever else it is
+    linked or lies; without `follow` what linked folders hold isn't."""
     def refuse(error):
         raise error
 
@@ -130,5 +130,8 @@ def files_below(folder, follow=True):
             chosen.append(name)
         folders[:] = chosen
         for name in sorted(names):
-            if not name.startswith("."):
-                yield Path(here, name)
+            path = Path(here, name)
+            there = os.path.exists(path)        # no link to nowhere
+            if not name.startswith(".") and not (there and key(path) in seen):
+                seen |= {key(path)} if there else set()
+                yield path

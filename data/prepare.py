@@ -147,7 +147,7 @@ def split_pieces(raw, target):
         start = stop
 
 
-def read_text(raw, path, counts, target=TEXT_PIECE):
+def read_text_file(raw, path, counts, target=TEXT_PIECE):
     line = 1
     for piece in split_pieces(inputs.text_stream(raw), target):
         try:
@@ -159,7 +159,7 @@ def read_text(raw, path, counts, target=TEXT_PIECE):
 
 
 def read_folder_file(raw, path, counts):
-    """Like read_text, but a file that is no text is skipped, and only a long one is cut."""
+    """Like read_text_file, but a file that is no text is skipped, and only a long one is cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     stream = inputs.text_stream(raw)
     size = 0
@@ -173,7 +173,7 @@ def read_folder_file(raw, path, counts):
         return
     target = FOLDER_LIMIT if size <= FOLDER_LIMIT else FOLDER_PIECE
     raw.seek(0)
-    yield from read_text(raw, path, counts, target)
+    yield from read_text_file(raw, path, counts, target)
 
 
 def json_values(line):
@@ -250,7 +250,7 @@ def read_parquet(raw, path, counts):
         raise DataError(f"{path} is a damaged parquet file or none at all") from None
 
 
-READERS = {"text": read_text, "folder": read_folder_file, "jsonl": read_jsonl, "json": read_json,
+READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jsonl, "json": read_json,
            "python": read_python, "parquet": read_parquet}
 
 

@@ -226,8 +226,10 @@ def plain_text(raw):
             return None
     if "\x1b" in text or "\x9b" in text:
         text = ESCAPE.sub("", text)
+    if "\r" in text and "\n" in text:
+        text = re.sub(r"\r+\n", "\n", text)
     if "\r" in text or "\b" in text:         # each of them goes back to the start of the line
-        text = re.sub(r"\r+\n?|[\b]+", "\n", text)
+        text = re.sub(r"\r|[\b]+", "\n", text)
     if "\ufeff" in text or "\ufffd" in text:
         text = re.sub("(?m)^[\ufeff\ufffd]+", "", text)
     if "/s" in text or "/it" in text:
