@@ -15,6 +15,7 @@ import pytest
 import sentencepiece as spm
 import torch
 
+import download
 import train_gpt
 from helpers import (fake_team, library_documents, shard_file, tokens_of, toy_config, train_tokenizer,
                      write_dataset, write_shard)
@@ -424,6 +425,17 @@ def test_decoded_bytes(case):
     for text in case.texts if case.lossless else ():
         tokens = tokens_of(case.sp, [text]).astype("<u2")
         assert decoded_bytes(case.sp, tokens, 1) == len(text.encode()), text
+
+
+def test_bytes_of_pieces_that_are_no_whole_characters():
+    """200 documents of three characters, each in byte pieces."""
+    sp = spm.SentencePieceProcessor(model_proto=train_tokenizer(["hello world of text\n" * 3] * 50, 280))
+    text = "é€\U0001F600"
+    tokens = tokens_of(sp, [text] * 200).astype("<u2")
+    assert len(tokens) == 200 * 10
+    assert decoded_bytes(sp, tokens, 1) == download.decoded_bytes(sp, tokens, 1) == 200 * 9
+    known = tokens_of(sp, ["\ufffd", "a\ufffdb", text]).astype("<u2")     # which is a character of its own
+    assert decoded_bytes(sp, known, 1) == download.decoded_bytes(sp, known, 1) == 3 + 5 + 9
 
 
 def test_val_bytes_of_a_dataset(case, tmp_path):
