@@ -3603,6 +3603,28 @@ def file_sha256(path, stated=None):
     require(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
     return digest
 
+BEGINNING = 64  # tokens by which a document is found again
+
+def beginnings(tokens, bos):
+    """[the first tokens of each document, as bytes], of documents that have so many."""
+    starts = np.flatnonzero(tokens == bos)
+    ends = np.append(starts[1:], len(tokens))
+    return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
+
+def refuse_val_in_train(train, val, bos, name):
+    """Where no manifest lists the documents' hashes: looks for documents of eight windows of each train shard
+    in val. Raises Refused if a twentieth of them is there, at least nine: that is no chance, though text of
+    the web repeats itself."""
+    known, window = set(beginnings(val, bos)), 1 << 14
+    for shard, tokens in train.items():
+        sample = set()
+        for place in np.linspace(0, max(0, len(tokens) - window), 8).astype(int):
+            sample.update(beginnings(tokens[place:place + window], bos))
+        both = len(sample & known)
+        require(both < 9 or 20 * both < len(sample),
+                f"{both} of {len(sample)} documents sampled from the train shard {shard} of {name} are in val: "
+                "leave that shard out or prepare the data again")
+
 def open_data(cfg, log=print):
     """The dataset at cfg.data_path, checked. Raises Refused; Missing if it is not there."""
     folder = Path(cfg.data_path).absolute()
@@ -3631,6 +3653,8 @@ def read_dataset(cfg, folder, get_it, log):
     require(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
     sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
               for file in manifest["files"] if file["path"] in val}
+    twice = sorted({*train} & {*val})
+    require(not twice, f"{name}: {twice and twice[0]} is a train and a val shard")
     val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
     least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
@@ -3642,6 +3666,8 @@ def read_dataset(cfg, folder, get_it, log):
     # 2. the tokenizer, the bytes that val_bpb divides by, the text's fingerprint
     tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
     check_tokens(val, vocab_size, f"the val split of {name}")
+    if not side:
+        refuse_val_in_train(train, val, bos, name)
     val_bytes, fingerprint = manifest.get("val_bytes"), manifest.get("text_fingerprint")
     if tokenizer:
         decoded = decoded_bytes(tokenizer, val, bos)
