@@ -3581,6 +3581,24 @@ def check_tokens(tokens, vocab_size, name):
     largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
+class Shard:
+    """Tokens of a .bin file that is open only while they are read: a process may hold some 1,024 files, and a
+    memory map holds one."""
+    def __init__(self, path, tokens=None):
+        self.filename, self.size = path, len(open_shard(path, tokens))
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        return np.array(np.memmap(self.filename, "<u2", "r", 1024)[place])
+
+    def __array__(self, dtype=None, copy=None):
+        return np.fromfile(self.filename, "<u2", offset=1024).astype(dtype or "<u2", copy=False)
+
+    def max(self, initial):
+        return np.memmap(self.filename, "<u2", "r", 1024).max(initial=initial)
+
 class Data(NamedTuple):
     """A dataset, opened and checked."""
     train: dict  # {shard's name: tokens}
@@ -3622,7 +3640,7 @@ def refuse_val_in_train(train, val, bos, name):
             sample.update(beginnings(tokens[place:place + window], bos))
         both = len(sample & known)
         require(both < 9 or 20 * both < len(sample),
-                f"{both} of {len(sample)} documents sampled from the train shard {shard} of {name} are in val: "
+                f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
                 "leave that shard out or prepare the data again")
 
 def open_data(cfg, log=print):
@@ -3648,7 +3666,7 @@ def read_dataset(cfg, folder, get_it, log):
         if shards and name in DATA_ARGUMENTS:
             log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
         manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
-    train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
+    train, val = ({file["path"]: Shard(folder / file["path"], file.get("tokens"))
                    for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
     require(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
     sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
@@ -3748,7 +3766,8 @@ class DocumentIndex:
     """Start, length and shard of every document, in the order in which they are read."""
     def __init__(self, cfg, data, loader):
         bos, self.longest = cfg.bos_id or data.bos, cfg.document_limit() or loader.total
-        starts = [low + np.flatnonzero(shard == bos) for low, shard in zip(loader.edges, loader.shards)]
+        starts = [low + np.flatnonzero(np.asarray(shard) == bos)
+                  for low, shard in zip(loader.edges, loader.shards)]
         lengths = [np.diff(here, append=end) for here, end in zip(starts, loader.edges[1:])]
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
         self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=self.longest)
@@ -3882,10 +3901,14 @@ class Loader:
     """Batches of training rows: T tokens and the target after. The ranks share the rows of a step, which the
     recipe's packer for cfg.packing plans; a thread reads a step ahead, which a change of stage discards;
     `position` is the whole state."""
+    MOST_FILES = 256  # open at a time
+
     def __init__(self, cfg, data, team, log=print):
         self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
         self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
-        self.files = [open(shard.filename, "rb") for shard in self.shards]
+        self.files = {}
+        for i in range(min(len(self.shards), self.MOST_FILES)):
+            self.file(i)
         self.edges = np.cumsum([0, *map(len, self.shards)])
         self.total, self.thread = int(self.edges[-1]), ThreadPoolExecutor(1)
         self.rows = (self.total - 1) // self.T
@@ -3895,6 +3918,13 @@ class Loader:
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
+
+    def file(self, i):
+        """The open file of shard i; the one that was read longest ago is closed where there are too many."""
+        self.files[i] = self.files.pop(i, None) or open(self.shards[i].filename, "rb")
+        if len(self.files) > self.MOST_FILES:
+            self.files.pop(next(iter(self.files))).close()
+        return self.files[i]
 
     def check(self):
         """Reads every shard, before the clock. Refuses one with tokens beyond the vocabulary."""
@@ -3907,7 +3937,7 @@ class Loader:
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
-        raw = os.pread(self.files[i].fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
+        raw = os.pread(self.file(i).fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
         require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
