@@ -10,6 +10,7 @@ import gzip
 import io
 import lzma
 import os
+import sys
 import zlib
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def decode(raw, errors="strict"):
     """Bytes of a text file -> text without a byte order mark. Raises UnicodeDecodeError."""
     name, mark = encoding_of(raw[:SNIFFED])
     return raw[mark:].decode(name, errors)
+
+
+def print_any_name():
+    """Names that the terminal's encoding lacks, or that are no text at all, end no program that prints them."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def open_binary(path):

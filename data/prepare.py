@@ -1192,6 +1192,7 @@ def main(argv=None):
                         help="holds datasets/ and tokenizers/; default: the folder of this script")
     parser.add_argument("--force", action="store_true", help="replace a finished dataset")
     args = parser.parse_args(argv)
+    inputs.print_any_name()
     try:
         if args.processes < 0:
             raise DataError(f"--processes {args.processes} is negative")

@@ -385,6 +385,7 @@ def run(args, say):
 def main(argv):
     """Exit code: 0 done and nothing fails, 1 a rule fails, 2 refused."""
     args = parse(argv)
+    inputs.print_any_name()
     stream = sys.stderr if getattr(args, "json", False) else sys.stdout
 
     def say(*lines):

@@ -9,6 +9,7 @@ import lzma
 import os
 import random
 import shutil
+import subprocess
 import tempfile
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fork_server
 import inputs
 from helpers import ROOT
 from test_prepare import ODD, make_texts, run, snapshot
@@ -326,6 +328,12 @@ def test_an_empty_device_and_a_name_that_is_no_utf_8(tmp_path):
     odd = tmp_path / os.fsdecode(b"d\xff")
     odd.mkdir()
     assert "no text" in prepared(tmp_path, odd, expect=2)
+    os.symlink("nowhere", odd / os.fsdecode(b"l\xff"))
+    command = [fork_server.start(), prepare.__file__, "--text", odd, "--name", "toy", "--out", tmp_path]
+    env = {"PATH": os.environ["PATH"], "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "left out: l\\udcff: " in done.stdout
+    assert done.stderr == "prepare: there is no text in the input\n"
     shutil.rmtree(odd)
     assert "no such file" in prepared(tmp_path, odd, expect=2)
 
