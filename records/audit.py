@@ -50,8 +50,9 @@ def game_of(folder):
         told = [str(said.get(key)) for key in ("track", "name")]
         words = " ".join([*path.parts[-4:], *told, folder.readme[:200]])
         record = "10min" in words and not re.search(r"(?i)non.?record|not a record", words)
+        text = TRACKS["golf"].val[1] if re.search(r"(?i)10min|16mb", words) else 0     # else of any text
         return Game(byte_cap=16_000_000, time_cap=600 * record, ranks=8 * record, eval_cap=600 * record,
-                    text=TRACKS["golf"].val[1])
+                    text=text)
     track = next((part.lower() for part in reversed(path.parts) if "track" in part), "")
     if "medium" in track:
         return Game(target=2.92, ranks=8)

@@ -277,6 +277,8 @@ def test_bytes_that_scores_imply(tool, tmp_path, tokens, loss, bpb, words):
     said_before(tokens)(folder)
     found = [line for line in audited(tool, folder) if "imply" in line]
     assert [line.startswith(words) for line in found] == [True] * bool(words), found
+    (tmp_path / "track_10min_16mb").rename(tmp_path / "elsewhere")      # where val may be of any text
+    assert not any("imply" in line for line in audited(tool, tmp_path / "elsewhere"))
 
 
 HYPERPARAMETERS = ("Hyperparameters:\n  lr: 0.02\n  seed: {seed}\n  run_id: x_{seed}\n  logfile: {seed}.txt\n"

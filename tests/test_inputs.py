@@ -243,10 +243,13 @@ def write_form(folder, form, texts, encoding):
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(texts=st.lists(TEXT, min_size=12, max_size=20, unique=True), order=st.randoms(use_true_random=False),
+       size=st.sampled_from([1, 1, 30, 300]),
        form=st.sampled_from(["jsonl", "gz", "json", "parquet", "folder"]),
        encoding=st.sampled_from([*MARKED]))
-def test_documents_depend_on_no_form_encoding_or_order(texts, order, form, encoding):
+def test_documents_depend_on_no_form_encoding_order_or_size(texts, order, size, form, encoding):
+    texts = [*texts[:-1], texts[-1] * size, "\n".join(texts) * size]
     with tempfile.TemporaryDirectory() as root:
+        texts = list(dict.fromkeys(texts))
         plain = seen(written(Path(root, "plain.jsonl"), lines_of(texts)))
         order.shuffle(texts)
         assert plain[0] == sorted(texts) and plain[1] == sum(len(text.encode()) for text in texts)
