@@ -51,7 +51,7 @@ def decode(raw, errors="strict"):
 
 
 def print_any_name():
-    """Names that the terminal's encoding lacks, or that are no text at all, end no program that prints them."""
+    """A name that the terminal lacks letters for, or that is no text, ends no program that prints it."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
