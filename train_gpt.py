@@ -2998,8 +2998,8 @@ class SpeedrunPlus(Config):
             raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
         half = self.value_gate_dim // 2
         if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
-            raise Refused(f"smear_dim={self.smear_dim} and half of value_gate_dim={self.value_gate_dim} may not "
-                          f"exceed model_dim={self.model_dim}, and the second is even")
+            raise Refused(f"smear_dim={self.smear_dim} and half of value_gate_dim={self.value_gate_dim} may "
+                          f"not exceed model_dim={self.model_dim}, and the second is even")
         windows = tuple(stage.window for stage in self.stages())
         if any(window % self.window_block for window in (*windows, self.eval_window)):
             raise Refused(f"windows {show(windows)} and eval_window={self.eval_window} must be multiples of "
@@ -5130,15 +5130,15 @@ def fp8_mlp(x, fc, proj, scales):
         return mlp(x, fc, proj)
     return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
 
+QKV_INPUT, QKV_GRADIENT = 8.0, 1.0  # largest magnitudes that Fp8QKV keeps
+
 class Fp8QKV(torch.autograd.Function):
     """qkv_linear() of x (N, C) by one product in e4m3. The weights' scale is by their maximum, factor (1,) is
     a part of it; those of the input and of the output's gradient, of the summed loss, are fixed."""
-    INPUT, GRADIENT = 8.0, 1.0  # largest magnitudes
-
     @staticmethod
     def forward(ctx, x, query, key, value, factor):
         packed = torch.cat((query, key, value))
-        x8, scale_x = to_fp8(x, Fp8QKV.INPUT / 448, torch.float8_e4m3fn)
+        x8, scale_x = to_fp8(x, QKV_INPUT / 448, torch.float8_e4m3fn)
         w8, scale_w = to_fp8(packed, None, torch.float8_e4m3fn)
         factor = factor.float().view(())
         y = scaled_mm(x8, w8, scale_x, scale_w * factor, fast=True)
@@ -5149,7 +5149,7 @@ class Fp8QKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x8, w8, scale_x, scale_w, factor, packed = ctx.saved_tensors
-        g8, scale_g = to_fp8(torch.cat(grads, -1), Fp8QKV.GRADIENT / 448, torch.float8_e4m3fn)
+        g8, scale_g = to_fp8(torch.cat(grads, -1), QKV_GRADIENT / 448, torch.float8_e4m3fn)
         grad_x = scaled_mm(g8, w8.t(), scale_g, scale_w * factor)
         grad_w = scaled_mm(g8.t(), x8.t(), scale_g, scale_x).float()
         grad_factor = (grad_w * packed).sum().view(1)

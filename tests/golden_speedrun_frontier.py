@@ -625,5 +625,5 @@ def test_frontier_fp8_qkv(speedrun_frontier):
     ours = torch.cat(train_gpt.fp8_qkv(x, *matrices, factor), -1)
     assert difference(ours.float(), golden.tensor("unit.fp8_qkv.out")) < FP8
     packed = train_gpt.to_fp8(torch.cat(matrices), None, torch.float8_e4m3fn)[1].item()
-    assert [packed, train_gpt.Fp8QKV.INPUT / 448, train_gpt.Fp8QKV.GRADIENT / 448] == pytest.approx(
+    assert [packed, train_gpt.QKV_INPUT / 448, train_gpt.QKV_GRADIENT / 448] == pytest.approx(
         [about["w"], about["x"], about["grad"]], rel=1e-6)

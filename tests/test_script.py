@@ -12,7 +12,8 @@ from helpers import ROOT, SCRIPT, TOY, look
 sys.path.insert(0, str(ROOT / "tools"))
 import script  # noqa: E402
 
-PRESETS = ["golf", "golf_plus", "speedrun", "gpt2", "gpt2_plus"]     # those that are sections of their own
+# those that are sections of their own
+PRESETS = ["golf", "golf_plus", "speedrun", "speedrun_plus", "gpt2", "gpt2_plus"]
 GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
 TOY_RUN = dict(
     golf=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
@@ -25,6 +26,10 @@ TOY_RUN = dict(
                    TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", LOOP_LAYERS="1,2", EMA_DECAY="0.9",
                    GPTQ_BATCHES="2", ARTIFACT_KEEP="1000", EVAL_SLIDING="48", VAL_LOSS_EVERY="5",
                    TOKENIZER_PATH="data/tokenizers/toy.model"),
+    speedrun_plus=dict(MODEL_DIM="32", NUM_HEADS="2", QK_DIM="8", TRAIN_SEQ_LEN="64",
+                       TRAIN_BATCH_TOKENS="128", VOCAB_SIZE="512", MAX_DOC_LEN="48", DOC_SCHEDULE="24,48,48,48", DC_WINDOW="7",
+                       WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8", EVAL_WINDOW="96", BIGRAM_ROWS="64",
+                       EVAL_CONTEXT="256", EXTENSION_ITERATIONS="2", VAL_LOSS_EVERY="5", FP8="all"),
     gpt2=dict(DEPTH="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",
               VOCAB_SIZE="512", CORE="0", SCORE_ARTIFACT="1", ARTIFACT_KEEP="1000", VAL_LOSS_EVERY="5"),
     gpt2_plus=dict(DEPTH="4", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256",

@@ -1,5 +1,5 @@
-"""speedrun_plus beyond its golden numbers: its techniques against plain definitions, attention with two widths on
-every path, fp8 with delayed scales, what is refused. End to end: test_plus.py."""
+"""speedrun_plus beyond its golden numbers: its techniques against plain definitions, attention with two
+widths on every path, fp8 with delayed scales, what is refused. End to end: test_plus.py."""
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 # every side a multiple of 16, for fp8
 SMALL = dict(
-    vocab_size=64, bos_id=3, model_dim=64, num_heads=4, qk_dim=12, bigram_rows=48, bigram_sign_rows=8, mudd_dim=8,
-    mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52), eval_window=80,
+    vocab_size=64, bos_id=3, model_dim=64, num_heads=4, qk_dim=12, bigram_rows=48, bigram_sign_rows=8,
+    mudd_dim=8, mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52), eval_window=80,
     train_seq_len=64, train_batch_tokens=128, max_doc_len=20, doc_schedule=(20, 20, 20, 20))
 
 
@@ -59,10 +59,17 @@ def dense(q, k, v, seen):
     return torch.einsum("bhts,bshe->bthe", weights, v), weights
 
 
+def flex_mask(window, *rest):
+    return train_gpt.gpu_window_mask(torch.tensor(window), *rest)
+
+
+def flash_attention(*args):
+    return train_gpt.flash_attention(*args, module=FlashStandIn)
+
+
 PATHS = {
     "reference": (window_mask, train_gpt.attention), "cpu": (window_mask, train_gpt.cpu_attention),
-    "flex": (lambda window, *rest: train_gpt.gpu_window_mask(torch.tensor(window), *rest), train_gpt.gpu_attention),
-    "flash": (train_gpt.flash_mask, lambda *args: train_gpt.flash_attention(*args, module=FlashStandIn))}
+    "flex": (flex_mask, train_gpt.gpu_attention), "flash": (train_gpt.flash_mask, flash_attention)}
 
 
 @pytest.mark.parametrize("window", [7, 100, 200, 511])

@@ -67,12 +67,13 @@ CASES = {
         MODEL_DIM="48", NUM_HEADS="3", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", MAX_DOC_LEN="96",
         WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8", EVAL_WINDOW="96", EVAL_CONTEXT="512",
         EXTENSION_ITERATIONS="4", MUON_MOMENTUM_COOLDOWN_STEPS="6"),
-    # also document lengths and losses on several targets by stage; the embedding is untied; lm_head in fp8
+    # also document lengths, losses on several targets and prefixes by stage; the embedding is untied; fp8 with
+    # delayed scales
     "speedrun_plus": dict(
         MODEL_DIM="64", NUM_HEADS="4", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", MAX_DOC_LEN="96",
         DOC_SCHEDULE="48,96,96,96", WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8", EVAL_WINDOW="96",
         EVAL_CONTEXT="512", BIGRAM_ROWS="2560", EXTENSION_ITERATIONS="4", MUON_MOMENTUM_COOLDOWN_STEPS="6",
-        FP8="head"),
+        QK_DIM="8", DC_WINDOW="14", MUDD_DIM="16", MUDD_GATE_DIM="16", FP8="all"),
     # windows, rates and decay by the depth dial, narrower than it says; grad accumulation on 1 rank
     "gpt2": dict(
         DEPTH="4", MODEL_DIM="64", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", DEVICE_BATCH_SIZE="2"),
