@@ -2039,6 +2039,8 @@ class Speedrun(Config):
                               f"{self.window_block}: change window_schedule or eval_window")
         check_skips(self)
         check_lr_switches(self)
+        if len(self.fp8_head_most) != 3:
+            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
     def packer(self):
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
