@@ -214,7 +214,7 @@ def muon_alone(cfg, g, buffer, momentum, second=None):
 def plain_update(weight, gradients, beta2, margin, lr, decay, second):
     """NorMuon on one matrix in float64 but for the orthogonalization: momentum 0.9, Nesterov, each row (or
     column: `second`; long: of a wide matrix) divided by its running rms, the norm put back, lr by the root of
-    rows / columns if tall, cautious decay. Returns the weight and where the sign of no update was in doubt."""
+    rows / columns if tall, cautious decay. Returns the weight and where the sign of no update is in doubt."""
     weight, buffer, mean, sure = weight.double(), 0.0, 0.0, torch.ones(weight.shape, dtype=torch.bool)
     R, C = weight.shape
     rate, by_row = lr * math.sqrt(max(1, R / C)), second == "rows" or second == "long" and R >= C
@@ -279,7 +279,7 @@ def test_a_weight_without_gradient_decays():
 
 @pytest.mark.parametrize("cfg, as_sum", [(TINY, False), (GOLF, True)], ids=["tiny", "golf"])
 def test_momentum_is_a_mean_or_a_sum(cfg, as_sum):
-    """The buffer holds a mean or a sum of gradients; as the momentum changes they differ in more than size."""
+    """The buffer is a mean or a sum of gradients; as the momentum changes they differ in more than size."""
     draw, buffer, plain = torch.Generator().manual_seed(0), torch.zeros(2, 6, 8), torch.zeros(2, 6, 8)
     for momentum in (0.5, 0.8, 0.95):
         g = torch.randn(2, 6, 8, generator=draw)
