@@ -5280,7 +5280,8 @@ def flash_attention(q, k, v, mask, module):
     if begins is None:
         return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    return module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options).view_as(v).transpose(1, 2)
+    y = module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options)
+    return y.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 if triton:
     @triton.jit
