@@ -153,7 +153,7 @@ def exit_codes(processes, timeout, grace):
     """Of all. Kills what is left so many seconds after one failed, as torchrun does, or at the timeout."""
     ends = time.monotonic() + timeout
     failed = False
-    while any(process.poll() is None for process in processes) and time.monotonic() < ends:
+    while any([process.poll() is None for process in processes]) and time.monotonic() < ends:     # polls all
         if not failed and any(process.returncode for process in processes):
             failed, ends = True, min(ends, time.monotonic() + grace)
         time.sleep(0.02)
