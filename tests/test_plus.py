@@ -26,7 +26,7 @@ GAMES = {
     "golf_plus": SMALL | dict(
         PRESET="golf_plus", NUM_LAYERS="5", NUM_KV_HEADS="1", LOOP_LAYERS="1,2", BIGRAM_ROWS="0",
         GPTQ_BATCHES="2", ARTIFACT_CODEC="brotli", MAX_WALLCLOCK_SECONDS="0", EVAL_SLIDING="0",
-        ARTIFACT_KEEP="1000"),
+        ARTIFACT_KEEP="1000", ARTIFACT_BYTES_LIMIT="0"),     # else the plan packs ten artifacts by brotli
 }
 
 
