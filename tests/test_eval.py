@@ -223,7 +223,8 @@ def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
     """Of 100 tokens: it is loaded whatever recipe is asked for."""
     own = preset_config(preset)
     cfg = replace(own, vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1, num_layers=2,
-                  train_seq_len=100, train_batch_tokens=600, batch_schedule=(1, 2), seq_schedule=(1, 3))
+                  train_seq_len=100, train_batch_tokens=600, packing="spans", batch_schedule=(1, 2),
+                  seq_schedule=(1, 3))
     train_gpt.check_config(cfg)
     assert own.train_batch_tokens % 100
     model, path = cfg.make_model(train_gpt.Kernels()), tmp_path / "model.ptz"
