@@ -793,7 +793,7 @@ def next_targets(targets, n):
 def prefix_tokens(texts):
     """int64 (V,): of each token the longest proper prefix of its bytes that is a token itself, -1: none, as
     targets of a further loss (modded-nanogpt#88: -0.8 s). texts: each token's bytes, b"" for none."""
-    prefixes = torch.full((len(texts),), -1)
+    prefixes = [-1] * len(texts)
     stack = []  # tokens of which each is a prefix of the next one
     for token in sorted(range(len(texts)), key=texts.__getitem__):
         text = texts[token]
@@ -804,7 +804,7 @@ def prefix_tokens(texts):
         if stack:
             prefixes[token] = stack[-1]
         stack.append(token)
-    return prefixes
+    return torch.tensor(prefixes)
 
 def scoring_dtype(device):
     """Of activations where scores are wanted: fp32 on a CPU, bf16 on a GPU."""
@@ -3542,7 +3542,7 @@ def gpt2_texts(path):
     others = [byte for byte in range(256) if byte not in printed]
     byte_of = {chr(byte): byte for byte in printed}
     byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
-    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2`"
+    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2-vocab`"
     try:
         tokens = json.loads(Path(path).read_text("utf-8"))
         texts = [b""] * len(tokens)

@@ -1,5 +1,6 @@
 """speedrun_plus: which of our parameters and constants are which of golden/frontier/speedrun_frontier.npz,
 and tests of what this set holds, at the tolerances of golden/frontier/README.md. Runs with test_golden.py."""
+import hashlib
 import json
 import re
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import train_gpt
 from golden_common import (
     CPU, GOLDEN, MATRICES, Later, close, difference, gradients, make_loader, make_optimizer, open_set,
     open_shards, parameter_rows, replace, set_fixture, stated_law, step_on_gradients, tie, value_tables)
+from helpers import ROOT
 
 LOSS, TRAIN_LOSS, NATS, XDIGEST, GRADIENT, GRADIENT_DIGEST = 1e-6, 1e-5, 1e-4, 1e-4, 5e-4, 2e-3
 UPDATE, WEIGHT_DIGEST, UNIT, FP8 = 1e-3, 1e-3, 2e-4, 5e-3
@@ -404,6 +406,20 @@ def test_frontier_prefixes(speedrun_frontier):
     texts = [bytes.fromhex(text) for text in speedrun_frontier.json("prefix.token_bytes_hex")]
     texts += [b""] * (speedrun_frontier.meta["vocab"] - len(texts))
     assert train_gpt.prefix_tokens(texts).tolist() == speedrun_frontier.array("prefix.table").tolist()
+
+
+def test_frontier_prefixes_at_full_size(speedrun_frontier):
+    """Of all tokens, where ./run.sh data gpt2-vocab has fetched their bytes."""
+    path = ROOT / speedrun_frontier.full.vocab_path
+    if not path.exists():
+        pytest.skip(f"{path.name} is not there: ./run.sh data gpt2-vocab")
+    cfg = replace(speedrun_frontier.full, vocab_path=str(path))
+    about = speedrun_frontier.json("prefix.full_size")
+    table = train_gpt.prefix_tokens(train_gpt.texts_of_tokens(cfg, None)).numpy()
+    assert len(table) == about["length"]
+    assert hashlib.sha256(table.astype("<i4").tobytes()).hexdigest() == about["sha256_int32_le"]
+    ids = speedrun_frontier.array("prefix.full_size_ids")
+    assert table[ids].tolist() == speedrun_frontier.array("prefix.full_size_prefix").tolist()
 
 
 # ---------------------------------------------------------------- full size

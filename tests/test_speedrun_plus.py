@@ -181,9 +181,9 @@ def test_texts_of_gpt2s_tokens(tmp_path):
     every = {chr(n): n for n in range(256 + 68)}
     path = tmp_path / "damaged.json"
     path.write_text(json.dumps(every), "utf-8")
-    with pytest.raises(Refused, match="damaged.json.*data gpt2"):
+    with pytest.raises(Refused, match="damaged.json.*data gpt2-vocab"):
         train_gpt.gpt2_texts(str(path))
-    with pytest.raises(Refused, match="missing.json.*data gpt2.*PREFIX_WEIGHT=0"):
+    with pytest.raises(Refused, match="missing.json.*data gpt2-vocab.*PREFIX_WEIGHT=0"):
         train_gpt.gpt2_texts(str(tmp_path / "missing.json"))
 
 
