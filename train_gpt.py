@@ -3882,6 +3882,24 @@ def check_tokens(tokens, vocab_size, name):
     largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
+class Shard:
+    """Tokens of a .bin file that is open only while they are read: a process may hold some 1,024 files, and a
+    memory map holds one."""
+    def __init__(self, path, tokens=None):
+        self.filename, self.size = path, len(open_shard(path, tokens))
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        return np.array(np.memmap(self.filename, "<u2", "r", 1024)[place])
+
+    def __array__(self, dtype=None, copy=None):
+        return np.fromfile(self.filename, "<u2", offset=1024).astype(dtype or "<u2", copy=False)
+
+    def max(self, initial):
+        return np.memmap(self.filename, "<u2", "r", 1024).max(initial=initial)
+
 class Data(NamedTuple):
     """A dataset, opened and checked."""
     train: dict  # {shard's name: tokens}
@@ -3903,6 +3921,28 @@ def file_sha256(path, stated=None):
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     require(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
     return digest
+
+BEGINNING = 64  # tokens by which a document is found again
+
+def beginnings(tokens, bos):
+    """[the first tokens of each document, as bytes], of documents that have so many."""
+    starts = np.flatnonzero(tokens == bos)
+    ends = np.append(starts[1:], len(tokens))
+    return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
+
+def refuse_val_in_train(train, val, bos, name):
+    """Where no manifest lists the documents' hashes: looks for documents of eight windows of each train shard
+    in val. Raises Refused if a twentieth of them is there, at least nine: that is no chance, though text of
+    the web repeats itself."""
+    known, window = set(beginnings(val, bos)), 1 << 14
+    for shard, tokens in train.items():
+        sample = set()
+        for place in np.linspace(0, max(0, len(tokens) - window), 8).astype(int):
+            sample.update(beginnings(tokens[place:place + window], bos))
+        both = len(sample & known)
+        require(both < 9 or 20 * both < len(sample),
+                f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
+                "leave that shard out or prepare the data again")
 
 def open_data(cfg, log=print):
     """The dataset at cfg.data_path, checked. Raises Refused; Missing if it is not there."""
@@ -3927,11 +3967,13 @@ def read_dataset(cfg, folder, get_it, log):
         if shards and name in DATA_ARGUMENTS:
             log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
         manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
-    train, val = ({file["path"]: open_shard(folder / file["path"], file.get("tokens"))
+    train, val = ({file["path"]: Shard(folder / file["path"], file.get("tokens"))
                    for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
     require(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
     sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
               for file in manifest["files"] if file["path"] in val}
+    twice = sorted({*train} & {*val})
+    require(not twice, f"{name}: {twice and twice[0]} is a train and a val shard")
     val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
     least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
@@ -3943,6 +3985,8 @@ def read_dataset(cfg, folder, get_it, log):
     # 2. the tokenizer, the bytes that val_bpb divides by, the text's fingerprint
     tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
     check_tokens(val, vocab_size, f"the val split of {name}")
+    if not side:
+        refuse_val_in_train(train, val, bos, name)
     val_bytes, fingerprint = manifest.get("val_bytes"), manifest.get("text_fingerprint")
     if tokenizer:
         decoded = decoded_bytes(tokenizer, val, bos)
@@ -4023,7 +4067,8 @@ class DocumentIndex:
     """Start, length and shard of every document, in the order in which they are read."""
     def __init__(self, cfg, data, loader):
         bos, self.longest = cfg.bos_id or data.bos, cfg.document_limit() or loader.total
-        starts = [low + np.flatnonzero(shard == bos) for low, shard in zip(loader.edges, loader.shards)]
+        starts = [low + np.flatnonzero(np.asarray(shard) == bos)
+                  for low, shard in zip(loader.edges, loader.shards)]
         lengths = [np.diff(here, append=end) for here, end in zip(starts, loader.edges[1:])]
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
         self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=self.longest)
@@ -4157,11 +4202,15 @@ class Loader:
     """Batches of training rows: T tokens and the target after. The ranks share the rows of a step, which the
     recipe's packer for cfg.packing plans; a thread reads a step ahead, which a change of stage discards;
     `position` is the whole state."""
+    MOST_FILES = 256  # open at a time
+
     def __init__(self, cfg, data, team, log=print):
         self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
         self.tokenizer = data.tokenizer
         self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
-        self.files = [open(shard.filename, "rb") for shard in self.shards]
+        self.files = {}
+        for i in range(min(len(self.shards), self.MOST_FILES)):
+            self.file(i)
         self.edges = np.cumsum([0, *map(len, self.shards)])
         self.total, self.thread = int(self.edges[-1]), ThreadPoolExecutor(1)
         self.rows = (self.total - 1) // self.T
@@ -4171,6 +4220,13 @@ class Loader:
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
+
+    def file(self, i):
+        """The open file of shard i; the one that was read longest ago is closed where there are too many."""
+        self.files[i] = self.files.pop(i, None) or open(self.shards[i].filename, "rb")
+        if len(self.files) > self.MOST_FILES:
+            self.files.pop(next(iter(self.files))).close()
+        return self.files[i]
 
     def check(self):
         """Reads every shard, before the clock. Refuses one with tokens beyond the vocabulary."""
@@ -4183,7 +4239,7 @@ class Loader:
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
-        raw = os.pread(self.files[i].fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
+        raw = os.pread(self.file(i).fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
         require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part

@@ -27,6 +27,7 @@ import argparse
 import csv
 import difflib
 import hashlib
+import io
 import json
 import os
 import re
@@ -41,6 +42,9 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+import inputs  # noqa: E402
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 DISK_MARGIN = 500_000_000                        # bytes that stay free after the download
@@ -266,7 +270,7 @@ def verify(path: Path, file: File, progress: Progress | None = None) -> str:
     if path.stat().st_size != file.size:
         raise Damaged(f"{path.stat().st_size:,} bytes instead of {file.size:,}")
     sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % file.size)
-    with open(path, "rb") as stream:
+    with inputs.open_binary(path) as stream:
         while block := stream.read(1 << 22):
             sha256.update(block)
             if not file.sha256:
@@ -325,7 +329,7 @@ def download(hub: Hub, source: Source, revision: str | None, files: list[File]) 
 
 def shard_tokens(path: Path) -> int:
     """Token count of a shard; raises Failed if its header is wrong or does not fit the file's size."""
-    with open(path, "rb") as stream:
+    with inputs.open_binary(path) as stream:
         header = stream.read(HEADER_BYTES)
     magic, version, count = struct.unpack("<3i", header[:12].ljust(12, b"\0"))
     if (magic, version, 2 * count) != (SHARD_MAGIC, SHARD_VERSION, path.stat().st_size - HEADER_BYTES):
@@ -370,7 +374,7 @@ def read_tokenizer(file: File, digests: dict[File, str], folder: Path):
     """(SentencePieceProcessor, its entry for the manifest in `folder`); raises Failed."""
     import sentencepiece
     try:
-        sp = sentencepiece.SentencePieceProcessor(model_proto=file.local.read_bytes())
+        sp = sentencepiece.SentencePieceProcessor(model_proto=inputs.read_bytes(file.local))
     except RuntimeError:
         raise Failed(f"{file.remote} is no SentencePiece model") from None
     if sp.bos_id() < 0:
@@ -412,7 +416,7 @@ def fetch_missing(source: Source, files: list[File], revision: str | None, out: 
     missing = [file for file in files if file not in digests]
     check_disk(missing, out, more)
     manifest_path = out / "datasets" / source.name / "manifest.json"
-    claimed = manifest_path.read_text(errors="replace") if manifest_path.exists() else ""
+    claimed = inputs.read_text(manifest_path, "replace") if manifest_path.exists() else ""
     if any(file.local.name in claimed for file in missing):
         manifest_path.unlink()                   # it lists a file that is missing
     digests |= download(hub, source, revision, missing)
@@ -449,7 +453,7 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     dataset = out / "datasets" / source.name
     if dataset.exists() and not args.force:
         try:
-            existing = list(json.loads((dataset / "manifest.json").read_text())["source"])
+            existing = list(json.loads(inputs.read_text(dataset / "manifest.json"))["source"])
         except (OSError, ValueError, KeyError, TypeError):
             raise Refused(f"{source.name} exists without a readable manifest; --force replaces it") from None
         if existing != origin:
@@ -463,10 +467,10 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     digests, missing = fetch_missing(source, files, revision, out, hub, more)
     write_line("", end="")
     print(f"{describe(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
-    inputs = {split: [(file.local, "parquet") for file in files if file.split == split]
+    chosen = {split: [(file.local, "parquet") for file in files if file.split == split]
               for split in ("train", "val")}
-    request = prepare.Request(source.name, origin, inputs["train"], source.vocab_size,
-                              prepare.PARQUET_VAL_BYTES, inputs["val"])
+    request = prepare.Request(source.name, origin, chosen["train"], source.vocab_size,
+                              prepare.PARQUET_VAL_BYTES, chosen["val"])
     try:
         prepare.build_parquet(request, out, args.force)
     except prepare.DataError as error:
@@ -481,7 +485,7 @@ def is_complete_bundle(folder: Path) -> bool:
     try:
         with zipfile.ZipFile(folder / "eval_bundle.zip") as bundle:
             members = bundle_members(bundle)
-            return all(zlib.crc32((folder / path).read_bytes()) == member.CRC
+            return all(zlib.crc32(inputs.read_bytes(folder / path)) == member.CRC
                        for path, member in members.items())
     except (OSError, zipfile.BadZipFile, Damaged, Failed):
         return False
@@ -523,16 +527,16 @@ def check_bundle(folder: Path) -> dict[str, int]:
     """Number of examples by task label; raises Failed if a task lacks its file, valid lines or baseline."""
     import yaml
     try:
-        tasks = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        tasks = yaml.safe_load(inputs.read_text(folder / "core.yaml"))["icl_tasks"]
         tasks = {task["label"]: PurePosixPath(task["dataset_uri"]) for task in tasks}
         if not tasks or any(path.is_absolute() or ".." in path.parts for path in tasks.values()):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         raise Failed("core.yaml of the CORE bundle is missing or lists no tasks") from None
     try:
-        with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as stream:
-            baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(stream)
-                         if row["Eval Task"] in tasks}
+        table = io.StringIO(inputs.read_text(folder / "eval_meta_data.csv"), newline="")
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(table)
+                     if row["Eval Task"] in tasks}
     except (OSError, ValueError, KeyError, TypeError, csv.Error):
         raise Failed("eval_meta_data.csv of the CORE bundle is missing or damaged") from None
     examples = {}
@@ -541,8 +545,8 @@ def check_bundle(folder: Path) -> dict[str, int]:
             raise Failed(f"eval_meta_data.csv of the CORE bundle states no `Random baseline` of {label}")
         number = 0
         try:
-            with open(folder / "eval_data" / path, "rb") as stream:
-                for number, line in enumerate(stream, 1):
+            with inputs.open_binary(folder / "eval_data" / path) as raw:
+                for number, line in enumerate(inputs.text_stream(raw), 1):
                     json.loads(line)
         except OSError:
             raise Failed(f"the CORE bundle lacks eval_data/{path} of {label}") from None
@@ -595,7 +599,7 @@ def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
             folder.replace(old)
         partial.replace(folder)
         shutil.rmtree(old, ignore_errors=True)
-    digest = hashlib.sha256((folder / "eval_bundle.zip").read_bytes()).hexdigest()
+    digest = hashlib.sha256(inputs.read_bytes(folder / "eval_bundle.zip")).hexdigest()
     return "\n".join([*(f"{label}: {count:,} examples" for label, count in examples.items()),
                       f"core_bundle: {len(examples)} tasks, {sum(examples.values()):,} examples, "
                       f"{'there already' if complete else 'downloaded now'}, sha256 of the zip {digest}"])

@@ -5,7 +5,10 @@
     python data/prepare.py --parquet PATH... --name NAME --vocab-size N [--val PATH] [--val-bytes N]
 
 The embedded corpus is the .py source of four installed packages: the same text on every machine, without
-a network. Your own text is a file, a folder, or .jsonl[.gz|.xz] with the key `text`.
+a network. Your own text is files, folders of files, or a pipe: plain text, and with a key or column `text`
+.jsonl, .json and .parquet, the first three also as .gz or .xz. inputs.py has what holds for all of them:
+encodings, hidden files, links. A null or empty `text` is no document, and their number is told; a missing
+one, or one that is no string, is refused.
 
 The input is read in several passes, so memory does not grow with it: hash every document and split by
 hash, train the tokenizer on a sample, encode to a scratch file, copy into shards in hash order. The result
@@ -21,25 +24,24 @@ Exit status: 0 done or already there, 1 failed, 2 refused.
 """
 
 import argparse
+import atexit
 import codecs
 import contextlib
 import errno
-import gzip
 import hashlib
 import importlib.metadata
 import io
 import itertools
 import json
-import lzma
 import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-import zlib
 from array import array
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
@@ -50,6 +52,9 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece as spm
+
+sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+import inputs  # noqa: E402
 
 VOCAB_SIZE = 1024  # default; a small model has to learn the embedding within its two minutes
 VAL_BYTES = 1_000_000  # default size of val in bytes of text; at most a tenth of the corpus
@@ -118,7 +123,8 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-# --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts
+# --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
+# --- None for a row whose text is null
 
 def split_pieces(raw, target):
     """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at the first blank
@@ -141,9 +147,9 @@ def split_pieces(raw, target):
         start = stop
 
 
-def read_text(raw, path, counts, target=TEXT_PIECE):
+def read_text_file(raw, path, counts, target=TEXT_PIECE):
     line = 1
-    for piece in split_pieces(raw, target):
+    for piece in split_pieces(inputs.text_stream(raw), target):
         try:
             yield piece.decode()
         except UnicodeDecodeError as error:
@@ -153,48 +159,75 @@ def read_text(raw, path, counts, target=TEXT_PIECE):
 
 
 def read_folder_file(raw, path, counts):
-    """Like read_text, but a file that is not UTF-8 is skipped, and only a long one is cut."""
+    """Like read_text_file, but a file that is no text is skipped, and only a long one is cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
+    stream = inputs.text_stream(raw)
+    size = 0
     try:
-        while block := raw.read(1 << 20):
+        while block := stream.read(1 << 20):
             decoder.decode(block)
+            size += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         counts["binary"] += 1
         return
-    target = FOLDER_LIMIT if raw.tell() <= FOLDER_LIMIT else FOLDER_PIECE
+    target = FOLDER_LIMIT if size <= FOLDER_LIMIT else FOLDER_PIECE
     raw.seek(0)
-    yield from read_text(raw, path, counts, target)
+    yield from read_text_file(raw, path, counts, target)
+
+
+def json_values(line):
+    """The values of a line of JSON: one, or several where no line end but CR stands between them. Raises
+    ValueError."""
+    text = line.decode().removeprefix("\ufeff").strip()        # files with marks may have been joined
+    decoder = json.JSONDecoder()
+    at = 0
+    while at < len(text):
+        value, end = decoder.raw_decode(text, at)
+        yield value
+        at = len(text) - len(text[end:].lstrip())
+
+
+def text_of(row, counts):
+    """The `text` of an object, lone surrogates replaced. Raises KeyError, TypeError or AttributeError."""
+    text = row["text"]
+    if text is None:
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
+        counts["surrogates"] += replaced
+    return text
+
+
+NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
 def read_jsonl(raw, path, counts):
-    """The `text` of every line; the file may be compressed."""
-    stream = raw
-    if path.suffix.lower() == ".gz":
-        stream = gzip.open(raw)
-    elif path.suffix.lower() == ".xz":
-        stream = lzma.open(raw)
-    number = 0
+    """The `text` of every line."""
+    for number, line in enumerate(inputs.text_stream(raw), 1):
+        try:
+            texts = [text_of(row, counts) for row in json_values(line)]
+        except NO_ROW:
+            raise DataError(f"{path}: line {number} is not a JSON object with a string `text`") from None
+        yield from texts
+
+
+def read_json(raw, path, counts):
+    """The `text` of every object of a list, or of a single one; the file is held in memory."""
     try:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line.decode())["text"]
-                text.encode()
-            except UnicodeEncodeError:
-                text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
-                counts["surrogates"] += replaced
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise DataError(f"{path}: line {number} is not a JSON object with a string `text`") from None
-            yield text
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError):
-        raise DataError(f"{path}: the compressed data is damaged after line {number}") from None
+        rows = json.loads(inputs.text_stream(raw).read())
+        rows = [rows] if isinstance(rows, dict) else rows
+        texts = [text_of(row, counts) for row in rows]
+    except NO_ROW:
+        raise DataError(f"{path} is no list or lines of JSON objects with a string `text`") from None
+    yield from texts
 
 
 def read_python(raw, path, counts):
     try:
-        yield clean_source(raw.read().decode("utf-8-sig"))
+        yield clean_source(inputs.decode(raw.read()))
     except UnicodeDecodeError:
         counts["binary"] += 1
 
@@ -206,7 +239,8 @@ def read_parquet(raw, path, counts):
     try:
         file = pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
         kinds = {field.name: field.type for field in file.schema_arrow}
-        if not str(kinds.get("text")).startswith(("string", "large_string", "dictionary<values=string")):
+        texts = ("string", "large_string", "dictionary<values=string", "null")
+        if not str(kinds.get("text")).startswith(texts):
             raise DataError(f"{path} has no column `text` of strings")
         for batch in file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
             yield from batch.column(0).to_pylist()
@@ -216,39 +250,138 @@ def read_parquet(raw, path, counts):
         raise DataError(f"{path} is a damaged parquet file or none at all") from None
 
 
-READERS = {"text": read_text, "folder": read_folder_file, "jsonl": read_jsonl, "python": read_python,
-           "parquet": read_parquet}
+READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jsonl, "json": read_json,
+           "python": read_python, "parquet": read_parquet}
 
 
 def documents(files, counts):
     """The text of every document in `files`, empty ones left out. `counts`, a Counter, collects `binary`
-    (files skipped), `surrogates` (lone ones replaced) and `read` (bytes of files read so far)."""
+    (files skipped), `empty` (rows and files without text), `surrogates` (lone ones replaced) and `read`
+    (bytes of files read so far)."""
     done = 0
     for path, kind in files:
-        with open(path, "rb") as raw:
-            for text in READERS[kind](raw, path, counts):
-                counts["read"] = done + raw.tell()
-                if text:
-                    yield text
+        with inputs.open_binary(path) as raw:
+            try:
+                for text in READERS[kind](raw, path, counts):
+                    counts["read"] = done + raw.tell()
+                    if text:
+                        yield text
+                    elif kind != "python":
+                        counts["empty"] += 1
+            except inputs.DAMAGED:
+                raise DataError(f"{path}: the compressed data is damaged") from None
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path} is not whole {error.encoding.upper()}") from None
             done += raw.tell()
+
+
+# --- what the input files are --------------------------------------------------------------------------
+
+def form_of(path):
+    """What a file holds: "jsonl", "json", "parquet" or "text", by its name and, where that does not tell, by
+    its first lines; or the name of a compression or an archive that is not known here."""
+    with inputs.open_binary(path) as raw:
+        start = raw.read(16)
+    packed = inputs.compression_of(start)
+    name, _, suffix = path.name.lower().rpartition(".")
+    if suffix not in ("gz", "xz"):
+        name = path.name.lower()
+    elif start and packed != {"gz": "gzip", "xz": "xz"}[suffix]:
+        return f"a .{suffix} that is not compressed so"
+    unknown = re.search(r"\.(bz2|zst|lz4|zip|tar|tgz|txz)$", name)
+    if packed not in ("", "gzip", "xz") or unknown:
+        return packed or unknown[1]
+    if start.startswith(b"PAR1") or name.endswith((".parquet", ".pq")):
+        return "parquet"
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    if name.endswith(".json"):
+        return "jsonl" if is_rows(path) else "json"
+    return "jsonl" if "." not in name and is_rows(path) else "text"
+
+
+def is_rows(path):
+    """Are the first two lines of a file, or its only one, JSON objects with a `text`?"""
+    with inputs.open_binary(path) as raw, contextlib.suppress(*NO_ROW, *inputs.DAMAGED):
+        stream = inputs.text_stream(raw)
+        rows = [row for _ in range(2) for row in json_values(stream.readline(1 << 24))]
+        for row in rows:
+            text_of(row, Counter())
+        return bool(rows)
+    return False
+
+
+def is_json_text(path):
+    """Does a .json file hold texts, and nothing else?"""
+    with inputs.open_binary(path) as raw, contextlib.suppress(DataError, *inputs.DAMAGED):
+        for _ in read_json(raw, path, Counter()):
+            pass
+        return True
+    return False
+
+
+def copy_of_pipe(path):
+    """A file with what a pipe or a device holds, which can be read once only; it is deleted at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="prepare-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with inputs.open_binary(path) as source, open(folder / path.name, "wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    return folder / path.name
+
+
+def named_file(path):
+    """A file that the command line names, or the copy of a pipe."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    return path if path.is_file() else copy_of_pipe(path)
+
+
+def find_file(path):
+    """(path, kind) of a file that the command line names."""
+    path = named_file(path)
+    form = form_of(path)
+    if form not in READERS:
+        raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
+    if form == "text" and is_rows(path):
+        print(f"warning: {path.name} looks like JSON lines, but by its name it is text and read as it is, "
+              "braces and all; .jsonl would be read row by row")
+    return path, form
+
+
+def find_in_folder(folder):
+    """(path, kind) of every file in a folder. What is no text, such as an archive, is left out and named;
+    text in an unknown compression is refused."""
+    files, left_out = [], []
+    for path in sorted(inputs.files_below(folder)):
+        if not path.is_file():
+            left_out.append(path)       # a link to nowhere, a pipe
+            continue
+        form = form_of(path)
+        if form == "text" or form == "json" and not is_json_text(path):
+            form = "folder"
+        if form in READERS:
+            files.append((path, form))
+        elif re.search(r"\.(jsonl|ndjson|json|txt|md|parquet)\.\w+$", path.name.lower()):
+            raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
+        else:
+            left_out.append(path)
+    say_left_out(left_out, "archives, links to nowhere or no files")
+    return files
+
+
+def say_left_out(paths, what):
+    if paths:
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        print(f"left out: {', '.join(path.name for path in paths[:3])}{more}: {what}")
 
 
 def find_files(paths):
     """(path, kind) of every input file."""
     files = []
     for path in map(Path, paths):
-        suffix = path.suffix.lower()
-        if path.is_dir():
-            inside = sorted(Path(root, name) for root, _, names in os.walk(path) for name in names)
-            files += [(file, "folder") for file in inside if file.is_file()]
-        elif not path.exists():
-            raise DataError(f"{path}: no such file or folder")
-        elif re.search(r"\.jsonl(\.gz|\.xz)?$", path.name, re.IGNORECASE):
-            files.append((path, "jsonl"))
-        elif ".jsonl." in path.name.lower() or suffix in (".gz", ".xz", ".bz2", ".zst", ".lz4", ".zip"):
-            raise DataError(f"{path}: unknown compression {suffix}; .jsonl may be plain, .gz or .xz")
-        else:
-            files.append((path, "text"))
+        files += find_in_folder(path) if path.is_dir() else [find_file(path)]
+    if any(kind == "parquet" for _, kind in files):
+        need_pyarrow()
     return files
 
 
@@ -256,13 +389,22 @@ def find_parquet(paths):
     """(path, "parquet") of every file in `paths`, and of every *.parquet in folders, sorted by name."""
     files = []
     for path in map(Path, paths):
-        if not path.exists():
-            raise DataError(f"{path}: no such file")
-        inside = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        inside = sorted(inputs.files_below(path)) if path.is_dir() else [named_file(path)]
+        if path.is_dir():
+            found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
+            say_left_out([file for file in inside if file not in set(found)], "not *.parquet")
+            inside = found
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
         files += [(file, "parquet") for file in inside]
     return files
+
+
+def need_pyarrow():
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
 
 
 def embedded_files(packages=PACKAGES):
@@ -330,11 +472,19 @@ def scan(files, counts):
     return hashes, sizes
 
 
+def warn_of_val(sizes):
+    """Says so where one document makes most of val. sizes: of val's documents."""
+    if sizes.max() * 2 > sizes.sum():
+        print(f"warning: one document makes {sizes.max() / sizes.sum():.0%} of val, {sizes.max():,} of "
+              f"{sizes.sum():,} bytes, so val_bpb says little of other text; --val PATH takes another val")
+
+
 def split_by_hash(hashes, sizes, val_bytes, val_hashes=None):
     """(order, n_val): indices of the distinct documents, first the n_val of val, then those of train, each
     part by ascending hash. Val is the documents with `val_hashes`; without them, those with the smallest
     hashes up to `val_bytes` of text. There a document over VAL_DOCUMENT_BYTES goes to train, because it
-    would dominate val, unless most of the text is in such documents."""
+    would dominate val. Where most of the text is in such documents, only one with a tenth of the text or
+    more goes to train, if 10 others are left."""
     distinct, order = np.unique(hashes, return_index=True)
     if val_hashes is not None:
         is_val = np.isin(distinct, val_hashes)
@@ -342,14 +492,23 @@ def split_by_hash(hashes, sizes, val_bytes, val_hashes=None):
         most = int(sizes[order].sum()) // 10
         if val_bytes > most:
             print(f"val is cut from {val_bytes:,} to {most:,} bytes, a tenth of the corpus")
+        target = min(val_bytes, most)
         small = sizes[order] <= VAL_DOCUMENT_BYTES
         if sizes[order][small].sum() * 2 < sizes[order].sum():
-            small[:] = True
-        n_val = np.searchsorted(sizes[order][small].cumsum(), min(val_bytes, most)) + 1
+            small = sizes[order] <= max(VAL_DOCUMENT_BYTES, most)
+            if small.sum() < 10:
+                small[:] = True
+            elif not small.all():
+                left = int(sizes[order][small].sum())
+                target = min(target, left // 10)
+                print(f"warning: {(~small).sum():,} documents of over {most:,} bytes go to train, since one "
+                      f"would be most of val; val is {target:,} of the {left:,} bytes of the others")
+        n_val = np.searchsorted(sizes[order][small].cumsum(), target) + 1
         is_val = small & (small.cumsum() <= min(n_val, max(1, len(order) - 1)))
     n_val = int(is_val.sum())
     if n_val == len(order):  # n_val is never 0
         raise DataError(f"{len(order)} distinct document(s) leave nothing for train")
+    warn_of_val(sizes[order][is_val])
     return np.concatenate([order[is_val], order[~is_val]]), n_val
 
 
@@ -490,7 +649,7 @@ def encode_corpus(sp, files, hashes, sizes, order, n_val, scratch):
 # --- shards --------------------------------------------------------------------------------------------
 
 def file_sha256(path):
-    with open(path, "rb") as file:
+    with inputs.open_binary(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -588,7 +747,7 @@ def write_manifest(request, folder, model, entries, val_hashes, train_hashes, va
 def is_complete(folder, request, fingerprint):
     """Whether `folder` holds the requested dataset and it is complete; DataError if it holds another one."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(inputs.read_text(folder / "manifest.json"))
         found = manifest["source"], manifest["tokenizer"]["vocab_size"], manifest["text_fingerprint"]
         tokenizer = folder / manifest["tokenizer"]["path"]
         shards = [(folder / file["path"], 1024 + 2 * file["tokens"]) for file in manifest["files"]]
@@ -624,11 +783,13 @@ def install(folder, tokenizer, partial, old):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request, manifest, documents_read, *also_dropped):
+def report(request, manifest, documents_read, counts, *also_dropped):
     """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
     count = manifest["train_docs"] + manifest["val_docs"]
     text_bytes = manifest["train_bytes"] + manifest["val_bytes"]
+    if counts["empty"]:
+        also_dropped += (f"{counts['empty']:,} empty or null texts skipped",)
     dropped = ", ".join([f"{documents_read - count:,} duplicates dropped", *also_dropped])
     print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; {dropped}")
     print(f"{tokens:,} tokens, {text_bytes / (tokens - count):.3f} bytes per token at vocabulary "
@@ -663,7 +824,7 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-    report(request, manifest, len(hashes), f"{counts['binary']:,} binary files skipped",
+    report(request, manifest, len(hashes), counts, f"{counts['binary']:,} binary files skipped",
            f"{counts['surrogates']:,} lone surrogates replaced")
     return manifest
 
@@ -700,7 +861,9 @@ def parallel_map(function, jobs, processes):
 
 
 def hash_file(path, kind):
-    return hash_documents([(path, kind)], Counter())
+    """What hash_documents gives of a file, and its counts."""
+    counts = Counter()
+    return *hash_documents([(path, kind)], counts), counts
 
 
 def documents_at(file, indices):
@@ -747,10 +910,11 @@ class Corpus:
     def __init__(self, request, processes):
         self.files = request.val_files + request.files
         progress = Progress("reading", sum(map(file_bytes, self.files)))
-        done, found = 0, []
+        done, found, self.counts = 0, [], Counter()
         results = parallel_map(hash_file, self.files, min(processes, len(self.files)))
-        for file, arrays in zip(self.files, results):
-            found.append(arrays)
+        for file, (hashes, sizes, counts) in zip(self.files, results):
+            found.append((hashes, sizes))
+            self.counts += counts
             done += file_bytes(file)
             progress.update(done)
         progress.close()
@@ -771,6 +935,7 @@ class Corpus:
         for split, kept in ("val", self.keep[:self.n_val]), ("train", self.keep[self.n_val:]):
             if not kept.any():
                 raise DataError(f"the input leaves no document for {split}")
+        warn_of_val(self.sizes[self.kept("val")])
 
     def kept(self, split):
         """Ascending indices of the kept documents of a split."""
@@ -822,7 +987,7 @@ def read_progress(partial, tokenizer, identity):
     file checked by its sha256; (None, []) if there is none. An entry's "documents" counts the documents of
     its split up to the end of the shard."""
     try:
-        state = json.loads((partial / "progress.json").read_text())
+        state = json.loads(inputs.read_text(partial / "progress.json"))
         if state["identity"] != identity:
             return None, []
         models = [path for path in (partial / "tokenizer.model", tokenizer)
@@ -840,7 +1005,7 @@ def read_progress(partial, tokenizer, identity):
         return None, []
     while shards and shards[-1]["documents"] is None:  # ends inside a document
         shards.pop()
-    return models[0].read_bytes(), shards
+    return inputs.read_bytes(models[0]), shards
 
 
 def write_progress(partial, identity, model, shards):
@@ -939,7 +1104,7 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
         if error.errno != errno.ENOSPC:
             raise
         raise Stopped(f"the disk is full; with more room {again}") from None
-    report(request, manifest, len(corpus.hashes) - corpus.unused,
+    report(request, manifest, len(corpus.hashes) - corpus.unused, corpus.counts,
            f"{corpus.unused:,} documents of the val file not used")
     return manifest
 
@@ -960,6 +1125,12 @@ def locked(folder):
 
 # --- command line --------------------------------------------------------------------------------------
 
+def source_name(path):
+    """How the manifest calls an input; a pipe has another name at each run."""
+    path = Path(path)
+    return path.resolve().name if path.is_file() or path.is_dir() else "pipe"
+
+
 def make_request(args):
     """The Request of a command line."""
     if args.parquet is not None:
@@ -968,7 +1139,7 @@ def make_request(args):
         if args.val is not None:
             raise DataError("--val goes with --text or --parquet")
         files, source = embedded_files()
-        lines = REQUIREMENTS.read_text().splitlines() if REQUIREMENTS.exists() else []
+        lines = inputs.read_text(REQUIREMENTS).splitlines() if REQUIREMENTS.exists() else []
         pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
         if set(pins) != set(source):
             print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
@@ -979,7 +1150,7 @@ def make_request(args):
         raise DataError("--text needs --name")
     if args.val is not None and args.val_bytes is not None:
         raise DataError("--val and --val-bytes go together with --parquet only")
-    source = sorted(Path(path).resolve().name for path in args.text)
+    source = sorted(map(source_name, args.text))
     return Request(args.name, source, find_files(args.text), args.vocab_size,
                    VAL_BYTES if args.val_bytes is None else args.val_bytes,
                    None if args.val is None else find_files([args.val]))
@@ -989,17 +1160,14 @@ def parquet_request(args):
     """The Request of a command line with --parquet; without --val the last file is val."""
     if args.name is None:
         raise DataError("--parquet needs --name")
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
+    need_pyarrow()
     files = find_parquet(args.parquet)
     val_files = files[-1:] if args.val is None else find_parquet([args.val])
     taken = {path.resolve() for path, _ in val_files}
     files = [(path, kind) for path, kind in files if path.resolve() not in taken]
     if not files:
         raise DataError("the only parquet file is val, which leaves none for train")
-    source = sorted(Path(path).resolve().name for path in args.parquet)
+    source = sorted(map(source_name, args.parquet))
     return Request(args.name, source, files, args.vocab_size,
                    PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files)
 
@@ -1008,7 +1176,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description="Text to tokenizer, token shards and manifest.")
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--text", nargs="+", metavar="PATH",
-                        help="files, folders or .jsonl[.gz|.xz]; without it the embedded corpus")
+                        help="files (text, .jsonl, .json, .parquet; .gz, .xz), folders or pipes; without it "
+                        "the embedded corpus")
     origin.add_argument("--parquet", nargs="+", metavar="PATH",
                         help="parquet files, or folders of them, with a column `text`")
     parser.add_argument("--name", help="of the dataset and its tokenizer")
@@ -1023,6 +1192,7 @@ def main(argv=None):
                         help="holds datasets/ and tokenizers/; default: the folder of this script")
     parser.add_argument("--force", action="store_true", help="replace a finished dataset")
     args = parser.parse_args(argv)
+    inputs.print_any_name()
     try:
         if args.processes < 0:
             raise DataError(f"--processes {args.processes} is negative")

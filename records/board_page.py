@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from folders import read_json
-from runs import Refused, Run, demand, find_logs, points_with, read_logs, show
+from runs import Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
 
 MOST_POINTS = 200       # of a curve
 MOST_SAMPLE = 4000      # characters of a run's samples
@@ -70,7 +70,7 @@ def result_beside(log):
 
 def samples_of(log):
     """What the run wrote at its end, from its first sample to the summary."""
-    text = log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2]
+    text = log_text(log).rpartition("=" * 100 + "\n")[2]
     found = re.search(r"^sample 1: (?s:.*?)(?=^ +train_time_ms  |\Z)", text, re.M)
     return found[0][:MOST_SAMPLE].rstrip() if found else ""
 

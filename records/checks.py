@@ -22,7 +22,7 @@ import source
 from folders import (
     KEYS, NEWEST, NOTES, ROOT, RULES, best_before, change_text, code_diff, computed, read_json, records_of,
     render, sha256, shared_config, summary_of, track_of)
-from runs import Refused, describe, test_line, test_target, test_welch
+from runs import Refused, describe, inputs, test_line, test_target, test_welch
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an artifact
@@ -318,7 +318,7 @@ def artifacts_of(folder, options):
     owners = {digest: run for run in ours for digest in run.run.digests.values()}
     owners.setdefault(folder.submission["artifact_sha256"], ours[0])
     for path in map(Path, options.artifact):
-        owner = owners.get(sha256(path.read_bytes()))
+        owner = owners.get(sha256(inputs.read_bytes(path)))
         require(owner, f"{path.name}: its sha256 is in no log and not in submission.json")
         found.append((owner, path))
     return found
@@ -520,7 +520,7 @@ def check_submission(folder, options):
         same("submission.json", key, folder.submission.get(key), "what the logs make", value)
     missing = [key for key in KEYS if key not in folder.submission]
     require(not missing, f"submission.json lacks {', '.join(missing)}")
-    text = (folder.path / "submission.json").read_text(encoding="utf-8")
+    text = folder.read("submission.json").decode()
     found = first_difference(text, json_text(folder.submission))
     require(not found, f"submission.json (line, as it is, as its numbers are written): {found}")
     return f"{len(numbers)} recomputed"
@@ -588,7 +588,10 @@ def artifact_name(run, names):
 
 @rule("strict", "README")
 def check_readme(folder, options):
+    """README.md is made from the other files, to the byte."""
     our_runs(folder)
+    marked = folder.read("README.md").startswith(b"\xef\xbb\xbf")
+    require(not marked, "README.md begins with a byte order mark")
     top, start, rest = folder.readme.partition(NOTES[0])
     _, stop, end = rest.partition(NOTES[1])
     require(start and stop, f"README.md has no block between {NOTES[0]} and {NOTES[1]}")
@@ -639,7 +642,7 @@ def check_before(folder, options):
         return "none, it is the first of its track"
     for key, value in summary_of(name, others[name]).items():
         same("submission.json", f"before: {key}", before[key], name, value)
-    text = (folder.path / "changes.diff").read_text(encoding="utf-8")
+    text = inputs.read_text(folder.path / "changes.diff")
     same("changes.diff", "text", text, "the two scripts", code_diff(others[name].script, folder.script))
     told = folder.submission["code_change"]
     same("submission.json", "code_change", told, "changes.diff", change_text(text))

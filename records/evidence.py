@@ -19,7 +19,7 @@ import leak_probe
 import trials
 from checks import OF_ONE_RUN, LeftOut, artifacts_of, our_runs, require, rule, same
 from folders import NOTES, ROOT, is_plain, records_of, sha256
-from runs import DATE, log_text, split_log
+from runs import DATE, inputs, log_text, split_log
 
 STEP_LINE = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
@@ -356,13 +356,14 @@ def check_digests(folder, options):
     same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], ours[0].log,
          ours[0].run.digests[counts[0]])
     for owner, path in artifacts_of(folder, options):
-        same(path.name, "sha256", sha256(path.read_bytes()), owner.log, owner.run.digests.get(counts[0]))
+        digest = sha256(inputs.read_bytes(path))
+        same(path.name, "sha256", digest, owner.log, owner.run.digests.get(counts[0]))
     return f"inputs, models and lines have the sha256 that the logs name, {count} times their own"
 
 
 def check_own_lines(run, log):
     """Each `log sha256` line is right, and the last line is one. Returns their number."""
-    raw, digest, at, count = run.path.read_bytes(), hashlib.sha256(), 0, 0
+    raw, digest, at, count = inputs.read_bytes(run.path), hashlib.sha256(), 0, 0
     for found in LOG_DIGEST.finditer(raw):
         digest.update(raw[at:found.start()])
         line = raw.count(b"\n", 0, found.start()) + 1
@@ -431,7 +432,7 @@ def record_picture(folder, earlier, path):
 
 def pinned(package):
     """Its version in requirements.txt."""
-    return re.search(rf"(?m)^{package}==(\S+)", (ROOT / "requirements.txt").read_text())[1]
+    return re.search(rf"(?m)^{package}==(\S+)", inputs.read_text(ROOT / "requirements.txt"))[1]
 
 
 @rule("strict", "picture")
@@ -441,7 +442,7 @@ def check_picture(folder, options):
     with tempfile.TemporaryDirectory() as scratch:
         again = Path(scratch, "loss.png")
         record_picture(folder, records_of(folder.submission["track"]), again)
-        if again.read_bytes() != folder.read("loss.png"):
+        if inputs.read_bytes(again) != folder.read("loss.png"):
             from matplotlib import image
             here, want = metadata.version("matplotlib"), pinned("matplotlib")
             if here != want:

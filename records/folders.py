@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runs import (
-    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
-    read_logs, show, stats_line, test_line, test_target, test_welch)
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, inputs, outermost,
+    read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
 
 HOME = Path(__file__).resolve().parent      # records/
 ROOT = HOME.parent
@@ -127,7 +127,7 @@ def read_json(path):
     """A JSON object. Raises Refused."""
     try:
         demand(path.stat().st_size < 10 << 20, f"{path.name} has over 10 MB")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(inputs.read_text(path))
     except FileNotFoundError:
         raise Refused(f"{path.parent.name} has no {path.name}") from None
     except (ValueError, RecursionError) as error:
@@ -147,7 +147,7 @@ def demand_strict(path):
     def constant(name):
         raise Altered(f"{path.name}: {name} is no number")
 
-    json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    json.loads(inputs.read_text(path), object_pairs_hook=pairs, parse_constant=constant)
 
 
 def is_plain(text):
@@ -172,7 +172,7 @@ class Folder:
                 self.results[name] = read_json(self.path / name)
         self.script = self.read("train_gpt.py")
         page = next((name for name in self.files if name.lower() == "readme.md"), "README.md")
-        self.readme = self.read(page).decode("utf-8", "replace")
+        self.readme = inputs.decode(self.read(page), "replace")
         self.runs, self.inner, self.baseline = [], [], []      # inner: diagnostic runs of a foreign folder
         self.rules, self.track = None, None
         self.ours = "rules_version" in self.submission or bool(self.results)
@@ -185,7 +185,7 @@ class Folder:
 
     def read(self, name):
         """Bytes of a file; none if it is not there."""
-        return (self.path / name).read_bytes() if name in self.files else b""
+        return inputs.read_bytes(self.path / name) if name in self.files else b""
 
     def open_ours(self):
         demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
@@ -201,7 +201,7 @@ class Folder:
                 self.baseline.append(read_log(self.path / name))
 
     def open_foreign(self):
-        for log in find_logs(self.path):
+        for log in find_logs(self.path, follow=False):      # a stranger's link may lead anywhere
             if any(DATE.match(name) for name in log.relative_to(self.path).parts[:-1]):
                 continue        # of another record
             with contextlib.suppress(Refused, OSError):
@@ -213,7 +213,7 @@ class Folder:
 
     def source(self):
         """The script as text: train_gpt.py, or where there is none what the first log begins with."""
-        return self.script.decode("utf-8", "replace") or (self.runs[0].source if self.runs else "")
+        return inputs.decode(self.script, "replace") or (self.runs[0].source if self.runs else "")
 
     def companions(self):
         """{file beside train_gpt.py that its runs loaded: sha256}; none since rules version 2."""
@@ -351,7 +351,7 @@ def open_run(path):
 
 def code_diff(before, after):
     """Unified diff of two scripts, no context."""
-    lines = [raw.decode("utf-8", "replace").splitlines(keepends=True) for raw in (before, after)]
+    lines = [inputs.decode(raw, "replace").splitlines(keepends=True) for raw in (before, after)]
     return "".join(difflib.unified_diff(*lines, "before/train_gpt.py", "train_gpt.py", n=0))
 
 
@@ -433,7 +433,7 @@ def before_lines(folder):
              f"{before['hardware']}, torch {before['torch']}.", "",
              table(["constant", "before", "now"], changed) if changed else "No constant differs.", "",
              f"train_gpt.py: {folder.submission['code_change']}"]
-    diff = (folder.path / "changes.diff").read_text(encoding="utf-8")
+    diff = inputs.read_text(folder.path / "changes.diff")
     if 0 < diff.count("\n") <= 100:
         lines += ["", "```diff", diff.rstrip("\n"), "```"]
     if folder.baseline:

@@ -44,7 +44,8 @@ from export import export  # noqa: E402
 from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, is_plain,
     open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
-from runs import DIGITS, FINAL, RULER, STEP, Refused, demand, describe, mean_curve, show  # noqa: E402
+from runs import (  # noqa: E402
+    DIGITS, FINAL, RULER, STEP, Refused, demand, describe, inputs, mean_curve, show)
 
 
 # ------------------------------------------------------------ 1 new
@@ -168,11 +169,11 @@ def new(args, say):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     copy_files(folder, opened, baseline, models)
-    script = (folder / "train_gpt.py").read_bytes()
+    script = inputs.read_bytes(folder / "train_gpt.py")
     submission = dict(
         author=args.author, github_id=args.github_id, name=args.name, blurb=args.blurb, date=date,
         track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=git_commit(script),
-        systems_change=args.systems_change, artifact_sha256=sha256(models[0].read_bytes()), before=None,
+        systems_change=args.systems_change, artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None,
         code_change="", excluded=excluded)
     curves = {args.name: [run for run, _ in opened]}
     if before != "none":
@@ -180,7 +181,7 @@ def new(args, say):
         (folder / "changes.diff").write_text(diff, encoding="utf-8")
         submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
     trials.draw(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
-    submission["files"] = {path.name: sha256(path.read_bytes()) for path in sorted(folder.iterdir())}
+    submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in sorted(folder.iterdir())}
     # 4. the numbers, from what was copied
     for _ in range(2):
         (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
@@ -273,7 +274,7 @@ def target_of(name, folders):
 def board(say):
     """Rewrites what stands between the markers of records/README.md, and targets.json."""
     path = HOME / "README.md"
-    text = path.read_text(encoding="utf-8")
+    text = inputs.read_text(path)
     parts = {f"rules version {version}": rules_table(version) for version in RULES}
     for name in RULES[NEWEST].tracks:
         parts[f"board {name}"] = board_table(name, records_of(name))
@@ -296,7 +297,7 @@ def check_boards(folder, options):
     page, name = HOME / "README.md", folder.submission.get("track")
     if not folder.ours or not page.exists() or options is LOOK_ONLY:      # with which board() asks
         return None
-    text = page.read_text(encoding="utf-8")
+    text = inputs.read_text(page)
     records = {other: found for other, found in records_of(name).items()
                if other != folder.path.name or f"[{other}]" in text}
     parts = {f"rules version {version}": rules_table(version) for version in RULES}
@@ -384,6 +385,7 @@ def run(args, say):
 def main(argv):
     """Exit code: 0 done and nothing fails, 1 a rule fails, 2 refused."""
     args = parse(argv)
+    inputs.print_any_name()
     stream = sys.stderr if getattr(args, "json", False) else sys.stdout
 
     def say(*lines):

@@ -20,6 +20,7 @@ from pathlib import Path
 from checks import OF_ONE_RUN, LeftOut, our_runs, require, rule
 from evidence import lines_of
 from folders import ROOT
+from runs import inputs
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
 START = f"""import runpy, time
@@ -81,7 +82,7 @@ def train_again(folder, result, ranks, threads, last, seconds, scratch):
     said = until_step(last, command, scratch, env, seconds)
     log = scratch / "logs" / "replay" / "train.log"
     require(log.exists(), f"train_gpt.py does not train: {said[-1][:200] if said else 'no word'}")
-    body = log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2]
+    body = inputs.read_text(log, "replace").rpartition("=" * 100 + "\n")[2]
     return [*body.split("\n"), *said]      # the last line may have reached the terminal only
 
 

@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import re
+import sys
 import warnings
 from collections import Counter
 from functools import cache
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
+import inputs  # noqa: E402
 
 
 class Refused(Exception):
@@ -44,10 +47,10 @@ MAX_LOG = 64 << 20              # bytes of one log
 MAX_LOGS = 3000                 # logs in one call
 DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")     # how the folder of a record begins
 HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
-NUMBER = r"\d+(?:\.\d+)?|nan|inf"
+NUMBER = r"(?:\d+(?:\.\d+)?|nan|inf)(?=[\s,;]|$)"       # else it may be a part of a damaged one
 STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s
     rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
-    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER})\b)? ?(?:val_bpb: ?({NUMBER})\b)?"
+    rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER}))? ?(?:val_bpb: ?({NUMBER}))?"
     r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
 LLMC = re.compile(rf"^s:(\d+) (tel|trl):({NUMBER})", re.M)         # of llm.c: loss of val, of train
 FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
@@ -55,8 +58,19 @@ FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
     rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
 SETTINGS = re.compile(          # before a script
     rf"{RULER}\n(?:[\w ]+:\n)?(?: +\w+: .*\n)*(?:(?:[\w ]+:\n)?{RULER}\n)*")
+# What terminals, loggers and progress bars leave in a log: escapes, a bar of tqdm with no line end after it
+ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]?")
+BAR = re.compile(r"(\[(?:\d+:)?\d\d:\d\d[<,][^\]\n]*\]) *(?=\S)")
 # What a logger or torchrun may put in front of every line
 STAMP = re.compile(r"^(?:\d{10}\.\d+|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|\[\w+\d\]:) ?", re.M)
+# Constants as a log lists them: a block, or lines of nothing but name:value
+SETTINGS_BLOCK = re.compile(r"^Hyperparameters:\n((?: +\w+: ?.*\n)+)", re.M)
+SETTINGS_LINE = re.compile(
+    r"^(?!step:|warmup_step:|val_loader|train_loader)\w+:[^\s:]+(?: \w+:[^\s:]+)* *$", re.M)
+# Seconds of what comes after training, but for looks at weights that are no submission
+SECONDS = re.compile(
+    r"^(?!.*(?:diagnostic|pre-quantization))"
+    r".*?\b(?:eval_time: ?(\d+)ms|total_time[=:] ?(\d+(?:\.\d+)?)s)", re.M)
 PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
 SUMMARY = re.compile(r"^ +(\w+)  (\S.*)$", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")         # of a last line without a line end
@@ -75,7 +89,7 @@ WORDS = {       # the first line that has them counts
     "hardware": r"^hardware: (.+)$",
     "fingerprint": r"^data: text fingerprint (\S+)",
     "data": r"^data: (\S+) train tokens",
-    "val_tokens": r"^data: .* val tokens:(\d+)",
+    "val_tokens": r"^(?:data: .* val tokens:|val_tokens: ?|val_loader:.* tokens:)(\d[\d,]*)",
     "val_bytes": r"^data: val_bytes:(\d+)",
     "train_tokens": r"^data: \S+ train tokens:(\d+)",
     "world_size": r"\bworld_size[:= ] ?(\d+)\b",
@@ -109,6 +123,8 @@ class Run:
     summary: dict = dataclasses.field(default_factory=dict)     # the table that ends a log of ours
     scores: list = dataclasses.field(default_factory=list)      # [(metric, value since the last step)]
     sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
+    settings: dict = dataclasses.field(default_factory=dict)    # constants of a foreign log
+    after: list = dataclasses.field(default_factory=list)       # [(adapts weights?, seconds)] after training
     steps: int = 0
     finished: bool = False
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
@@ -196,15 +212,46 @@ def split_at_ruler(text):
     return text, "", ""         # cut off before the run began
 
 
+def plain_text(raw):
+    """Bytes of a log -> its text, lines ended by \\n, without escapes of terminals, progress bars on lines of
+    their own. None for what is no text."""
+    text = inputs.decode(raw, "replace")
+    if "\0" in text:
+        # UTF-16 that was appended to UTF-8
+        text = re.sub(r"(?:[^\0]\0){8,}", lambda found: found[0].replace("\0", ""), text)
+        text = re.sub("\0+", "\ufffd", text)        # a hole
+        start = text[:1 << 16]
+        odd = sum(not (char.isprintable() or char.isspace()) for char in start) + start.count("\ufffd")
+        if odd * 10 > len(start):
+            return None
+    if "\x1b" in text or "\x9b" in text:
+        text = ESCAPE.sub("", text)
+    if "\r" in text and "\n" in text:
+        text = re.sub(r"\r+\n", "\n", text)
+    if "\r" in text or "\b" in text:         # each of them goes back to the start of the line
+        text = re.sub(r"\r|[\b]+", "\n", text)
+    if "\ufeff" in text or "\ufffd" in text:
+        text = re.sub("(?m)^[\ufeff\ufffd]+", "", text)
+    if "/s" in text or "/it" in text:
+        text = BAR.sub(r"\1\n", text)
+    return text
+
+
+def excerpt(path):
+    """The beginning and the end of a file as a log's text; "" for what is no text."""
+    with inputs.open_binary(path) as file:
+        raw = file.read(1 << 18)
+        file.seek(max(0, path.stat().st_size - (1 << 16)) // 4 * 4)      # where a character of UTF-32 begins
+        raw += file.read()
+    return plain_text(raw) or ""
+
+
 def log_text(path):
     """A log's text up to its last whole line. Raises Refused for what is no text."""
     size = path.stat().st_size
     demand(size <= MAX_LOG, f"{path.name} has {size >> 20} MB, more than any log (limit {MAX_LOG >> 20} MB)")
-    raw = path.read_bytes()
-    demand(b"\0" not in raw[:1 << 16], f"{path.name} is a binary file, no log")
-    text = raw.decode("utf-8", "replace")
-    if "\r" in text[:1000]:
-        text = text.replace("\r\n", "\n")
+    text = plain_text(inputs.read_bytes(path))
+    demand(text is not None, f"{path.name} is a binary file, no log")
     start = text[:20_000]
     if 2 * len(STAMP.findall(start)) > start.count("\n"):
         text = STAMP.sub("", text)
@@ -264,6 +311,8 @@ def read_curves(run, body):
             run.facts["last_bpb"] = float(bpb)
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
         run.scores.append((f"val_{metric}", float(value)))
+    for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
+        run.after.append((bool(seconds), float(seconds) if seconds else float(ms) / 1000))
     run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
     if not run.steps:
         for step, kind, loss in LLMC.findall(body):
@@ -287,6 +336,17 @@ def read_facts(run, head, body):
     totals = re.findall(r"^Total submission size: (\d+) bytes", body, re.M)
     if len(totals) > 1:         # of the raw weights, then of the artifact
         run.facts.setdefault("bytes_total", float(totals[-1]))
+
+
+def read_settings(run, head, body):
+    """Fills in run.settings: what the log lists before the first step."""
+    first = STEP.search(body)
+    body = body[:first.start() if first else 20_000]
+    for text in (head, body):
+        for block in SETTINGS_BLOCK.findall(text):
+            run.settings |= dict(re.findall(r"^ +(\w+): ?(.*)$", block, re.M))
+    for line in SETTINGS_LINE.findall(body):
+        run.settings |= dict(pair.split(":") for pair in line.split())
 
 
 def read_log(path):
@@ -313,6 +373,7 @@ def read_run(path, source, head, body):
     read_curves(run, body)
     rest = re.sub(r"^step:\d.*\n", "", body, flags=re.M)        # most lines of a log are steps
     read_facts(run, head, rest)
+    read_settings(run, head, body)
     for tag, _, loss, bpb in FINAL.findall(rest):
         run.finals.append((tag, float(loss), float(bpb) if bpb else None))
     for protocol, scores in PROTOCOL.findall(rest):
@@ -363,18 +424,17 @@ def outermost(runs):
     return outer, inner
 
 
-def find_logs(path):
-    """Log files at path: itself, or every .log and .txt below it. Raises Refused."""
+def find_logs(path, follow=True):
+    """Log files at path: itself, or every .log and .txt below it, of linked folders too if they are to be
+    followed. Raises Refused."""
     path = Path(path)
     demand(path.is_file() or path.is_dir(), f"{path} is no file and no folder")
     if path.is_file():
         return [path]
     found = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        for name in sorted(names):
-            if name.endswith((".log", ".txt")) and Path(folder, name).is_file():
-                found.append(Path(folder, name))
+    for file in inputs.files_below(path, follow):
+        if file.suffix.lower() in (".log", ".txt") and file.is_file():
+            found.append(file)
         demand(len(found) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} logs")
     return found
 

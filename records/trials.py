@@ -18,8 +18,8 @@ import numpy as np
 from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 from runs import (
     cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
-    load_runs, mean_curve, pick_metric, points_with, read_log, show, stats_line, test_line, test_target,
-    test_welch)
+    load_runs, log_text, mean_curve, pick_metric, points_with, read_log, show, stats_line, test_line,
+    test_target, test_welch)
 
 
 # ------------------------------------------------------------ running
@@ -357,7 +357,7 @@ def draw_run(folder, record=()):
     in grey the record of its game, [(seconds, loss)]."""
     from matplotlib.figure import Figure
     run = read_log(folder / "train.log")
-    text = run.path.read_text(encoding="utf-8", errors="replace")
+    text = log_text(run.path)
     rows = re.findall(r"^step:(\d+)/.* train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s$", text, re.M)
     steps, ms, rates, eta = np.array(rows, float).T
     seconds, losses = np.array([(point.seconds, point.loss) for point in run.curves["train"]]).T

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from folders import HOME, track_of
-from runs import STEP
+from runs import STEP, inputs
 from trials import draw_run
 
 # How the line begins with which a stage of a run begins
@@ -231,7 +231,7 @@ def target_of(result):
                   "max_wallclock_seconds"}
     if other_game & {*result["overrides"]}:
         return {}
-    return json.loads((HOME / "targets.json").read_text(encoding="utf-8"))[track_of(result["preset"])]
+    return json.loads(inputs.read_text(HOME / "targets.json"))[track_of(result["preset"])]
 
 
 def distance(result, other):
@@ -282,7 +282,7 @@ class Logger:
             self.module = wandb
 
     def open(self, folder):
-        log = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
+        log = inputs.read_text(folder / "train.log", "replace")
         config = dict(re.findall(r"^config (\w+)=(.*)$", log, re.M))
         if self.kind == "tensorboard":
             self.run = self.module(str(folder / "tensorboard"))
@@ -359,7 +359,7 @@ def main(command):
     if code == 0 and "folder" in progress.seen:
         folder = Path(progress.seen["folder"])
         try:
-            result = json.loads((folder / "result.json").read_text())
+            result = json.loads(inputs.read_text(folder / "result.json"))
             print(*end_lines(folder, result), sep="\n", flush=True)
             if result["steps"]:
                 draw_run(folder, target_of(result).get("curve", ()))

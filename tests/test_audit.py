@@ -244,6 +244,91 @@ def test_lists_are_compared_with_all_logs_and_in_fp32(tool, tmp_path):
                                        "losses = [3.2711, 3.2712, 3.2713, …]"]
 
 
+# ------------------------------------------------------------ what follows from several lines of the logs
+def said_before(lines):
+    """Adds lines before the first step of each log; {seed}: its seed."""
+    def alter(folder):
+        for seed in SCORES:
+            path = folder / f"train_seed{seed}.log"
+            if path.exists():
+                words = lines[seed] if isinstance(lines, dict) else lines
+                text = path.read_text().replace(f"seed:{seed}\n", f"seed:{seed}\n{words.format(seed=seed)}\n")
+                path.write_text(text)
+    return alter
+
+
+@pytest.mark.parametrize("tokens, loss, bpb, words", [
+    # the public ones: a wrong count of bytes, a part of the text, two that are sound, one of another cut
+    ("val_tokens: 47851520", 2.40073153, 1.00692894,
+     "contradiction: train_seed7.log: val_loss 2.40073153 and val_bpb 1.00692894 over 47851520 tokens imply "
+     "164594398 bytes of text, the val text has 151080363: by those val_bpb is 1.0970"),
+    ("val_tokens: 62,363,648", 1.92850507, 0.94912668, "contradiction: train_seed7.log: val_loss 1.92850507"),
+    ("val_loader:shards pattern=./x/val_*.bin tokens:61020160", 1.93174593, 1.08102737, "contradiction: "),
+    ("val_tokens: 9662464", 2.37869117, 1.10711439,
+     "no evidence: train_seed7.log: val_loss 2.37869117 and val_bpb 1.10711439 over 9662464 tokens imply "
+     "29950770 bytes of text, 20% of the val text"),
+    ("val_tokens: 47851520", 2.32044383, 1.06035228, ""),
+    ("val_loader:shards pattern=./x/val_*.bin tokens:62021632", 2.02857127, 1.20143417, ""),
+    ("val_loader:shards pattern=./x/val_*.bin tokens:63779840", 2.07269931, 1.22436570, ""),
+    ("tokens:47851520", 2.40073153, 1.00692894, "")])
+def test_bytes_that_scores_imply(tool, tmp_path, tokens, loss, bpb, words):
+    folder = tmp_path / "track_10min_16mb" / "2026-04-02_x"
+    golf_log(folder / "train_seed7.log", 7, loss, bpb, 15_000_000, SOURCE)
+    said_before(tokens)(folder)
+    found = [line for line in audited(tool, folder) if "imply" in line]
+    assert [line.startswith(words) for line in found] == [True] * bool(words), found
+    (tmp_path / "track_10min_16mb").rename(tmp_path / "elsewhere")      # where val may be of any text
+    assert not any("imply" in line for line in audited(tool, tmp_path / "elsewhere"))
+
+
+HYPERPARAMETERS = ("Hyperparameters:\n  lr: 0.02\n  seed: {seed}\n  run_id: x_{seed}\n  logfile: {seed}.txt\n"
+                   "  val_loss_every: %s\n  rank: 0")
+
+
+@pytest.mark.parametrize("lines, words", [
+    (HYPERPARAMETERS % 4000, ""), ("iterations:20000 lr:0.02 s:{seed}", ""),
+    ({7: HYPERPARAMETERS % 40000, 8: HYPERPARAMETERS % 4000, 9: HYPERPARAMETERS % 4000},
+     "formality: the logs of one script differ in their constants: val_loss_every is 4000 in "
+     "train_seed8.log, 40000 in train_seed7.log"),
+    ({7: "lr:0.02 wd:0.1", 8: "lr:0.02 wd:0.1", 9: "lr:0.03 wd:0.1"},
+     "formality: the logs of one script differ in their constants: lr is 0.03 in train_seed9.log, 0.02 in"),
+    ({7: "model_params:17", 8: "model_params:17", 9: "model_params:18"},
+     "no evidence: the logs of one script differ in their constants: model_params is 18 in train_seed9.log"),
+    ({7: "lr:0.02 wd:0.1", 8: "lr:0.02", 9: "lr:0.02 beta:9"}, "")])
+def test_constants_that_differ_between_logs(tool, entry, lines, words):
+    said_before(lines)(entry)
+    found = audited(tool, entry)
+    assert [line.startswith(words) for line in found] == [True] * bool(words), found
+    replaced("README.md", ("# A record", "# Non-record: a sweep"))(entry)
+    assert not any("constants" in line for line in audited(tool, entry))
+
+
+def timed(*lines):
+    def alter(folder):
+        with open(folder / "train_seed8.log", "a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    return alter
+
+
+@pytest.mark.parametrize("lines, words", [
+    (["pre-quantization post-ema val_loss:2.9 val_bpb:1.0 eval_time:9500ms",
+      "prequant_ttt:epoch 1/21 time=25.0s lr=0.000497", "prequant_ttt:done total_time=523.0s",
+      "post-prequant val_loss:2.9 val_bpb:1.0 eval_time:9700ms", "rounded val_loss:2.9 eval_time:10900ms",
+      "windows val_loss:2.9 val_bpb:1.0 eval_time:115300ms"],
+     "contradiction: train_seed8.log: 2.2 + 523.0 + 9.7 + 10.9 + 115.3 s of evaluation after training, 661 s "
+     "together, the cap is 600 s"),
+    (["windows val_loss:2.9 eval_time:601000ms"], "contradiction: train_seed8.log: 2.2 + 601.0 s of"),
+    (["a eval_time:70700ms", "b eval_time:70701ms", "c eval_time:86800ms", "d eval_time:416300ms"],
+     "formality: train_seed8.log: 2.2 + 70.7 + 70.7 + 86.8 + 416.3 s of evaluation after training, 647 s"),
+    (["diagnostic pre-quantization eval_time:9100ms", "diagnostic quantized eval_time:74300ms",
+      "windows eval_time:525600ms", "total_eval_time:525.6s"], ""),
+    (["windows eval_time:416300ms", "windows_exact eval_time:416300ms"], "")])
+def test_seconds_of_evaluation_add_up(tool, entry, lines, words):
+    timed(*lines)(entry)
+    found = [line for line in audited(tool, entry) if "of evaluation" in line]
+    assert [line.startswith(words) for line in found] == [True] * bool(words), found
+
+
 # ------------------------------------------------------------ logs of other forms
 def test_logs_of_other_forms_are_read(tmp_path):
     steps = "".join(f"step:{s}/100 val_loss:{4 - s / 200:.4f} val_ema_loss:3.1 train_time:{s}s\n"

@@ -120,6 +120,14 @@ BAD_DATA = {
     "TOKENIZER_PATH missing": (None, ["nowhere.model"], dict(TOKENIZER_PATH="nowhere.model")),
     "no tokenizer, no VOCAB_SIZE": (lambda s: MANIFEST.unlink(), ["tokenizer", "VOCAB_SIZE"]),
     "VOCAB_SIZE of another tokenizer": (None, ["vocab_size=300", "512"], dict(VOCAB_SIZE="300")),
+    "val is a train shard, too": (lambda s: edit_manifest(
+        files=lambda files: [*files, files[0] | {"split": "train"}]), [VAL.name, "train and a val shard"]),
+    "val copied to a train shard": (lambda s: (shutil.copy(VAL, LATER), edit_manifest(files=lambda files: [
+        files[0] | {"path": LATER.name, "split": "train"} if file["path"] == LATER.name else file
+        for file in files])), [LATER.name, "documents sampled", "are in val"]),
+    "val in a train shard": (lambda s: rewrite_tokens(LATER, np.concatenate([
+        np.fromfile(TRAIN, "<u2", offset=1024)[:30_000], np.fromfile(VAL, "<u2", offset=1024)])),
+        [LATER.name, "documents sampled", "are in val"]),
     "no val split": (lambda s: keep_files(slice(1, None)), ["toy", "val"]),
     "no train split": (lambda s: keep_files(slice(1)), ["toy", "train"]),
     "val shorter than a sequence": (lambda s: rewrite_tokens(VAL, np.arange(64)), ["val", "toy", "64"]),

@@ -1,9 +1,11 @@
 """Shards, the loader's stream of tokens, and the bytes that val_bpb divides by."""
 
 import json
+import os
 import queue
 import random
 import re
+import resource
 import threading
 from collections import Counter
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ import pytest
 import sentencepiece as spm
 import torch
 
+import download
 import train_gpt
 from helpers import (fake_team, library_documents, shard_file, tokens_of, toy_config, train_tokenizer,
                      write_dataset, write_shard)
@@ -63,6 +66,34 @@ def test_order_with_and_without_a_manifest(tmp_path):
         assert np.array_equal(data.val, np.concatenate(val_parts)) and data.about["name"] == "some"
         stream = Loader(cfg, data, fake_team()).read(0, 100 * len(order))
         assert stream.tolist() == np.repeat(order, 100).tolist()
+
+
+@pytest.fixture
+def few_files():
+    """Of this process; 40 more than are open now."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("packing", ["rows", "documents"])
+def test_more_shards_than_files_that_may_be_open(tmp_path, few_files, monkeypatch, packing):
+    """And a row that spans many of them."""
+    monkeypatch.setattr(Loader, "MOST_FILES", 10)
+    tokens = np.arange(1200) % 256
+    tokens[::8] = 300
+    files = [write_shard(tmp_path / f"a_{'val' if i == 0 else 'train'}_{i:06d}.bin", part)
+             for i, part in enumerate(np.split(tokens, 150))]
+    assert len(files) == 150
+    cfg = toy_config(".", data_path=str(tmp_path), vocab_size=301, bos_id=300, val_tokens=0, train_seq_len=7,
+                     train_batch_tokens=7, packing=packing, shuffle=False)
+    loader = Loader(cfg, open_data(cfg, print), fake_team())
+    loader.check()
+    for i in range(0, 140, 3):
+        assert loader.read(8 * i, 40).tolist() == tokens[8 * i + 8:8 * i + 48].tolist()
+    found, _ = loader.next(7)
+    assert found.shape == (1, 7) and len(loader.files) <= 10
 
 
 # -------------------------------------------------------------------------------- the loader
@@ -424,6 +455,17 @@ def test_decoded_bytes(case):
     for text in case.texts if case.lossless else ():
         tokens = tokens_of(case.sp, [text]).astype("<u2")
         assert decoded_bytes(case.sp, tokens, 1) == len(text.encode()), text
+
+
+def test_bytes_of_pieces_that_are_no_whole_characters():
+    """200 documents of three characters, each in byte pieces."""
+    sp = spm.SentencePieceProcessor(model_proto=train_tokenizer(["hello world of text\n" * 3] * 50, 280))
+    text = "é€\U0001F600"
+    tokens = tokens_of(sp, [text] * 200).astype("<u2")
+    assert len(tokens) == 200 * 10
+    assert decoded_bytes(sp, tokens, 1) == download.decoded_bytes(sp, tokens, 1) == 200 * 9
+    known = tokens_of(sp, ["\ufffd", "a\ufffdb", text]).astype("<u2")     # which is a character of its own
+    assert decoded_bytes(sp, known, 1) == download.decoded_bytes(sp, known, 1) == 3 + 5 + 9
 
 
 def test_val_bytes_of_a_dataset(case, tmp_path):

@@ -4,12 +4,10 @@ import getpass
 import hashlib
 import io
 import json
-import lzma
 import math
 import platform
 import re
 import zipfile
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +17,9 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, fake_team, init_parameters, look, run_cli, toy_config
+from helpers import ROOT, SCRIPT, TOY, fake_team, init_parameters, look, run_cli, toy_config, toy_of
 from train_gpt import (
-    GPT, Config, Refused, evaluate, generate, kind_of, log_probs, loss_name, make_context, pack_artifact,
-    parameter_table, preset_config)
+    RECIPES, Refused, Tiny, evaluate, generate, kind_of, log_probs, loss_name, pack_artifact, preset_config)
 
 CPU = torch.device("cpu")
 
@@ -59,11 +56,15 @@ def reference_nats(model, tokens):
 @pytest.fixture(scope="module")
 def toy(tiny_data):
     """The first 211 val tokens, three of which begin a document, as a split of 400 bytes."""
-    cfg = toy_config(tiny_data, vocab_size=512, train_seq_len=16, train_batch_tokens=64, val_tokens=0)
+    def config(preset="tiny", **settings):
+        size = dict(vocab_size=512, train_seq_len=16, train_batch_tokens=64, val_tokens=0, eval_context=0)
+        return toy_config(tiny_data, preset, **size | settings)
+
+    cfg = config("tiny")
     data = train_gpt.open_data(cfg, lambda *lines: None)
     val = np.array(data.val[:211])
     val[[0, 60, 150]] = data.bos
-    return SimpleNamespace(cfg=cfg, data=data._replace(val=val, val_bytes=400))
+    return SimpleNamespace(cfg=cfg, config=config, data=data._replace(val=val, val_bytes=400))
 
 
 @pytest.mark.parametrize("settings, tokens", [
@@ -71,13 +72,14 @@ def toy(tiny_data):
     (dict(eval_stride=4), 211), (dict(eval_stride=16), 100), (dict(eval_stride=1), 70),
     (dict(eval_context=40, eval_stride=9), 211),
     (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 120),
-    (dict(window_pattern="SL", window_schedule=(4, 8), eval_window=13), 100),
-    (dict(window_schedule=(4, 8), eval_window=12, rope_yarn=True, max_doc_len=9, bos_id=1), 100)])
+    (dict(preset="golf_plus", loop_layers=(0, 1)), 100),
+    (dict(preset="speedrun", window_schedule=(4, 8, 8, 8), window_block=4, eval_window=12, max_doc_len=9,
+          bos_id=1, skip_layers=(0, 1)), 100)])
 def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     """The tail is no multiple of the row, strides do not divide contexts, every target counts once; so it
     does where ranks share the rows, in batches of any size, and where the logits of a batch are made in
     parts. Targets that begin a document can be left out of the nats, not of the bytes."""
-    cfg = replace(toy.cfg, **settings)
+    cfg = toy.config(**settings)
     model, data = randomised(cfg), toy.data._replace(val=toy.data.val[:tokens])
     nats, bits = reference_nats(model, data.val), math.log(2) * data.val_bytes
     without_bos = nats[data.val[1:] != data.bos].sum()
@@ -93,8 +95,8 @@ def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
 
 
 def test_score_of_a_uniform_guess(toy):
-    """Zero head: every token has probability 1/512, whatever the text. Nothing is drawn, nothing changes."""
-    model = GPT(toy.cfg)
+    """Zero lm_head: every token has probability 1/512, whatever the text. Nothing is drawn or changed."""
+    model = toy.cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 0)
     before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
     score = evaluate(model, toy.cfg, toy.data, fake_team())
@@ -123,7 +125,7 @@ def test_samples(toy):
     model, prompt = randomised(toy.cfg), toy.data.val[:5].tolist()
     ids = list(prompt)
     for _ in range(20):
-        context = make_context(toy.cfg, len(ids), 16, CPU)
+        context = model.context(len(ids), CPU)
         x = model.hidden(torch.tensor([ids]), context)
         ids.append(int(model.logits(x)[0, -1].argmax()))
     assert generate(model, prompt, 20, 0) == ids == generate(model, prompt, 20, 1, 1)
@@ -139,11 +141,11 @@ def test_samples(toy):
 
 
 # -------------------------------------------------------------------------------- the artifact
-def quantized(w, step, floor):
+def quantized(w, step, floor, levels=127):
     """int8 rows and their scales."""
     if step:
-        return train_gpt.quantize_by_rms(w, step, 127)
-    return train_gpt.quantize_by_maximum(w, 127, floor)
+        return train_gpt.quantize_by_rms(w, step, levels)
+    return train_gpt.quantize_by_maximum(w, levels, floor)
 
 
 @pytest.mark.parametrize("step, floor", [(0, 0.0), (0, 1 / 127), (0.05, 0.0), (0.3, 0.0), (1.0, 0.0)])
@@ -167,27 +169,33 @@ def test_quantize_rows_equals_numpy(rows, columns, step, floor):
     assert (np.abs(q - np.clip(np.rint(w / s), -127, 127)) <= near).all() and not q[0].any()
 
 
-def wide_config(**settings):
+def wide_config(preset="tiny", **settings):
     """Matrices on both sides of artifact_keep: 256 x 256 is the largest that stays fp16."""
-    base = dict(vocab_size=300, train_seq_len=16, train_batch_tokens=16, num_layers=1, mlp_mult=2,
-                model_dim=256, num_heads=4, value_embed_layers=(1,), bigram_rows=300, count_bits=12,
-                window_pattern="SL", window_schedule=(8,))
-    return replace(Config(), **base | settings)
+    size = dict(vocab_size=300, train_seq_len=16, train_batch_tokens=16, num_layers=1, mlp_mult=2,
+                model_dim=256, num_heads=4)
+    own = {
+        "tiny": dict(value_embed_layers=(1,), bigram_rows=300, count_bits=12, window_pattern="SL",
+                     window_schedule=(8,), batch_schedule=(1,)),
+        "golf": dict(num_kv_heads=0, artifact_bytes_limit=0),
+        "golf_plus": dict(num_kv_heads=0, loop_layers=(0,), gptq_batches=0, artifact_bytes_limit=0)}
+    return RECIPES[preset](**size | own[preset] | settings)
 
 
-@pytest.mark.parametrize("settings", [
-    {}, dict(artifact_keep=1, artifact_scale_floor=0.004),
-    dict(tie_embeddings=True, num_layers=2, artifact_step=0.2),
-    dict(parameters=("fc.artifact_step=0", "embed.artifact_step=3"), artifact_step=0.1, artifact_keep=4096)])
+@pytest.mark.parametrize("preset, settings", [
+    ("tiny", {}), ("tiny", dict(artifact_keep=1)),
+    ("golf", dict(artifact_keep=1, artifact_scale_floor=0.004)),
+    ("golf_plus", dict(num_layers=2, artifact_step=0.2)),
+    ("golf_plus", dict(artifact_step=0.0, artifact_embed_step=0.3, artifact_keep=4096,
+                       artifact_codec="zlib"))])
 @torch.no_grad()
-def test_what_an_artifact_holds(settings, tmp_path):
-    """Scalars as they are, small tensors in fp16, of the rest int8 rows, by the parameter table; like beside
-    like. Loaded it is that model, whatever T. Neither the run nor its date nor a path gets into it."""
+def test_what_an_artifact_holds(preset, settings, tmp_path):
+    """Small tensors in fp16, of the rest int8 rows, by the parameter table; scalars as they are or in fp16;
+    like beside like. Loaded it is that model, whatever T. Neither the run nor its date nor a path gets in."""
     secret = dict(run_id="my_secret_run", data_path="/home/somebody/data", seed=77)
-    cfg = wide_config(**settings)
+    cfg = wide_config(preset, **settings)
     packed, again = (pack_artifact(randomised(replace(cfg, **more))) for more in ({}, secret))
     assert packed == again
-    raw = (lzma if cfg.artifact_step else zlib).decompress(packed)
+    raw = train_gpt.decompress(packed)
     assert not any(word in raw for word in (b"secret", b"/home", b"run_id", b"/tmp", str(ROOT).encode()))
     assert {info.date_time[0] for info in zipfile.ZipFile(io.BytesIO(raw)).infolist()} == {1980}
     tensors = torch.load(io.BytesIO(raw), weights_only=True)["tensors"]
@@ -196,23 +204,24 @@ def test_what_an_artifact_holds(settings, tmp_path):
     path, model = tmp_path / "model.ptz", randomised(cfg)
     path.write_bytes(packed)
     loaded, known = train_gpt.load_model(path)
-    assert all(getattr(known, name) == getattr(cfg, name) for name in train_gpt.MODEL_FIELDS)
-    assert torch.equal(tensors.pop("counts.text"), model.counts.stored()["counts.text"])
+    assert all(getattr(known, name) == getattr(cfg, name) for name in cfg.model_fields())
+    if cfg.keeps_text():
+        assert torch.equal(tensors.pop("counts.text"), model.counts.stored()["counts.text"])
+    floor, table = vars(cfg).get("artifact_scale_floor", 0.0), cfg.parameter_table()
     for name, p in model.named_parameters():
-        row, back = parameter_table(cfg)[kind_of(name)], loaded.get_parameter(name)
-        if row.group == "scalar" or not row.artifact_step:
+        row, back = table[kind_of(name)], loaded.get_parameter(name)
+        if row.precision == "fp32":
             assert torch.equal(tensors.pop(name), p) and torch.equal(back, p)
-        elif p.numel() <= cfg.artifact_keep:
+        elif row.precision == "fp16" or p.numel() <= cfg.artifact_keep:
             assert torch.equal(tensors.pop(name), p.half()) and torch.equal(back, p.half().float())
         else:
-            step = cfg.artifact_step * row.artifact_step
-            q, scale = quantized(p, step, cfg.artifact_scale_floor)
+            q, scale = quantized(p, row.step, floor, row.levels)
             assert torch.equal(tensors.pop(name + ".int8"), q)
             assert torch.equal(tensors.pop(name + ".scale"), scale)
             assert torch.equal(back, q.float() * scale.float()[:, None]) and (back - p).norm() < p.norm() / 3
     assert not tensors
     tokens = torch.arange(46).view(2, 23)
-    assert 0 < (log_probs(loaded, tokens) - log_probs(model, tokens)).abs().mean() < 0.05 + cfg.artifact_step
+    assert 0 < (log_probs(loaded, tokens) - log_probs(model, tokens)).abs().mean() < 0.5
     path.write_bytes(packed[:-100])
     with pytest.raises(Refused):
         train_gpt.load_model(path)
@@ -230,7 +239,7 @@ def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
     model, path = cfg.make_model(train_gpt.Kernels()), tmp_path / "model.ptz"
     init_parameters(model, 0)
     path.write_bytes(pack_artifact(model))
-    for base in (None, own, cfg, Config()):
+    for base in (None, own, cfg, Tiny()):
         found = train_gpt.load_model(path, "cpu", base)[1]
         assert [getattr(found, name) for name in cfg.model_fields()] == [
             getattr(cfg, name) for name in cfg.model_fields()]
@@ -239,10 +248,11 @@ def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
 def test_sizes_and_limits_of_artifacts(tmp_path):
     """Fewer levels are a smaller file; the limit is the last size that is within it; a larger artifact is
     rounded further, if that helps; weights beyond fp16 are no artifact."""
-    small = dict(artifact_keep=4096, model_dim=128)
-    models = [randomised(wide_config(artifact_step=step, **small)) for step in (0.0, 0.1, 0.4)]
+    small = dict(artifact_keep=4096, model_dim=128, artifact_codec="zlib")
+    models = [randomised(wide_config("golf_plus", artifact_step=step, artifact_embed_step=step, **small))
+              for step in (0.1, 0.25, 0.6)]
     sizes = [len(pack_artifact(model)) for model in models]
-    assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.7 * sizes[1]
+    assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.8 * sizes[1]
     for limit, fits in ((0, True), (sizes[0] + 50, True), (60, False)):
         models[0].cfg = replace(models[0].cfg, artifact_bytes_limit=limit)
         report = train_gpt.write_model(models[0], tmp_path, 50, lambda *lines: None)
@@ -260,20 +270,20 @@ def test_sizes_and_limits_of_artifacts(tmp_path):
         pack_artifact(models[0])
 
 
-@pytest.mark.parametrize("changes", [
-    {}, dict(artifact_step=0.25), dict(artifact_step=0.4, artifact_codec="brotli"),
-    dict(artifact_keep=10**6)])
-def test_planned_bytes(changes):
+@pytest.mark.parametrize("preset, changes", [
+    ("tiny", dict(count_orders=(0,))), ("tiny", dict(count_orders=(0,), artifact_keep=10**6)), ("golf", {}),
+    ("golf_plus", dict(artifact_step=0.4)), ("golf_plus", dict(artifact_step=0.25, artifact_codec="zlib"))])
+def test_planned_bytes(preset, changes):
     """Of normal weights, whatever their size, within 1 %, less what trained ones take less; tiny's also hold
     text that nobody knows yet."""
-    cfg = wide_config(**dict(artifact_keep=4096, count_orders=(0,)) | changes)
+    cfg = wide_config(preset, **dict(artifact_keep=4096) | changes)
     model = randomised(cfg)
     for name, p in model.named_parameters():
         if p.ndim > 1:
             p.data.normal_(0, 0.3)
     wanted = train_gpt.TRAINED_PART * len(pack_artifact(model))
     assert train_gpt.planned_bytes(cfg) == pytest.approx(wanted, rel=0.01)
-    assert train_gpt.planned_bytes(Config()) is None
+    assert train_gpt.planned_bytes(Tiny()) is None
 
 
 @pytest.mark.parametrize("preset, logged", [("golf", [15_820_684]), ("golf_plus", [15_967_802, 15_973_467])])
@@ -343,7 +353,7 @@ def test_log_lines(first):
                  rf"{TAG} val_loss:{number} val_bpb:{number}", r"peak memory .*: \d+ MiB.*",
                  rf"{TAG}_exact val_loss:\d\.\d{{8}} val_bpb:\d\.\d{{8}}"):
         assert len(find(first, once)) == 1, once
-    assert len(find(first, r"config (\w+)=.*")) == len(train_gpt.FIELDS)
+    assert len(find(first, r"config (\w+)=.*")) == len(train_gpt.fields_of(Tiny))
     assert len(find(first, r"sample \d: .*")) == 3
     shown = [line for line in first.log.splitlines() if not line.startswith("config ")]
     assert all(line in first.out for line in shown), "the terminal shows all but the config"
@@ -369,7 +379,7 @@ def test_result(first):
     assert (r["run_id"], r["preset"], r["seed"], r["world_size"]) == ("first", "tiny", 1337, 1)
     assert (r["core"], r["resumed"], r["stop_reason"]) == (None, False, "iterations")
     assert r["torch"] == torch.__version__ and r["hardware"]
-    assert set(r["config"]) == set(train_gpt.FIELDS) and r["config"]["matrix_lr"] == "0.02"
+    assert set(r["config"]) == set(train_gpt.fields_of(Tiny)) and r["config"]["matrix_lr"] == "0.02"
     assert "matrix_lr" in r["overrides"] and "embed_lr" not in r["overrides"]
     assert r["started"] <= r["finished"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", r["started"])
     assert r["data"]["fingerprint"] == "toy" and r["val_bpb"] / r["val_loss"] == pytest.approx(
@@ -415,13 +425,17 @@ def test_eval_from_the_trained_weights(first, train):
 
 def test_a_run_whose_artifact_is_rounded_more(train):
     """Its names say so, in the run and when the file is scored again."""
-    done = train(TOY, ARTIFACT_STEP="0.3", ARTIFACT_KEEP="1000", ITERATIONS="3")
+    toy = toy_of("golf_plus", LOOP_LAYERS="0", GPTQ_BATCHES="2", EVAL_SLIDING="0", ARTIFACT_KEEP="1000",
+                 PACKING="rows")
+    done = train(toy, ARTIFACT_STEP="0.3", ITERATIONS="3")
     assert done.code == 0, done.err
-    path = done.folder / "final_model.lzma.ptz"
-    (size,) = re.findall(r"^Serialized model lzma: (\d+) bytes", done.out, re.M)
+    path = done.folder / "final_model.brot.ptz"
+    (size,) = re.findall(r"^Serialized model brotli: (\d+) bytes", done.out, re.M)
     assert int(size) == path.stat().st_size and "int8" not in done.out and done.artifact is None
-    (score,) = re.findall(r"^final_lzma_roundtrip_exact .*$", done.out, re.M)
-    again = train(AGAIN, EVAL_FROM=f"logs/{done.run_id}/{path.name}", VAL_TOKENS=TOY["VAL_TOKENS"])
+    (score,) = re.findall(r"^final_brotli_roundtrip_exact .*$", done.out, re.M)
+    file = f"logs/{done.run_id}/{path.name}"
+    again = train(AGAIN, PRESET="golf_plus", EVAL_FROM=file, VAL_TOKENS=TOY["VAL_TOKENS"], TOKENIZER_PATH="",
+                  EVAL_SLIDING="0")
     assert again.code == 0 and score in again.out.splitlines()
 
 

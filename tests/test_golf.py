@@ -12,7 +12,7 @@ import leak_probe
 import train_gpt
 from helpers import SCRIPT, fake_team, toy_config
 from test_eval import CPU, randomised
-from train_gpt import eval_window, log_probs, make_context, preset_config
+from train_gpt import log_probs, preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, V, BOS = 16, 64, 1
@@ -58,7 +58,7 @@ def one_by_one(cfg, model, tokens, rows):
     for row in rows:
         for i in range(row.first, row.last + 1):
             seen = torch.from_numpy(tokens[row.low:i].astype(np.int64))[None]
-            context = make_context(cfg, seen.size(1), eval_window(cfg), CPU)
+            context = model.context(seen.size(1), CPU)
             assert nats[i] == 0, "scored twice"
             nats[i] = -log_probs(model, seen, context)[0, -1, int(tokens[i])].item()
     return nats
@@ -98,7 +98,7 @@ def test_rows_of_several_settings(cfg, stream):
 
 
 @pytest.mark.parametrize("settings", [
-    {}, dict(window_pattern="SL", window_schedule=(8,), eval_window=11), dict(val_batch_size=1)])
+    {}, dict(window_pattern="SL", window_schedule=(8,)), dict(val_batch_size=1)])
 def test_nats_are_those_of_single_forwards(cfg, stream, settings):
     cfg = replace(cfg, **PROTOCOLS["sliding"], **settings)
     model = randomised(cfg)
@@ -173,7 +173,7 @@ def test_ttt_is_the_trainers_own_step(cfg, stream):
     assert all(torch.equal(p, kept[name]) for name, p in model.state_dict().items())
     assert [row.last for row in rows[:4]] == [16, 32, 48, 64]
     assert np.allclose(nats[:65], one_by_one(cfg, model, stream, rows[:4])[:65], rtol=1e-5)
-    optimizer, context = train_gpt.Optimizer(model, cfg), make_context(cfg, T, 0, CPU)
+    optimizer, context = train_gpt.Optimizer(model, cfg), model.context(T, CPU)
     batch = torch.from_numpy(np.stack([stream[i:i + T + 1] for i in range(0, 64, T)]).astype(np.int64))
     batch = batch[:, :-1], batch[:, 1:]
     train_gpt.train_step(model, optimizer, batch, 4, context, 1.0, 0.3, cfg.muon_momentum)

@@ -1,0 +1,145 @@
+"""How text comes in, for data/ and records/: one decoder, one way to open a file, one walk through a folder.
+
+A text file is decoded by what its first bytes say: a byte order mark of UTF-8, UTF-16 or UTF-32, or without
+one the NULs that UTF-16 and UTF-32 put between plain letters. Every other file is UTF-8. Files that are
+compressed by gzip or xz are known by their first bytes, too, whatever their name.
+tests/test_inputs.py refuses any other open() of input in these two folders.
+"""
+import codecs
+import gzip
+import io
+import lzma
+import os
+import sys
+import zlib
+from pathlib import Path
+
+# The mark of UTF-32, little-endian, begins with that of UTF-16
+MARKS = [(codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),
+         (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")]
+SNIFFED = 4096      # first bytes of a file that tell its encoding
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst", b"BZh91AY": "bz2",
+              b"\x04\x22\x4d\x18": "lz4", b"PK\x03\x04": "zip"}
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)      # what reading them may raise
+
+
+def encoding_of(start):
+    """(encoding, bytes of its mark) of a file that begins with these bytes."""
+    for mark, name in MARKS:
+        if start.startswith(mark):
+            return name, len(mark)
+    start = start[:SNIFFED // 4 * 4]
+    if len(start) < 8 or b"\0" not in start:
+        return "utf-8", 0
+    # the share of NULs among the first, second, third and fourth bytes
+    zeros = [start[i::4].count(0) / len(start[i::4]) for i in range(4)]
+    looks = {"utf-32-le": min(zeros[1:]) - zeros[0], "utf-32-be": min(zeros[:3]) - zeros[3],
+             "utf-16-le": min(zeros[1::2]) - max(zeros[::2]), "utf-16-be": min(zeros[::2]) - max(zeros[1::2])}
+    for name, share in looks.items():
+        if share > 0.7:
+            text = start[:len(start) // 4 * 4].decode(name, "replace")
+            shown = sum(char.isprintable() or char.isspace() for char in text)
+            if shown > 0.7 * len(text):     # else it is a table of small numbers
+                return name, 0
+    return "utf-8", 0
+
+
+def decode(raw, errors="strict"):
+    """Bytes of a text file -> text without a byte order mark. Raises UnicodeDecodeError."""
+    name, mark = encoding_of(raw[:SNIFFED])
+    return raw[mark:].decode(name, errors)
+
+
+def print_any_name():
+    """A name that the terminal lacks letters for, or that is no text, ends no program that prints it."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def open_binary(path):
+    return open(path, "rb")
+
+
+def read_bytes(path):
+    with open_binary(path) as file:
+        return file.read()
+
+
+def read_text(path, errors="strict"):
+    """The text of a file. Raises UnicodeDecodeError."""
+    return decode(read_bytes(path), errors)
+
+
+def compression_of(start):
+    """gzip, xz, zst, bz2, lz4 or zip; "" where a file that begins with these bytes is none of them."""
+    return next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), "")
+
+
+class Utf8(io.RawIOBase):
+    """A binary stream of text in any encoding, as UTF-8 without a byte order mark."""
+    def __init__(self, stream):
+        start = stream.read(SNIFFED)
+        name, mark = encoding_of(start)
+        self.stream = stream
+        self.decoder = None if name == "utf-8" else codecs.getincrementaldecoder(name)()
+        self.waiting = self.recode(start[mark:])
+
+    def readable(self):
+        return True
+
+    def recode(self, block, final=False):
+        return self.decoder.decode(block, final).encode() if self.decoder else block
+
+    def readinto(self, buffer):
+        while not self.waiting:
+            block = self.stream.read(1 << 16)
+            self.waiting = self.recode(block, final=not block)
+            if not block:
+                break
+        part = self.waiting[:len(buffer)]
+        self.waiting = self.waiting[len(part):]
+        buffer[:len(part)] = part
+        return len(part)
+
+
+def text_stream(raw):
+    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark.
+    Reading it raises UnicodeDecodeError for damaged UTF-16 and UTF-32, and what is in DAMAGED."""
+    kind = compression_of(raw.read(16))
+    raw.seek(0)
+    if kind == "gzip":
+        raw = gzip.open(raw)
+    elif kind == "xz":
+        raw = lzma.open(raw)
+    return io.BufferedReader(Utf8(raw), 1 << 20)
+
+
+def files_below(folder, follow=True):
+    """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
+    and folders and __pycache__ are passed over. A linked folder or file is there once, wherever else it is
+    linked or lies; without `follow` what linked folders hold isn't."""
+    def refuse(error):
+        raise error
+
+    def key(path):
+        about = os.stat(path)
+        return about.st_dev, about.st_ino
+
+    seen = {key(folder)}
+    for here, folders, names in os.walk(folder, onerror=refuse, followlinks=follow):
+        chosen = []
+        for name in sorted(folders):
+            path = os.path.join(here, name)
+            hidden = name.startswith(".") or name == "__pycache__"
+            if hidden or os.path.islink(path) and not follow or key(path) in seen:
+                continue
+            seen.add(key(path))
+            chosen.append(name)
+        folders[:] = chosen
+        for name in sorted(names):
+            path = Path(here, name)
+            there = os.path.exists(path)        # no link to nowhere
+            if not name.startswith(".") and not (there and key(path) in seen):
+                seen |= {key(path)} if there else set()
+                yield path

@@ -1,0 +1,408 @@
+"""data/inputs.py and what data/prepare.py makes of it: the same documents in every form and encoding, val as
+a sample, and no open() of input that goes around."""
+import ast
+import bz2
+import codecs
+import gzip
+import json
+import lzma
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import prepare
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fork_server
+import inputs
+from helpers import ROOT
+from test_prepare import ODD, make_texts, run, snapshot
+
+TEXTS = make_texts(300)
+MARKED = {"utf-8": codecs.BOM_UTF8, "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE,
+          "utf-32-le": codecs.BOM_UTF32_LE, "utf-32-be": codecs.BOM_UTF32_BE}
+ENCODINGS = [*MARKED, "utf-8 unmarked", "utf-16-le unmarked", "utf-16-be unmarked", "utf-32-le unmarked",
+             "utf-32-be unmarked"]
+
+
+def encoded(text, encoding):
+    """Text as bytes, behind the encoding's mark unless it is `unmarked`."""
+    name, _, unmarked = encoding.partition(" ")
+    return (b"" if unmarked else MARKED[name]) + text.encode(name)
+
+
+def lines_of(texts):
+    return "".join(json.dumps({"id": 7, "text": text}) + "\n" for text in texts)
+
+
+def written(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_table(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()), "n": range(len(texts))}), path)
+    return path
+
+
+def seen(*paths):
+    """(documents in any order, their bytes, fingerprint) of what prepare.py reads at these paths."""
+    files = prepare.find_files(paths)
+    texts = list(prepare.documents(files, Counter()))
+    hashes, sizes = prepare.hash_documents(files, Counter())
+    order, n_val = prepare.split_by_hash(hashes, sizes, 5000)
+    parts = hashes[order[:n_val]], hashes[order[n_val:]]
+    return sorted(texts), int(sizes.sum()), prepare.text_fingerprint(*parts)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return seen(written(tmp_path_factory.mktemp("plain") / "plain.jsonl", lines_of(TEXTS)))
+
+
+# --- one set of documents in every form ------------------------------------------------------------------
+def parts(texts=TEXTS):
+    return texts[::3], texts[1::3], texts[2::3]
+
+
+def joined_with_marks(folder):
+    """As `cat` makes it of files that each begin with a mark."""
+    return written(folder / "x.jsonl", b"".join(encoded(lines_of(part), "utf-8") for part in parts()))
+
+
+def folder_of(suffix, pack=lambda raw: raw):
+    def write(folder):
+        for i, part in enumerate(parts()):
+            written(folder / f"deep/{i}" / f"part{suffix}", pack(lines_of(part).encode()))
+        return folder
+    return write
+
+
+def folder_of_tables(folder):
+    for i, part in enumerate(parts()):
+        write_table(folder / f"{i}.parquet", part)
+    return folder
+
+
+def folder_of_texts(folder):
+    """With every encoding, and suffixes of text and of none."""
+    for i, text in enumerate(TEXTS):
+        name = f"{i % 7}/{i}{('.txt', '.md', '', '.TXT', '.py')[i % 5]}"
+        written(folder / name, encoded(text, ENCODINGS[i % 6 if text.isascii() else i % 5]))
+    return folder
+
+
+def mixed_folder(folder):
+    """Every form, beside hidden files and folders, and an empty file."""
+    written(folder / "a.jsonl", lines_of(TEXTS[:60]))
+    written(folder / "b/c.json", json.dumps([{"text": text} for text in TEXTS[60:100]], indent=1))
+    written(folder / "b/d.jsonl.gz", gzip.compress(lines_of(TEXTS[100:130]).encode()))
+    written(folder / "e.NDJSON.xz", lzma.compress(lines_of(TEXTS[130:140]).encode()))
+    write_table(folder / "f.parquet", TEXTS[140:200])
+    for i, text in enumerate(TEXTS[200:]):
+        written(folder / f"g/{i}.txt.gz", gzip.compress(text.encode()))
+    for name in (".git/config", ".DS_Store", "b/.hidden.jsonl", ".cache/x.parquet", "__pycache__/x.txt"):
+        written(folder / name, "no document\n")
+    written(folder / "empty.txt", "")
+    return folder
+
+
+def linked(folder):
+    """Half of it lies elsewhere; links lead back, up, to the same place again and to a file."""
+    for i, part in enumerate(parts()):
+        written(folder / ("in/0.jsonl", "out/1.jsonl", "out/deep/2.jsonl")[i], lines_of(part))
+    os.symlink(folder / "out", folder / "in/a")
+    os.symlink(folder / "out", folder / "in/b")
+    os.symlink(folder / "in", folder / "in/loop")
+    os.symlink(folder / "in", folder / "out/deep/loop")
+    os.symlink(folder / "in/0.jsonl", folder / "in/again.jsonl")
+    os.symlink("itself", folder / "in/itself")
+    return folder / "in"
+
+
+def pipe_of(pack=lambda raw: raw):
+    """A pipe that can be read once only."""
+    def write(folder):
+        os.mkfifo(folder / "pipe")
+        content = pack(lines_of(TEXTS).encode())
+        threading.Thread(target=lambda: (folder / "pipe").write_bytes(content), daemon=True).start()
+        return folder / "pipe"
+    return write
+
+
+def as_file(name, content):
+    return lambda folder: written(folder / name, content)
+
+
+ROWS = [{"text": text} for text in TEXTS]
+FORMS = {
+    **{f"jsonl {encoding}": as_file("x.jsonl", encoded(lines_of(TEXTS), encoding)) for encoding in ENCODINGS},
+    "joined, with marks": joined_with_marks,
+    "crlf": as_file("x.jsonl", lines_of(TEXTS).replace("\n", "\r\n")),
+    "cr": as_file("x.jsonl", lines_of(TEXTS).replace("\n", "\r")),
+    "blank lines": as_file("x.jsonl", "\n \r\n" + lines_of(TEXTS).replace("\n", "\n\t\n")),
+    "not escaped": as_file("x.jsonl", "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n"
+                                              for text in TEXTS)),
+    "null and empty rows": as_file("x.jsonl", '{"text": null}\n{"text": ""}\n' + lines_of(TEXTS)),
+    "upper case": as_file("X.JSONL", lines_of(TEXTS)),
+    "ndjson": as_file("x.ndjson", lines_of(TEXTS)),
+    "no suffix": as_file("train", lines_of(TEXTS)),
+    "gz": as_file("x.jsonl.gz", gzip.compress(lines_of(TEXTS).encode())),
+    "gz of two members": as_file("x.jsonl.gz", b"".join(gzip.compress(lines_of(part).encode())
+                                                        for part in (TEXTS[:90], TEXTS[90:]))),
+    "gz by its bytes": as_file("x.jsonl", gzip.compress(lines_of(TEXTS).encode())),
+    "gz of utf-16": as_file("x.jsonl.gz", gzip.compress(encoded(lines_of(TEXTS), "utf-16-be"))),
+    "xz": as_file("x.jsonl.xz", lzma.compress(lines_of(TEXTS).encode())),
+    "json": as_file("x.json", json.dumps(ROWS)),
+    "json, marked": as_file("x.json", encoded(json.dumps(ROWS, indent=1), "utf-16-le")),
+    "json of lines": as_file("x.json", lines_of(TEXTS)),
+    "json, packed": as_file("x.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+    "parquet": lambda folder: write_table(folder / "x.parquet", [None, *TEXTS, ""]),
+    "parquet by its bytes": lambda folder: write_table(folder / "x", TEXTS),
+    "folder of jsonl": folder_of(".jsonl"), "folder of jsonl.gz": folder_of(".jsonl.gz", gzip.compress),
+    "folder of json": folder_of(".json"), "folder of parquet": folder_of_tables,
+    "folder of no suffix": folder_of(""),
+    "folder of texts": folder_of_texts, "mixed folder": mixed_folder, "linked": linked,
+    "pipe": pipe_of(), "pipe of gz": pipe_of(gzip.compress),
+    "pipe of utf-16": pipe_of(lambda raw: encoded(raw.decode(), "utf-16-le"))}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_documents_of_the_plain_file(tmp_path, plain, form):
+    path = FORMS[form](tmp_path)
+    if form == "pipe":      # it is read once, so what was copied is looked at
+        path = prepare.find_file(path)[0]
+    elif form.startswith("pipe"):
+        path, kind = prepare.find_file(path)
+        assert kind == "jsonl"
+    assert seen(path) == plain
+
+
+@pytest.mark.parametrize("encoding, pack", [*((encoding, None) for encoding in ENCODINGS[:6]),
+                                            ("utf-16-le", gzip.compress), ("utf-8", lzma.compress)])
+def test_a_text_file_is_cut_alike_in_every_encoding(tmp_path, encoding, pack):
+    text = "\n\n".join(TEXTS)
+    plain = seen(written(tmp_path / "plain.txt", text))
+    raw = encoded(text, encoding)
+    name = {None: "x.txt", gzip.compress: "x.txt.gz", lzma.compress: "x.txt.xz"}[pack]
+    assert seen(written(tmp_path / name, pack(raw) if pack else raw)) == plain
+    assert "".join(plain[0]).find("\ufeff") == -1 and plain[1] == len(text.encode())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_decode_is_the_inverse_of_every_encoding(encoding):
+    """Without a mark only of plain letters, and of UTF-8."""
+    for text in ["a line\n" * 30, "x", "", *ODD]:
+        if not encoding.endswith("unmarked") or text.startswith("a line"):
+            assert inputs.decode(encoded(text, encoding)) == text
+
+
+def test_what_is_no_text_in_another_encoding():
+    """Tables of small numbers have NULs too."""
+    for kind in ("<u2", ">u2", "<u4", ">u4", "<f8"):
+        assert inputs.encoding_of(np.arange(1000).astype(kind).tobytes()) == ("utf-8", 0)
+        assert inputs.encoding_of(np.zeros(1000, kind).tobytes()) == ("utf-8", 0)
+    assert inputs.encoding_of("nul\0nul, a\0b".encode() * 20) == ("utf-8", 0)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)
+
+
+def write_form(folder, form, texts, encoding):
+    """Texts as one of a few forms; rows without text among them where the form has rows."""
+    rows = [{"text": text} for text in [*texts[:2], None, *texts[2:], ""]]
+    lines = encoded("\r\n".join(map(json.dumps, rows)), encoding)
+    if form == "jsonl":
+        return written(folder / "x.jsonl", lines)
+    if form == "gz":
+        return written(folder / "x.jsonl.gz", gzip.compress(lines))
+    if form == "json":
+        return written(folder / "x.json", encoded(json.dumps(rows, indent=2), encoding))
+    if form == "parquet":
+        return write_table(folder / "x.parquet", [row["text"] for row in rows])
+    for i, text in enumerate(texts):
+        kind = random.Random(i).choice(["jsonl", "json", "parquet", "txt"])
+        if kind == "txt":
+            written(folder / f"d/{i}.txt", encoded(text, "utf-8"))
+        else:
+            write_form(folder / f"d/{i}", kind, [text], encoding)
+    return folder / "d"
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(texts=st.lists(TEXT, min_size=12, max_size=20, unique=True), order=st.randoms(use_true_random=False),
+       size=st.sampled_from([1, 1, 30, 300]),
+       form=st.sampled_from(["jsonl", "gz", "json", "parquet", "folder"]),
+       encoding=st.sampled_from([*MARKED]))
+def test_documents_depend_on_no_form_encoding_order_or_size(texts, order, size, form, encoding):
+    texts = [*texts[:-1], texts[-1] * size, "\n".join(texts) * size]
+    with tempfile.TemporaryDirectory() as root:
+        texts = list(dict.fromkeys(texts))
+        plain = seen(written(Path(root, "plain.jsonl"), lines_of(texts)))
+        order.shuffle(texts)
+        assert plain[0] == sorted(texts) and plain[1] == sum(len(text.encode()) for text in texts)
+        assert seen(write_form(Path(root, "x"), form, texts, encoding)) == plain
+
+
+# --- what is counted, named or refused -------------------------------------------------------------------
+def prepared(tmp_path, *paths, flag="--text", expect=0, more=()):
+    return run(flag, *paths, "--name", "toy", "--vocab-size", 400, "--processes", 1,
+               "--out", tmp_path / "out", *more, expect=expect)
+
+
+def test_rows_without_text_are_counted_in_every_form(tmp_path):
+    rows = [None, "", *TEXTS, None]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in rows)
+    forms = [("--text", written(tmp_path / "x.jsonl", lines)),
+             ("--text", written(tmp_path / "x.json", json.dumps([{"text": text} for text in rows]))),
+             ("--text", write_table(tmp_path / "x.parquet", rows)),
+             ("--parquet", tmp_path / "x.parquet")]
+    write_table(tmp_path / "val.parquet", make_texts(40, seed=3))
+    for flag, path in forms:
+        more = ("--val", tmp_path / "val.parquet") if flag == "--parquet" else ()
+        assert "3 empty or null texts skipped" in prepared(tmp_path, path, flag=flag, more=(*more, "--force"))
+
+
+def test_what_is_left_out_is_named(tmp_path):
+    """Links to nowhere, pipes and archives in a folder; files of other forms beside parquet."""
+    folder = tmp_path / "in"
+    folder_of(".jsonl")(folder)
+    os.symlink(tmp_path / "nowhere", folder / "broken.jsonl")
+    os.mkfifo(folder / "pipe.jsonl")
+    written(folder / "x.zip", b"PK\x03\x04" + bytes(60))
+    written(folder / "y.tar.gz", gzip.compress(b"a tar of texts"))
+    said = prepared(tmp_path, folder)
+    assert "left out: broken.jsonl, pipe.jsonl, x.zip and 1 more: archives, links" in said
+    assert "toy: 300 documents" in said
+    folder_of_tables(folder / "tables")
+    said = prepared(tmp_path, folder, flag="--parquet", more=["--force", "--val-bytes", 9000])
+    assert "left out: broken.jsonl, " in said and "not *.parquet" in said and "1.parquet" not in said
+
+
+def test_text_that_looks_like_rows_is_said(tmp_path):
+    assert "x.txt looks like JSON lines" in prepared(tmp_path, written(tmp_path / "x.txt", lines_of(TEXTS)))
+    path = written(tmp_path / "y.txt", "\n".join(TEXTS))
+    assert "looks like" not in prepared(tmp_path, path, more=["--force"])
+
+
+PLAIN_ROWS = lines_of(TEXTS[:30])
+REFUSED = {     # files, words of the sentence
+    "missing key": ({"a.jsonl": PLAIN_ROWS + '{"txt": "x"}\n'}, ["a.jsonl", "line 31"]),
+    "number": ({"a.jsonl": PLAIN_ROWS + '{"text": 1}\n'}, ["a.jsonl", "line 31"]),
+    "list of strings": ({"a.json": '["x", "y"]'}, ["a.json", "JSON objects"]),
+    "json of something else": ({"a.json": '{"a": [1, 2]}'}, ["a.json", "JSON objects"]),
+    "utf-16 cut": ({"a.jsonl": encoded(PLAIN_ROWS, "utf-16-le")[:-1]}, ["a.jsonl", "UTF-16"]),
+    "utf-16 cut in text": ({"a.txt": encoded("x\n" * 999, "utf-16-be")[:-1]}, ["a.txt", "UTF-16"]),
+    "gz cut": ({"a.txt.gz": gzip.compress("\n".join(TEXTS).encode())[:-30]}, ["a.txt.gz", "damaged"]),
+    "gz that is none": ({"a.jsonl.gz": PLAIN_ROWS}, ["a.jsonl.gz", ".gz"]),
+    "bz2": ({"a.jsonl.bz2": bz2.compress(PLAIN_ROWS.encode())}, ["a.jsonl.bz2", "bz2"]),
+    "bz2 by its bytes": ({"a.jsonl": bz2.compress(PLAIN_ROWS.encode())}, ["a.jsonl", "bz2"]),
+    "folder, zst": ({"d/a.jsonl.zst": b"\x28\xb5\x2f\xfd" + bytes(9), "d/b.txt": "x"}, ["a.jsonl.zst"]),
+    "folder, other rows": ({"d/a.jsonl": '{"prompt": "x"}\n', "d/b.txt": "x"}, ["a.jsonl", "line 1"]),
+    "folder, damaged parquet": ({"d/a.parquet": b"PAR1" + bytes(50), "d/b.txt": "x"}, ["a.parquet"]),
+    "hidden files alone": ({"d/.a.txt": "x\n" * 999}, ["no text"])}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_input_that_is_refused_in_a_sentence(tmp_path, case):
+    files, words = REFUSED[case]
+    for name, content in files.items():
+        written(tmp_path / "in" / name, content)
+    inside = sorted((tmp_path / "in").iterdir())
+    said = prepared(tmp_path, *inside, expect=2)
+    assert all(word in said for word in words), said
+    assert not snapshot(tmp_path / "out")
+
+
+def test_an_empty_device_and_a_name_that_is_no_utf_8(tmp_path):
+    assert "no text" in prepared(tmp_path, "/dev/null", expect=2)
+    odd = tmp_path / os.fsdecode(b"d\xff")
+    odd.mkdir()
+    assert "no text" in prepared(tmp_path, odd, expect=2)
+    os.symlink("nowhere", odd / os.fsdecode(b"l\xff"))
+    command = [fork_server.start(), prepare.__file__, "--text", odd, "--name", "toy", "--out", tmp_path]
+    env = {"PATH": os.environ["PATH"], "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "left out: l\\udcff: " in done.stdout
+    assert done.stderr == "prepare: there is no text in the input\n"
+    shutil.rmtree(odd)
+    assert "no such file" in prepared(tmp_path, odd, expect=2)
+
+
+# --- val -------------------------------------------------------------------------------------------------
+def val_of(tmp_path, texts, capsys):
+    """(sizes of val's documents, what was said)"""
+    capsys.readouterr()
+    files = prepare.find_files([written(tmp_path / "x.jsonl", lines_of(texts))])
+    hashes, sizes = prepare.hash_documents(files, Counter())
+    order, n_val = prepare.split_by_hash(hashes, sizes, prepare.VAL_BYTES)
+    return sizes[order[:n_val]], capsys.readouterr().out
+
+
+@pytest.mark.parametrize("others", [TEXTS, [text[:60] for text in TEXTS]])
+@pytest.mark.parametrize("letters", ["a", "b", "ab", "xyz "])
+def test_one_long_document_is_not_val(tmp_path, capsys, others, letters):
+    """Whatever its hash."""
+    sizes, said = val_of(tmp_path, [*others, letters * (1_000_000 // len(letters))], capsys)
+    assert len(sizes) > 20 and sizes.max() * 4 < sizes.sum()
+    assert "warning: 1 documents of over" in said
+    assert f"{sum(len(text.encode()) for text in others):,}" in said
+
+
+def test_val_of_long_documents_alone(tmp_path, capsys):
+    """A few are warned about with numbers; many give a sample of them."""
+    books = [f"{i} line\n" * 30_000 for i in range(40)]
+    sizes, said = val_of(tmp_path, books[:3], capsys)
+    assert len(sizes) == 1 and f"one document makes 100% of val, {sizes[0]:,} of" in said
+    sizes, said = val_of(tmp_path, books + TEXTS, capsys)
+    assert len(sizes) > 3 and sizes.max() > 200_000 and "warning" not in said
+
+
+# --- nothing goes around ---------------------------------------------------------------------------------
+READS = {"read_text", "read_bytes", "fromfile", "open_code", "loadtxt", "genfromtxt"}
+# Members of a zip by its own reader; a lock; a pipe to write to. Token shards are numbers: np.memmap
+ALLOWED = {("download.py", "bundle.open"), ("prepare.py", "os.open"), ("watch.py", "self.open")}
+
+
+def goes_around(text):
+    """Calls that read a file by themselves, as (line, name): open() but for writing, and its like."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        owner, _, last = name.rpartition(".")
+        texts = [part.value for part in [*node.args, *[word.value for word in node.keywords]]
+                 if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        writes = any(set(mode) <= set("wxabt+") and set(mode) & set("wxa") for mode in texts)
+        opens = last in ("open", "fdopen", "FileIO") and not writes
+        if (opens or last in READS) and owner != "inputs":
+            found.append((node.lineno, name))
+    return found
+
+
+def test_every_input_of_data_and_records_goes_through_one_reader():
+    planted = ["open(path)", "open(path, 'rb')", "path.read_text()", "gzip.open(raw)", "io.open(x, mode)",
+               "Path(x).open()", "np.fromfile(path)", "open(path, 'r+')", "open(path, encoding='utf-8')"]
+    fine = ["open(path, 'wb')", "inputs.read_text(path)", "open(path, mode='a')", "path.write_text('x')"]
+    assert [text for text in planted if not goes_around(text)] == []
+    assert [text for text in fine if goes_around(text)] == []
+    found = []
+    for path in sorted([*ROOT.glob("data/*.py"), *ROOT.glob("records/*.py")]):
+        if path.name != "inputs.py":
+            text = path.read_text(encoding="utf-8")
+            found += [f"{path.name}:{line} {name}" for line, name in goes_around(text)
+                      if (path.name, name) not in ALLOWED]
+    assert found == []

@@ -1,0 +1,211 @@
+"""records/: logs in other encodings, with what terminals, progress bars and crashes leave in them. The
+numbers are those of the plain log, or none."""
+import codecs
+import json
+import random
+import re
+
+import pytest
+
+import runs
+from test_inputs import ENCODINGS, encoded
+from test_record_stats import RULER, SOURCE, golf_log, speedrun_log
+
+SHORT = SOURCE.replace("x = 1  # a long script\n" * 1500, "x = 1\n")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """{"speedrun" or "golf": (text of a log, its Run)}; the numbers of the first are public ones."""
+    folder = tmp_path_factory.mktemp("plain")
+    speedrun_log(folder / "speedrun.txt", 3.2744, 69.993, source=SHORT, total=1490)
+    golf_log(folder / "golf.log", 7, 2.02857127, 1.20143417, 15_000_000, SHORT)
+    return {path.stem: (path.read_text(), runs.read_log(path)) for path in folder.iterdir()}
+
+
+# --- what may be around the lines of a log: text -> text or bytes ----------------------------------------
+def bar(i, total=1490):
+    """As tqdm draws it."""
+    share = i * 100 // total
+    drawn = f"{'█' * (share // 10):<10}"
+    return f"train: {share:3d}%|{drawn}| {i}/{total} [00:{i % 60:02d}<01:07, 20.96it/s, loss=3]"
+
+
+def step_lines(text, change):
+    """Changes each line of the run, after the last ruler, by its number."""
+    top, ruler, body = text.rpartition(RULER + "\n")
+    lines = body.split("\n")
+    return top + ruler + "\n".join(change(i, line) if line else line for i, line in enumerate(lines))
+
+
+COLORS = ("\x1b[0m", "\x1b[1;32m", "\x1b[38;2;9;9;9m", "\x1b[K", "\x1b[2K", "\x1b[1A", "\x1b]0;a title\x07",
+          "\x1b(B", "\x1b[?25l", "\x1b7")
+BEFORE = ("\r\r", "\x1b[2K\r", "\x1b[0G", "\b\b\b", "\r{}\r", "{}", "{}\n")     # {}: a bar
+
+
+def colored(text):
+    """Each number in a color of its own."""
+    def change(i, line):
+        return COLORS[i % 10] + re.sub(r"(\d+\.?\d*)", "\x1b[1m\\1\x1b[0m", line)
+    return step_lines(text, change)
+
+
+def with_holes(text):
+    """Blocks of a file that were never written."""
+    raw = text.encode()
+    for start in (b"seed:", b"step:250/"):
+        raw = raw.replace(b"\n" + start, b"\n" + bytes(700) + b"\n" + start)
+    return raw
+
+
+def half_utf_16(text):
+    """As `>>` of PowerShell appends to a file that something else began."""
+    at = text.index("\n", text.rindex(RULER) + 400) + 1
+    return text[:at].encode() + codecs.BOM_UTF16_LE + text[at:].encode("utf-16-le")
+
+
+WAYS = {
+    **{encoding: (lambda text, encoding=encoding: encoded(text, encoding)) for encoding in ENCODINGS},
+    "crlf": lambda text: text.replace("\n", "\r\n"),
+    "cr": lambda text: text.replace("\n", "\r"),
+    "cr cr lf": lambda text: text.replace("\n", "\r\r\n"),
+    "crlf after the source": lambda text: step_lines(text, lambda i, line: line + "\r"),
+    "colors": colored,
+    "colors in utf-16": lambda text: encoded(colored(text), "utf-16-le unmarked"),
+    "bars rewritten": lambda text: step_lines(text, lambda i, line: f"\r{bar(i)}\r{bar(i + 1)}\r{line}"),
+    "bars before": lambda text: step_lines(text, lambda i, line: bar(i) + line),
+    "bars cleared": lambda text: step_lines(text, lambda i, line: f"\r{bar(i)}\r{' ' * 90}\r\x1b[K{line}"),
+    "bars after": lambda text: step_lines(text, lambda i, line: f"{line}\n\r{bar(i)}"),
+    "bars without an end": lambda text: step_lines(text, lambda i, line: f"{i}it [00:01, 10.31it/s]{line}"),
+    "bars of hours": lambda text: step_lines(text, lambda i, line: f"{i}it [1:00:01, 1.3s/it] {line}"),
+    "backspaces": lambda text: step_lines(text, lambda i, line: f"{i} %" + "\b" * 4 + line),
+    "appended utf-16": half_utf_16,
+    "zeros at the end": lambda text: text.encode() + bytes(4096),
+    "zeros between lines": with_holes,
+    "latin-1": lambda text: step_lines(text, lambda i, line: f"{line}\n30 µs in Zürich").encode("latin-1"),
+    "no last line end": lambda text: text.rstrip("\n")}
+
+
+def facts_of(run):
+    """All that stands in a log but for its text."""
+    return {name: value for name, value in vars(run).items() if name not in ("path", "label", "sizes")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["speedrun", "golf"])
+def test_the_numbers_are_those_of_the_plain_log(tmp_path, plain, kind, way):
+    text, wanted = plain[kind]
+    changed = WAYS[way](text)
+    path = tmp_path / f"{kind}.TXT"
+    path.write_bytes(changed.encode() if isinstance(changed, str) else changed)
+    run = runs.read_log(path)
+    assert facts_of(run) == facts_of(wanted)
+    assert kind == "golf" or (run.value("val_loss"), run.time) == (3.2744, 69.993)
+
+
+def test_every_tool_reads_such_logs(tool, tmp_path, plain):
+    """stats, audit, plot and the page."""
+    text = plain["speedrun"][0]
+    for i, way in enumerate(("colors in utf-16", "bars before", "crlf", "appended utf-16")):
+        changed = WAYS[way](text.replace("69993ms", f"6999{i}ms"))
+        raw = changed.encode() if isinstance(changed, str) else changed
+        (tmp_path / "2026-07-01_x").mkdir(exist_ok=True)
+        (tmp_path / "2026-07-01_x" / f"{i}.log").write_bytes(raw)
+    (tmp_path / "2026-07-01_x" / "README.md").write_text("a page\n")
+    code, out, err = tool("stats", tmp_path / "2026-07-01_x", "--target", 3.28)
+    assert code == 0 and "n=4 mean 3.2744" in out and "69.99" in out and "left out" not in out
+    assert "1 folders, 0 with findings" in tool("audit", tmp_path)[1]
+    assert tool("plot", tmp_path / "2026-07-01_x", "--out", tmp_path / "x.png")[0] == 0
+    assert tool("board", "--html", tmp_path / "2026-07-01_x", "--out", tmp_path / "x.html")[0] == 0
+    assert "3.2744" in (tmp_path / "x.html").read_text(encoding="utf-8")
+
+
+def test_logs_in_linked_folders_are_found_once(tool, tmp_path, plain):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.log").write_text(plain["speedrun"][0])
+    (tmp_path / "in").mkdir()
+    for name, target in (("a", "elsewhere"), ("b", "elsewhere"), ("loop", "in")):
+        (tmp_path / "in" / name).symlink_to(tmp_path / target)
+    out = tool("stats", tmp_path / "in")[1]
+    assert "n=1 mean 3.2744" in out and "same run" not in out
+
+
+@pytest.mark.parametrize("mark", ENCODINGS[:5])
+def test_other_texts_of_a_record_folder_in_other_encodings(tool, tmp_path, mark):
+    """submission.json, README.md and the script."""
+    folder = tmp_path / "track_10min_16mb" / "2026-04-02_x"
+    for seed in (1, 2, 3):
+        path = folder / f"train_seed{seed}.log"
+        golf_log(path, seed, 2.0 + seed / 100, 1.2 + seed / 1000, 15_000_000, SHORT)
+    submission = json.dumps(dict(val_bpb=1.201, bytes_total=15_000_000 + len(SHORT)))
+    for name, text in (("submission.json", submission), ("README.md", "# x\nval_bpb: 1.2010\n"),
+                       ("train_gpt.py", SHORT)):
+        (folder / name).write_bytes(encoded(text, mark))
+    found = [line for line in tool("audit", tmp_path)[1].splitlines() if line.startswith("    ")]
+    assert all("val_bpb" not in line and "packed" not in line for line in found), found
+    assert not any("another script" in line for line in found)
+
+
+@pytest.mark.parametrize("damage", ["3.2\ufffd44", "3.2\x0044", "3.2\ud7ff", "3.", "3.27x"])
+def test_a_damaged_number_is_no_other_number(tmp_path, plain, damage):
+    text, wanted = plain["speedrun"]
+    (tmp_path / "x.log").write_text(text.replace("3.2744", damage))
+    run = runs.read_log(tmp_path / "x.log")
+    assert run.value("val_loss") is None and run.curves["val"] == wanted.curves["val"][:-1]
+
+
+# --- drawn by chance -------------------------------------------------------------------------------------
+def drawn(number, text):
+    """(bytes of a log with much in it that does not belong there, is its end cut off?)"""
+    rng = random.Random(f"log {number}")
+    cut = rng.random() < 0.4
+    share = rng.choice((0, 0.02, 0.5))
+
+    def change(i, line):
+        before = ""
+        if rng.random() < share:
+            before = rng.choice(BEFORE).format(bar(i))
+        at = rng.randrange(len(line) + 1)
+        code = rng.choice(COLORS) if rng.random() < share else ""
+        return before + line[:at] + code + line[at:]
+
+    text = step_lines(text, change)
+    if cut:
+        text = text[:rng.randrange(len(text))]
+    text = text.replace("\n", rng.choice(("\n", "\n", "\r\n", "\r", "\r\r\n")))
+    raw = encoded(text, rng.choice(ENCODINGS))
+    if rng.random() < 0.2:
+        raw = raw[:len(raw) - rng.randint(1, 3)]
+        cut = True
+    if rng.random() < 0.2:
+        raw += bytes(rng.choice((1, 2, 512)))
+    return raw, cut
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("cases", [
+    pytest.param(range(0, 300, 10), id="sample"),
+    pytest.param(range(300), id="all", marks=pytest.mark.slow)])
+def test_damaged_logs(tmp_path, plain, cases):
+    """No traceback and no number that the plain log does not have; whole logs have them all."""
+    for case in cases:
+        kind = ("speedrun", "golf")[case % 2]
+        text, wanted = plain[kind]
+        print(f"drawn({case}, {kind})")
+        raw, cut = drawn(case, text)
+        path = tmp_path / f"{case}.log"
+        path.write_bytes(raw)
+        try:
+            found = runs.read_logs(path)
+        except runs.Refused as refusal:
+            assert cut, refusal
+            continue
+        run, = found
+        if not cut:
+            assert facts_of(run) == facts_of(wanted)
+        for name, curve in run.curves.items():
+            assert curve == wanted.curves[name][:len(curve)]
+        assert run.finals == wanted.finals[:len(run.finals)] and run.steps <= wanted.steps
+        for metric in ("val_loss", "val_bpb", "time"):
+            early = run.steps < wanted.steps or len(run.finals) < len(wanted.finals)
+            assert early or run.value(metric) in (None, wanted.value(metric))
