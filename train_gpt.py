@@ -2992,6 +2992,7 @@ class SpeedrunPlus(Config):
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
 
     def check(self):
+        """Raises Refused for constants that make no run together."""
         super().check()
         self.check_topology()
         if self.num_heads % 2 or self.qk_dim % 4:
@@ -3037,6 +3038,7 @@ class SpeedrunPlus(Config):
         return dict(documents=Documents, rows=Rows)[self.packing]
 
     def stages(self):
+        """Three about equal parts of iterations, then the extension."""
         B, T, prefix = self.train_batch_tokens, self.train_seq_len, self.prefix_weight
         first = ((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
         second = ((1.0, 1.0), (0.5, 0.0))

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 # every side a multiple of 16, for fp8
 SMALL = dict(
     vocab_size=64, bos_id=3, model_dim=64, num_heads=4, qk_dim=12, bigram_rows=48, bigram_sign_rows=8,
-    mudd_dim=8, mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52), eval_window=80,
-    train_seq_len=64, train_batch_tokens=128, max_doc_len=20, doc_schedule=(20, 20, 20, 20))
+    mudd_dim=8, mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52),
+    eval_window=80, train_seq_len=64, train_batch_tokens=128, max_doc_len=20, doc_schedule=(20, 20, 20, 20))
 
 
 def small(**settings):
