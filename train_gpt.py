@@ -2873,6 +2873,20 @@ class SpeedrunPlusStage(WindowStage):
     next_weights: tuple = ((1.0, 1.0),)
     prefix_weights: tuple = (0.0, 0.0)
 
+    @property
+    def next_losses(self):
+        """next_weights as the plan shows them: 1,0.5,0.25:0"""
+        return ",".join(self.shown(*pair) for pair in self.next_weights)
+
+    @property
+    def prefix_loss(self):
+        """The same of prefix_weights."""
+        return self.shown(*self.prefix_weights)
+
+    @staticmethod
+    def shown(first, last):
+        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
+
 @dataclass(frozen=True)
 class SpeedrunPlus(Config):
     """Eleven layers that read earlier ones by weights of each token's own (MUDD), heads in pairs, three kinds
@@ -3136,7 +3150,7 @@ class SpeedrunPlus(Config):
         return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
 
     def plan_columns(self):
-        return ["doc_len", "next_weights", "prefix_weights"]
+        return ["doc_len", "next_losses", "prefix_loss"]
 
     def windows(self, stage, T):
         last = self.stages()[-1]

@@ -215,6 +215,15 @@ def test_losses_of_the_stages():
         assert model(tokens, targets, context).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
+def test_the_plan_shows_the_stages():
+    table = [line.split() for line in train_gpt.stage_lines(preset_config("speedrun_plus"))]
+    assert table[0][-3:] == ["doc_len", "next_losses", "prefix_loss"]
+    assert table[1] == "0 131072 16384 384 128 1.0000 896 1,0.5,0.25:0 0.25".split()
+    assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
+    assert table[3] == "847 393216 49152 1408 640 1.7300 2048 1 0".split()
+    assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
+
+
 def test_the_prefix_table_is_built_from_the_tokenizer():
     cfg = small()
     model, said = cfg.make_model(Kernels()), []
