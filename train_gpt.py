@@ -3193,6 +3193,27 @@ class SpeedrunPlus(Config):
                 gates.inputs.append(layer)
         return early, late
 
+    def first_gates(self):
+        """What the MUDD gates give at first, of both halves, in the order of gated_layers(): no XSA, a quarter
+        of each head's output, nothing of the embedding, a part of bigrams, half of the skip; dynamic attention
+        mixes heads alike and adds nothing."""
+        H, rows = self.num_heads, []
+        for gated in self.gated_layers():
+            row = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
+            row += [0.0, 0.05] * len(gated.inputs)
+            rest = [0.5] + [1.0] * H + [0.0] * H
+            rows.append(row + rest[:sum(gated.rest)])
+        return rows
+
+    def first_mudd(self):
+        """What MUDD gives at first, in front of the last layer and after it, in the order of last_layer() and
+        hidden(): value embeddings in full and the factors of other layers; after it half of what attn_source
+        has put out is taken off."""
+        of_streams = [0.0] * 6
+        of_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
+        of_mlp = [1.1**0.5, 1.0]
+        return of_streams + [2.0, 2.0] + of_attention + of_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
+
     def loss_weights(self, progress):
         """Weights of the losses on the next targets at this progress, and on prefixes where the stage has
         them."""
@@ -3369,25 +3390,13 @@ class SpeedrunPlusModel(Model):
         self.use(kernels)
 
     def first_values(self, values):
-        """The embedding begins as lm_head. MUDD begins as: value embeddings in full, residual stream and
-        outputs with the factors of other layers, a part of bigrams; at the end half of attn_source's output
-        is taken off. Gates: a quarter of each head's output, a part of bigrams, half of the skip, dynamic
-        attention of equal parts."""
+        """The embedding begins as lm_head; the factors of queries, keys and values at half."""
         values["embed"] = values["head"].clone()
         for layer in range(self.cfg.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        # values of three streams, the same of the residual stream; two of value embeddings; factors of
-        # attention, of the embedding and bigrams, of the MLP: the order of hidden()
-        resid = 1.1**0.5
-        last = [0.0] * 6 + [2.0, 2.0, resid, 1.0, 0.0, 0.05, resid, 1.0]
-        values["mudd_b2"][0] = torch.tensor(last) / MUDD_SCALE
-        values["mudd_b2"][1, 1] = -0.5 / MUDD_SCALE
-        H = self.cfg.num_heads
-        rest = [0.5] + [1.0] * H + [0.0] * H
-        for half, gated in enumerate(self.gated):
-            biases = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
-            biases += [0.0, 0.05] * len(gated.inputs) + rest[:sum(gated.rest)]
-            values["mudd_gate_b2"][half, :len(biases)] = torch.tensor(biases) / MUDD_SCALE
+        for name, rows in ("mudd_b2", self.cfg.first_mudd()), ("mudd_gate_b2", self.cfg.first_gates()):
+            for place, row in enumerate(rows):
+                values[name][place, :len(row)] = torch.tensor(row) / MUDD_SCALE
         return values
 
     def context(self, T, device, dtype=None, stage=None):
