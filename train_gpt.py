@@ -771,13 +771,15 @@ def mudd(x, w1, w2, bias, scale):
     bias (n,), scale: a number or (1,) -> (B, T, n)."""
     return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
 
-SIGNS_SEED = 0
-
 def random_signs(rows, width):
-    """int8 (rows, width) of 1 and -1, the same everywhere: numpy keeps the raw stream of PCG64 as it is."""
-    words = np.random.PCG64(SIGNS_SEED).random_raw(math.ceil(rows * width / 64)).astype("<u8")
-    bits = np.unpackbits(words.view(np.uint8))[:rows * width].reshape(rows, width)
-    return torch.tensor(2 * bits.astype(np.int8) - 1)
+    """int8 (rows, width) of 1 and -1, the same everywhere: bits of splitmix64's first numbers."""
+    numbers = torch.arange(1, 1 + math.ceil(rows * width / 64)) * (0x9E3779B97F4A7C15 - 2**64)  # modulo 2**64
+    for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1):
+        without_sign = (1 << 64 - shift) - 1
+        numbers = numbers ^ (numbers >> shift & without_sign)
+        numbers = numbers * (factor - 2**64 if factor >= 2**63 else factor)
+    bits = numbers[:, None] >> torch.arange(64) & 1
+    return (2 * bits - 1).to(torch.int8).flatten()[:rows * width].view(rows, width)
 
 def bigram_signs(tokens, signs):
     """The row of signs (B, T, C) of each token with the one before, so that bigrams that share a row of the
@@ -3194,9 +3196,9 @@ class SpeedrunPlus(Config):
         return early, late
 
     def first_gates(self):
-        """What the MUDD gates give at first, of both halves, in the order of gated_layers(): no XSA, a quarter
-        of each head's output, nothing of the embedding, a part of bigrams, half of the skip; dynamic attention
-        mixes heads alike and adds nothing."""
+        """What the MUDD gates give at first, of both halves, in the order of gated_layers(): no XSA, a
+        quarter of each head's output, nothing of the embedding, a part of bigrams, half of the skip; dynamic
+        attention mixes heads alike and adds nothing."""
         H, rows = self.num_heads, []
         for gated in self.gated_layers():
             row = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
