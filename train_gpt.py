@@ -368,7 +368,8 @@ def load_config(env, argv=()):
     Raises Refused."""
     flags = dict(parse_flags(argv))
     preset = flags.get("PRESET", env.get("PRESET", default_preset()))
-    require(preset in RECIPES, f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    known = isinstance(preset, str) and preset in RECIPES
+    require(known, f"preset={preset!r} is none of {', '.join(RECIPES)}")
     own, given = fields_of(RECIPES[preset]), {}
     for source in (env, flags):
         for typed, name in NAMES.items():
@@ -2041,6 +2042,8 @@ class Speedrun(Config):
                               f"{self.window_block}: change window_schedule or eval_window")
         check_skips(self)
         check_lr_switches(self)
+        if len(self.fp8_head_most) != 3:
+            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
     def packer(self):
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
@@ -5305,7 +5308,8 @@ def flash_attention(q, k, v, mask, module):
     if begins is None:
         return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    return module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options).view_as(v).transpose(1, 2)
+    y = module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options)
+    return y.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 if triton:
     @triton.jit

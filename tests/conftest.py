@@ -22,6 +22,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "records", "data
 pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
                                "golden_golf_plus", "golden_speedrun_frontier", "golden_gpt2_plus")
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")      # before torch: threads that wait take no core
+
 import fork_server  # noqa: E402
 import helpers  # noqa: E402
 
@@ -153,7 +155,7 @@ def exit_codes(processes, timeout, grace):
     """Of all. Kills what is left so many seconds after one failed, as torchrun does, or at the timeout."""
     ends = time.monotonic() + timeout
     failed = False
-    while any(process.poll() is None for process in processes) and time.monotonic() < ends:
+    while any([process.poll() is None for process in processes]) and time.monotonic() < ends:     # polls all
         if not failed and any(process.returncode for process in processes):
             failed, ends = True, min(ends, time.monotonic() + grace)
         time.sleep(0.02)
@@ -222,13 +224,17 @@ def markers_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it."""
+    """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it, and
+    counts that."""
     for item in items:
         if QUICK & {item.path.name, f"{item.path.name}::{item.originalname}"}:
             item.add_marker("quick")
     asked = set(re.findall(r"\w+", config.option.markexpr))
     left = [item for item in items if markers_of(item) & LEFT_OUT and not markers_of(item) & asked]
     config.left_out = Counter(name for item in left for name in markers_of(item))
+    config.left_out["gpu"] = sum("gpu" in markers_of(item) for item in items if item not in left)
+    config.all_collected = not any("::" in argument for argument in config.args) and (
+        {item.path.name for item in items} >= {path.name for path in (ROOT / "tests").glob("test_*.py")})
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]

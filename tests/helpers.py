@@ -122,7 +122,7 @@ def toy_of(preset, **settings):
     """TOY for another preset, without what that lacks, with settings laid over it."""
     import train_gpt
     own = train_gpt.fields_of(train_gpt.RECIPES[preset])
-    toy = TOY | dict(NUM_KV_HEADS="0", VOCAB_SIZE="512", TOKENIZER_PATH="", PRESET=preset)
+    toy = TOY | dict(NUM_KV_HEADS="0", VOCAB_SIZE="512", TOKENIZER_PATH="", SEQ_SCHEDULE="1", PRESET=preset)
     return {name: text for name, text in toy.items() if name.lower() in own} | settings
 
 

@@ -62,12 +62,13 @@ def ever(*_, **__):
 COUNTED = {
     "the agreement on the time": (train_gpt.Clock, "agree", nth(2), {}),
     "the batch": (train_gpt.Loader, "next", ever, {}),
-    "forward and backward": (train_gpt.GPT, "forward", nth(3), {}),     # after the rehearsal
+    "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the rehearsal
     "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
-    "the schedules": (train_gpt, "lr_factor", lambda _, step, __: step == 2, {}),
+    "the schedules": (train_gpt.Tiny, "schedule", lambda _, step, __: step == 2, {}),
     "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: lines[0].startswith("step:2/"), {}),
     # of the first stage: once in the rehearsal, never in evaluation
-    "the context": (train_gpt, "make_context", nth(2, lambda _, T, window, *__: window == 32),
+    "the context": (train_gpt.TinyModel, "training_context",
+                    nth(2, lambda _, T, device, dtype, stage: stage.window == 32),
                     dict(WINDOW_SCHEDULE="32,16")),
     "the copy for a checkpoint": (train_gpt.Saver, "save", ever, dict(SAVE_EVERY="3")),
     "whether a checkpoint is due": (train_gpt.Saver, "due", lambda _, step, *__: step == 2, {}),
@@ -229,16 +230,17 @@ class Device:
         return SimpleNamespace(synchronize=synchronize, query=lambda: self.clock >= end)
 
 
-def run_on(device, monkeypatch, others=None, **settings):
+def run_on(device, monkeypatch, others=None, preset="tiny", **settings):
     """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks
     agree on."""
-    cfg = train_gpt.replace(train_gpt.load_config(TOY), vocab_size=512, train_log_every=100,
-                            count_orders=(0,), **settings)
-    seen, momentum = [], train_gpt.muon_momentum
+    env = toy_of(preset, WINDOW_SCHEDULE="0", EVAL_WINDOW="0")
+    cfg = train_gpt.replace(train_gpt.load_config(env), vocab_size=512, train_log_every=100, **settings)
+    seen, schedule = [], type(cfg).schedule
 
-    def muon_momentum(cfg, step, progress):
-        seen.append((step, progress, train_gpt.lr_factor(cfg, step, progress)))
-        return momentum(cfg, step, progress)
+    def noted(cfg, step, progress):
+        now = schedule(cfg, step, progress)
+        seen.append((step, progress, now.lr))
+        return now
 
     def all_reduce(tensor, op="SUM", group=None):
         if op == "MAX":     # the time
@@ -256,8 +258,9 @@ def run_on(device, monkeypatch, others=None, **settings):
                         optimizer=SimpleNamespace(take_mean=lambda: None))
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
+        patch.setattr(type(cfg), "schedule", noted)
         for name, fake in dict(
-                muon_momentum=muon_momentum, train_step=device.train_step, all_reduce=all_reduce,
+                train_step=device.train_step, all_reduce=all_reduce,
                 evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), hardware=lambda _: "").items():
             patch.setattr(train_gpt, name, fake)
         patch.setattr(torch.cuda, "current_stream", lambda: device)
@@ -321,8 +324,10 @@ def test_learning_rates_follow_the_time(slowdown, monkeypatch):
     whole = [factor for step, _, factor in seen if step * lap < 0.48 * cap]
     assert len(whole) >= 2 and set(whole) == {1.0}
     assert factors == sorted(factors, reverse=True) and factors[-1] < 2.5 * lap / (cap / 2)
-    _, seen = run_on(Device(lambda _, multiple: lap * multiple / 3, False), monkeypatch, warmdown_frac=0.0,
-                     batch_schedule=(1, 3), lr_schedule=(1.0, 3.0), lr_switches=(0.0, 0.5), **settings)
+    _, seen = run_on(Device(lambda _, multiple: lap * multiple / 3, False), monkeypatch, preset="speedrun",
+                     warmdown_frac=0.0, seq_schedule=(1,), batch_schedule=(1, 1, 3, 3), extension_iterations=0,
+                     stage_starts=(0.0, 0.25, 0.5, 0.75), lr_schedule=(1.0, 3.0), lr_switches=(0.0, 0.5),
+                     **settings)
     assert all(factor == (1.0 if progress < 0.5 else 3.0) for _, progress, factor in seen)
     assert {factor for *_, factor in seen} == {1.0, 3.0}
 
@@ -333,7 +338,7 @@ def test_a_warmdown_in_steps_follows_the_clock(warmdown, iterations, monkeypatch
     """... and not the number of steps: LR is the part of the warmdown for which there is time at the pace so
     far; all of them fall if that is more than the run has."""
     cap, lap = 3.0, 0.0625
-    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, warmdown_iters=warmdown,
+    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, preset="golf", warmdown_iters=warmdown,
                      max_wallclock_seconds=cap, iterations=iterations)
     assert len(seen) > 40 and seen[0][2] == 1.0, "nothing is known of the pace"
     for step, progress, factor in seen[1:]:
@@ -398,7 +403,8 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
     rng = np.random.default_rng(0)
     write_shard(tmp_path / "x_train_000000.bin", rng.integers(0, 100, 20_000))
     write_shard(tmp_path / "x_val_000000.bin", rng.integers(100, 200, 3_000))
-    forward, hidden, step = train_gpt.GPT.forward, train_gpt.GPT.hidden, train_gpt.Optimizer.step
+    model, step = train_gpt.TinyModel, train_gpt.Optimizer.step
+    forward, hidden = model.forward, model.hidden
     seen, scored, optimized = [], [], []
 
     def spy_forward(self, tokens, targets, context, *candidates):
@@ -415,8 +421,8 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
         optimized.append(len(seen))
         return step(self, *more)
 
-    monkeypatch.setattr(train_gpt.GPT, "forward", spy_forward)
-    monkeypatch.setattr(train_gpt.GPT, "hidden", spy_hidden)
+    monkeypatch.setattr(model, "forward", spy_forward)
+    monkeypatch.setattr(model, "hidden", spy_hidden)
     monkeypatch.setattr(train_gpt.Optimizer, "step", spy_step)
     done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="200", VAL_TOKENS="0", ITERATIONS="8",
                  VAL_LOSS_EVERY="2", WARMUP_STEPS="2", SAVE_EVERY="3", DEVICE_BATCH_SIZE="8")

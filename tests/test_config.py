@@ -12,54 +12,11 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, init_parameters
-from train_gpt import (ALIASES, MODEL_FIELDS, PRESETS, Config, Refused, load_config, near_misses, overrides,
-                       parameter_table, show)
+from helpers import ROOT, SCRIPT
+from train_gpt import ALIASES, Refused, load_config, near_misses, overrides, show
 
-# Every constant of every preset, by name, type and value: records rely on them. `tiny` is all of them, the
-# others what differs, with what the depth dial derives. A change here is a decision.
-PLAIN = dict(count_orders=(0,), copy_orders=(0,), batch_schedule=(1,), parameters=())
-PINNED = {
-    "tiny": dict(
-        # of the model: what an artifact carries
-        preset="tiny", vocab_size=0, train_seq_len=4096, max_doc_len=0, bos_id=0, num_layers=2, model_dim=128,
-        num_heads=2, num_kv_heads=0, mlp_mult=3, tie_embeddings=False, logit_softcap=15.0, qk_gain_init=1.5,
-        attn_scale=0.0, key_offset=True, attn_gate_dim=0, value_gate_dim=0, value_lambdas=False,
-        rope_base=1000.0, rope_fraction=1.0, rope_end=False, rope_yarn=False, smear_dim=0,
-        smear_documents=False, bigram_rows=65_536,
-        count_orders=(2, 3, 4, 6, 9), count_bits=24, copy_orders=(1, 2, 3, 4, 6, 9),
-        residual_mix=True, scalar_mix=False, layer_scale=True,
-        unet_skips=True, skip_sigmoid=False, skip_layers=(0,), backout_layer=0, value_embed_layers=(0, 1),
-        window_pattern="-L", window_schedule=(128,), window_block=1, eval_window=0,
-        value_gate_factor=2.0, smear_normed=False, short_window=0.5,
-        logit_shift=0.0, logit_width=0.0, value_gate_mixed=(0,), attn_lambdas=False, attn_source=0,
-        bigram_lambdas=False, mix_sublayers=False, skip_gate_dim=0,
-        # of the run
-        run_id="", seed=1337, device="auto", dtype="auto", fp8="off", sdpa_backend="flash3",
-        fp8_head_most=(0.0, 0.875, 1.0),
-        gate_lr=0.008, muon_momentum_end=0.0, polar_margin=1.02, adam_weight_decay=0.0,
-        cautious_decay="muon", lr_warmup_steps=0,
-        untie_at=0.0, stage_starts=(0.0,), doc_schedule=(0,), mtp_schedule=("1",),
-        artifact_codec="auto", ema_decay=0.0,
-        compile=True, triton_kernels=True, dry_run=False,
-        eval_from="", resume="", save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
-        sample_tokens=96, sample_temperature=0.8, sample_top_k=0, train_log_every=50, val_loss_every=0,
-        artifact_bytes_limit=0, artifact_step=0.0, artifact_keep=65_536, artifact_scale_floor=0.0,
-        score_artifact=True, data_path="data/datasets/embedded", tokenizer_path="",
-        data_fingerprint="dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-        train_batch_tokens=4096, shuffle=True, packing="rows", max_epochs=0, device_batch_size=0,
-        val_tokens=0, val_batch_size=65_536, eval_context=0, eval_stride=0, eval_sliding=0,
-        eval_ttt=0, eval_ttt_lr=0.05,
-        parameters=("bigram_embed.every=2",), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, tied_embed_lr=0.05,
-        tied_embed_init_std=0.005, scalar_lr=0.04,
-        muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
-        muon_momentum_cooldown_steps=0, orthogonalization="newton_schulz", muon_backend_steps=5,
-        muon_sum=False, normuon_beta2=0.0, weight_decay=0.0, decay_schedule="lr", beta1=0.8, beta2=0.95,
-        adam_eps=1e-8, adam_eps_corrected=True, loss_sum_ranks=0, adam_every=1, grad_clip_norm=0.0,
-        iterations=100_000, extension_iterations=0, max_wallclock_seconds=120.0, warmup_steps=2,
-        warmdown_iters=0, warmdown_frac=0.5, lr_floor=0.0, batch_schedule=(1, 2), seq_schedule=(1,),
-        lr_schedule=(1.0,), lr_switches=(0.0,))}
-# what the recipes that are sections of their own share, and each of them, whole
+# Every constant of every recipe, by name and value: records rely on them. What all share, and each, whole. A
+# change here is a decision.
 RUN = dict(
     run_id="", seed=1337, device="auto", dtype="auto", sdpa_backend="flash3", compile=True,
     triton_kernels=True, dry_run=False, eval_from="", resume="", save_every=0, save_every_seconds=0.0,
@@ -70,6 +27,19 @@ RUN = dict(
     extension_iterations=0, score_artifact=True, artifact_codec="zlib", artifact_keep=65_536)
 PROMPTS = "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"
 RECIPES = {
+    "tiny": RUN | dict(
+        preset='tiny', train_log_every=50, val_loss_every=0, data_path='data/datasets/embedded',
+        tokenizer_path='',
+        data_fingerprint='dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49', vocab_size=0,
+        train_seq_len=4096, train_batch_tokens=4096, packing='rows', shuffle=True, val_batch_size=65536,
+        num_layers=2, model_dim=128, num_heads=2, iterations=100000, max_wallclock_seconds=120.0,
+        warmup_steps=2, artifact_bytes_limit=0, mlp_mult=3, window_pattern='-L', window_schedule=(),
+        rope_base=1000.0, qk_gain_init=1.5, key_offset=True, value_embed_layers=(0, 1), unet_skips=True,
+        logit_softcap=15.0, bigram_rows=65536, count_orders=(2, 3, 4, 6, 9), count_bits=24, copy_orders=(1, 2,
+        3, 4, 6, 9), matrix_lr=0.03, embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95,
+        muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_backend_steps=5, bigram_every=2,
+        beta1=0.8, beta2=0.95, adam_eps=1e-08, warmdown_frac=0.5, lr_floor=0.0, eval_sliding=0, eval_ttt=0,
+        eval_ttt_lr=0.05),
     "golf": RUN | dict(
         preset="golf", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
         logit_softcap=30.0, rope_base=10_000.0, qk_gain_init=1.5, data_path="data/datasets/fineweb10B_sp1024",
@@ -94,7 +64,6 @@ RECIPES = {
         muon_momentum_warmup_steps=300, muon_momentum_cooldown_steps=50, muon_backend_steps=5,
         normuon_beta2=0.95, weight_decay=1.2, adam_every=2, beta1=0.65, beta2=0.95, adam_eps=1e-08,
         lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66), warmdown_frac=0.55, lr_floor=0.1),
-<<<<<<< HEAD
     "golf_plus": RUN | dict(
         preset="golf_plus", num_layers=11, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=4,
         mlp_slope=0.5, logit_softcap=30.0, rope_base=10_000.0, rope_fraction=0.25, qk_gain_init=4.0,
@@ -109,7 +78,6 @@ RECIPES = {
         max_wallclock_seconds=588.0, warmdown_frac=0.667, warmup_steps=40, artifact_bytes_limit=16_000_000,
         artifact_codec="brotli", artifact_step=12.85 / 31, artifact_embed_step=20 / 127, gptq_batches=64,
         eval_sliding=64, eval_ttt=0, eval_ttt_lr=0.05),
-=======
     "speedrun_plus": RUN | dict(
         preset='speedrun_plus', train_log_every=0, val_loss_every=250,
         data_path='data/datasets/fineweb10B_gpt2', tokenizer_path='', vocab_size=50304, train_seq_len=16384,
@@ -130,7 +98,6 @@ RECIPES = {
         muon_backend_steps=5, polar_margin=1.02, normuon_beta2=0.9, weight_decay=1.2,
         adam_weight_decay=0.005, adam_eps=1e-10, adam_every=2, untie_at=0.6669291338582677,
         warmdown_frac=0.6, lr_floor=0.15),
->>>>>>> frontier
     "gpt2": RUN | dict(
         preset='gpt2', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
         val_loss_every=250,
@@ -164,63 +131,18 @@ RECIPES = {
         adam_weight_decay=0.01, beta1=0.8, beta2=0.95, adam_eps=1e-10, lr_warmup_steps=40,
         warmdown_frac=0.6499640804597702, lr_floor=0.05, core=True, core_bundle='data/core_bundle',
         core_metric_every=0, core_metric_max_per_task=0)}
-# the later records
-<<<<<<< HEAD
-PINNED["speedrun_plus"] = PINNED["speedrun"] | dict(num_layers=11, logit_softcap=11.5,
-    fp8_head_most=(100.0, 1.6, 0.75), logit_shift=5.0,
-    logit_width=15.0, key_offset=True, value_gate_dim=12, value_gate_mixed=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0,
-    1), value_lambdas=False, attn_lambdas=True, attn_source=7, bigram_rows=251520, bigram_lambdas=True,
-    mix_sublayers=True, layer_scale=True, skip_gate_dim=12, skip_layers=(3, 6), backout_layer=7,
-    value_embed_layers=(0, 1, 2, 0, 0, 0, 0, 0, 3, 4, 5), window_pattern="PSPLSP-SSPL",
-    parameters=("matrix scale=0.8660254", "attn_proj init=uniform", "input_lambda scale=0.5",
-    "mlp_proj scale=0 lr_mult=4", "value_embeds init=normal scale=0.01",
-    "head+embed init=normal scale=0.005 lr=head_lr beta1=0.5 beta2=0.95 decay_mult=1.2",
-    "value_embed beta1=0.75 beta2=0.95 decay_mult=3", "gate optimizer=adam lr=gate_lr decay_mult=0.008",
-    "stream_gate optimizer=adam lr=gate_lr decay_mult=0", "smear_gate lr_mult=0.01",
-    "skip_gate lr_mult=0.05", "skip_weights scale=-1.5", "resid_lambda scale=1.0488088 beta2=0.95",
-    "x0_lambda+bigram_lambda+layer_scale lr=gate_lr beta2=0.95"), adam_weight_decay=0.005,
-    cautious_decay="all", beta1=0.9, beta2=0.99, adam_eps=1e-10, untie_at=0.666896551724138,
-    iterations=1450, warmdown_frac=0.6, lr_floor=0.15, stage_starts=(0.0, 0.3331034482758621,
-    0.666896551724138, 1.0), doc_schedule=(896, 2048, 2048, 2048), mtp_schedule=("1 0.5 0.25:0", "1 0.5:0",
-    "1", "1"), lr_schedule=(1.0, 1.52, 1.73), lr_switches=(0.0, 0.3331034482758621, 0.666896551724138))
-del PINNED["speedrun"]    # which is a section of its own
-=======
-PINNED["golf_plus"] = PLAIN | dict(
-    num_heads=8, num_kv_heads=4, tie_embeddings=True, logit_softcap=30.0, key_offset=False, rope_base=10000.0,
-    bigram_rows=0, value_embed_layers=(0,), window_pattern="L", window_schedule=(0,),
-    artifact_bytes_limit=16_000_000, data_fingerprint="", shuffle=False, val_batch_size=524_288,
-    matrix_lr=0.02, embed_lr=0.6, tied_embed_lr=0.03, scalar_lr=0.02, muon_momentum=0.99,
-    muon_momentum_warmup_start=0.92,
-    muon_momentum_warmup_steps=1500, muon_sum=True, beta1=0.9, iterations=20_000, model_dim=512,
-) | dict(vocab_size=8192, train_seq_len=2048, num_layers=11, mlp_mult=4,
-    mlp_slope=0.5, depth_scale=True, qk_gain_init=4.0, exclusive=True, rope_fraction=0.25, skip_mix=True,
-    loop_layers=(4, 5), loop_schedule=(0, 2), train_log_every=500, val_loss_every=4000,
-    artifact_step=0.41451612903225804, artifact_codec="brotli", gptq_batches=64, artifact_scale_floor=0.0,
-    data_path="data/datasets/fineweb10B_sp8192", tokenizer_path="data/tokenizers/fineweb_8192_bpe.model",
-    train_batch_tokens=786432, packing="shards", eval_sliding=64,
-    parameters=("query+key+value+fc init=orthogonal", "matrix artifact_most=31",
-    "scalar decay_mult=1 artifact_step=1", "fc decay_mult=0.5",
-    "embed decay_mult=4.25 artifact_step=0.3799136"), muon_row_norm=True, ema_decay=0.997,
-    weight_decay=4.25, decay_schedule="constant", adam_weight_decay=0.02, cautious_decay="none",
-    grad_clip_norm=0.3, max_wallclock_seconds=588.0, warmup_steps=40, warmdown_iters=0, warmdown_frac=0.667)
->>>>>>> frontier
 FIELDS = train_gpt.KNOWN
 # {constant: the first preset that has it}, which the tests of each constant are about
 OWNER = {name: next(preset for preset, recipe in train_gpt.RECIPES.items()
                     if name in train_gpt.fields_of(recipe)) for name in FIELDS}
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
-TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple
-          and name not in ("parameters", "mtp_schedule")]       # of text
+TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple]
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
 COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
-              "seq_schedule": {"packing": "documents", "shuffle": False, "train_batch_tokens": 8192,
-                               "batch_schedule": (1,)},
-              "packing": {"shuffle": False},
-              "untie_at": {"parameters": ("bigram_embed.every=2", "embed.lr=head_lr")},
-              } | {name: {"batch_schedule": (1,)} for name in (
-                  "window_schedule", "stage_starts", "doc_schedule", "mtp_schedule")}
+              "seq_schedule": {"packing": "spans", "shuffle": False, "train_batch_tokens": 8192},
+              "packing": {"shuffle": False}}
 
 
 def flag(name):
@@ -231,20 +153,13 @@ def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
     f, special = FIELDS[name], dict(
         preset="speedrun", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
-        batch_schedule=(2, 3), seq_schedule=(1, 2), packing="documents", shuffle=False, train_seq_len=256,
-        train_batch_tokens=8192, model_dim=512, num_heads=8,
-        num_kv_heads=2, val_tokens=2, count_orders=(2, 5), copy_orders=(1, 3),
-        skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
-        lr_switches=(0.0, 0.25), polar_margin=1.01, fp8_head_most=(1.0, 2.0, 3.0),
-        value_gate_mixed=(1, 0), loop_layers=(0, 1),
-<<<<<<< HEAD
-        loop_schedule=(0, 3), stage_starts=(0.0, 0.5), doc_schedule=(64, 0), mtp_schedule=("1", "1 0.5:0"),
-        parameters=("head.init=normal", "head.scale=0.01"))
-=======
-        loop_schedule=(0, 2), stage_starts=(0.0, 0.5), doc_schedule=(64, 0), mtp_schedule=("1", "1 0.5:0"),
-        parameters=("head.init=normal", "head.scale=0.01"),
-        qk_dim=64, xsa_layers=(3, 4), head_gate_layers=(10,))
->>>>>>> frontier
+        batch_schedule=(2, 3), seq_schedule=(1, 2), packing="spans", shuffle=False, train_seq_len=256,
+        train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2, val_tokens=2,
+        count_orders=(2, 5), copy_orders=(1, 3), skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
+        lr_switches=(0.0, 0.25), polar_margin=1.01, value_gate_dim=14, fp8="head",
+        fp8_head_most=(1.0, 2.0, 3.0),
+        window_block=64, eval_window=256, loop_layers=(0, 1), loop_schedule=(0, 3), stage_starts=(0.0, 0.5),
+        doc_schedule=(64,), qk_dim=64, xsa_layers=(3, 4), head_gate_layers=(10,))
     if name in special:
         return special[name]
     if f.metadata["choices"]:
@@ -270,16 +185,6 @@ def refusal(env, argv=()):
 
 
 # -------------------------------------------------------------------------------- values of the presets
-@pytest.mark.parametrize("preset", PINNED)
-def test_every_constant_of_every_preset(preset):
-    cfg = vars(load_config({"PRESET": preset}))
-    assert set(cfg) == set(PINNED["tiny"])
-    wanted = PINNED["tiny"] | PINNED[preset] | {"preset": preset}
-    wrong = {name: f"{cfg.get(name)!r} instead of {value!r}" for name, value in wanted.items()
-             if type(cfg.get(name)) is not type(value) or cfg[name] != pytest.approx(value)}
-    assert wrong == {}
-
-
 @pytest.mark.parametrize("preset", RECIPES)
 def test_every_constant_of_a_recipe(preset):
     """Its own and the shared ones, and no others."""
@@ -303,7 +208,7 @@ def test_constants_of_other_recipes(preset):
         owners = [other for other, recipe in train_gpt.RECIPES.items() if name in train_gpt.fields_of(recipe)]
         assert sentence.endswith(f"{preset} has no such constant, only {', '.join(owners)}") and owners
         assert sentence == refusal({}, [f"--preset={preset}", f"{flag(name)}={show(on)}"])
-    assert off > 40
+    assert off > 20
 
 
 @pytest.mark.parametrize("preset", ["golf", "golf_plus"])
@@ -311,7 +216,7 @@ def test_what_the_public_script_of_golf_has_and_golf_does_not_need(preset):
     golf = {"PRESET": preset}
     assert load_config(golf | dict(TIE_EMBEDDINGS="1", EMBED_LR="0.6", HEAD_LR="0.008")) == load_config(golf)
     assert refusal(golf | {"TIE_EMBEDDINGS": "0"}) == f"tie_embeddings=0: in {preset} it is always 1"
-    assert "has no such constant" in refusal(golf | {"SKIP_GATE_DIM": "3"})
+    assert "has no such constant" in refusal(golf | {"SMEAR_DIM": "3"})
 
 
 def test_a_column_of_stages_can_be_overridden():
@@ -352,16 +257,11 @@ def test_the_loops_of_golf_plus():
 
 
 def test_names():
-    """Of presets, aliases, and of what an artifact carries; rows hold constants of the right type."""
-    assert train_gpt.default_preset() == "tiny" and PRESETS["tiny"] == {} and set(PRESETS) == set(PINNED)
-    assert set(train_gpt.RECIPES) == {*PINNED, *RECIPES} and set(RECIPES) & set(PINNED) == set()
+    """Of presets and aliases; what a preset has is no override."""
+    assert train_gpt.default_preset() == "tiny" and set(train_gpt.RECIPES) == set(RECIPES)
     assert ALIASES == ALIASES | dict(total_batch_size="train_batch_tokens", num_iterations="iterations",
                                      model_tag="run_id", run="run_id")
-    names = [*PINNED["tiny"]]
-    assert set(MODEL_FIELDS) == set(names[:names.index("run_id")])
-    for preset, row in PRESETS.items():
-        assert set(row) <= {f.name for f in dataclasses.fields(Config)} - {"preset", "run_id"}
-        assert all(type(value) is type(FIELDS[name].default) for name, value in row.items())
+    for preset in RECIPES:
         assert overrides(load_config({"PRESET": preset})) == {}
 
 
@@ -392,8 +292,7 @@ def test_environment_flag_and_edit_are_the_same_config(name):
     value, others = other_value(name), COMPANIONS.get(name, {})
     env = {key.upper(): show(companion) for key, companion in others.items()}
     plain = by_owner(name)
-    edited = Config.parameters + value if name == "parameters" else value  # cells add up
-    by_edit = dataclasses.replace(plain, **others | {name: edited})
+    by_edit = dataclasses.replace(plain, **others | {name: value})
     if name == "preset":
         by_edit = train_gpt.preset_config(value)
         assert load_config({}, [f"--preset={value}"]) == load_config({"PRESET": value}) == by_edit
@@ -469,20 +368,17 @@ def test_tuples_are_comma_lists(name):
     legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
                  count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"],
                  stage_starts=["0,0.25"], fp8_head_most=["0,1,2.5"],
-                 loop_layers=["0, 1"], loop_schedule=["0,2"], xsa_layers=["3", "3, 10"])
+                 loop_layers=["0, 1"], loop_schedule=["0,2"], batch_schedule=["1", "1, 3"],
+                 seq_schedule=["1", "1,2"], window_schedule=["0", "64,128"], doc_schedule=["64", "1,2,3,4"],
+                 xsa_layers=["3", "3, 10"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
         for cfg in (by_owner(name, env | {name.upper(): text}),
                     by_owner(name, env, [f"{flag(name)}={text}"])):
             assert getattr(cfg, name) == tuple(map(kind, text.split(",")))
             assert {type(part) for part in getattr(cfg, name)} == {kind}
-<<<<<<< HEAD
     wrong = [",", "1,", "1;2", "a", "1,nan", "inf", f"{least},{least - 1}", "1 2", f"{most + 1:g}"]
-    wrong += [""] * (FIELDS[name].default != ())
-=======
-    empty = [] if FIELDS[name].metadata["off"] else [""]     # where that turns it off
-    wrong = [*empty, ",", "1,", "1;2", "a", "1,nan", "inf", f"{least},{least - 1}", "1 2", f"{most + 1:g}"]
->>>>>>> frontier
+    wrong += [""] * (FIELDS[name].default != () and not FIELDS[name].metadata["off"])
     owner = {"PRESET": OWNER[name]}
     assert all(name in refusal(owner | {name.upper(): text}) for text in wrong + ["1.5"] * (kind is int))
 
@@ -490,12 +386,6 @@ def test_tuples_are_comma_lists(name):
 def test_orders_that_cannot_be():
     for name in ("COUNT_ORDERS", "COPY_ORDERS"):
         assert all(name.lower() in refusal({name: text}) for text in ("0,2", "2,0", "2,2", "1,3,1"))
-
-
-def test_weights_of_several_targets_are_words():
-    assert load_config({"MTP_SCHEDULE": "1 0.5:0,1"}).mtp_schedule == ("1 0.5:0", "1")
-    for text in ("a", "1;2", "1:2:3", "-1", "1 nan", "1 .5", " "):
-        assert "mtp_schedule" in refusal({"MTP_SCHEDULE": text})
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -524,11 +414,6 @@ def test_minus_one_is_off():
         assert name in refusal({"PRESET": OWNER[name], name.upper(): "-1"})
 
 
-def test_a_schedule_needs_an_entry():
-    assert "mtp_schedule needs an entry" in refusal({"MTP_SCHEDULE": ""})
-    assert load_config({"PARAMETERS": ""}).parameters == Config.parameters
-
-
 def test_an_unknown_flag_names_the_nearest():
     assert "--matrix-lr?" in refusal({}, ["--matrx-lr=1"])
     assert "--max-wallclock-seconds?" in refusal({}, ["--max-wallclock=10"])
@@ -539,7 +424,7 @@ def test_flags_take_negative_and_spaced_values():
     assert "iterations=-5" in refusal({}, ["--iterations", "-5"])
     assert load_config({}, ["--sample", "once upon a time"]).sample == "once upon a time"
     assert load_config({}, ["--sample=--seed=5 = x"]).sample == "--seed=5 = x"
-    assert load_config({}, ["--fp8", "--seed=3"]).fp8 == "all"
+    assert load_config({}, ["--preset=gpt2", "--fp8", "--seed=3"]).fp8 == "all"
 
 
 @pytest.mark.parametrize("value, text", [
@@ -560,15 +445,21 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
 
 
 @pytest.mark.parametrize("settings, words", [
-    ("NUM_HEADS=3", "num_heads=3 model_dim"), ("NUM_KV_HEADS=3", "num_kv_heads=3 num_heads"),
-    ("NUM_KV_HEADS=8", "num_kv_heads=8 num_heads=2"), ("MODEL_DIM=34", "model_dim=34 even"),
-    ("SMEAR_DIM=129", "smear_dim=129 model_dim=128"), ("ATTN_GATE_DIM=129", "attn_gate_dim=129"),
+    ("NUM_HEADS=3", "num_heads=3 model_dim"), ("MODEL_DIM=34", "model_dim=34 num_heads"),
+    ("PRESET=golf NUM_KV_HEADS=3", "num_kv_heads=3 num_heads"),
+    ("PRESET=golf NUM_KV_HEADS=16", "num_kv_heads=16 num_heads=8"),
+    ("PRESET=gpt2 NUM_KV_HEADS=5", "num_kv_heads=5"),
     ("TRAIN_BATCH_TOKENS=100", "train_batch_tokens=100 train_seq_len=4096"),
     ("TRAIN_BATCH_TOKENS=700", "train_batch_tokens=700 train_seq_len=4096"),
     ("TRAIN_BATCH_TOKENS=0", "train_batch_tokens=0"), ("TRAIN_SEQ_LEN=16384", "train_seq_len=16384"),
     ("EVAL_STRIDE=4097", "eval_stride=4097 4096"), ("EVAL_CONTEXT=10 EVAL_STRIDE=11", "eval_stride=11 10"),
     ("VAL_TOKENS=1", "val_tokens=1"), ("PRESET=gulf", "gulf tiny golf"), ("DEVICE=tpu", "tpu cpu cuda"),
-    ("DTYPE=fp64", "fp64 float32"), ("FP8=on", "fp8 head"), ("ORTHOGONALIZATION=svd", "svd polar_express"),
+    ("DTYPE=fp64", "fp64 float32"), ("PRESET=gpt2 FP8=on", "fp8 auto-all"),
+    ("PACKING=heads", "heads rows spans"),
+    ("PACKING=spans", "shuffle=1 packing=spans"), ("SEQ_SCHEDULE=2 TRAIN_SEQ_LEN=512", "packing=rows 1024"),
+    ("BATCH_SCHEDULE=1,2,3", "batch_schedule=1,2,3 2 stages"),
+    ("STAGE_STARTS=0.1,0.5", "stage_starts=0.1,0.5"),
+    ("WINDOW_PATTERN=SXL", "SXL"), ("WINDOW_PATTERN=", "window_pattern"),
     ("PRESET=gpt2 VOCAB_SIZE=0", "depth=26 vocab_size"), ("DEPTH=12", "tiny gpt2 gpt2_plus"),
     ("PRESET=gpt2 DEPTH=0 TARGET_PARAM_DATA_RATIO=0 TARGET_FLOPS=1e15", "target_flops depth"),
     ("PRESET=gpt2 DEPTH=0", "target_param_data_ratio depth"),
@@ -576,24 +467,24 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("PRESET=gpt2 WINDOW_PATTERN=SXL", "SXL"),
     ("PRESET=gpt2 VALUE_GATE_DIM=2000", "value_gate_dim=2000 1664"),
     ("PRESET=gpt2_plus SMEAR_DIM=2000", "smear_dim=2000 1536"),
-    ("PRESET=gpt2 NUM_KV_HEADS=5", "num_kv_heads=5"),
-    ("PRESET=gpt2 SEQ_SCHEDULE=1,2", "packing=best_fit 4096"), ("WINDOW_PATTERN=SXL", "SXL"),
-    ("WINDOW_PATTERN=", "window_pattern"), ("LR_SWITCHES=0.5", "lr_switches=0.5"),
-    ("BATCH_SCHEDULE=1,2,3 WINDOW_SCHEDULE=64,0", "batch_schedule=1,2,3 window_schedule=64,0"),
-    ("LR_SCHEDULE=1,2,3 LR_SWITCHES=0.5", "lr_schedule=1.0,2.0,3.0 lr_switches=0.5"),
-    ("LR_SWITCHES=0,0.5", "lr_schedule=1.0 lr_switches=0.0,0.5"),
-    ("LR_SCHEDULE=1,2,3 LR_SWITCHES=0,0.5,0.4", "lr_switches=0.0,0.5,0.4"),
-    ("WINDOW_SCHEDULE=64,100 WINDOW_BLOCK=64", "window_schedule=64,100 window_block=64"),
-    ("EVAL_WINDOW=100 WINDOW_SCHEDULE=64 WINDOW_BLOCK=64", "eval_window=100 window_block=64"),
-    ("VALUE_GATE_DIM=129", "value_gate_dim=129"),
-    ("BATCH_SCHEDULE=1,2 SEQ_SCHEDULE=1,2,3 PACKING=documents SHUFFLE=0",
-     "batch_schedule=1,2 seq_schedule=1,2,3"),
-    ("SEQ_SCHEDULE=3 PACKING=documents SHUFFLE=0", "seq_schedule=3"),
-    ("SEQ_SCHEDULE=2 TRAIN_SEQ_LEN=512", "seq_schedule=2 packing"),
-    ("PACKING=spans", "shuffle=1 packing=spans"), ("PACKING=best_fit", "shuffle=1 packing=best_fit"),
-    ("PACKING=heads", "heads documents"), ("SKIP_LAYERS=2", "skip_layers=2"),
-    ("SKIP_LAYERS=2,1", "skip_layers=2,1"),
-    ("SKIP_LAYERS=1,1", "skip_layers=1,1"), ("SKIP_LAYERS=1,2,3", "skip_layers=1,2,3")])
+    ("PRESET=gpt2 SEQ_SCHEDULE=1,2", "packing=best_fit 4096"),
+    ("PRESET=golf_plus LOOP_LAYERS=3", "loop_layers=3"),
+    ("PRESET=golf_plus LOOP_LAYERS=5,4", "loop_layers=5,4"),
+    ("PRESET=speedrun SMEAR_DIM=769", "smear_dim=769 model_dim=768"),
+    ("PRESET=speedrun ATTN_GATE_DIM=769", "attn_gate_dim=769 model_dim=768"),
+    ("PRESET=speedrun WINDOW_PATTERN=SPL", "SPL"),
+    ("PRESET=speedrun FP8_HEAD_MOST=1,2", "fp8_head_most=1.0,2.0"),
+    ("PRESET=speedrun WINDOW_SCHEDULE=64,100,64,64 WINDOW_BLOCK=64", "100 window_block=64"),
+    ("PRESET=speedrun EVAL_WINDOW=100", "100 window_block=128"),
+    ("PRESET=speedrun SEQ_SCHEDULE=5", "whole number of rows"),
+    ("PRESET=speedrun LR_SWITCHES=0.5", "lr_switches=0.5"),
+    ("PRESET=speedrun LR_SCHEDULE=1,2,3 LR_SWITCHES=0.5", "lr_schedule=1.0,2.0,3.0 lr_switches=0.5"),
+    ("PRESET=speedrun LR_SCHEDULE=1 LR_SWITCHES=0,0.5", "lr_schedule=1.0 lr_switches=0.0,0.5"),
+    ("PRESET=speedrun LR_SWITCHES=0,0.5,0.4", "lr_switches=0.0,0.5,0.4"),
+    ("PRESET=speedrun SKIP_LAYERS=2", "skip_layers=2"),
+    ("PRESET=speedrun SKIP_LAYERS=2,1", "skip_layers=2,1"),
+    ("PRESET=speedrun SKIP_LAYERS=1,1", "skip_layers=1,1"),
+    ("PRESET=speedrun SKIP_LAYERS=1,2,3", "skip_layers=1,2,3")])
 def test_impossible_combinations_are_named(settings, words):
     sentence = refusal(dict(pair.split("=") for pair in settings.split()))
     assert all(word in sentence for word in words.split())
@@ -602,47 +493,6 @@ def test_impossible_combinations_are_named(settings, words):
 @pytest.mark.parametrize("run_id", ["a/b", "..", ".", " ", "/x", "a b", "-a", "=", "a\n", "a\\b", "%s"])
 def test_a_run_id_is_the_name_of_a_folder(run_id):
     assert "run_id=" in refusal({"RUN_ID": run_id})
-
-
-# -------------------------------------------------------------------------------- the parameter table
-def test_cells_of_the_parameter_table():
-    cfg = load_config({"PARAMETERS": "head.init=normal,head.scale=0.01,smear.lr_mult=2,fc.optimizer=adam"})
-    before, after = parameter_table(load_config({})), parameter_table(cfg)
-    changed = {f"{kind}.{column}": value for kind in after for column, value in after[kind]._asdict().items()
-               if value != getattr(before[kind], column)}
-    assert changed == {"head.init": "normal", "head.scale": 0.01, "smear.lr_mult": 2, "fc.optimizer": "adam"}
-    model = train_gpt.GPT(dataclasses.replace(cfg, vocab_size=512, bigram_rows=8))
-    init_parameters(model, 0)
-    assert model.head.std().item() == pytest.approx(0.01, rel=0.05)
-
-
-def test_given_cells_come_after_those_of_the_preset(monkeypatch):
-    """And replace them; so a log's constants, where both stand, are the same config again."""
-    cells = {"parameters": ("fc.lr_mult=2", "fc.scale=3")}
-    preset = [*PRESETS][-1]
-    monkeypatch.setitem(PRESETS, preset, {"parameters": cells["parameters"]})
-    golf, cells = {"PRESET": preset}, "fc.scale=4,head.lr_mult=5,head.lr_mult=6,head.lr_mult=5"
-    cfg = load_config(golf | {"PARAMETERS": cells})
-    table = parameter_table(cfg)
-    assert (table["fc"].lr_mult, table["fc"].scale, table["head"].lr_mult) == (2, 4, 5)
-    assert load_config(golf | {"PARAMETERS": show(cfg.parameters)}) == cfg
-    assert [*overrides(cfg)] == ["parameters"] and load_config(golf | {"PARAMETERS": ""}) == load_config(golf)
-    cfg = load_config(golf | {"PARAMETERS": "fc.scale=7"}, ["--parameters=fc.decay_mult=0"])
-    row = parameter_table(cfg)["fc"]
-    assert (row.scale, row.decay_mult) == (3, 0), "a flag wins over the environment"
-
-
-@pytest.mark.parametrize("cell", [
-    "head", "head.scale", "=", ".", "head.=1", "heads.scale=1", "head.kind=x", "head.size=1", "head.init=any",
-    "head.optimizer=sgd", "head.lr=seed", "head.lr=", "head.group=", "head.scale=", "head.scale=x",
-    "head.scale=nan", "head.scale=1e999", "head.lr_mult=-1", "fc.decay_mult=-1", "fc.artifact_step=-1",
-    # what does not go together: a vector has no rows, and one number per row is no range
-    "embed.scale=-1", "qk_gain.optimizer=muon", "qk_gain.init=uniform",
-    "backout.optimizer=muon", "resid_lambda.init=normal", "x0_lambda.init=uniform", "fc.second=both",
-    "qk_gain.group=matrix,qk_gain.optimizer=muon", "head.beta1=1", "head.every=0", "head.every=1.5",
-    "head.every=100"])
-def test_cells_that_cannot_be(cell):
-    assert "parameters" in refusal({"PARAMETERS": f"fc.lr_mult=1,{cell}"})
 
 
 # -------------------------------------------------------------------------------- near misses

@@ -21,7 +21,7 @@ import download
 import train_gpt
 from helpers import (fake_team, library_documents, shard_file, tokens_of, toy_config, train_tokenizer,
                      write_dataset, write_shard)
-from train_gpt import Config, Data, Loader, Missing, Refused, decoded_bytes, open_data, open_shard
+from train_gpt import RECIPES, Data, Loader, Missing, Refused, decoded_bytes, open_data, open_shard
 
 T = 8
 
@@ -116,9 +116,18 @@ def documents_data(before=0, lengths=DOCUMENTS, sizes=(60, 1, 70, 30)):
     return stream_data((*sizes, before + sum(lengths) - sum(sizes)), starts=starts)
 
 
+PACKS = dict(rows="tiny", spans="golf", documents="speedrun", best_fit="gpt2", shards="golf_plus")
+
+
+def config_of(packing="rows", **settings):
+    """A recipe that packs so, with short rows of one length and any number of epochs."""
+    small = dict(packing=packing, train_seq_len=T, train_batch_tokens=T, shuffle=False, seq_schedule=(1,),
+                 max_epochs=0)
+    return RECIPES[PACKS[packing]](**small | settings)
+
+
 def loader_of(data=None, rank=0, world_size=1, log=print, **settings):
-    cfg = Config(**{"train_seq_len": T, "train_batch_tokens": T, "shuffle": False} | settings)
-    return Loader(cfg, data or stream_data(), fake_team(rank, world_size), log)
+    return Loader(config_of(**settings), data or stream_data(), fake_team(rank, world_size), log)
 
 
 def cut_rows(data):
@@ -393,7 +402,8 @@ def gpt2_like(tmp_path):
 def test_what_begins_a_document(gpt2_like, tmp_path):
     """Without a manifest GPT-2's token, else the manifest's; a constant before either."""
     cfg, files = gpt2_like
-    cfg = replace(cfg, max_doc_len=30, packing="documents", shuffle=False)
+    cfg = config_of("documents", max_doc_len=30, data_path=cfg.data_path, train_seq_len=16,
+                    train_batch_tokens=16, val_tokens=0, eval_context=0)
     about = {"vocab_size": 50_257, "bos_id": 7}
     data = open_data(cfg, print)
     assert (data.vocab_size, data.bos) == (50_304, 50_256) and data.tokenizer is data.val_bytes is None

@@ -74,7 +74,7 @@ def toy(tiny_data):
     (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 120),
     (dict(preset="golf_plus", loop_layers=(0, 1)), 100),
     (dict(preset="speedrun", window_schedule=(4, 8, 8, 8), window_block=4, eval_window=12, max_doc_len=9,
-          bos_id=1, skip_layers=(0, 1)), 100)])
+          bos_id=1, skip_layers=(0, 1), seq_schedule=(1,)), 100)])
 def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     """The tail is no multiple of the row, strides do not divide contexts, every target counts once; so it
     does where ranks share the rows, in batches of any size, and where the logits of a batch are made in
@@ -271,7 +271,7 @@ def test_sizes_and_limits_of_artifacts(tmp_path):
 
 
 @pytest.mark.parametrize("preset, changes", [
-    ("tiny", dict(count_orders=(0,))), ("tiny", dict(count_orders=(0,), artifact_keep=10**6)), ("golf", {}),
+    ("tiny", dict(count_orders=(0,))), ("tiny", dict(count_orders=(0,), artifact_keep=10**6)),
     ("golf_plus", dict(artifact_step=0.4)), ("golf_plus", dict(artifact_step=0.25, artifact_codec="zlib"))])
 def test_planned_bytes(preset, changes):
     """Of normal weights, whatever their size, within 1 %, less what trained ones take less; tiny's also hold

@@ -32,7 +32,7 @@ def test_no_compiler(place):
     bare.mkdir()
     for name in ("grep", "uname", "sh"):
         (bare / name).symlink_to(shutil.which(name))
-    env = TOY | LEAN | dict(COMPILE="1", RUN_ID="r", ITERATIONS="2", PATH=str(bare),
+    env = TOY | LEAN | dict(COMPILE="1", RUN_ID="r", ITERATIONS="2", PATH=str(bare), PICTURE="0",
                      TORCHINDUCTOR_CACHE_DIR=str(place / "cache"))
     done = run_cli(place, env=env)
     assert done.code == 0, done.err

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
-from helpers import TOY, init_parameters
+from helpers import init_parameters, toy_of
 from test_kernels import SMALL
-from train_gpt import Kernels, Refused, fp8_head, fp8_linear, linear, scaled_mm, to_fp8
+from train_gpt import (RECIPES, Kernels, Refused, fp8_head, fp8_linear, linear, preset_config, scaled_mm,
+                       to_fp8)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRID = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # mantissa bits, least exponent, largest value
@@ -187,19 +188,23 @@ def test_compiled_equals_eager(head):
 
 
 # ------------------------------------------------------------ which are chosen
-def choose(on_gpu=False, **settings):
+PRESETS = {"head": "speedrun", "all": "gpt2"}   # a recipe for each part that may be in fp8
+
+
+def choose(part, on_gpu=False, **settings):
     """(products of the blocks and of the head, what each line in the log says that fp8 is)"""
-    lines = []
-    kernels = train_gpt.choose_kernels(replace(SMALL, **settings), on_gpu, lines.append)
+    lines, cfg = [], replace(preset_config(PRESETS[part]), **settings)
+    kernels = train_gpt.choose_kernels(cfg, on_gpu, lines.append)
     products = tuple(getattr(product, "func", product) for product in kernels[:2])
     return products, [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
 
 
 def test_the_scales_of_speedrun_plus():
     """Of its specification; weights beyond 0.875 are kept, as those of speedrun are not."""
-    most = train_gpt.load_config({"PRESET": "speedrun_plus"}).fp8_head_most
+    cfg = replace(preset_config("speedrun_plus"), fp8="all")
+    most = cfg.fp8_head_most
     assert train_gpt.head_scales(768, 10, most) == (100 / 448, 1.6 / 448, 0.75 / 448 / 10)
-    head = train_gpt.choose_kernels(replace(SMALL, fp8="head", fp8_head_most=most), False, print).head_linear
+    head = train_gpt.choose_kernels(cfg, False, print).head_linear
     x, weight = torch.ones(16, 16, requires_grad=True), torch.full((16, 16), 1.5)
     assert head(x, weight).mean().item() == pytest.approx(24, rel=0.1)
     assert fp8_head(x, weight).mean().item() == pytest.approx(14, rel=0.1)
@@ -214,53 +219,61 @@ def capability(monkeypatch):
 def test_the_choice(part, kinds, capability):
     """A given value works on a CPU; auto falls back where a GPU cannot do it; the log says so."""
     plain = (linear, linear)
-    assert choose(fp8="off") == (plain, [])
-    assert choose(fp8=part) == (kinds, [part])
-    assert choose(fp8=f"auto-{part}") == (plain, ["off"])
+    assert choose(part, fp8="off") == (plain, [])
+    assert choose(part, fp8=part) == (kinds, [part])
+    assert choose(part, fp8=f"auto-{part}") == (plain, ["off"])
     for value, able in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         capability(*value)
-        assert choose(True, fp8=f"auto-{part}") == ((kinds, [part]) if able else (plain, ["off"]))
+        assert choose(part, True, fp8=f"auto-{part}") == ((kinds, [part]) if able else (plain, ["off"]))
     capability(8, 0)
     with pytest.raises(Refused, match="8.9"):
-        choose(True, fp8=part)
+        choose(part, True, fp8=part)
 
 
 @pytest.mark.parametrize("part", ["head", "all"])
-@pytest.mark.parametrize("settings", [dict(vocab_size=500), dict(model_dim=48), dict(train_seq_len=8),
-                                      dict(num_heads=4)])
+@pytest.mark.parametrize("settings", [dict(vocab_size=500), dict(model_dim=1000), dict(train_seq_len=8),
+                                      dict(num_heads=32, model_dim=768)])
 def test_sides_that_are_no_multiples_of_16(settings, part, capability):
     """A refusal of a given value, a line for auto."""
     with pytest.raises(Refused, match="multiples of 16"):
-        choose(fp8=part, **settings)
+        choose(part, fp8=part, **settings)
     capability(9, 0)
-    assert choose(True, fp8=f"auto-{part}", **settings) == ((linear, linear), ["off"])
+    assert choose(part, True, fp8=f"auto-{part}", **settings) == ((linear, linear), ["off"])
 
 
 @pytest.mark.parametrize("fp8", ["head", "all"])
 def test_training_is_near_fp32_and_evaluation_is_fp32(fp8, calls):
-    cfg = replace(SMALL, fp8=fp8)
-    models = [train_gpt.GPT(cfg, Kernels(*choose(fp8=fp8)[0])), train_gpt.GPT(cfg)]
+    small = dict(speedrun=dict(num_layers=8), gpt2=dict(num_layers=2, depth=0))[PRESETS[fp8]]
+    cfg = RECIPES[PRESETS[fp8]](**SMALL | small)
+    models = [cfg.make_model(Kernels(*choose(fp8, fp8=fp8)[0])), cfg.make_model(Kernels())]
     for model in models:
         init_parameters(model, 0)
         for p in model.parameters():
             p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05
     tokens = torch.randint(512, (2, 65), generator=torch.Generator().manual_seed(0))
-    context = train_gpt.make_context(cfg, 64, 0, torch.device("cpu"))
+    context = models[0].context(64, torch.device("cpu"))
     losses = [model(tokens[:, :-1], tokens[:, 1:], context) for model in models]
     assert len(calls) == (1 if fp8 == "head" else 1 + 6 * cfg.num_layers)
     assert losses[0] != losses[1] and losses[0].item() == pytest.approx(losses[1].item(), abs=2e-2)
     for loss in losses:
         loss.backward()
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
-        assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.95, name
+    found = [dict(model.named_parameters()) for model in models]
+    single = [name for name, p in found[0].items() if p.numel() == 1]  # together: their cosines are signs
+    for names in filter(None, [single, *([name] for name in found[0] if name not in single)]):
+        got, want = (torch.cat([its[name].grad.flatten() for name in names]) for its in found)
+        assert F.cosine_similarity(got, want, dim=0) > 0.95, names
     calls.clear()
     with torch.no_grad():
         assert torch.equal(*(train_gpt.log_probs(model, tokens[:, :-1]) for model in models))
     assert not calls
 
 
-@pytest.mark.parametrize("fp8, products", [("head", 3), ("auto-all", 0)])
-def test_a_run(fp8, products, train, calls):
-    """Of three steps after a step of rehearsal."""
-    done = train(TOY, FP8=fp8, ITERATIONS="3", SAMPLE_TOKENS="0", DEVICE_BATCH_SIZE="16")
-    assert done.code == 0 and len(calls) == 4 * products
+@pytest.mark.parametrize("part, fp8, settings, products", [
+    ("head", "head", dict(SEQ_SCHEDULE="1", EXTENSION_ITERATIONS="0"), 3),
+    ("all", "auto-all", dict(DEPTH="0", TARGET_PARAM_DATA_RATIO="0", CORE="0"), 0)])
+def test_a_run(part, fp8, settings, products, train, calls):
+    """Three steps after one of each stage in the rehearsal."""
+    settings |= dict(FP8=fp8, ITERATIONS="3", SAMPLE_TOKENS="0", DEVICE_BATCH_SIZE="16")
+    done = train(toy_of(PRESETS[part], **settings))
+    stages = len(preset_config(PRESETS[part]).stages())
+    assert done.code == 0 and len(calls) == (stages + 3) * products, done.err

@@ -24,7 +24,7 @@ import helpers
 import train_gpt
 from helpers import TOY, fake_team
 from test_bad_input import Evil, packed, payload_of
-from train_gpt import FIELDS, PRESETS, Config, Refused, load_config, show
+from train_gpt import KNOWN, RECIPES, Config, Refused, fields_of, load_config, show
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("one_thread")]
 sample_or_all = pytest.mark.parametrize("times", [
@@ -40,7 +40,7 @@ OTHER_WORDS = ("--zzz=1", "golf", "-x", "--", "---", "--matrx-lr=0.1", "=", "", 
 
 def value_of(rng, name):
     """A value of the type and range of this constant: at the ends, near them, the default, or anywhere."""
-    default, limits = FIELDS[name].default, FIELDS[name].metadata
+    default, limits = KNOWN[name].default, KNOWN[name].metadata
     least, most = limits["least"], limits["most"]
     if isinstance(default, bool):
         return rng.random() < 0.5
@@ -70,10 +70,12 @@ def spelled(rng, texts):
 
 
 def given(number):
-    """argv and env of this number: a few constants, of which some are out of range or no such thing."""
+    """argv and env of this number: a few constants, of which some are out of range, no such thing or another
+    recipe's."""
     rng = random.Random(f"given {number}")
-    texts = {"preset": rng.choice([*PRESETS])} if rng.random() < 0.7 else {}
-    for name in rng.sample([*FIELDS], rng.randint(1, 5)):
+    texts = {"preset": rng.choice([*RECIPES])} if rng.random() < 0.7 else {}
+    own = fields_of(RECIPES[texts.get("preset", train_gpt.default_preset())])
+    for name in rng.sample([*(own if rng.random() < 0.8 else KNOWN)], rng.randint(1, 5)):
         texts[name] = show(value_of(rng, name))
         if rng.random() < 0.2:
             texts[name] = rng.choice(JUNK_TEXT if rng.random() < 0.8 else NO_TEXT)
@@ -93,14 +95,21 @@ def test_load_config_takes_any_mapping(times):
         try:
             cfg = load_config(MappingProxyType(env), argv)
         except Refused as refusal:
-            named = "argument" in str(refusal) or any(name in str(refusal) for name in FIELDS)
+            named = "argument" in str(refusal) or any(name in str(refusal) for name in KNOWN)
             assert named or any(word in str(refusal) for word in argv), refusal
             outcomes["refused"] += 1
             continue
-        again = {name.upper(): show(value) for name, value in vars(cfg).items()}
-        assert type(cfg) is Config and load_config(again) == cfg
+        given_again = {name: value for name, value in vars(cfg).items() if value != ()}
+        again = {name.upper(): show(value) for name, value in given_again.items()}
+        assert type(cfg) is RECIPES[cfg.preset] and load_config(again) == cfg
         outcomes["accepted"] += 1
     assert 5 * min(outcomes["accepted"], outcomes["refused"]) > outcomes.total()
+
+
+@pytest.mark.parametrize("preset", [value for value in NO_TEXT if value is not None])
+def test_a_preset_that_is_no_text(preset):
+    with pytest.raises(Refused, match="^preset="):
+        load_config({"PRESET": preset})
 
 
 # -------------------------------------------------------------------------------- configurations that train
@@ -109,7 +118,7 @@ def smallest(rng):
     trainer believes who asks for more than a machine holds."""
     heads, T = rng.choice((1, 2, 4)), rng.choice((2, 8, 32, 64))
     return dict(
-        preset=rng.choice([*PRESETS]), data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="",
+        preset=rng.choice([*RECIPES]), data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="",
         device="cpu", compile=False, vocab_size=0, num_layers=rng.randint(1, 4), model_dim=16 * heads,
         num_heads=heads, num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((0, 1, 16)),
         train_seq_len=T, batch_schedule=(1,), seq_schedule=(1,), train_batch_tokens=T * rng.randint(1, 4),
@@ -163,19 +172,23 @@ DRAWN_FROM = {  # where the whole range of a constant would take too long, refus
 
 
 def drawn_run(number):
-    """A configuration of this number, {constant: value}: the smallest, with many other constants drawn."""
+    """A configuration of this number, {constant: value}: the smallest, with many other constants drawn, less
+    what its recipe lacks."""
     rng = random.Random(f"run {number}")
     cfg = smallest(rng)
     groups = drawn_together(rng, cfg["train_seq_len"])
     elsewhere = {*cfg, *(name for group in groups for name in group)}
-    free = [name for name in FIELDS if name in DRAWN_FROM or name not in elsewhere]
+    free = [name for name in KNOWN if name in DRAWN_FROM or name not in elsewhere]
     for name in rng.sample(free, rng.choice((3, 10, 25))):
         cfg[name] = rng.choice(DRAWN_FROM[name]) if name in DRAWN_FROM else value_of(rng, name)
     for group in rng.sample(groups, 2):
         cfg |= group
-    if cfg["target_flops"] or cfg["target_param_data_ratio"]:
+    own = fields_of(RECIPES[cfg["preset"]])
+    if "depth" in own and (cfg["target_flops"] or cfg["target_param_data_ratio"]):
         del cfg["iterations"]
-    return cfg
+    if cfg["vocab_size"] < own["vocab_size"].metadata["least"]:
+        cfg["vocab_size"] = 512
+    return {name: value for name, value in cfg.items() if name in own}
 
 
 def call_main(argv, env):
@@ -198,7 +211,7 @@ def check_result(cfg):
     assert result["steps"] == steps or result["stop_reason"] == "wallclock_cap"
     for name in {*cfg} - {"run_id", "bos_id", "vocab_size", "parameters"}:
         assert config[name] == show(cfg[name]), name
-    assert {*cfg.get("parameters", ())} <= {*config["parameters"].split(",")}, "after those of the preset"
+    assert {*cfg.get("parameters", ())} <= {*config.get("parameters", "").split(",")}, "after the preset's"
 
 
 @pytest.fixture
@@ -224,7 +237,7 @@ def test_configurations_train_as_asked(times, workplace):
         elif done.code == 1:
             assert "learning rates" in done.err
         else:
-            words = (*FIELDS, "val split", "train split", "train tokens")
+            words = (*KNOWN, "val split", "train split", "train tokens")
             assert any(word in done.err for word in words), done.err
             assert not Path("logs").exists()
         shutil.rmtree("logs", ignore_errors=True)

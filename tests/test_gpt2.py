@@ -215,7 +215,7 @@ def test_one_file_runs_alone(root, tmp_path):
     comes to the same end."""
     shutil.copy(SCRIPT, tmp_path)
     env = SMALL | {"DATA_PATH": str(root / TOY["DATA_PATH"]), "CORE_BUNDLE": str(root / "bundle"),
-                   "VAL_TOKENS": "4096", "SCORE_ARTIFACT": "1"}
+                   "VAL_TOKENS": "4096", "SCORE_ARTIFACT": "1", "PICTURE": "0"}
     folder, results = tmp_path / "logs/first", []
     for more in ({"RUN_ID": "first", "SAVE_EVERY": "2"}, {"RESUME": "first"}):
         done = run_cli(tmp_path, env=env | more, script=tmp_path / "train_gpt.py", timeout=600)

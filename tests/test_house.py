@@ -13,8 +13,9 @@ import pytest
 from helpers import ROOT, SCRIPT
 from source import packed_line
 
-SECTIONS = ["imports", "configuration", "model", "optimizer", "schedules", "data", "evaluation", "artifact",
-            "checkpoints", "fast kernels", "ranks, log, memory", "main"]  # 2 to 13, as DESIGN orders them
+SECTIONS = ["imports", "run constants, flags, checks", "techniques", "recipes", "optimizer", "schedules", "data",
+            "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
+            "rehearse, train, main"]  # from 2 on, as DESIGN orders them
 TOOLS = sorted(path for folder in ("data", "records", "tools") for path in ROOT.glob(f"{folder}/*.py"))
 SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md")])
@@ -119,13 +120,9 @@ def recipe_names(nodes):
 
 
 def preset_names(text):
-    """(names, lines on which one stands as a string, apart from the rows of PRESETS and the constant `preset`
-    of each recipe)"""
+    """(names, lines on which one stands as a string, apart from the constant `preset` of each recipe)"""
     nodes = nodes_of(text)
-    presets = next(node.value for node in nodes[0].body if isinstance(node, ast.Assign)
-                   and [ast.unparse(target) for target in node.targets] == ["PRESETS"])
-    names = {key.value for key in presets.keys} | recipe_names(nodes)
-    allowed = {id(key) for key in presets.keys}
+    names, allowed = recipe_names(nodes), set()
     for node in nodes:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "preset":
             allowed |= {id(part) for part in ast.walk(node)}
@@ -167,7 +164,7 @@ def sections(text):
 # ---------- each on the files that it is for
 LONG = "def f():\n" + 70 * "    x = 1\n"
 SHORT = "def f():\n" + 11 * "    x = 1\n"
-TABLE = 'class C:\n    preset: str = option("tiny")\nPRESETS = {"tiny": {}, "golf": {}}\n'
+TABLE = 'class C:\n    preset: str = option("tiny")\nRECIPES = dict(tiny=C, golf=C)\n'
 PLANTED = [
     (long_lines, "x = '" + 104 * "-" + "'\n", ["x = '" + 105 * "-" + "'\n"]),
     (untidy_text, "x = 1\n", ["x = 1 \n", "x = 1\n\n", "x =\t1\n", "x = 1  # TO" + "DO\n", "x = 1"]),

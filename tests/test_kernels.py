@@ -13,11 +13,10 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import SCRIPT, TOY, fake_team, init_parameters
-from train_gpt import Config, Kernels, attention, linear, lm_loss, window_mask
+from train_gpt import RECIPES, Kernels, attention, linear, lm_loss, preset_config, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = replace(Config(), vocab_size=512, count_bits=12, train_seq_len=64, train_batch_tokens=64,
-                model_dim=32, num_heads=2, bigram_rows=64, window_pattern="SL", value_embed_layers=(1, 2))
+SMALL = dict(vocab_size=512, train_seq_len=64, train_batch_tokens=64, model_dim=32, num_heads=2)
 
 
 @pytest.fixture
@@ -144,7 +143,7 @@ def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch)
     want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        limit = window if window >= T - 1 and not with_documents else torch.tensor(window)  # as make_context
+        limit = window if window >= T - 1 and not with_documents else torch.tensor(window)  # kernel_window()
         mask = train_gpt.gpu_window_mask(limit, T, documents, "cpu")
     assert (mask is None) == (window >= T - 1 and not with_documents)
     torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask), want, atol=1e-5, rtol=1e-4)
@@ -189,12 +188,13 @@ def test_flash_attention_equals_the_reference(window, with_documents):
 
 def test_flash_attention_is_for_hopper(monkeypatch):
     """Chosen where the library and such a GPU are there, and the constant says so, which the log tells."""
+    cfg = preset_config("tiny")
     for capability, wanted in (((9, 0), "flash3"), ((8, 9), "flash3"), ((9, 0), "auto")):
         monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashStandIn)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         train_gpt.flash_attention_3.cache_clear()
         said = []
-        kernels = train_gpt.choose_kernels(replace(SMALL, sdpa_backend=wanted), True, said.append)
+        kernels = train_gpt.choose_kernels(replace(cfg, sdpa_backend=wanted), True, said.append)
         on = (capability, wanted) == ((9, 0), "flash3")
         assert (kernels.window_mask is train_gpt.flash_mask) == on
         flex = "attention: flex, of the whole past torch's choice"
@@ -317,28 +317,31 @@ def test_fused_loss_leaves_the_rest_to_the_reference(cap, compiled, fused, monke
 
 # ------------------------------------------------------------ the choice
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("fp8", ["off", "head", "all"])
-def test_fast_versions_have_the_signature_of_the_readable(on_gpu, fp8, monkeypatch):
+@pytest.mark.parametrize("preset, fp8, in_fp8", [
+    ("speedrun", "off", set()), ("speedrun", "head", {"head_linear"}),
+    ("gpt2", "all", {"linear", "head_linear"}), ("speedrun_plus", "all", {"head_linear", "qkv", "mlp"})])
+def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, in_fp8, monkeypatch):
     """The same arguments in the same order, any other has a default; and each device gets its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(train_gpt, "triton", True)      # or as in builds without CUDA
-    fast, replaced = train_gpt.choose_kernels(replace(SMALL, fp8=fp8), on_gpu, lambda line: None), set()
+    cfg, replaced = replace(preset_config(preset), fp8=fp8), set()
+    own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
+    fast = train_gpt.choose_kernels(cfg, on_gpu, lambda line: None)
     for name, mine, readable in zip(Kernels._fields, fast, Kernels()):
-        arguments = [argument for argument in inspect.signature(readable).parameters if argument != "kernel"]
+        arguments = [argument for argument in inspect.signature(readable).parameters if argument not in own]
         found = inspect.signature(mine).parameters
         assert list(found)[:len(arguments)] == arguments, name
         assert all(found[more].default is not inspect.Parameter.empty for more in found.keys() - {*arguments})
         if mine is not readable:
             replaced.add(name)
-    linears = dict(off=set(), head={"head_linear"}, all={"linear", "head_linear"})[fp8]
-    assert replaced == linears | {"attention", "loss"} | ({"window_mask"} if on_gpu else set())
+    assert replaced == in_fp8 | {"attention", "loss"} | ({"window_mask"} if on_gpu else set())
 
 
 @pytest.mark.parametrize("triton, constant", [(None, True), (True, False)])
 def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, constant, monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    cfg = replace(SMALL, triton_kernels=constant)
+    cfg = replace(preset_config("golf"), triton_kernels=constant)
     assert train_gpt.choose_kernels(cfg, True, lambda line: None).loss is lm_loss
 
 
@@ -351,9 +354,9 @@ def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or fail)
     for on in (False, True):
-        cfg, lines, team = replace(SMALL, compile=on), [], fake_team()
+        cfg, lines, team = RECIPES["golf"](**SMALL, num_kv_heads=1, compile=on), [], fake_team()
         team.wait, team.dtype = lambda: None, torch.float32
-        model = train_gpt.GPT(cfg)
+        model = cfg.make_model(Kernels())
         init_parameters(model, 0)
         optimizer = train_gpt.Optimizer(model, cfg)
         run = SimpleNamespace(cfg=cfg, model=model, optimizer=optimizer, micro=1, team=team, log=lines.append)
@@ -377,21 +380,24 @@ def test_each_stage_has_one_context(train, monkeypatch):
 
 # ------------------------------------------------------------ compiled, by a back end that only traces
 @torch.no_grad()
-def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(monkeypatch):
-    """Masks are made of the batch's documents inside the compiled step."""
+@pytest.mark.parametrize("preset, settings", [
+    ("speedrun", dict(window_pattern="SL", max_doc_len=256, window_schedule=(200,), num_layers=2,
+                      value_embed_layers=(1, 0))),
+    ("gpt2", dict(window_pattern="SL", window_schedule=(200,), num_layers=2, depth=0))])
+def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(preset, settings, monkeypatch):
+    """Masks are made inside the compiled step, in speedrun by the batch's documents."""
     monkeypatch.setattr(train_gpt, "triton", None)      # no kernel runs on a CPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    cfg = replace(SMALL, train_seq_len=256, max_doc_len=256, bos_id=1, window_pattern="SL",
-                  window_schedule=(200,))
-    fast = train_gpt.choose_kernels(cfg, True, lambda line: None)
-    models = [train_gpt.GPT(cfg), train_gpt.GPT(cfg, fast)]
+    cfg = RECIPES[preset](**SMALL | dict(train_seq_len=256, bos_id=1) | settings)
+    fast = train_gpt.choose_kernels(cfg, True, lambda line: None)._replace(linear=linear, head_linear=linear)
+    models = [cfg.make_model(Kernels()), cfg.make_model(fast)]
     for model in models:
         init_parameters(model, 0)
         torch.nn.init.normal_(model.head, 0, 0.1, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(2, 512, (2, 257), generator=torch.Generator().manual_seed(1))
     tokens[:, ::50] = 1
     compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True, dynamic=False)
-    context = train_gpt.make_context(cfg, 256, 200, torch.device("cpu"))
+    context = models[0].context(256, torch.device("cpu"), stage=cfg.stages()[0])
     want = models[0](tokens[:, :-1], tokens[:, 1:], context)
     limits = {kind: torch.tensor(size) for kind, size in context.windows.items()}  # as on a GPU
     got = compiled(tokens[:, :-1], tokens[:, 1:], context._replace(windows=limits))

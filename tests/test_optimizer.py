@@ -1,4 +1,4 @@
-"""Muon and Adam against torch's own, banks, cells of the parameter table, ranks, and the schedules."""
+"""Muon and Adam against torch's own, banks, rows of the parameter table, ranks, and the schedules."""
 
 import math
 import os
@@ -10,17 +10,32 @@ import torch
 import fork_server
 import train_gpt
 from helpers import ROOT, add_gradients
-from test_model import close, randomised, values
-from train_gpt import Config, Optimizer, decay_factor, kind_of, lr_factor, muon_momentum, stage_table
+from test_model import close, randomised, small, values
+from train_gpt import Optimizer, Refused, kind_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = replace(
-    Config(), vocab_size=70, train_seq_len=16, model_dim=24, num_layers=5, bigram_rows=40, count_bits=12,
-    num_heads=4,
-    num_kv_heads=2, mlp_mult=2, value_embed_layers=(1, 0), tied_embed_lr=0.01, window_pattern="SL",
-    batch_schedule=(1,), parameters=())
-GATES = {"attn_gate", "smear_gate", "value_gate"}
-MATRICES = {"query", "key", "value", "attn_proj", "fc", "mlp_proj"} | GATES
+SIZE = dict(vocab_size=70, model_dim=24, num_heads=4, mlp_mult=2)
+# Five layers, so that neither 2 nor 3 ranks share their matrices evenly
+TINY = small("tiny", **SIZE, num_layers=5, value_embed_layers=(1, 0), window_pattern="SL", bigram_rows=40,
+             bigram_every=1)
+GOLF = small("golf", **SIZE, num_layers=5, num_kv_heads=2)
+GOLF_PLUS = small("golf_plus", **SIZE, num_layers=5, num_kv_heads=2)
+SPEEDRUN = small("speedrun", **SIZE)
+GPT2 = small("gpt2", **SIZE, num_kv_heads=2, value_gate_dim=1)
+GPT2_PLUS = small("gpt2_plus", **SIZE, num_kv_heads=2, value_gate_dim=1, smear_dim=3)
+
+
+def with_rows(cfg, change):
+    """cfg with another parameter table: each Row as the function makes it."""
+    class Changed(type(cfg)):
+        def parameter_table(self):
+            return {kind: change(row) for kind, row in super().parameter_table().items()}
+    return Changed(**vars(cfg))
+
+
+def with_columns(cfg, **kinds):
+    """cfg with {column: value} in place of a kind's own."""
+    return with_rows(cfg, lambda row: row._replace(**kinds.get(row.kind, {})))
 
 
 def some_gradients(model, step):
@@ -37,8 +52,10 @@ def take_step(model, optimizer, step, factor=1.0, momentum=0.9, *more):
     optimizer.step(factor, momentum, *more)
 
 
-def is_matrix(name):
-    return kind_of(name) in MATRICES
+def muon_names(cfg, model):
+    """Names of the parameters that Muon updates."""
+    table = cfg.parameter_table()
+    return [name for name in values(model) if table[kind_of(name)].optimizer == "muon"]
 
 
 @pytest.fixture
@@ -57,51 +74,90 @@ def torch_muon(monkeypatch):
 
 # ------------------------------------------------------------ update rules
 def test_muon_equals_torch_on_a_model(torch_muon):
-    """Every matrix of a GPT through our Optimizer, learning rate and momentum changing from step to step."""
-    model, twin = randomised(SMALL), randomised(SMALL)
-    matrices = {name: p for name, p in twin.named_parameters() if is_matrix(name)}
-    optimizer, reference = Optimizer(model, SMALL), torch_muon(matrices.values(), lr=1.0)
+    """Every matrix of tiny through our Optimizer, learning rate and momentum changing from step to step."""
+    model, twin = randomised(TINY), randomised(TINY)
+    matrices = {name: twin.get_parameter(name) for name in muon_names(TINY, twin)}
+    optimizer, reference = Optimizer(model, TINY), torch_muon(matrices.values(), lr=1.0)
     for step in range(10):
         gradients, factor, momentum = some_gradients(model, step), 1 - 0.05 * step, 0.1 * step
         take_step(model, optimizer, step, factor, momentum)
-        reference.param_groups[0].update(lr=SMALL.matrix_lr * factor, momentum=momentum)
+        reference.param_groups[0].update(lr=TINY.matrix_lr * factor, momentum=momentum)
         for name, p in matrices.items():
             p.grad = gradients[name]
         reference.step()
-    assert len(matrices) == 6 * SMALL.num_layers
+    assert len(matrices) == 6 * TINY.num_layers
     for name, p in matrices.items():
         close(values(model)[name], p.detach())
 
 
-@pytest.mark.parametrize("tied, every", [(False, 1), (True, 1), (False, 3)])
-def test_adam_equals_torch_on_a_model(tied, every):
-    """Every other parameter, each kind with its own learning rate, one with a beta1 of its own; every third
-    step on the sum of three, bigrams half as often. Matrices move at each step; a step zeroes the gradients
-    that it used, no others."""
-    cfg = replace(SMALL, tie_embeddings=tied, beta1=0.8, beta2=0.95, adam_every=every, scalar_lr=0.07,
-                  parameters=("x0_lambda.beta1=0.6", "bigram_embed.every=2"))
-    model, twin, twice = randomised(cfg), randomised(cfg), {"bigram_embed": 2 * every}
-    scalars = ("qk_gain", "resid_lambda", "x0_lambda", "layer_scale", "skip_weights", "class_scale")
-    rates = dict.fromkeys(("value_embeds", "bigram_embed", "candidate_embed", "class_embed"), cfg.embed_lr)
-    rates |= dict.fromkeys(scalars, 0.07) | dict(head=cfg.head_lr)
-    rates["embed"] = cfg.tied_embed_lr if tied else cfg.embed_lr
-    others = {name: p for name, p in twin.named_parameters() if not is_matrix(name)}
-    assert {kind_of(name) for name in others} == rates.keys() - ({"head"} if tied else set())
-    groups = [{"params": [p], "lr": rates[kind_of(name)],
-               "betas": (0.6 if kind_of(name) == "x0_lambda" else 0.8, 0.95)} for name, p in others.items()]
-    reference = torch.optim.Adam(groups, eps=cfg.adam_eps)
+def in_tiny(cfg):
+    """{kind: (learning rate, beta1, beta2, weight decay)} of what Adam updates."""
+    rates = dict.fromkeys(("embed", "value_embeds", "bigram_embed", "candidate_embed", "class_embed"),
+                          cfg.embed_lr)
+    rates |= dict.fromkeys(("class_scale", "qk_gain", "resid_lambda", "x0_lambda", "layer_scale",
+                            "skip_weights"), cfg.scalar_lr)
+    rates["head"] = cfg.head_lr
+    return {kind: (lr, 0.8, 0.95, 0) for kind, lr in rates.items()}
+
+
+def in_golf(cfg, decay=0.0, more=()):
+    scalars = ("qk_gain", "resid_lambda", "x0_lambda", "layer_scale", "skip_weights", *more)
+    return dict.fromkeys(scalars, (cfg.scalar_lr, 0.9, 0.95, decay)) | {
+        "embed": (cfg.tied_embed_lr, 0.9, 0.95, 4.25 * decay)}
+
+
+def in_golf_plus(cfg):
+    return in_golf(cfg, cfg.adam_weight_decay, ["skip_mix"])
+
+
+def in_gpt2(cfg):
+    return dict(
+        embed=(cfg.embed_lr, 0.8, 0.95, 0), value_embeds=(cfg.embed_lr, 0.8, 0.95, 0),
+        head=(cfg.head_lr, 0.8, 0.95, 0), resid_lambda=(0.01 * cfg.scalar_lr, 0.8, 0.95, 0),
+        x0_lambda=(cfg.scalar_lr, 0.96, 0.95, 0))
+
+
+def in_gpt2_plus(cfg):
+    decay, gate_lr = cfg.adam_weight_decay, cfg.gate_lr
+    return dict(
+        embed=(cfg.embed_lr, 0.8, 0.995, 0.1 * decay), head=(cfg.head_lr, 0.8, 0.96, decay),
+        value_embeds=(0.5 * cfg.embed_lr, 0.8, 0.995, decay), x0_lambda=(cfg.scalar_lr, 0.96, 0.95, 0),
+        resid_lambda=(0.01 * cfg.scalar_lr, 0.8, 0.95, 5 * decay), smear=(gate_lr, 0.8, 0.95, 0),
+        smear_gate=(gate_lr, 0.8, 0.95, 0), backout=(gate_lr, 0.8, 0.95, 0))
+
+
+@pytest.mark.parametrize("cfg, stated, every, twice", [
+    (replace(TINY, scalar_lr=0.07, bigram_every=2), in_tiny, 1, {"bigram_embed": 2}),
+    (with_rows(TINY, lambda row: row._replace(every=1 if row.optimizer == "muon" else 3)), in_tiny, 3, {}),
+    (GOLF, in_golf, 1, {}),
+    (replace(GOLF_PLUS, grad_clip_norm=0.0, ema_decay=0.0, adam_weight_decay=0.9), in_golf_plus, 1, {}),
+    (GPT2, in_gpt2, 1, {}), (replace(GPT2_PLUS, adam_weight_decay=0.3), in_gpt2_plus, 1, {})],
+    ids=["tiny", "tiny, every third step", "golf", "golf_plus", "gpt2", "gpt2_plus"])
+def test_adam_equals_torch_on_a_model(cfg, stated, every, twice):
+    """Every other parameter, each kind with its own learning rate, betas and decay; every third step on the
+    sum of three gradients, bigrams at every second one. Matrices move at each step; a step zeroes the
+    gradients that it used, no others."""
+    model, twin = randomised(cfg), randomised(cfg)
+    wanted, matrices = stated(cfg), muon_names(cfg, model)
+    others = {name: p for name, p in twin.named_parameters() if name not in matrices}
+    assert {kind_of(name) for name in others} == wanted.keys()
+    groups = []
+    for name, p in others.items():
+        lr, beta1, beta2, decay = wanted[kind_of(name)]
+        groups.append(dict(params=[p], lr=lr, betas=(beta1, beta2), weight_decay=decay))
+    reference = torch.optim.AdamW(groups, eps=cfg.adam_eps)
     optimizer, sums = Optimizer(model, cfg), {}
     for step in range(1, 11):
         gradients, factor, before = some_gradients(model, step), 1 - 0.05 * step, values(model)
         take_step(model, optimizer, step, factor)
         sums = {name: gradients[name] + sums.get(name, 0) for name in others}
         for name, p in model.named_parameters():
-            moves = is_matrix(name) or step % twice.get(kind_of(name), every) == 0
+            moves = name in matrices or step % twice.get(kind_of(name), every) == 0
             bank = next(bank for bank in optimizer.banks if name in bank.names)
             assert torch.equal(p, before[name]) != moves and bank.fresh == moves, name
         for group, (name, p) in zip(reference.param_groups, others.items()):
             turn = step % twice.get(kind_of(name), every) == 0
-            group["lr"], p.grad = rates[kind_of(name)] * factor, sums.pop(name) if turn else None
+            group["lr"], p.grad = wanted[kind_of(name)][0] * factor, sums.pop(name) if turn else None
         reference.step()
     for name, p in others.items():
         close(values(model)[name], p.detach())
@@ -119,9 +175,9 @@ def test_normuon_means_are_of_what_was_asked(R, C, rows):
 
 def test_muon_may_add_gradients_up():
     """A matrix with every=2 moves at every second step, as far as by the sum of two gradients."""
-    cfg = replace(SMALL, parameters=("fc.every=2",))
-    model, twin = randomised(cfg), randomised(SMALL)
-    optimizer, plain = Optimizer(model, cfg), Optimizer(twin, SMALL)
+    cfg = with_columns(TINY, fc=dict(every=2))
+    model, twin = randomised(cfg), randomised(TINY)
+    optimizer, plain = Optimizer(model, cfg), Optimizer(twin, TINY)
     gradients = [some_gradients(model, step) for step in (0, 1)]
     for step, gradient in enumerate(gradients):
         before = values(model)
@@ -134,8 +190,8 @@ def test_muon_may_add_gradients_up():
     assert all(torch.equal(values(model)[name], values(twin)[name]) for name in fc)
 
 
-@pytest.mark.parametrize("corrected", [True, False])
-def test_adam_corrects_its_start_before_eps_or_after(corrected):
+@pytest.mark.parametrize("update", [train_gpt.adam_update, train_gpt.adam_update_early_eps])
+def test_adam_corrects_its_start_before_eps_or_after(update):
     """With gradients of the size of eps, where it matters."""
     draw, eps = torch.Generator().manual_seed(0), 1e-3
     m, v, mean, square = (torch.zeros(50, dtype=torch.float64) for _ in range(4))
@@ -143,24 +199,22 @@ def test_adam_corrects_its_start_before_eps_or_after(corrected):
         g = eps * torch.randn(50, generator=draw, dtype=torch.float64)
         mean, square = 0.8 * mean + 0.2 * g, 0.95 * square + 0.05 * g * g
         first, second = 1 - 0.8**step, math.sqrt(1 - 0.95**step)
-        divisor = square.sqrt() / second + eps if corrected else (square.sqrt() + eps) / second
-        p, numbers = torch.zeros(50, dtype=torch.float64), [torch.tensor(x) for x in (1.0, float(step), 1.0)]
-        train_gpt.adam_step(p, g, m, v, *numbers, 0.8, 0.95, eps, corrected)
-        close(-p, mean / first / divisor, 1e-6)
+        early = update is train_gpt.adam_update_early_eps
+        divisor = (square.sqrt() + eps) / second if early else square.sqrt() / second + eps
+        close(update(g, m, v, torch.tensor(float(step)), 0.8, 0.95, eps), mean / first / divisor, 1e-6)
 
 
-def muon_alone(cfg, g, buffer, momentum):
-    """What Muon subtracts at LR 1, of one step of a matrix or several; buffer changes."""
+def muon_alone(cfg, g, buffer, momentum, second=None):
+    """What Muon subtracts at LR 1, of one step of a matrix or several; buffer and second change."""
     p, numbers = torch.zeros_like(g), [torch.tensor(x) for x in (1.0, momentum, 1.0, 0.0)]
-    train_gpt.muon_step(p, g, buffer, None, *numbers, cfg, torch.float32)
+    cfg.muon_step(p, g, buffer, second, *numbers, torch.float32)
     return -p
 
 
-def plain_update(weight, gradients, beta2, lr, decay, second):
-    """Muon, or NorMuon with a beta2, on one matrix in float64 but for the orthogonalization: momentum 0.9,
-    Nesterov, each row (or column: `second`; long: of a wide matrix) divided by its running rms, the norm put
-    back, lr by the root of rows / columns if tall, cautious decay. Returns the weight and where the sign of
-    no update was in doubt."""
+def plain_update(weight, gradients, beta2, margin, lr, decay, second):
+    """NorMuon on one matrix in float64 but for the orthogonalization: momentum 0.9, Nesterov, each row (or
+    column: `second`; long: of a wide matrix) divided by its running rms, the norm put back, lr by the root of
+    rows / columns if tall, cautious decay. Returns the weight and where the sign of no update is in doubt."""
     weight, buffer, mean, sure = weight.double(), 0.0, 0.0, torch.ones(weight.shape, dtype=torch.bool)
     R, C = weight.shape
     rate, by_row = lr * math.sqrt(max(1, R / C)), second == "rows" or second == "long" and R >= C
@@ -168,64 +222,71 @@ def plain_update(weight, gradients, beta2, lr, decay, second):
         g = g.double()
         buffer = 0.9 * buffer + 0.1 * g
         ahead = (0.1 * g + 0.9 * buffer).float()[None]
-        u = train_gpt.orthogonalize(ahead, 5, "polar_express")[0].double()
-        if beta2:
-            mean = beta2 * mean + (1 - beta2) * u.square().mean(1 if by_row else 0, keepdim=True)
-            scaled = u / mean.sqrt()
-            u = scaled * u.norm() / scaled.norm()
+        u = train_gpt.orthogonalize(ahead, 5, "polar_express", margin=margin)[0].double()
+        mean = beta2 * mean + (1 - beta2) * u.square().mean(1 if by_row else 0, keepdim=True)
+        scaled = u / mean.sqrt()
+        u = scaled * u.norm() / scaled.norm()
         weight = weight - rate * decay * weight * (weight * u >= 0) - rate * u
         sure &= u.abs() > 1e-4 * u.abs().max()
     return weight.float(), sure
 
 
-@pytest.mark.parametrize("beta2, decay", [(0.95, 0.0), (0.95, 120.0), (0.0, 120.0)])
-def test_matrices_equal_a_plain_update(beta2, decay):
-    """Square, tall and wide matrices of a model, ten steps; mean squares of the other side in two kinds."""
-    sides = dict(query="columns", key="rows")
-    cfg = replace(SMALL, normuon_beta2=beta2, orthogonalization="polar_express", weight_decay=decay,
-                  parameters=tuple(f"{kind}.second={side}" for kind, side in sides.items()))
-    model = randomised(SMALL)
+@pytest.mark.parametrize("cfg, beta2, margin, sides", [
+    (replace(SPEEDRUN, weight_decay=0.0), 0.95, 1.02, dict.fromkeys(
+        ("query", "key", "value", "attn_proj"), "columns")),
+    (with_columns(replace(GPT2, weight_decay=120.0), key=dict(second="rows")), 0.95, 1.02, dict(key="rows")),
+    (replace(GPT2_PLUS, weight_decay=120.0), 0.9, 1.01, {})], ids=["speedrun", "gpt2", "gpt2_plus"])
+def test_matrices_equal_a_plain_update(cfg, beta2, margin, sides):
+    """Square, tall and wide matrices of a model, ten steps; mean squares of the other side in some kinds."""
+    model = randomised(cfg)
     optimizer, start = Optimizer(model, cfg), values(model)
     gradients, shapes = [some_gradients(model, step) for step in range(10)], set()
     for step in range(10):
         take_step(model, optimizer, step, 0.5, 0.9, 0.7)
-    for name, p in values(model).items():
-        if is_matrix(name):
-            shapes.add(p.shape)
-            past = [step[name] for step in gradients]
-            want, sure = plain_update(start[name], past, beta2, 0.5 * cfg.matrix_lr,
-                                      0.7 * cfg.matrix_lr * decay, sides.get(kind_of(name), "long"))
-            close(p[sure], want[sure], 1e-4)
-            assert sure.float().mean() > 0.98
-    assert shapes == {(24, 24), (12, 24), (48, 24), (24, 48)}
-    assert train_gpt.normuon_scale(torch.zeros(1, 4, 6), torch.zeros(1, 1, 6), 0.95).abs().max() == 0
+    for name in muon_names(cfg, model):
+        if "gate" in name:  # too few numbers for a share of doubtful ones
+            continue
+        shapes.add(start[name].shape)
+        past = [step[name] for step in gradients]
+        want, sure = plain_update(start[name], past, beta2, margin, 0.5 * cfg.matrix_lr,
+                                  0.7 * cfg.matrix_lr * cfg.weight_decay, sides.get(kind_of(name), "long"))
+        close(values(model)[name][sure], want[sure], 1e-4)
+        assert sure.float().mean() > 0.98
+    assert shapes == {(24, 24), (48, 24), (24, 48)} | ({(12, 24)} if "num_kv_heads" in vars(cfg) else set())
     for bank in optimizer.banks:
         if bank.row.optimizer == "muon":  # a mean square per row, or per column
             R, C = bank.my_data.shape[1:]
             assert bank.state[1][0].numel() == dict(rows=R, columns=C, long=max(R, C))[bank.row.second]
 
 
+def test_normuon_of_no_gradient():
+    assert train_gpt.normuon_scale(torch.zeros(1, 4, 6), torch.zeros(1, 1, 6), 0.95).abs().max() == 0
+
+
 def test_a_weight_without_gradient_decays():
-    """Of a matrix that was never used; its update is zero, which does not disagree."""
-    model, cfg = randomised(SMALL), replace(SMALL, weight_decay=5.0)
+    """A matrix that was never used: its update is zero, which does not disagree."""
+    cfg = replace(SPEEDRUN, weight_decay=5.0)
+    model = randomised(cfg)
     optimizer, before = Optimizer(model, cfg), values(model)
     optimizer.step(0.5, 0.9, 0.7)
     for name, p in values(model).items():
-        R, C = p.shape if is_matrix(name) else (1, 1)
-        decay = 0.5 * 0.7 * 5.0 * cfg.matrix_lr**2 * math.sqrt(max(1, R / C)) if is_matrix(name) else 0
+        decay = 0.0
+        if name in muon_names(cfg, model):
+            R, C = p.shape
+            decay = 0.5 * 0.7 * 5.0 * cfg.matrix_lr**2 * math.sqrt(max(1, R / C))
         close(p, (1 - decay) * before[name], 1e-6)
 
 
-@pytest.mark.parametrize("as_sum", [False, True])
-def test_momentum_is_a_mean_or_a_sum(as_sum):
-    """Of gradients; with a momentum that changes they differ in more than size."""
+@pytest.mark.parametrize("cfg, as_sum", [(TINY, False), (GOLF, True)], ids=["tiny", "golf"])
+def test_momentum_is_a_mean_or_a_sum(cfg, as_sum):
+    """The buffer is a mean or a sum of gradients; as the momentum changes they differ in more than size."""
     draw, buffer, plain = torch.Generator().manual_seed(0), torch.zeros(2, 6, 8), torch.zeros(2, 6, 8)
     for momentum in (0.5, 0.8, 0.95):
         g = torch.randn(2, 6, 8, generator=draw)
         new = 1 if as_sum else 1 - momentum
         plain = momentum * plain + new * g
         want = train_gpt.orthogonalize(new * g + momentum * plain, 5)
-        close(muon_alone(replace(SMALL, muon_sum=as_sum), g, buffer, momentum), want, 1e-4)
+        close(muon_alone(cfg, g, buffer, momentum), want, 1e-4)
         close(buffer, plain)
 
 
@@ -260,55 +321,50 @@ def test_polar_express_is_nearer_to_orthogonal(shape):
     assert far(8, "polar_express").max() < 0.1
 
 
-# ------------------------------------------------------------ cells of the parameter table
-GATED = replace(SMALL, attn_gate_dim=6, smear_dim=3, value_gate_dim=1)
-
-
-def changes(*cells, decay=0.0):
-    """{name: what one step with these cells adds to the parameter}"""
-    cfg = replace(GATED, weight_decay=decay, parameters=cells)
+# ------------------------------------------------------------ rows of the parameter table
+def changes(cfg):
+    """{name: what one step adds to the parameter}"""
     model = randomised(cfg)
     optimizer, before = Optimizer(model, cfg), values(model)
     take_step(model, optimizer, 0, 0.5)
     return {name: p - before[name] for name, p in values(model).items()}
 
 
-def test_gates_by_muon():
-    """They move as a matrix does, a tall one further. By Adam the first step is its learning rate; all others
-    move as before."""
-    by_adam = [f"{kind}.{cell}" for kind in sorted(GATES) for cell in ("optimizer=adam", "lr=scalar_lr")]
-    before, after = changes(), changes(*by_adam)
-    gradients, found = some_gradients(randomised(GATED), 0), set()
-    for name, gradient in gradients.items():
-        if kind_of(name) in GATES:
+@pytest.mark.parametrize("cfg, kinds", [
+    (replace(SPEEDRUN, weight_decay=0.0), {"attn_gate": (4, 12), "smear_gate": (1, 12), "fc": (48, 24)}),
+    (replace(GPT2, weight_decay=0.0), {"value_gate": (2, 1)})], ids=["speedrun", "gpt2"])
+def test_gates_by_muon_or_adam(cfg, kinds):
+    """By Muon they move as a matrix does, a tall one further. By Adam the first step is the learning rate,
+    whatever the gradient; all others move as before."""
+    by_adam = dict(optimizer="adam", lr=cfg.scalar_lr, every=1)
+    before, after = changes(cfg), changes(with_columns(cfg, **dict.fromkeys(kinds, by_adam)))
+    for name, gradient in some_gradients(randomised(cfg), 0).items():
+        if kind_of(name) in kinds:
             R, C = gradient.shape
-            found.add((kind_of(name), R, C))
-            update = muon_alone(SMALL, gradient[None], torch.zeros(1, R, C), 0.9)[0]
-            close(before[name], -0.5 * SMALL.matrix_lr * math.sqrt(max(1, R / C)) * update, 1e-6)
-            close(after[name], -0.5 * SMALL.scalar_lr * gradient.sign(), 1e-3)
+            assert (R, C) == kinds[kind_of(name)]
+            second = torch.zeros(1, R, 1) if R >= C else torch.zeros(1, 1, C)
+            update = muon_alone(cfg, gradient[None], torch.zeros(1, R, C), 0.9, second)[0]
+            close(before[name], -0.5 * cfg.matrix_lr * math.sqrt(max(1, R / C)) * update, 1e-6)
+            close(after[name], -0.5 * cfg.scalar_lr * gradient.sign(), 1e-3)
         else:
             assert torch.equal(after[name], before[name]), name
-    assert found == {("attn_gate", 4, 6), ("smear_gate", 1, 3), ("value_gate", 2, 1)}
 
 
-def test_a_matrix_by_adam():
-    """The first step of Adam is the learning rate, whatever the gradient."""
-    found = changes("fc.optimizer=adam", "fc.lr=scalar_lr", decay=70.0)["blocks.2.fc"]
-    close(found.abs(), torch.full(found.shape, 0.5 * SMALL.scalar_lr), 1e-3)
-
-
-def test_multipliers():
-    """lr_mult multiplies the step, decay_mult the decay of its row alone; only matrices decay."""
-    plain, decayed = changes(), changes(decay=70.0)
-    faster = changes("query.lr_mult=3", "bigram_embed.lr_mult=0.25")
-    otherwise = changes("fc.decay_mult=3", "key.decay_mult=0", decay=70.0)
+def test_rates_and_decay_are_of_a_row():
+    """The learning rate multiplies the step, the decay that of its row alone; only matrices decay."""
+    cfg = replace(GPT2, weight_decay=70.0)
+    off = replace(GPT2, weight_decay=0.0)
+    plain, decayed = changes(off), changes(cfg)
+    faster = changes(with_columns(off, query=dict(lr=3 * cfg.matrix_lr), embed=dict(lr=cfg.embed_lr / 4)))
+    decay = 70 * cfg.matrix_lr
+    otherwise = changes(with_columns(cfg, fc=dict(decay=3 * decay), key=dict(decay=0.0)))
     for name in plain:
         kind = kind_of(name)
-        close(faster[name], plain[name] * dict(query=3, bigram_embed=0.25).get(kind, 1), 1e-6)
+        close(faster[name], plain[name] * dict(query=3, embed=0.25).get(kind, 1), 1e-6)
         factor = dict(fc=3, key=0).get(kind, 1)
         close(otherwise[name] - plain[name], factor * (decayed[name] - plain[name]), 1e-6)
-        if kind not in ("smear_gate", "value_gate"):  # of two or three numbers maybe none decays
-            assert torch.equal(decayed[name], plain[name]) != is_matrix(name), name
+        if kind != "value_gate":  # of two numbers maybe none decays
+            assert torch.equal(decayed[name], plain[name]) != (name in muon_names(cfg, randomised(cfg))), name
 
 
 # ------------------------------------------------------------ banks
@@ -324,9 +380,9 @@ def outside(model, bank):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_banks_cover_the_model(world_size):
-    model = randomised(SMALL)
+    model = randomised(TINY)
     before = values(model)
-    optimizer = Optimizer(model, SMALL, world_size - 1, world_size)
+    optimizer = Optimizer(model, TINY, world_size - 1, world_size)
     assert sorted(name for bank in optimizer.banks for name in bank.names) == sorted(before)
     for bank in optimizer.banks:
         rest = outside(model, bank)
@@ -343,9 +399,8 @@ def test_banks_cover_the_model(world_size):
 
 def test_data_gradients_and_state_are_all_that_a_step_changes():
     """Putting them and step_count back takes steps back, to the bit, also gradients that wait for Adam."""
-    cfg = replace(SMALL, normuon_beta2=0.95, adam_every=2)
-    model = randomised(cfg)
-    optimizer, found = Optimizer(model, cfg), []
+    model = randomised(SPEEDRUN)
+    optimizer, found = Optimizer(model, SPEEDRUN), []
     tensors = [t for bank in optimizer.banks for t in (bank.data, bank.grad, *bank.state)]
     kept = [t.clone() for t in tensors]
     for _ in range(2):
@@ -361,12 +416,11 @@ def test_data_gradients_and_state_are_all_that_a_step_changes():
 def test_bf16_weights_have_fp32_masters():
     """As on a GPU. The sums of the tables' gradients are bf16, too, others are not; steps are those of fp32
     up to what bf16 gradients lose."""
-    cfg = replace(SMALL, adam_every=2, normuon_beta2=0.95)
-    model, twin = randomised(cfg), randomised(cfg)
-    optimizer = Optimizer(model, cfg, dtype=torch.bfloat16, muon_dtype=torch.float32)
-    plain, before = Optimizer(twin, cfg), values(twin)
+    model, twin = randomised(SPEEDRUN), randomised(SPEEDRUN)
+    optimizer = Optimizer(model, SPEEDRUN, dtype=torch.bfloat16, muon_dtype=torch.float32)
+    plain, before = Optimizer(twin, SPEEDRUN), values(twin)
     for bank in optimizer.banks:
-        table = kind_of(bank.names[0]) in ("embed", "bigram_embed", "value_embeds")
+        table = kind_of(bank.names[0]) in ("embed", "value_embeds")
         assert bank.data.dtype == torch.bfloat16 and bank.master.dtype == torch.float32
         assert bank.grad.dtype == (torch.bfloat16 if table else torch.float32), bank.names
     for step in range(4):
@@ -381,8 +435,8 @@ def test_bf16_weights_have_fp32_masters():
 
 @pytest.mark.parametrize("limit", [0.01, 3.0, 1e5])
 def test_clipping_equals_torch(limit):
-    model, twin = randomised(SMALL), randomised(SMALL)
-    optimizer, plain = Optimizer(model, replace(SMALL, grad_clip_norm=limit)), Optimizer(twin, SMALL)
+    model, twin = randomised(TINY), randomised(TINY)
+    optimizer, plain = Optimizer(model, replace(TINY, grad_clip_norm=limit)), Optimizer(twin, TINY)
     for step in range(3):
         take_step(model, optimizer, step)
         for name, gradient in some_gradients(twin, step).items():
@@ -416,10 +470,9 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
 
     monkeypatch.setattr(train_gpt, "reduce_scatter", collective("reduce"))
     monkeypatch.setattr(train_gpt, "all_gather", collective("gather"))
-    for name in ("muon_step", "adam_step"):
-        monkeypatch.setattr(train_gpt, name, noted(getattr(train_gpt, name)))
-    model = randomised(SMALL)
-    optimizer = Optimizer(model, SMALL, 0, 2, "G")
+    model = randomised(TINY)
+    optimizer = Optimizer(model, TINY, 0, 2, "G")
+    optimizer.muon_step, optimizer.adam_step = noted(optimizer.muon_step), noted(optimizer.adam_step)
     optimizer.step(1.0, 0.9)
     sizes = [f"{len(bank.data)} G" for bank in optimizer.banks]
     each = [[f"wait reduce {n}", "update", f"gather {n}"] for n in sizes]
@@ -427,15 +480,14 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     assert {f"wait gather {n}" for n in sizes} <= {*events[len(sizes) * 4:]}
     groups = []
     monkeypatch.setattr(train_gpt, "all_reduce", lambda tensor, group: groups.append(group) or tensor)
-    Optimizer(model, replace(SMALL, grad_clip_norm=1.0), 0, 2, "G").step(1.0, 0.9)
+    Optimizer(model, replace(TINY, grad_clip_norm=1.0), 0, 2, "G").step(1.0, 0.9)
     assert groups == ["G"]
 
 
 RANK_CONFIGS = [
-    replace(SMALL, weight_decay=0.1, grad_clip_norm=20.0),
-    replace(SMALL, normuon_beta2=0.9, adam_every=2, orthogonalization="polar_express", attn_gate_dim=6,
-            parameters=("x0_lambda.beta1=0.5", "query.second=columns", "fc.lr_mult=0.5",
-                        "bigram_embed.every=2"))]
+    replace(GOLF_PLUS, weight_decay=0.1, grad_clip_norm=20.0),
+    # its embed_lr of 0.6 would make rounding as large as the tolerance
+    with_columns(replace(SPEEDRUN, normuon_beta2=0.9, embed_lr=0.1), fc=dict(lr=SPEEDRUN.matrix_lr / 2))]
 
 
 def rank_main(folder, rank, world_size):
@@ -462,8 +514,10 @@ def rank_main(folder, rank, world_size):
 
 def test_ranks_equal_one_process(tmp_path):
     """1, 2 and 3 ranks by gloo: neither 2 nor 3 share the matrices of every bank evenly."""
-    units = {bank.units for bank in Optimizer(randomised(SMALL), SMALL).banks if bank.row.optimizer == "muon"}
-    assert any(n % 2 for n in units) and any(n % 3 for n in units)
+    for cfg in RANK_CONFIGS:
+        banks = Optimizer(randomised(cfg), cfg).banks
+        units = {bank.units for bank in banks if bank.row.optimizer == "muon"}
+        assert any(n % 2 for n in units) and any(n % 3 for n in units)
     ranks = [(rank, n) for n in (2, 3) for rank in range(n)]
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "said", "w+") as said:
@@ -486,28 +540,31 @@ def test_ranks_equal_one_process(tmp_path):
 
 # ------------------------------------------------------------ schedules
 def simulated_run(cfg, seconds_per_step):
-    """[(step, progress, lr_factor)] of a run whose steps all take the same time."""
+    """[(step, progress, LR factor)] of a run whose steps all take the same time."""
     rows, step, progress = [], 0, 0.0
     while progress < 1 and step <= train_gpt.total_steps(cfg):
-        progress = train_gpt.run_progress(cfg, step, step * seconds_per_step)
-        rows.append((step, progress, lr_factor(cfg, step, progress)))
+        progress = cfg.progress(step, step * seconds_per_step)
+        rows.append((step, progress, cfg.schedule(step, progress).lr))
         step += 1
     return rows
 
 
 @pytest.mark.parametrize("slowdown", [1, 10, 500])
-@pytest.mark.parametrize("iters", [0, 1, 100, 3000, 10**6])
+@pytest.mark.parametrize("iters", [None, 1, 100, 3000, 10**6])
 def test_lr_factor_over_a_run(iters, slowdown):
-    """Full LR, then straight down to the floor: over the second half of the run or, on any hardware, over its
-    last steps, as many as are asked for. With a cap they are those before the cap, and where they are more
-    than fit into it, LR falls from the second step on."""
+    """Full LR, then straight down: in tiny over the second half of the run to its floor; in golf to 0 over as
+    many last steps as are asked for, on any hardware. With a cap they are those before the cap, and where
+    they are more than fit into it, LR falls from the second step on."""
     for cap, iterations, floor in ((600.0, 20_000, 0.0), (600.0, 1500, 0.1), (0.0, 2000, 0.05)):
-        cfg = replace(Config(), warmdown_iters=iters, lr_floor=floor, iterations=iterations,
-                      max_wallclock_seconds=cap)
+        if iters:
+            cfg, floor = replace(GOLF, warmdown_iters=iters), 0.0
+        else:
+            cfg = replace(TINY, lr_floor=floor)
+        cfg = replace(cfg, iterations=iterations, max_wallclock_seconds=cap)
         pace = 0.07147 * slowdown
         rows = simulated_run(cfg, pace)
         factors = [factor for _, _, factor in rows]
-        again = [lr_factor(cfg, step, progress) for step, progress, _ in rows[::-1]]
+        again = [cfg.schedule(step, progress).lr for step, progress, _ in rows[::-1]]
         assert again == factors[::-1]  # a pure function
         fit = cap / pace if cap else iterations  # steps, also in part
         end = fit if iters else min(fit, iterations)
@@ -519,98 +576,85 @@ def test_lr_factor_over_a_run(iters, slowdown):
 
 def test_warmdown():
     """In steps, at the pace of golf's record (8394 in 600 s): the last 3000. Or as a part of the run."""
-    cfg = replace(Config(), warmdown_iters=3000, iterations=20_000, max_wallclock_seconds=600.0)
+    cfg = replace(GOLF, iterations=20_000, max_wallclock_seconds=600.0)
     rows = {step: factor for step, _, factor in simulated_run(cfg, 600 / 8394)}
     assert rows[5390] == 1 and rows[5400] < 1
     assert [rows[8394 - left] for left in (1500, 300)] == pytest.approx([0.5, 0.1], abs=1e-3)
-    cfg = replace(Config(), warmdown_frac=0.25, lr_floor=0.2)
-    factors = [lr_factor(cfg, 7, progress) for progress in (0, 0.5, 0.75, 0.875, 1.0)]
+    assert {factor for *_, factor in simulated_run(replace(cfg, warmdown_iters=0), 1.0)} == {1}
+    cfg = replace(TINY, warmdown_frac=0.25, lr_floor=0.2)
+    factors = [cfg.schedule(7, progress).lr for progress in (0, 0.5, 0.75, 0.875, 1.0)]
     assert factors == pytest.approx([1, 1, 1, 0.6, 0.2])
-    assert lr_factor(replace(cfg, warmdown_frac=0.0), 7, 1.0) == 1
+    assert replace(cfg, warmdown_frac=0.0).schedule(7, 1.0).lr == 1
 
 
 def test_progress_is_by_steps_or_seconds():
-    cfg = replace(Config(), iterations=100, max_wallclock_seconds=10.0)
-    found = [train_gpt.run_progress(cfg, *point) for point in ((50, 1.0), (5, 2.5), (100, 30.0))]
-    assert found == [0.5, 0.25, 1]
-    assert train_gpt.run_progress(replace(cfg, max_wallclock_seconds=0.0), 5, 1e9) == 0.05
-    in_steps = replace(cfg, warmdown_iters=10)  # by seconds alone, if there is a cap
-    assert [train_gpt.run_progress(in_steps, *point) for point in ((50, 1.0), (5, 20.0))] == [0.1, 1]
-    assert train_gpt.run_progress(replace(in_steps, max_wallclock_seconds=0.0), 5, 1e9) == 0.05
+    """In golf by seconds alone, if there is a cap."""
+    limits = dict(iterations=100, max_wallclock_seconds=10.0)
+    for cfg, points, wanted in ((TINY, ((50, 1.0), (5, 2.5), (100, 30.0)), [0.5, 0.25, 1]),
+                                (GOLF, ((50, 1.0), (5, 20.0)), [0.1, 1])):
+        cfg = replace(cfg, **limits)
+        assert [cfg.progress(*point) for point in points] == wanted
+        assert replace(cfg, max_wallclock_seconds=0.0).progress(5, 1e9) == 0.05
 
 
-def test_decay_follows_the_lr_or_falls_linearly():
-    cfg = replace(Config(), warmdown_frac=0.5, lr_floor=0.1)
+def test_decay_follows_the_lr_or_falls_linearly_or_as_a_cosine():
+    speedrun = replace(SPEEDRUN, warmdown_frac=0.5, lr_floor=0.1)
     for progress in (0.0, 0.3, 0.75, 1.0):
-        assert decay_factor(cfg, 7, progress) == lr_factor(cfg, 7, progress)
-        linear = decay_factor(replace(cfg, decay_schedule="linear"), 7, progress)
-        assert linear == pytest.approx(1 - progress)
+        schedule = speedrun.schedule(7, progress)
+        assert schedule.decay == schedule.lr
+        assert GPT2.schedule(7, progress).decay == pytest.approx(1 - progress)
+        cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
+        assert GPT2_PLUS.schedule(7, progress).decay == pytest.approx(cosine)
 
 
 def test_muon_momentum():
     """Warms up by steps; cools down over the last steps, by the steps left or as many at the pace so far."""
-    cfg = replace(Config(), muon_momentum=0.99, muon_momentum_warmup_start=0.92,
-                  muon_momentum_warmup_steps=1500)
-    found = [muon_momentum(cfg, step, step / 10_000) for step in (0, 750, 1500, 9000, 10_000)]
+    def momentum(cfg, *points):
+        return [cfg.schedule(*point).momentum for point in points]
+
+    found = momentum(GOLF, *((step, step / 10_000) for step in (0, 750, 1500, 9000, 10_000)))
     assert found == pytest.approx([0.92, 0.955, 0.99, 0.99, 0.99])
-    assert muon_momentum(replace(cfg, muon_momentum_warmup_steps=0), 0, 0.0) == pytest.approx(0.99)
-    cfg = replace(Config(), muon_momentum_cooldown_steps=50, iterations=2160, max_wallclock_seconds=0.0)
+    assert momentum(replace(GOLF, muon_momentum_warmup_steps=0), (0, 0.0)) == [0.99]
     rows = {0: 0.85, 150: 0.9, 300: 0.95, 2110: 0.95, 2135: 0.9, 2160: 0.85}
-    assert [muon_momentum(cfg, step, step / 2160) for step in rows] == pytest.approx([*rows.values()])
-    capped = replace(cfg, muon_momentum_warmup_steps=0)  # 1000 steps in the first half: 1000 are to come
-    found = [muon_momentum(capped, 2000 * progress, progress) for progress in (0.5, 0.975, 0.9875, 1)]
+    assert momentum(SPEEDRUN, *((step, step / 2160) for step in rows)) == pytest.approx([*rows.values()])
+    capped = replace(SPEEDRUN, muon_momentum_warmup_steps=0)  # 1000 steps in the first half: 1000 are to come
+    found = momentum(capped, *((2000 * progress, progress) for progress in (0.5, 0.975, 0.9875, 1)))
     assert found == pytest.approx([0.95, 0.95, 0.9, 0.85])
-    both = replace(cfg, muon_momentum_warmup_steps=10, muon_momentum_cooldown_steps=10)  # of a run of ten
-    assert muon_momentum(both, 5, 0.5) == pytest.approx(0.9)
+    both = replace(SPEEDRUN, muon_momentum_warmup_steps=10, muon_momentum_cooldown_steps=10)  # a run of ten
+    assert momentum(both, (5, 0.5)) == pytest.approx([0.9])
 
 
-def test_stage_table():
-    """A column of one entry serves every stage."""
+def test_the_table_of_stages():
+    """Several entries make equal stages of golf's single row; one entry serves every stage. Other columns are
+    in test_speedrun.py."""
     def rows(**columns):
-        return [tuple(stage[2:5]) for stage in stage_table(replace(cfg, **columns))]
+        stages = replace(GOLF, **columns).stages()
+        return [(stage.batch_tokens // GOLF.train_batch_tokens, stage.row_tokens // GOLF.train_seq_len)
+                for stage in stages]
 
-    cfg = replace(Config(), batch_schedule=(1, 2, 3), window_schedule=(384, 896, 1408))
-    assert rows() == [(1, 1, 384), (2, 1, 896), (3, 1, 1408)]
-    assert rows(batch_schedule=(2,)) == [(2, 1, 384), (2, 1, 896), (2, 1, 1408)]
-    assert rows(window_schedule=(0,)) == [(1, 1, 0), (2, 1, 0), (3, 1, 0)]
-    assert rows(seq_schedule=(1, 2, 3)) == [(1, 1, 384), (2, 2, 896), (3, 3, 1408)]
-    alone = replace(cfg, batch_schedule=(6,), window_schedule=(0,), seq_schedule=(1, 2))
-    assert [tuple(stage[2:5]) for stage in stage_table(alone)] == [(6, 1, 0), (6, 2, 0)]
-    progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
-    assert [train_gpt.stage_at(cfg, p).batch_multiple for p in progress] == [1, 1, 2, 2, 2, 3, 3, 3]
-    assert stage_table(replace(Config(), batch_schedule=(1,), window_schedule=(0,))) == [
-        (0, 0, 1, 1, 0, 0, "1", 4096, 4096)]
-    cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), doc_schedule=(9, 8, 7),
-                  mtp_schedule=("1 0.5:0", "1", "1 0.25"), iterations=100)
-    assert [stage[1:7] for stage in stage_table(cfg)] == [
-        (0, 1, 1, 384, 9, "1 0.5:0"), (10, 2, 1, 896, 8, "1"), (70, 3, 1, 1408, 7, "1 0.25")]
-    weights = [train_gpt.mtp_weights(cfg, part) for part in (0.0, 0.05, 0.3, 0.8, 1.0)]
-    assert weights == [[1, 0.5], [1, pytest.approx(0.25)], [1], [1, 0.25], [1, 0.25]]
+    three = dict(batch_schedule=(1, 2, 3))
+    assert rows() == [(1, 1)] and rows(**three) == [(1, 1), (2, 1), (3, 1)]
+    assert rows(**three, seq_schedule=(1, 2, 3)) == [(1, 1), (2, 2), (3, 3)]
+    assert rows(batch_schedule=(6,), seq_schedule=(1, 2)) == [(6, 1), (6, 2)]
+    with pytest.raises(Refused, match="seq_schedule=1,2: golf has 3 stages"):
+        rows(**three, seq_schedule=(1, 2))
+    cfg, progress = replace(GOLF, **three), (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
+    stages = [train_gpt.stage_at(cfg, part) for part in progress]
+    assert [cfg.stages().index(stage) for stage in stages] == [0, 0, 1, 1, 1, 2, 2, 2]
+    cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), iterations=100)
+    assert [stage.first_step for stage in cfg.stages()] == [0, 10, 70]
 
 
-@pytest.mark.parametrize("iterations, extension, stages", [(7, 0, 3), (10, 3, 4), (2, 1, 4), (1, 0, 3)])
-def test_stage_steps_are_where_the_loop_changes(iterations, extension, stages):
-    """Equal parts of iterations; the extension is the last stage."""
-    cfg = replace(Config(), iterations=iterations, extension_iterations=extension, max_wallclock_seconds=0.0,
+@pytest.mark.parametrize("cfg, iterations, extension, stages", [
+    (GOLF, 7, 0, 3), (GOLF, 1, 0, 3), (GOLF, 7, 2, 3), (SPEEDRUN, 10, 3, 4), (SPEEDRUN, 2, 1, 4),
+    (SPEEDRUN, 9, 0, 4)])
+def test_stage_steps_are_where_the_loop_changes(cfg, iterations, extension, stages):
+    """Parts of iterations; in speedrun the extension is the last stage."""
+    cfg = replace(cfg, iterations=iterations, extension_iterations=extension, max_wallclock_seconds=0.0,
                   batch_schedule=tuple(range(1, stages + 1)))
-    progress = [train_gpt.run_progress(cfg, step, 0) for step in range(train_gpt.total_steps(cfg))]
-    multiples = [train_gpt.stage_at(cfg, part).batch_multiple for part in progress]
-    edges = [*(stage.first_step for stage in stage_table(cfg)), iterations + extension]
-    assert multiples == [i for i, (a, b) in enumerate(zip(edges, edges[1:]), 1) for _ in range(a, b)]
-    assert train_gpt.planned_tokens(cfg) == cfg.train_batch_tokens * sum(multiples)
-    assert not extension or edges[-2] == iterations
-
-
-def test_lr_follows_the_batch():
-    """By a schedule at its own switches, parts of iterations that the extension does not move; the warmdown
-    goes to lr_floor itself."""
-    cfg = replace(Config(), batch_schedule=(1, 2, 3), warmdown_frac=0.0)
-    assert [lr_factor(cfg, 9, p) for p in (0.1, 0.5, 0.9)] == [1, 1, 1]
-    own = replace(cfg, iterations=2120, extension_iterations=40, lr_schedule=(1.0, 1.51, 1.93),
-                  lr_switches=(0.0, 0.33, 0.66))
-    rows = {0: 1.0, 699: 1.0, 700: 1.51, 1399: 1.51, 1400: 1.93, 2160: 1.93}
-    assert [lr_factor(own, step, step / 2160) for step in rows] == [*rows.values()]
-    for one, top in ((cfg, 1.0), (replace(own, extension_iterations=0), 1.93)):
-        down = replace(one, warmdown_frac=0.2, lr_floor=0.1)
-        found = [lr_factor(down, 8, progress) for progress in (0.8, 0.9, 1.0)]
-        assert found == pytest.approx([top, (top + 0.1) / 2, 0.1])
+    progress = [cfg.progress(step, 0) for step in range(train_gpt.total_steps(cfg))]
+    found = [train_gpt.stage_at(cfg, part).batch_tokens // cfg.train_batch_tokens for part in progress]
+    edges = [*(stage.first_step for stage in cfg.stages()), iterations + extension]
+    assert found == [i for i, (a, b) in enumerate(zip(edges, edges[1:]), 1) for _ in range(a, b)]
+    assert train_gpt.planned_tokens(cfg) == cfg.train_batch_tokens * sum(found)
+    assert cfg.preset == "golf" or edges[-2] == iterations

@@ -26,7 +26,7 @@ GAMES = {
         WINDOW_SCHEDULE="12,28,44,52", EVAL_WINDOW="80", EXTENSION_ITERATIONS="2", FP8="all"),
     "golf_plus": toy_of("golf_plus", **SHORT) | dict(
         NUM_LAYERS="5", NUM_KV_HEADS="1", LOOP_LAYERS="1,2", GPTQ_BATCHES="2", EVAL_SLIDING="0",
-        ARTIFACT_KEEP="1000"),
+        ARTIFACT_KEEP="1000", ARTIFACT_BYTES_LIMIT="0"),     # else the plan packs ten artifacts by brotli
 }
 
 

@@ -13,13 +13,14 @@ import torch
 
 import fork_server
 import train_gpt
-from helpers import SCRIPT, TOY, init_parameters, look, toy_config, write_shard
+from helpers import SCRIPT, TOY, init_parameters, look, toy_config, toy_of, write_shard
+from train_gpt import Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # 20 steps, half of them with a double batch and longer windows; a loss at every one
 STEPS = TOY | dict(
-    NUM_KV_HEADS="1", VALUE_EMBED_LAYERS="1,0", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="16,64",
+    VALUE_EMBED_LAYERS="1,0", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="16,64",
     BATCH_SCHEDULE="1,2", TRAIN_LOG_EVERY="1", VAL_TOKENS="1500", SAMPLE_TOKENS="0", VAL_LOSS_EVERY="10")
 
 
@@ -99,8 +100,7 @@ def test_two_nodes_agree_with_one(alone, root, tmp_path):
 
 def test_every_rank_scores_the_artifact(go):
     """Not the weights that it trained: two ranks get what one gets for the file. Wide: its rows are int8."""
-    wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "6", "EMBED_LR": "3", "VAL_BATCH_SIZE": "512",
-                  "NGRAM_ROWS": "0"}
+    wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "6", "EMBED_LR": "3", "VAL_BATCH_SIZE": "512"}
     two = go(wide, ranks=2)
     one = go(wide, EVAL_FROM=f"logs/{two.run_id}/final_model.int8.ptz")
     assert two.code == one.code == 0, two.err + one.err
@@ -120,10 +120,10 @@ GOLF_LINE = """PRESET=golf VOCAB_SIZE=1024 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=
     MAX_WALLCLOCK_SECONDS=600 SEED=1337 DATA_PATH=./data/datasets/fineweb10B_sp1024
     TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model"""
 # ... and a cap that the pace of no machine comes near: the warmdown in steps begins by the clock
-GOLF = SMALL | dict(MODEL_DIM="64", TRAIN_SEQ_LEN="64", ITERATIONS="8", WARMUP_STEPS="2", SAMPLE_TOKENS="8",
+GOLF = SMALL | dict(MODEL_DIM="32", TRAIN_SEQ_LEN="64", ITERATIONS="8", WARMUP_STEPS="2", SAMPLE_TOKENS="8",
                     MAX_WALLCLOCK_SECONDS="1e7")
 SPEEDRUN = SMALL | dict(
-    PRESET="speedrun", MODEL_DIM="96", TRAIN_SEQ_LEN="128", MAX_DOC_LEN="400", WINDOW_SCHEDULE="16,32,48,56",
+    PRESET="speedrun", MODEL_DIM="48", TRAIN_SEQ_LEN="128", MAX_DOC_LEN="400", WINDOW_SCHEDULE="16,32,48,56",
     WINDOW_BLOCK="8", EVAL_WINDOW="96", EVAL_CONTEXT="512", ITERATIONS="9", EXTENSION_ITERATIONS="2",
     MUON_MOMENTUM_WARMUP_STEPS="3", MUON_MOMENTUM_COOLDOWN_STEPS="2", WARMUP_STEPS="0", VAL_TOKENS="1500",
     TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0")
@@ -145,13 +145,13 @@ def test_golf_command_line(go):
 def test_speedrun_scaled_down(train, go, monkeypatch):
     """All stages with rows that get longer, the extension and the final window; the same on one rank, on two,
     in micro-batches, and to the bit after a longer rehearsal."""
-    seen, make_context = [], train_gpt.make_context
+    seen, context = [], train_gpt.SpeedrunModel.context
 
-    def spy(cfg, T, window, *more):
-        seen.append((T, window))
-        return make_context(cfg, T, window, *more)
+    def spy(model, T, device, dtype=None, stage=None):
+        seen.append((T, stage.window if stage else model.cfg.scoring_window()))
+        return context(model, T, device, dtype, stage)
 
-    monkeypatch.setattr(train_gpt, "make_context", spy)
+    monkeypatch.setattr(train_gpt.SpeedrunModel, "context", spy)
     one = train(SPEEDRUN)
     assert one.code == 0, one.err
     stages = [(128, 16), (256, 32), (384, 48), (384, 56)]
@@ -182,9 +182,8 @@ def test_same_seed_same_bits(train):
 
 
 # Little to compile: one plain layer, and no window, stage or validation that asks for another graph
-LEAN = dict(NUM_LAYERS="1", NUM_KV_HEADS="0", BATCH_SCHEDULE="1", WINDOW_SCHEDULE="0", VALUE_EMBED_LAYERS="0",
-            QK_GAIN_INIT="0", BIGRAM_ROWS="0", KEY_OFFSET="0", LOGIT_SOFTCAP="0", RESIDUAL_MIX="0",
-            LAYER_SCALE="0", UNET_SKIPS="0", VAL_LOSS_EVERY="0")
+LEAN = dict(NUM_LAYERS="1", BATCH_SCHEDULE="1", WINDOW_SCHEDULE="0", VALUE_EMBED_LAYERS="0", BIGRAM_ROWS="0",
+            KEY_OFFSET="0", LOGIT_SOFTCAP="0", UNET_SKIPS="0", VAL_LOSS_EVERY="0")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -210,18 +209,18 @@ def test_compiled_runs_are_the_same_bits(backend, train, monkeypatch):
 
 def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     """Whatever was in model and optimizer; loader and every random generator as they were, to the bit."""
-    cfg = toy_config(
-        tiny_data, vocab_size=512, warmup_steps=3, window_schedule=(16,), window_pattern="SL",
-        value_embed_layers=(1,), weight_decay=0.1, num_kv_heads=1, normuon_beta2=0.9, adam_every=2,
-        max_doc_len=20, packing="documents", shuffle=False)
+    cfg = train_gpt.load_config(toy_of(
+        "speedrun", DATA_PATH=str(tiny_data / TOY["DATA_PATH"]), WARMUP_STEPS="5", SEQ_SCHEDULE="1",
+        WINDOW_BLOCK="8", WINDOW_SCHEDULE="16", EVAL_WINDOW="16", WINDOW_PATTERN="SL", MAX_DOC_LEN="20",
+        VALUE_EMBED_LAYERS="1,0", SKIP_LAYERS="0,1", BACKOUT_LAYER="1", MAX_EPOCHS="0", BOS_ID="1"))
     team, data = train_gpt.Team(cfg, {}), train_gpt.open_data(cfg)
-    loader, model = train_gpt.Loader(cfg, data, team), train_gpt.GPT(cfg)
+    loader, model = train_gpt.Loader(cfg, data, team), cfg.make_model(Kernels())
     init_parameters(model, cfg.seed)
     optimizer = train_gpt.Optimizer(model, cfg)
     run = train_gpt.Run(cfg, cfg, team, lambda *_: None, None, "", data, loader, 16, model=model,
                         optimizer=optimizer)
-    context = train_gpt.make_context(cfg, cfg.train_seq_len, 16, team.device)
-    for _ in range(4):      # until no momentum or second moment is zero
+    context = model.training_context(cfg.train_seq_len, team.device, torch.float32, cfg.stages()[0])
+    for _ in range(6):      # until no momentum or second moment is zero
         train_gpt.train_step(model, optimizer, loader.next(cfg.train_batch_tokens), 16, context, 1, 1.0, 0.9)
     still = [bank.names for bank in optimizer.banks if not all(t.any() for t in (bank.data, *bank.state))]
     assert still == []
@@ -230,7 +229,7 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
         return (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
                 loader.position)
 
-    before, fresh = elsewhere(), train_gpt.GPT(cfg)
+    before, fresh = elsewhere(), cfg.make_model(Kernels())
     slowest = train_gpt.rehearse(run)
     assert run.loss_fn is model and slowest > 0 and before == elsewhere()
     init_parameters(fresh, cfg.seed)
@@ -245,9 +244,9 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtyp
     """On a CPU, where the weights are in fp32."""
     real, seen = train_gpt.orthogonalize, set()
 
-    def orthogonalize(g, steps, method, given, margin):
+    def orthogonalize(g, steps, method, given):
         seen.add((g.dtype, given))
-        return real(g, steps, method, given, margin)
+        return real(g, steps, method, given)
 
     monkeypatch.setattr(train_gpt, "orthogonalize", orthogonalize)
     assert train(TOY, DTYPE=dtype, ITERATIONS="2").code == 0
@@ -256,7 +255,7 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtyp
 
 def test_the_last_step_is_saved_whatever_waits(train):
     """Checkpoints wait for bigrams, which are updated every second step, but not at the end."""
-    done = train(TOY, PARAMETERS="bigram_embed.every=2", ITERATIONS="11", SAVE_EVERY="5")
+    done = train(TOY, BIGRAM_EVERY="2", ITERATIONS="11", SAVE_EVERY="5")
     assert done.code == 0
     steps = [torch.load(done.folder / name, weights_only=True)["progress"]["step"]
              for name in train_gpt.CHECKPOINTS]
@@ -272,7 +271,7 @@ def test_ranks_rehearse_alike(tiny_data, monkeypatch):
         return torch.tensor(max(tensor.item(), answer))
 
     monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
-    team, model = train_gpt.Team(cfg, {}), train_gpt.GPT(cfg)
+    team, model = train_gpt.Team(cfg, {}), cfg.make_model(Kernels())
     init_parameters(model, 0)
     run = train_gpt.Run(cfg, cfg, team, print, None, "", micro=4, model=model,
                         optimizer=train_gpt.Optimizer(model, cfg))
@@ -297,14 +296,14 @@ def test_ranks_rehearse_alike(tiny_data, monkeypatch):
 # -------------------------------------------------------------------------------- memory
 def memory_for(monkeypatch, sequences):
     """A model that runs out of memory with more than so many sequences at a time."""
-    real = train_gpt.GPT.forward
+    real = train_gpt.TinyModel.forward
 
     def forward(self, tokens, *more):
         if len(tokens) > sequences:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, tokens, *more)
 
-    monkeypatch.setattr(train_gpt.GPT, "forward", forward)
+    monkeypatch.setattr(train_gpt.TinyModel, "forward", forward)
 
 
 def machine_of(monkeypatch, size):
@@ -373,13 +372,14 @@ def test_epochs_wrap(train, tmp_path):
 
 
 def test_batch_schedule(train):
-    """Three stages of equally many steps, the last one's batch in the extension too; stages that do not match
-    those of the windows are refused."""
-    three = STEPS | dict(BATCH_SCHEDULE="1,2,3", WINDOW_SCHEDULE="64", TRAIN_BATCH_TOKENS="256",
-                         VAL_LOSS_EVERY="0")
+    """golf in three stages of equally many steps, the last one's batch in the extension too; more entries
+    than a recipe has stages are refused."""
+    three = toy_of("golf", BATCH_SCHEDULE="1,2,3", TRAIN_BATCH_TOKENS="256", VAL_TOKENS="1500",
+                   SAMPLE_TOKENS="0", VAL_LOSS_EVERY="0")
     done = train(three, ITERATIONS="12")
-    assert done.code == 0 and done.result["tokens"] == 4 * 256 * (1 + 2 + 3)
+    assert done.code == 0 and done.result["tokens"] == 4 * 256 * (1 + 2 + 3), done.err
     done = train(three, ITERATIONS="8", EXTENSION_ITERATIONS="3")
-    assert done.code == 0 and done.result["tokens"] == 256 * (4 * 1 + 4 * 2 + 3 * 3)
+    assert done.code == 0 and done.result["tokens"] == 256 * (3 * 1 + 3 * 2 + 5 * 3)
     assert done.result["steps"] == 11 and 11 in done.val_losses
-    assert train(three, WINDOW_SCHEDULE="16,64").code == 2
+    refused = train(TOY, BATCH_SCHEDULE="1,2,3")
+    assert refused.code == 2 and "tiny has 2 stages" in refused.err
