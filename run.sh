@@ -114,12 +114,13 @@ preset_data() {
         tiny) [ -f data/datasets/embedded/manifest.json ] || data || exit $? ;;
         golf) [ -f data/datasets/fineweb10B_sp1024/manifest.json ] || data sp1024 -n 80 || exit $? ;;
         golf_plus) [ -f data/datasets/fineweb10B_sp8192/manifest.json ] || data sp8192 -n 128 || exit $? ;;
-        speedrun | speedrun_plus) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
+        speedrun*) [ -f data/datasets/fineweb10B_gpt2/manifest.json ] || data gpt2 || exit $? ;;
         gpt2) [ -f data/datasets/fineweb_edu/manifest.json ] || data fineweb-edu || exit $? ;;
         gpt2_plus) [ -f data/datasets/climbmix/manifest.json ] || data climbmix || exit $? ;;
     esac
     case $1 in
         gpt2*) [ -f data/core_bundle/core.yaml ] || data core ;;
+        speedrun_plus) [ -f data/tokenizers/gpt2_vocab.json ] || data gpt2-vocab || exit $? ;;
     esac
     return 0
 }

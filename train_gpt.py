@@ -9,8 +9,8 @@
 `--help` lists every constant, `--dry-run` prints the plan of a run without training.
 
 Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: what you edit - 6 optimizer -
-7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints - 12 fast
-kernels - 13 ranks, log, memory, plan - 14 rehearse, train, main: clock, rehearsal, loop, one run
+7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints -
+12 fast kernels - 13 ranks, log, memory, plan - 14 rehearse, train, main: clock, rehearsal, loop, one run
 """
 # ---------- 2 imports
 import sys
@@ -697,7 +697,7 @@ def rope_spectrum_to_base(head_dim, base, fraction):
 def yarn(frequencies, scale, old, new):
     """(frequencies, factor on q @ k) as a window grows from old to new tokens: pairs of channels that turn
     less than once in the old window are slowed down by old / new, those that turn over 32 times stay, and
-    attention gets sharper (YaRN, arXiv:2309.00071)."""
+    attention gets sharper (YaRN, arXiv:2309.00071; modded-nanogpt#122: -3.7 s)."""
     turns = old * frequencies / (2 * math.pi)
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
@@ -772,13 +772,15 @@ def mudd(x, w1, w2, bias, scale):
     bias (n,), scale: a number or (1,) -> (B, T, n)."""
     return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
 
-SIGNS_SEED = 0
-
 def random_signs(rows, width):
-    """int8 (rows, width) of 1 and -1, the same everywhere: numpy keeps the raw stream of PCG64 as it is."""
-    words = np.random.PCG64(SIGNS_SEED).random_raw(math.ceil(rows * width / 64)).astype("<u8")
-    bits = np.unpackbits(words.view(np.uint8))[:rows * width].reshape(rows, width)
-    return torch.tensor(2 * bits.astype(np.int8) - 1)
+    """int8 (rows, width) of 1 and -1, the same everywhere: bits of splitmix64's first numbers."""
+    numbers = torch.arange(1, 1 + math.ceil(rows * width / 64)) * (0x9E3779B97F4A7C15 - 2**64)  # modulo 2**64
+    for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1):
+        without_sign = (1 << 64 - shift) - 1
+        numbers = numbers ^ (numbers >> shift & without_sign)
+        numbers = numbers * (factor - 2**64 if factor >= 2**63 else factor)
+    bits = numbers[:, None] >> torch.arange(64) & 1
+    return (2 * bits - 1).to(torch.int8).flatten()[:rows * width].view(rows, width)
 
 def bigram_signs(tokens, signs):
     """The row of signs (B, T, C) of each token with the one before, so that bigrams that share a row of the
@@ -794,7 +796,7 @@ def next_targets(targets, n):
 def prefix_tokens(texts):
     """int64 (V,): of each token the longest proper prefix of its bytes that is a token itself, -1: none, as
     targets of a further loss (modded-nanogpt#88: -0.8 s). texts: each token's bytes, b"" for none."""
-    prefixes = torch.full((len(texts),), -1)
+    prefixes = [-1] * len(texts)
     stack = []  # tokens of which each is a prefix of the next one
     for token in sorted(range(len(texts)), key=texts.__getitem__):
         text = texts[token]
@@ -805,7 +807,7 @@ def prefix_tokens(texts):
         if stack:
             prefixes[token] = stack[-1]
         stack.append(token)
-    return prefixes
+    return torch.tensor(prefixes)
 
 def scoring_dtype(device):
     """Of activations where scores are wanted: fp32 on a CPU, bf16 on a GPU."""
@@ -871,7 +873,7 @@ def offset_keys(k):
     return torch.cat((now, ahead), -1).flatten(-2)
 
 def smear(x, weight, gate_weight):
-    """Adds a gated part of the token before (modded-nanogpt#131). x (B, T, C); weight (1, 1);
+    """Adds a gated part of the token before (modded-nanogpt#130: -1.1 s). x (B, T, C); weight (1, 1);
     gate_weight (1, channels)."""
     before = F.pad(x, (0, 0, 1, -1))
     return x + weight.to(x.dtype) * gate(x, gate_weight) * before
@@ -1962,12 +1964,15 @@ class Speedrun(Config):
     value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
                                        "each layer's value embedding, from 1; 0: none; repeated", 0, 999,
                                        model=True)
+    # modded-nanogpt#117: -0.3 s, by the board
     attn_gate_dim: int = optional(12, "channels that gate each head's output; 0: no gate", 0, 1 << 16,
                                   model=True)
+    # modded-nanogpt#130: -1.1 s
     smear_dim: int = optional(12, "channels that gate the token before, which is added; 0: none", 0, 1 << 16,
                               model=True)
     skip_layers: tuple = option((4, 7), "skip connections: from, to, from, to, ...; 0: none", 0, 1000,
                                 model=True)
+    # modded-nanogpt#140: -5.3 s, with tuned rates
     backout_layer: int = optional(8, "a part of this layer's output is subtracted at the end; 0: none",
                                   0, 1000, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
@@ -1999,9 +2004,12 @@ class Speedrun(Config):
     muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
     muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    # modded-nanogpt#144: -0.8 s; its rates, #146: -1.9 s
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
+    # modded-nanogpt#154: -1.7 s
     weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the LR factor's square",
                                    0, 1e6)
+    # modded-nanogpt#136: -1.7 s, with a smaller batch
     adam_every: int = option(2, "steps whose gradients add up to one of Adam's", 1, 1000)
     beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
@@ -2017,7 +2025,7 @@ class Speedrun(Config):
 
     def stages(self):
         B, T = self.train_batch_tokens, self.train_seq_len
-        rows = [
+        rows = [  # batches that grow, modded-nanogpt#163: -2.7 s
             # begins at part of iterations, tokens per step, tokens per row, long window
             WindowStage(0.0, 1 * B, 1 * T, window=384),
             WindowStage(1 / 3, 2 * B, 2 * T, window=896),
@@ -2876,6 +2884,20 @@ class SpeedrunPlusStage(WindowStage):
     next_weights: tuple = ((1.0, 1.0),)
     prefix_weights: tuple = (0.0, 0.0)
 
+    @property
+    def next_losses(self):
+        """next_weights as the plan shows them: 1,0.5,0.25:0"""
+        return ",".join(self.shown(*pair) for pair in self.next_weights)
+
+    @property
+    def prefix_loss(self):
+        """The same of prefix_weights."""
+        return self.shown(*self.prefix_weights)
+
+    @staticmethod
+    def shown(first, last):
+        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
+
 @dataclass(frozen=True)
 class SpeedrunPlus(Config):
     """Eleven layers that read earlier ones by weights of each token's own (MUDD), heads in pairs, three kinds
@@ -2995,6 +3017,7 @@ class SpeedrunPlus(Config):
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
 
     def check(self):
+        """Raises Refused for constants that make no run together."""
         super().check()
         self.check_topology()
         if self.num_heads % 2 or self.qk_dim % 4:
@@ -3040,6 +3063,7 @@ class SpeedrunPlus(Config):
         return dict(documents=Documents, rows=Rows)[self.packing]
 
     def stages(self):
+        """Three about equal parts of iterations, then the extension."""
         B, T, prefix = self.train_batch_tokens, self.train_seq_len, self.prefix_weight
         first = ((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
         second = ((1.0, 1.0), (0.5, 0.0))
@@ -3137,7 +3161,7 @@ class SpeedrunPlus(Config):
         return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
 
     def plan_columns(self):
-        return ["doc_len", "next_weights", "prefix_weights"]
+        return ["doc_len", "next_losses", "prefix_loss"]
 
     def windows(self, stage, T):
         last = self.stages()[-1]
@@ -3179,6 +3203,27 @@ class SpeedrunPlus(Config):
             if layer in attending:
                 gates.inputs.append(layer)
         return early, late
+
+    def first_gates(self):
+        """What the MUDD gates give at first, of both halves, in the order of gated_layers(): no XSA, a
+        quarter of each head's output, nothing of the embedding, a part of bigrams, half of the skip; dynamic
+        attention mixes heads alike and adds nothing."""
+        H, rows = self.num_heads, []
+        for gated in self.gated_layers():
+            row = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
+            row += [0.0, 0.05] * len(gated.inputs)
+            rest = [0.5] + [1.0] * H + [0.0] * H
+            rows.append(row + rest[:sum(gated.rest)])
+        return rows
+
+    def first_mudd(self):
+        """What MUDD gives at first, in front of the last layer and after it, in the order of last_layer() and
+        hidden(): value embeddings in full and the factors of other layers; after it half of what attn_source
+        has put out is taken off."""
+        of_streams = [0.0] * 6
+        of_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
+        of_mlp = [1.1**0.5, 1.0]
+        return of_streams + [2.0, 2.0] + of_attention + of_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
 
     def loss_weights(self, progress):
         """Weights of the losses on the next targets at this progress, and on prefixes where the stage has
@@ -3356,25 +3401,13 @@ class SpeedrunPlusModel(Model):
         self.use(kernels)
 
     def first_values(self, values):
-        """The embedding begins as lm_head. MUDD begins as: value embeddings in full, residual stream and
-        outputs with the factors of other layers, a part of bigrams; at the end half of attn_source's output
-        is taken off. Gates: a quarter of each head's output, a part of bigrams, half of the skip, dynamic
-        attention of equal parts."""
+        """The embedding begins as lm_head; the factors of queries, keys and values at half."""
         values["embed"] = values["head"].clone()
         for layer in range(self.cfg.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        # values of three streams, the same of the residual stream; two of value embeddings; factors of
-        # attention, of the embedding and bigrams, of the MLP: the order of hidden()
-        resid = 1.1**0.5
-        last = [0.0] * 6 + [2.0, 2.0, resid, 1.0, 0.0, 0.05, resid, 1.0]
-        values["mudd_b2"][0] = torch.tensor(last) / MUDD_SCALE
-        values["mudd_b2"][1, 1] = -0.5 / MUDD_SCALE
-        H = self.cfg.num_heads
-        rest = [0.5] + [1.0] * H + [0.0] * H
-        for half, gated in enumerate(self.gated):
-            biases = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
-            biases += [0.0, 0.05] * len(gated.inputs) + rest[:sum(gated.rest)]
-            values["mudd_gate_b2"][half, :len(biases)] = torch.tensor(biases) / MUDD_SCALE
+        for name, rows in ("mudd_b2", self.cfg.first_mudd()), ("mudd_gate_b2", self.cfg.first_gates()):
+            for place, row in enumerate(rows):
+                values[name][place, :len(row)] = torch.tensor(row) / MUDD_SCALE
         return values
 
     def context(self, T, device, dtype=None, stage=None):
@@ -3545,7 +3578,7 @@ def gpt2_texts(path):
     others = [byte for byte in range(256) if byte not in printed]
     byte_of = {chr(byte): byte for byte in printed}
     byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
-    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2`"
+    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2-vocab`"
     try:
         tokens = json.loads(Path(path).read_text("utf-8"))
         texts = [b""] * len(tokens)

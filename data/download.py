@@ -5,6 +5,7 @@
     python data/download.py sp1024 -n 0       # all that the repository lists
     python data/download.py sp8192 -n 128     # the same text by 8,192 pieces
     python data/download.py gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
+    python data/download.py gpt2-vocab        # the bytes of GPT-2's tokens (1 MB), for speedrun_plus
     python data/download.py climbmix          # text, 220 train shards and val (22 GB), tokenized here
     python data/download.py fineweb-edu       # the same with another text
     python data/download.py core              # the 22 tasks of CORE
@@ -15,6 +16,7 @@ Text: writes OUT/parquet/<name>/*.parquet. The last file that the repository lis
 makes dataset and tokenizer from them (vocabulary 32,768; val is cut to 50,000,000 bytes). A shard of some
 250M characters gives some 52M tokens. 26 layers at 7.25 tokens per weight need 6.7B tokens; the default is
 more because the trainer cuts documents to fill rows (its log line `documents:` counts what it reads).
+GPT-2's vocabulary: writes OUT/tokenizers/gpt2_vocab.json; GPT2_VOCAB_URL is another address of that file.
 CORE: writes OUT/core_bundle/ in one step; CORE_BUNDLE_URL is another address of the zip.
 An interrupted download continues where it stopped. HF_ENDPOINT is another hub; HF_TOKEN is sent to it.
 Exit 0: everything is there. 1: it failed, stderr says which file and why. 2: refused.
@@ -50,6 +52,9 @@ MAX_DELAY = 60.0                                 # seconds between two tries, at
 RETRY_STATUS = {408, 416, 425, 429, 500, 502, 503, 504}
 DECODE_TOKENS = 1 << 20                          # tokens decoded at a time; a longer document is not split
 TOKENS_PER_PARQUET = 1.3                         # bytes of token shards per byte of parquet, at most
+# What tiktoken reads, too: {characters of a token: its number}
+GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json"
+GPT2_VOCAB_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 
 
@@ -600,6 +605,30 @@ def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
                       f"{'there already' if complete else 'downloaded now'}, sha256 of the zip {digest}"])
 
 
+def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
+    """Download GPT-2's vocabulary to OUT/tokenizers/gpt2_vocab.json; returns the summary."""
+    path = args.out / "tokenizers" / "gpt2_vocab.json"
+    part = path.with_name(path.name + ".part")
+
+    def is_whole(file: Path) -> bool:
+        return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == GPT2_VOCAB_SHA256
+
+    def attempt():
+        server.fetch(url, part, None, progress)
+        if not is_whole(part):
+            part.unlink()
+            raise Damaged("its sha256 is not that of GPT-2's vocabulary")
+
+    there = is_whole(path)
+    if not there:
+        check_disk([File("", path, "", 0, None, None)], args.out)
+        part.unlink(missing_ok=True)
+        progress = Progress("downloading", 0)
+        server.retry("GPT-2's vocabulary", attempt)
+        part.replace(path)
+    return f"gpt2_vocab.json: {'there already' if there else 'downloaded now'}, sha256 {GPT2_VOCAB_SHA256}"
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise Refused(message)
@@ -608,7 +637,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv) -> argparse.Namespace:
     """The command line; raises Refused where it makes no sense."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*SOURCES, "core"]
+    known = [*SOURCES, "gpt2-vocab", "core"]
     parser.add_argument("source", help=f"one of: {', '.join(known)}")
     defaults = ", ".join(f"{name}: {source.default_shards}" for name, source in SOURCES.items())
     parser.add_argument("-n", dest="train_shards", type=int, help=f"train shards, 0 = all ({defaults})")
@@ -649,6 +678,10 @@ def run(args: argparse.Namespace) -> str:
             import yaml  # noqa: F401
             server = Server(args.tries, args.retry_delay, args.timeout)
             return get_core(args, server, web_address("CORE_BUNDLE_URL", CORE_URL))
+        if args.source == "gpt2-vocab":
+            server = Server(args.tries, args.retry_delay, args.timeout)
+            server.described = "the server of GPT-2's vocabulary (or the one that GPT2_VOCAB_URL names)"
+            return get_gpt2_vocab(args, server, web_address("GPT2_VOCAB_URL", GPT2_VOCAB_URL))
         import numpy, sentencepiece  # noqa: E401, F401
         source = SOURCES[args.source]
         if source.parquet:

@@ -18,7 +18,7 @@ PAGES = ["README.md", "docs/first_change.md", "docs/own_text.md", "docs/first_gp
 NOWHERE = "http://127.0.0.1:9"
 SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2",
                    TRAIN_BATCH_TOKENS="256", COUNT_ORDERS="2")
-SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE)
+SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE, GPT2_VOCAB_URL=NOWHERE)
 
 
 def free_port():

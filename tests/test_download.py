@@ -367,11 +367,12 @@ def test_published_files_are_unfit(hub, call, tmp_path, changes, words):
 
 @pytest.mark.parametrize("words, options, said", [
     ([], {"source": "sp1204"}, "did you mean sp1024"), ([], {"source": "climbmx"}, "did you mean climbmix"),
-    ([], {"source": "zzz"}, "sp1024, sp8192, gpt2, fineweb-edu, climbmix, core"),
+    ([], {"source": "zzz"}, "sp1024, sp8192, gpt2, fineweb-edu, climbmix, gpt2-vocab, core"),
     (["-n", 5], {}, "lists only 4 train shards"), (["-n", -1], {}, "-n"), (["-n", "x"], {}, "'x'"),
     (["--shards", 3], {}, "--shards"), ([], {"timeout": "nan"}, "--timeout"), ([], {"tries": 0}, "--tries"),
     ([], {"HF_ENDPOINT": "localhost"}, "HF_ENDPOINT"), ([], {"HF_ENDPOINT": "http://[::1"}, "HF_ENDPOINT"),
     ([], {"source": "core", "CORE_BUNDLE_URL": "ftp://x/y.zip"}, "CORE_BUNDLE_URL"),
+    ([], {"source": "gpt2-vocab", "GPT2_VOCAB_URL": "ftp://x/y.json"}, "GPT2_VOCAB_URL"),
     (["--out", "file"], {}, "cannot write to file")])
 def test_refused(hub, call, tmp_path, words, options, said):
     (tmp_path / "file").write_text("in the way")
@@ -390,6 +391,28 @@ def test_commands_of_their_own(tmp_path):
             "import prepare; assert 'pyarrow' not in sys.modules")
     done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+def test_gpt2s_vocabulary(hub, call, tmp_path, monkeypatch):
+    """Fetched once, again where it is damaged; other bytes than GPT-2's are refused."""
+    data, name = json.dumps({"!": 0, "a": 1}).encode(), "encoder.json"
+    path = tmp_path / "data/tokenizers/gpt2_vocab.json"
+    hub.files[name] = data
+    monkeypatch.setenv("GPT2_VOCAB_URL", f"{hub.endpoint}/{name}")
+    assert "is not that of GPT-2's vocabulary" in call(source="gpt2-vocab", code=1).sentence
+    assert not path.exists() and not [*path.parent.glob("*.part")]
+    monkeypatch.setattr(download, "GPT2_VOCAB_SHA256", hashlib.sha256(data).hexdigest())
+    hub.faults[name] = ["corrupt"]
+    assert "downloaded now" in call(source="gpt2-vocab").out and path.read_bytes() == data
+    before = len(hub.requests)
+    assert "there already" in call(source="gpt2-vocab").out and len(hub.requests) == before
+    path.write_bytes(data[:-1])
+    assert "downloaded now" in call(source="gpt2-vocab").out and path.read_bytes() == data
+    texts = train_gpt.gpt2_texts(str(path))
+    assert texts == [b"!", b"a"]
+    hub.faults[name] = [404, "*"]
+    path.unlink()
+    assert "404" in call(source="gpt2-vocab", code=1).sentence
 
 
 def test_gpt2_tokens_come_without_a_tokenizer(new_hub, call, tmp_path):

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 # every side a multiple of 16, for fp8
 SMALL = dict(
     vocab_size=64, bos_id=3, model_dim=64, num_heads=4, qk_dim=12, bigram_rows=48, bigram_sign_rows=8,
-    mudd_dim=8, mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52), eval_window=80,
-    train_seq_len=64, train_batch_tokens=128, max_doc_len=20, doc_schedule=(20, 20, 20, 20))
+    mudd_dim=8, mudd_gate_dim=8, dc_window=7, window_block=4, window_schedule=(12, 28, 44, 52),
+    eval_window=80, train_seq_len=64, train_batch_tokens=128, max_doc_len=20, doc_schedule=(20, 20, 20, 20))
 
 
 def small(**settings):
@@ -181,9 +181,9 @@ def test_texts_of_gpt2s_tokens(tmp_path):
     every = {chr(n): n for n in range(256 + 68)}
     path = tmp_path / "damaged.json"
     path.write_text(json.dumps(every), "utf-8")
-    with pytest.raises(Refused, match="damaged.json.*data gpt2"):
+    with pytest.raises(Refused, match="damaged.json.*data gpt2-vocab"):
         train_gpt.gpt2_texts(str(path))
-    with pytest.raises(Refused, match="missing.json.*data gpt2.*PREFIX_WEIGHT=0"):
+    with pytest.raises(Refused, match="missing.json.*data gpt2-vocab.*PREFIX_WEIGHT=0"):
         train_gpt.gpt2_texts(str(tmp_path / "missing.json"))
 
 
@@ -213,6 +213,15 @@ def test_losses_of_the_stages():
         scores = model.logits(model.hidden(tokens, context))
         wanted = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
         assert model(tokens, targets, context).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_the_plan_shows_the_stages():
+    table = [line.split() for line in train_gpt.stage_lines(preset_config("speedrun_plus"))]
+    assert table[0][-3:] == ["doc_len", "next_losses", "prefix_loss"]
+    assert table[1] == "0 131072 16384 384 128 1.0000 896 1,0.5,0.25:0 0.25".split()
+    assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
+    assert table[3] == "847 393216 49152 1408 640 1.7300 2048 1 0".split()
+    assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
 
 
 def test_the_prefix_table_is_built_from_the_tokenizer():
@@ -271,7 +280,7 @@ def test_a_part_can_be_turned_off(settings):
     (dict(QK_DIM="90"), "a multiple of 4"), (dict(EVAL_WINDOW="2000"), "multiples of window_block"),
     (dict(WINDOW_SCHEDULE="1,2"), "speedrun_plus has 4 stages"), (dict(FP8_HEAD_MOST="1,2"), "three numbers"),
     (dict(VALUE_GATE_DIM="13"), "the second is even"), (dict(SMEAR_DIM="800"), "may not exceed model_dim"),
-    (dict(MTP_SCHEDULE="1 0.5"), "no such constant"), (dict(BACKOUT_LAYER="7"), "no such constant")])
+    (dict(BACKOUT_LAYER="7"), "no such constant")])
 def test_what_cannot_be_is_refused_in_a_sentence(settings, sentence):
     with pytest.raises(Refused, match=sentence):
         load_config({"PRESET": "speedrun_plus"} | settings)

@@ -67,8 +67,8 @@ CASES = {
         MODEL_DIM="48", NUM_HEADS="3", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", MAX_DOC_LEN="96",
         WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8", EVAL_WINDOW="96", EVAL_CONTEXT="512",
         EXTENSION_ITERATIONS="4", MUON_MOMENTUM_COOLDOWN_STEPS="6"),
-    # also document lengths, losses on several targets and prefixes by stage; the embedding is untied; fp8 with
-    # delayed scales
+    # also document lengths, losses on several targets and prefixes by stage; the embedding is untied; fp8
+    # with delayed scales
     "speedrun_plus": dict(
         MODEL_DIM="64", NUM_HEADS="4", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", MAX_DOC_LEN="96",
         DOC_SCHEDULE="48,96,96,96", WINDOW_SCHEDULE="16,32,48,64", WINDOW_BLOCK="8", EVAL_WINDOW="96",
