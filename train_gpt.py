@@ -4739,7 +4739,7 @@ def planned_bytes(cfg):
     return round(TRAINED_PART * sum(sizes[key] for key in parameters))
 
 def pack_artifact(model, hessians=None, coarser=1.0):
-    """Bytes of the artifact: packed_tensors() and ModelConfig. hessians: of calibrate()."""
+    """Bytes of the artifact: packed_tensors() and the constants of the model. hessians: of calibrate()."""
     tensors, cfg, table = {}, model.cfg, model.cfg.parameter_table()
     for name, w in stored(model).items():
         parts, hessian = {"": w}, (hessians or {}).get(name)
