@@ -13,8 +13,8 @@ import pytest
 from helpers import ROOT, SCRIPT
 from source import packed_line
 
-SECTIONS = ["imports", "run constants, flags, checks", "techniques", "recipes", "optimizer", "schedules", "data",
-            "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
+SECTIONS = ["imports", "run constants, flags, checks", "techniques", "recipes", "optimizer", "schedules",
+            "data", "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
             "rehearse, train, main"]  # from 2 on, as DESIGN orders them
 TOOLS = sorted(path for folder in ("data", "records", "tools") for path in ROOT.glob(f"{folder}/*.py"))
 SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
