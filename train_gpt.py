@@ -9,8 +9,8 @@
 `--help` lists every constant, `--dry-run` prints the plan of a run without training.
 
 Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: what you edit - 6 optimizer -
-7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints - 12 fast
-kernels - 13 ranks, log, memory, plan - 14 rehearse, train, main: clock, rehearsal, loop, one run
+7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints -
+12 fast kernels - 13 ranks, log, memory, plan - 14 rehearse, train, main: clock, rehearsal, loop, one run
 """
 # ---------- 2 imports
 import sys
@@ -697,7 +697,7 @@ def rope_spectrum_to_base(head_dim, base, fraction):
 def yarn(frequencies, scale, old, new):
     """(frequencies, factor on q @ k) as a window grows from old to new tokens: pairs of channels that turn
     less than once in the old window are slowed down by old / new, those that turn over 32 times stay, and
-    attention gets sharper (YaRN, arXiv:2309.00071)."""
+    attention gets sharper (YaRN, arXiv:2309.00071; modded-nanogpt#122: -3.7 s)."""
     turns = old * frequencies / (2 * math.pi)
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
@@ -873,7 +873,7 @@ def offset_keys(k):
     return torch.cat((now, ahead), -1).flatten(-2)
 
 def smear(x, weight, gate_weight):
-    """Adds a gated part of the token before (modded-nanogpt#131). x (B, T, C); weight (1, 1);
+    """Adds a gated part of the token before (modded-nanogpt#130: -1.1 s). x (B, T, C); weight (1, 1);
     gate_weight (1, channels)."""
     before = F.pad(x, (0, 0, 1, -1))
     return x + weight.to(x.dtype) * gate(x, gate_weight) * before
@@ -1964,12 +1964,15 @@ class Speedrun(Config):
     value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
                                        "each layer's value embedding, from 1; 0: none; repeated", 0, 999,
                                        model=True)
+    # modded-nanogpt#117: -0.3 s, by the board
     attn_gate_dim: int = optional(12, "channels that gate each head's output; 0: no gate", 0, 1 << 16,
                                   model=True)
+    # modded-nanogpt#130: -1.1 s
     smear_dim: int = optional(12, "channels that gate the token before, which is added; 0: none", 0, 1 << 16,
                               model=True)
     skip_layers: tuple = option((4, 7), "skip connections: from, to, from, to, ...; 0: none", 0, 1000,
                                 model=True)
+    # modded-nanogpt#140: -5.3 s, with tuned rates
     backout_layer: int = optional(8, "a part of this layer's output is subtracted at the end; 0: none",
                                   0, 1000, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
@@ -2001,9 +2004,12 @@ class Speedrun(Config):
     muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
     muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    # modded-nanogpt#144: -0.8 s; its rates, #146: -1.9 s
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
+    # modded-nanogpt#154: -1.7 s
     weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the LR factor's square",
                                    0, 1e6)
+    # modded-nanogpt#136: -1.7 s, with a smaller batch
     adam_every: int = option(2, "steps whose gradients add up to one of Adam's", 1, 1000)
     beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
@@ -2019,7 +2025,7 @@ class Speedrun(Config):
 
     def stages(self):
         B, T = self.train_batch_tokens, self.train_seq_len
-        rows = [
+        rows = [  # batches that grow, modded-nanogpt#163: -2.7 s
             # begins at part of iterations, tokens per step, tokens per row, long window
             WindowStage(0.0, 1 * B, 1 * T, window=384),
             WindowStage(1 / 3, 2 * B, 2 * T, window=896),
@@ -4733,7 +4739,7 @@ def planned_bytes(cfg):
     return round(TRAINED_PART * sum(sizes[key] for key in parameters))
 
 def pack_artifact(model, hessians=None, coarser=1.0):
-    """Bytes of the artifact: packed_tensors() and ModelConfig. hessians: of calibrate()."""
+    """Bytes of the artifact: packed_tensors() and the constants of the model. hessians: of calibrate()."""
     tensors, cfg, table = {}, model.cfg, model.cfg.parameter_table()
     for name, w in stored(model).items():
         parts, hessian = {"": w}, (hessians or {}).get(name)

@@ -43,7 +43,7 @@ def log_probs(cfg, w, tables, tokens):
     place = torch.arange(tokens.size(1))
     angles = place[:, None] * cfg["rope_base"] ** -(torch.arange(half) / half)
     back = place[:, None] - place  # from a key to its query
-    mask = (back >= 0) & (back <= (cfg["eval_window"] or cfg["window_schedule"][-1] or len(place)))
+    mask = (back >= 0) & (back <= (cfg["scoring_window"] or len(place)))
     x = x0 = norm(w["embed"][tokens] + ngram_embedding(cfg, w, tables, tokens))
     outputs = []
     for i in range(N):

@@ -8,10 +8,11 @@ from folders import ROOT
 from runs import Refused
 
 
-# Of these docs/load_model.py takes any value but, where tiny has one, 0; else what tiny has
-SIZES = {"preset", "vocab_size", "train_seq_len", "bos_id", "num_layers", "model_dim", "num_heads",
-         "num_kv_heads", "mlp_mult", "logit_softcap", "qk_gain_init", "rope_base", "bigram_rows",
-         "count_orders", "count_bits", "copy_orders", "window_schedule", "window_block", "eval_window"}
+# Constants of tiny that docs/load_model.py takes at any value but 0 where tiny has another one; the others,
+# and the preset, it takes as tiny has them
+SIZES = {"vocab_size", "train_seq_len", "bos_id", "num_layers", "model_dim", "num_heads", "mlp_mult",
+         "logit_softcap", "qk_gain_init", "rope_base", "bigram_rows", "count_orders", "count_bits",
+         "copy_orders", "window_schedule"}
 
 
 def model_file(run):
@@ -51,7 +52,7 @@ def export(args, say):
     tiny = asdict(train_gpt.load_config({}))
     unlike = [name for name, value in shape.items()
               if value != tiny.get(name) and (name not in SIZES or not value)]
-    shape["unlike_tiny"] = unlike
+    shape |= dict(scoring_window=cfg.scoring_window(), unlike_tiny=unlike)
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
     weights = sum(p.numel() for p in model.parameters())
     counted = f" and the {text:,} training tokens that n-grams are counted from" if text else ""

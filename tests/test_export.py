@@ -18,12 +18,13 @@ import load_model  # noqa: E402
 
 def save(path, **settings):
     """final_model.pt of a model with made-up weights, none of which is 0 or 1."""
-    cfg = train_gpt.load_config(
-        dict(VOCAB_SIZE="512", BOS_ID="1", BIGRAM_ROWS="4096", COUNT_BITS="14") | settings)
-    model = train_gpt.GPT(cfg)
+    tables = {} if "PRESET" in settings else dict(BIGRAM_ROWS="4096", COUNT_BITS="14")
+    cfg = train_gpt.load_config(dict(VOCAB_SIZE="512", BOS_ID="1") | tables | settings)
+    model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 7)
     generator = torch.Generator().manual_seed(7)
-    model.counts.count(torch.randint(1, 40, (5000,), generator=generator).numpy().astype("uint16"))
+    if cfg.keeps_text():
+        model.counts.count(torch.randint(1, 40, (5000,), generator=generator).numpy().astype("uint16"))
     for p in model.parameters():
         p.data += 0.1 * torch.randn(p.shape, generator=generator)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,13 +32,13 @@ def save(path, **settings):
     return path
 
 
-SHAPES = [{}, dict(WINDOW_SCHEDULE="0", LOGIT_SOFTCAP="30"), dict(NUM_LAYERS="5", EVAL_WINDOW="64"),
-          dict(NUM_HEADS="4", NUM_KV_HEADS="2", QK_GAIN_INIT="1", MLP_MULT="4"),
+SHAPES = [{}, dict(WINDOW_SCHEDULE="0", LOGIT_SOFTCAP="30"), dict(NUM_LAYERS="5", WINDOW_SCHEDULE="128,64"),
+          dict(NUM_HEADS="4", QK_GAIN_INIT="1", MLP_MULT="4"),
           dict(COUNT_ORDERS="0", COPY_ORDERS="0"), dict(COUNT_ORDERS="3,1")]
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=[
-    "tiny", "all tokens", "five layers", "fewer keys", "no candidates", "two orders"])
+    "tiny", "all tokens", "five layers", "more heads", "no candidates", "two orders"])
 def test_the_loader_gives_the_same_log_probs(tool, tmp_path, one_thread, settings):
     path = save(tmp_path / "run" / "final_model.pt", **settings)
     code, out, err = tool("export", path.parent)
@@ -75,8 +76,8 @@ def test_the_files(tool, tmp_path):
     assert {*theirs} == {*ours} == {"counts.text", *dict(model.named_parameters())}
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config.pop("unlike_tiny") == []
-    assert {name: getattr(cfg, name) for name in train_gpt.MODEL_FIELDS} == {
+    assert config.pop("unlike_tiny") == [] and config.pop("scoring_window") == 128
+    assert {name: getattr(cfg, name) for name in cfg.model_fields()} == {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     size = struct.unpack("<Q", (tmp_path / "out/model.safetensors").read_bytes()[:8])[0]
     assert size % 8 == 0
@@ -89,10 +90,9 @@ def test_the_loader_needs_torch_only_and_refuses_what_it_leaves_out(tool, tmp_pa
     assert max(map(len, text.splitlines())) <= 110
     modules = {*re.findall(r"(?m)^(?:import|from) (\w+)", text)}
     assert modules == {"json", "pathlib", "torch", "load_candidates"}
-    for name, value in (("SMEAR_DIM", "12"), ("MAX_DOC_LEN", "64"), ("ATTN_GATE_DIM", "12"),
-                        ("BIGRAM_ROWS", "0"), ("ROPE_FRACTION", "0.5"), ("SKIP_LAYERS", "0,1"),
+    for name, value in (("KEY_OFFSET", "0"), ("BIGRAM_ROWS", "0"), ("VALUE_EMBED_LAYERS", "0"),
                         ("UNET_SKIPS", "0"), ("WINDOW_PATTERN", "SL"), ("LOGIT_SOFTCAP", "0"),
-                        ("TIE_EMBEDDINGS", "1")):
+                        ("PRESET", "golf")):
         path = save(tmp_path / name / "final_model.pt", **{name: value})
         code, out, _ = tool("export", path)
         assert code == 0 and f"docs/load_model.py lacks {name.lower()}" in out

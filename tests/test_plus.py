@@ -148,7 +148,7 @@ def test_a_compiled_step_of_golf_plus_equals_the_eager_one(one_thread):
     cfg = train_gpt.replace(
         train_gpt.preset_config("golf_plus"), vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1,
         num_layers=4, loop_layers=(1, 2), train_seq_len=64, train_batch_tokens=128)
-    model = train_gpt.GolfPlusGPT(cfg, train_gpt.choose_kernels(cfg, False, print))
+    model = train_gpt.GolfPlusModel(cfg, train_gpt.choose_kernels(cfg, False, print))
     init_parameters(model, 0)
     for p in model.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
