@@ -32,18 +32,18 @@ class SpeedrunFrontier(Later):
         return [*json.loads(str(np.load(path)["tags"]))] if path.exists() else ["none"]
 
     def toy(self):
-        """Windows are those of the settings, in blocks of the toy."""
-        meta, settings = self.meta, self.json("settings")
-        training = [row for row in settings if row["training"]]
-        longs = sorted({row["long"] for row in training})
-        first = min(training, key=lambda row: row["step"])
+        """Windows are as many blocks as at full size, in blocks of the toy."""
+        meta = self.meta
+        blocks = meta["window_block"] / self.full.window_block
+        longs = [int(stage.window * blocks) for stage in self.full.stages()]
+        first = min(self.json("settings"), key=lambda row: row["step"])
         return {
             "NUM_HEADS": meta["heads"], "MODEL_DIM": meta["model_dim"], "QK_DIM": meta["qk_dim"],
             "VOCAB_SIZE": meta["vocab"], "BOS_ID": meta["bos"], "BIGRAM_ROWS": meta["bigram_rows"],
             "BIGRAM_SIGN_ROWS": meta["sign_rows"], "MUDD_DIM": meta["mudd_dim"],
             "MUDD_GATE_DIM": meta["mudd_gate_dim"], "DC_WINDOW": meta["dc_window"],
             "WINDOW_BLOCK": meta["window_block"], "WINDOW_SCHEDULE": ",".join(map(str, longs)),
-            "EVAL_WINDOW": max(row["long"] for row in settings), "MAX_DOC_LEN": meta["max_doc"],
+            "EVAL_WINDOW": int(self.full.eval_window * blocks), "MAX_DOC_LEN": meta["max_doc"],
             "ATTN_SCALE": first["attn_scale"], "TRAIN_SEQ_LEN": meta["tokens"],
             "TRAIN_BATCH_TOKENS": meta["tokens"], "NUM_LAYERS": meta["layers"]}
 

@@ -1,6 +1,6 @@
 """golf, speedrun and gpt2, and golf_plus, speedrun_plus and gpt2_plus, against numbers that the public
-records' own code gave, at toy size and at full size. README.md of tests/golden and of tests/golden/plus are
-the specifications, the .npz beside them hold the numbers.
+records' own code gave, at toy size and at full size. README.md of tests/golden, of plus and of frontier
+there are the specifications, the .npz beside them hold the numbers.
 
 GOLDEN=FOLDER lays another set of the same form over ours: *.npz, plus/*.npz, frontier/*.npz. A file there
 that has no recipe here is skipped by name, and so is a recipe whose file is missing. Of our own files none

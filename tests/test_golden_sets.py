@@ -75,7 +75,7 @@ def test_sets_with_other_tokens(tmp_path):
     code, said = run_golden(tmp_path, "-k", some)
     assert code == 0, said
     skipped = {*re.findall(r"\S+\.npz: .*", said)}
-    missing = ("golf.npz", "plus/golf_plus.npz", "plus/speedrun_plus.npz", "plus/gpt2_plus.npz")
+    missing = ("golf.npz", "plus/golf_plus.npz", "plus/gpt2_plus.npz", "frontier/speedrun_frontier.npz")
     assert skipped == {"frontier/other_game.npz: no recipe here",
                        *(f"{file}: not in this folder" for file in missing)}
 

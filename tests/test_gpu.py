@@ -227,6 +227,30 @@ def test_compiled_loss_equals_the_reference(product):
         assert (mine - true).norm() < (0.02 if product is train_gpt.linear else 0.1) * true.norm()
 
 
+def test_compiled_fp8_of_speedrun_plus_equals_the_cpu():
+    """The MLP with delayed scales, and queries, keys and values at once: outputs and gradients."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(256, 128, generator=draw).bfloat16() for _ in range(2))
+    fc, proj = (0.1 * torch.randn(*shape, generator=draw) for shape in ((512, 128), (128, 512)))
+    matrices = [0.1 * torch.randn(rows, 128, generator=draw) for rows in (96, 96, 128)]
+    cases = [(train_gpt.fp8_mlp, [x, fc, proj, torch.tensor([8.0, 16.0, 1.0]) / 448], [grad]),
+             (train_gpt.fp8_qkv, [x, *matrices, torch.tensor([0.7])],
+              [0.1 * torch.randn(256, rows, generator=draw).bfloat16() for rows in (96, 96, 128)])]
+    for function, inputs, grads in cases:
+        found = []
+        compiled = torch.compile(function, dynamic=False, fullgraph=True)
+        for device, fn in (("cpu", function), ("cuda", compiled)):
+            there = [t.detach().to(device).requires_grad_() for t in inputs]
+            outputs = fn(*there)
+            outputs = [outputs] if torch.is_tensor(outputs) else [*outputs]
+            given = torch.autograd.grad(outputs, there, [g.to(device) for g in grads])
+            found.append([t.detach().float().cpu() for t in (*outputs, *given)])
+        for exact, mine in zip(*found, strict=True):
+            assert (mine - exact).norm() < 0.02 * exact.norm(), function.__name__
+
+
 # ------------------------------------------------------------ scores
 def test_evaluation_equals_the_cpu(train):
     """The same artifact, in bf16 on the GPU and in fp32 on the CPU; any number of tokens at a time."""
