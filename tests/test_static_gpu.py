@@ -230,7 +230,7 @@ def test_pairs_of_flex_attention_are_those_of_the_block_mask(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     masks = [
         train_gpt.gpu_window_mask(torch.tensor(size), T, None, "cpu")
-        for size in train_gpt.window_sizes(cfg, stage.window, T).values()
+        for size in cfg.windows(stage, T).values()
     ]
     blocks = sum((mask.kv_num_blocks + mask.full_kv_num_blocks).sum().item() for mask in masks)
     assert static_gpu.window_pairs(train_gpt, cfg, stage) == blocks * 128**2
