@@ -46,6 +46,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -75,7 +76,8 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
         if hasattr(trainer, "Run"):
             run = trainer.Run(cfg, cfg, team, log, None, "", data, loader, micro)
             run.kernels = trainer.choose_kernels(cfg, team.on_gpu, log)
-            model = trainer.GPT(cfg, run.kernels)
+            recipes = hasattr(trainer, "RECIPES")
+            model = cfg.make_model(run.kernels) if recipes else trainer.GPT(cfg, run.kernels)
         else:
             run = SimpleNamespace(cfg=cfg, team=team, loader=loader, micro=micro)
             model = trainer.GPT(cfg, team.dtype, *older_kernels(trainer, cfg, team, log))
@@ -96,7 +98,10 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
     else:
         run.loss_fn = trainer.rehearse(cfg, team, run.model, run.optimizer, micro, log)
     seconds = time.perf_counter() - began
-    if any(getattr(cfg, "count_orders", ())):  # once, and not as part of a step
+    if hasattr(run.model, "build"):  # once, and not as part of a step
+        run.model.build(loader, log)
+        run.model.build = lambda *_: False
+    elif any(getattr(cfg, "count_orders", ())):  # an older one
         run.model.counts.count(np.concatenate(loader.shards))
         run.model.counts.count = lambda text: None
     if cfg.compile and run.loss_fn is run.model:
@@ -279,30 +284,40 @@ def older_kernels(trainer, cfg, team, log):
     return (kernels,) if hasattr(trainer, "Fast") else kernels
 
 
-def step_function(trainer, run, window, seq_multiple=1, stage=None):
-    """A function that makes a step on a batch, as the training loop does. window: of long layers, in older
-    checkouts; stage: in those whose Config has stages(); None: the first one."""
+def step_function(trainer, run, stage=None):
+    """A function that makes a step on a batch, as the training loop does. stage: None: the first one; older
+    checkouts have the last one's window."""
     cfg, momentum = run.cfg, run.cfg.muon_momentum
-    T, micro = cfg.train_seq_len * seq_multiple, run.micro // seq_multiple
-    if hasattr(cfg, "stages"):
-        stage = stage or cfg.stages()[0]
-        T, micro = stage.row_tokens, run.micro * cfg.train_seq_len // stage.row_tokens
-    if not hasattr(trainer, "Run"):
-        run.model.set_context(T, window)
-        return lambda batch: trainer.train_step(run.loss_fn, run.optimizer, batch, micro, 1.0, momentum)
+    if not hasattr(cfg, "stages"):
+        return older_step(trainer, run)
+    stage = stage or cfg.stages()[0]
+    micro = run.micro * cfg.train_seq_len // stage.row_tokens
 
     def step(batch):
-        if stage:
-            context = run.model.training_context(T, run.team.device, run.team.dtype, stage)
-        else:
-            context = trainer.make_context(cfg, T, window, run.team.device, run.team.dtype)
+        context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
+        batch = *batch, *run.model.candidates(*batch)
+        factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, 1.0, momentum, 1.0)
+    return step
+
+
+def older_step(trainer, run):
+    """step_function() of checkouts with one class for all presets."""
+    cfg, momentum = run.cfg, run.cfg.muon_momentum
+    T, window = cfg.train_seq_len, cfg.window_schedule[-1]
+    if not hasattr(trainer, "Run"):
+        run.model.set_context(T, window)
+        return lambda batch: trainer.train_step(run.loss_fn, run.optimizer, batch, run.micro, 1.0, momentum)
+
+    def step(batch):
+        context = trainer.make_context(cfg, T, window, run.team.device, run.team.dtype)
         factors = [1.0, momentum]
         if hasattr(trainer, "decay_factor"):
             tokens = batch[0].numel() * run.team.world_size
             factors = [tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1, *factors, 1.0]
         if hasattr(run.model, "candidates"):
             batch = *batch, *run.model.candidates(*batch)
-        trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, *factors)
+        trainer.train_step(run.loss_fn, run.optimizer, batch, run.micro, context, *factors)
     return step
 
 
@@ -313,7 +328,7 @@ def arms_table(settings, texts, steps, skipped=5):
     for text, (trainer, folder, own) in [(text, read_arm(text)) for text in texts]:
         with companions_of(folder):
             run, rehearsal = prepare(settings | own, steps, trainer)
-        step, times = step_function(trainer, run, run.cfg.window_schedule[-1]), []
+        step, times = step_function(trainer, run), []
         flops = trainer.flops_per_token(run.cfg)
         arms.append((text or "(as it is)", run, timed(step, run.team.wait, times), times, rehearsal, flops))
     for _ in range(steps + skipped):
@@ -359,62 +374,107 @@ def forward_and_backward(function, inputs, weights, compiled):
     return lambda: torch.autograd.grad(fast(*inputs), [*inputs, *weights], grad)
 
 
-def parts_of(run, window, rows, T):
-    """{part: [(layers, a function that makes one of them, both ways, on a random micro-batch (rows, T))]}"""
-    cfg, team, model, kernels = run.cfg, run.team, run.model, run.model.kernels
-    context = train_gpt.make_context(cfg, T, window, team.device, team.dtype)
-    h = torch.randn((rows, T, cfg.model_dim), device=team.device, dtype=team.dtype)
-    tokens = torch.randint(2, cfg.vocab_size, (rows, T), device=team.device)
-    tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
+class LazyMask(NamedTuple):
+    """Arguments of Kernels.window_mask: what is measured makes the mask itself, as a compiled step does."""
+    window: object
+    T: int
+    documents: object
+    device: torch.device
 
-    def attend(block, kind, value_embed, h):
-        times, documents = 2 if kind == "P" else 1, None
-        if cfg.max_doc_len:
-            documents = (tokens == cfg.bos_id).cumsum(1).repeat_interleave(times, 1)
-        mask = kernels.window_mask(context.windows[kind], times * T, documents, team.device)
-        return block.attend(train_gpt.rms_norm(h), value_embed, mask, context)
+
+def recorded_calls(run, stage, tokens):
+    """([(block, arguments of its attend())] in the order in which they run, arguments of the loss) of a
+    training step on tokens (B, T), with attention that gives values back."""
+    model, kernels, attended, losses = run.model, run.model.kernels, [], []
+    context = model.training_context(tokens.size(1), run.team.device, run.team.dtype, stage)
+
+    def attention(q, k, v, mask):
+        return v.repeat_interleave(q.size(1) // v.size(1), 1)
+
+    def loss(*args):
+        losses.append(args)
+        return args[0].sum()
+
+    def attend(block, plain, *args):
+        attended.append((block, args))
+        return plain(*args)
+
+    model.use(kernels._replace(window_mask=LazyMask, attention=attention, loss=loss))
+    for block in model.blocks:
+        block.attend = partial(attend, block, block.attend)
+    with torch.no_grad():
+        model(tokens, tokens, context, *model.candidates(tokens, tokens))
+    for block in model.blocks:
+        del block.attend
+    model.use(kernels)
+    return attended, losses[0]
+
+
+def alike(block, args):
+    """What blocks have in common whose attention takes as long."""
+    shapes = [tuple(p.shape) for p in block.parameters()]
+    given = [x.window if isinstance(x, LazyMask) else tuple(x.shape) if torch.is_tensor(x) else type(x)
+             for x in args]
+    return str(shapes + given)
+
+
+def parts_of(run, stage, rows):
+    """{part: [(layers, a function that makes one of them, both ways, on a random micro-batch)]}"""
+    cfg, team, model, kernels = run.cfg, run.team, run.model, run.model.kernels
+    tokens = torch.randint(2, cfg.vocab_size, (rows, stage.row_tokens), device=team.device)
+    tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
+    h = torch.randn((*tokens.shape, cfg.model_dim), device=team.device, dtype=team.dtype)
+    attended, (_, _, targets, cap, linear, *weights) = recorded_calls(run, stage, tokens)
+
+    def attend(block, args, h):
+        args = [kernels.window_mask(*x) if isinstance(x, LazyMask) else x for x in args]
+        return block.attend(train_gpt.rms_norm(h), *args)
 
     def mlp(h, fc, proj):
+        if model.scales:
+            return kernels.mlp(train_gpt.rms_norm(h), fc, proj, model.scales.values[0])
         return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
 
     def head(h, weight):
-        return kernels.loss(train_gpt.rms_norm(h), weight, tokens, model.cap, kernels.head_linear)
+        return kernels.loss(train_gpt.rms_norm(h), weight, targets, cap, linear, *weights)
 
     both = partial(forward_and_backward, compiled=cfg.compile)
     found = {"attention": [], "MLP": [], "head and loss": [(1, both(head, [h, model.head], []))]}
-    layers = [(kind, table > 0) for kind, table in zip(model.kinds, model.tables)]
-    for (kind, has_table), count in Counter(layers).items():
-        block = model.blocks[layers.index((kind, has_table))]
-        if block.query is not None:
-            weights = [block.query, block.key, block.value, block.attn_proj]
-            value_embed = torch.randn_like(h[..., :len(block.value)]) if has_table else 0
-            function = partial(attend, block, kind, value_embed)
-            found["attention"].append((count, both(function, [h], weights)))
-    with_mlp = [block for block in model.blocks if block.fc is not None]
+    groups = {}
+    for block, (_, *args) in attended:
+        groups.setdefault(alike(block, args), []).append((block, args))
+    for members in groups.values():
+        block, args = members[0]
+        projections = [block.query, block.key, block.value, block.attn_proj]
+        found["attention"].append((len(members), both(partial(attend, block, args), [h], projections)))
+    with_mlp = [model.blocks[i] for i in cfg.layer_order(stage) if model.blocks[i].fc is not None]
     if with_mlp:
-        weights = [with_mlp[0].fc, with_mlp[0].mlp_proj]
-        found["MLP"].append((len(with_mlp), both(mlp, [h, *weights], [])))
+        weights_of_mlp = [with_mlp[0].fc, with_mlp[0].mlp_proj]
+        found["MLP"].append((len(with_mlp), both(mlp, [h, *weights_of_mlp], [])))
     return found
 
 
 def collective_seconds(run, repeats):
-    """Seconds of a step's collectives alone; Adam's happen every adam_every steps."""
-    def communicate(optimizer):
-        for bank in run.optimizer.banks:
-            if bank.row.optimizer == optimizer:
-                bank.reduce(None).wait()
-                train_gpt.all_gather(bank.data, bank.my_data.flatten())
+    """Seconds of a step's collectives alone, those of a bank as often as it is updated."""
+    def communicate(banks):
+        for bank in banks:
+            bank.reduce(None).wait()
+            train_gpt.all_gather(bank.data, bank.my_data.flatten())
 
-    muon, adam = (median_seconds(run.team, partial(communicate, name), repeats) for name in ("muon", "adam"))
-    return muon + adam / run.cfg.adam_every
+    seconds = 0.0
+    for every in sorted({bank.row.every for bank in run.optimizer.banks}):
+        banks = [bank for bank in run.optimizer.banks if bank.row.every == every]
+        seconds += median_seconds(run.team, partial(communicate, banks), repeats) / every
+    return seconds
 
 
 def stage_parts(run, stage, repeats, loads, say):
     """Prints a stage's step and its parts. loads: tok/s of the loader."""
     cfg, team, optimizer = run.cfg, run.team, run.optimizer
-    T, ranks, tokens, window = stage.row_tokens, team.world_size, stage.batch_tokens, stage.window
+    T, ranks, tokens = stage.row_tokens, team.world_size, stage.batch_tokens
+    window = cfg.windows(stage, T).get("long_window", T)
     batch = run.loader.next(tokens, T // cfg.train_seq_len)
-    step, hosts = partial(step_function(train_gpt, run, window, stage=stage), batch), []
+    step, hosts = partial(step_function(train_gpt, run, stage), batch), []
     whole = median_seconds(team, step, repeats)
     for _ in range(repeats):
         team.wait()  # or a full queue of launches would make it wait in between
@@ -422,13 +482,13 @@ def stage_parts(run, stage, repeats, loads, say):
     rows_at_once = train_gpt.rows_at_once(len(batch[0]), run.micro * cfg.train_seq_len // T)
     micro_steps = len(batch[0]) // rows_at_once
     rows = {part: micro_steps * sum(layers * median_seconds(team, call, repeats) for layers, call in calls)
-            for part, calls in parts_of(run, window, rows_at_once, T).items()}
+            for part, calls in parts_of(run, stage, rows_at_once).items()}
     rows["optimizer"] = median_seconds(team, lambda: optimizer.step(0.0, cfg.muon_momentum), repeats)
     rows["the rest"] = whole - sum(rows.values())
     inside = {"communication": collective_seconds(run, repeats) if ranks > 1 else 0.0,
               "host": statistics.median(hosts)}
     rate, flops = tokens / whole, train_gpt.flops_per_token(cfg) * tokens / whole / ranks
-    say(f"\n{tokens:,} tokens, window {window or T}: {1e3 * whole:.2f} ms a step, {rate:,.0f} tok/s, "
+    say(f"\n{tokens:,} tokens, window {window}: {1e3 * whole:.2f} ms a step, {rate:,.0f} tok/s, "
         f"{rate / ranks:,.0f} per rank, {flops / 1e9:,.0f} GFLOP/s, mfu {flops / train_gpt.H100_FLOPS:.2%}")
     for name, seconds in (rows | inside).items():
         note = " (part of the above)" if name in inside else ""
@@ -460,25 +520,27 @@ def parts_table(settings, steps):
 
 
 # ---------- codecs
-def by_largest(bits):
-    """quantize_by_maximum of so many bits: the largest of a row is the largest number."""
-    def quantize(w, levels, floor):
-        scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2**-24).half()
-        return (w / scale.float()[:, None]).round().to(torch.int8), scale
-    return quantize
+LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # lc=0: the byte before says nothing here
+
+
+def by_largest(bits, row, w):
+    """Rows of so many bits, in which the largest of a row is the largest number."""
+    scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2**-24).half()
+    return (w / scale.float()[:, None]).round().to(torch.int8), scale
+
+
+def by_step(step, row, w):
+    """Steps of a row's rms times this."""
+    return train_gpt.quantize_by_rms(w, step, row.levels)
 
 
 def roundings(cfg):
-    """Yields (label, constants that differ, quantize_by_maximum) of every codec."""
-    plain = train_gpt.quantize_by_maximum
-    yield "int8, clipped rows", dict(artifact_step=0.0), plain
+    """Yields (label, function of a Row and w (R, C) -> int8 rows, scales) of every codec."""
+    yield "as the recipe has it", cfg.quantize
     for bits in (7, 6, 5, 4):
-        yield f"int{bits} by the largest", dict(artifact_step=0.0), by_largest(bits)
-    rounded = [kind for kind, row in train_gpt.parameter_table(cfg).items() if row.artifact_step]
-    alike = tuple(f"{kind}.artifact_step=1" for kind in rounded)
-    for label, cells in (("alike", alike), ("by group", cfg.parameters)):
-        for step in (0.1, 0.2, 0.25, 0.3, 0.4):
-            yield f"step {step:g}, {label}", dict(artifact_step=step, parameters=cells), plain
+        yield f"int{bits} by the largest", partial(by_largest, bits)
+    for step in (0.1, 0.2, 0.25, 0.3, 0.4):
+        yield f"step {step:g}", partial(by_step, step)
 
 
 def entropy_bytes(tensors):
@@ -494,8 +556,8 @@ def entropy_bytes(tensors):
 
 
 def codec_table(settings, path):
-    """Prints per codec val_bpb and what rounding costs, bytes by zlib and by lzma (as it comes and with
-    lc=0), what an ideal coder of each tensor would need, and the seconds to read it back."""
+    """Prints per codec val_bpb and what rounding costs, bytes by zlib, by brotli as the trainer uses it and
+    by lzma with lc=0, what an ideal coder of each tensor would need, and the seconds to read it back."""
     cfg = train_gpt.load_config(dict(os.environ) | settings | dict(DEVICE="cpu"))
     data, team = train_gpt.open_data(cfg, lambda *_: None), train_gpt.Team(cfg, {})
     model, cfg = train_gpt.load_model(path, "cpu", cfg)
@@ -507,11 +569,14 @@ def codec_table(settings, path):
 
     weights = sum(p.numel() for p in model.parameters())
     print(f"{machine(team)}; {weights} weights, val_bpb {base:.5f}")
-    print(f"{'rounding':20} {'val_bpb':>8} {'lost':>8} {'zlib 9':>10} {'lzma':>10} {'lzma lc=0':>10} "
+    print(f"{'rounding':20} {'val_bpb':>8} {'lost':>8} {'zlib 9':>10} {'brotli':>10} {'lzma lc=0':>10} "
           f"{'entropy':>10} {'read back':>10}")
-    for label, changes, quantize in roundings(cfg):
-        model.cfg = train_gpt.replace(cfg, **changes)
-        with mock.patch.multiple(train_gpt, to_bytes=spied, quantize_by_maximum=quantize):
+    for label, quantize in roundings(cfg):
+        def rounded(_, row, w, coarser=1.0, hessian=None, quantize=quantize):
+            return quantize(row, w)
+
+        with mock.patch.object(type(cfg), "quantize", rounded), mock.patch.object(
+                train_gpt, "to_bytes", spied):
             packed = train_gpt.pack_artifact(model)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, train_gpt.artifact_name(model.cfg))
@@ -520,9 +585,9 @@ def codec_table(settings, path):
             again, _ = train_gpt.load_model(file)
             seconds = time.perf_counter() - began
         bpb, (tensors, raw) = train_gpt.evaluate(again, cfg, data, team).val_bpb, seen
-        sizes = (len(zlib.compress(raw, 9)), len(lzma.compress(raw, preset=9)),
-                 len(lzma.compress(raw, filters=train_gpt.LZMA)), entropy_bytes(tensors))
-        assert len(packed) == sizes[2 if model.cfg.artifact_step else 0] and math.isfinite(bpb)
+        sizes = (len(zlib.compress(raw, 9)), len(train_gpt.compress(raw, "brotli")),
+                 len(lzma.compress(raw, filters=LZMA)), entropy_bytes(tensors))
+        assert len(packed) in sizes[:2] and math.isfinite(bpb)
         print(f"{label:20} {bpb:8.5f} {bpb - base:+8.5f}", *(f"{size:10,}" for size in sizes),
               f"{seconds:8.2f} s", flush=True)
 

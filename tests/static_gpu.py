@@ -361,15 +361,15 @@ class Subject:
         eager = eager_bytes(torch, steps)
         began = time.perf_counter()
         steps()
-        host = 1e3 * (time.perf_counter() - began) / cfg.adam_every
+        host = 1e3 * (time.perf_counter() - began) / every
         D, H = cfg.model_dim // cfg.num_heads, cfg.num_heads
-        flex = 3.5 * 4 * D * H * rows * window_pairs(self.trainer, cfg, stage) * cfg.adam_every
-        found = figures(lines, flex, eager, cfg.adam_every)
+        flex = 3.5 * 4 * D * H * rows * window_pairs(self.trainer, cfg, stage) * every
+        found = figures(lines, flex, eager, every)
         return dict(
             T=T,
             rows=rows,
             micro_batch=micro,
-            window=stage.window,
+            window=cfg.windows(stage, T).get("long_window", 0),
             **found,
             waits=waits,
             host_ms=round(host, 1),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, TOY, look, run_cli
+from helpers import ROOT, TOY, look, run_cli, toy_of
 from train_gpt import read_checkpoint
 
 pytestmark = pytest.mark.faults
@@ -30,17 +30,17 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-PLAIN = TOY | dict(
-    TRAIN_BATCH_TOKENS="512", BIGRAM_ROWS="512", COUNT_ORDERS="2", SAMPLE_TOKENS="0",
-    VAL_TOKENS="1500", ITERATIONS="12", TRAIN_LOG_EVERY="1", VAL_LOSS_EVERY="5", SAVE_EVERY="3")
-# Stages, data in order, and an Adam step every other step, so that checkpoints wait for it
-STAGES = PLAIN | dict(
-    ADAM_EVERY="2", SHUFFLE="0", PACKING="best_fit", BATCH_SCHEDULE="1,2", WINDOW_SCHEDULE="16,64",
-    WINDOW_PATTERN="SL", ROPE_YARN="1")
-DOCUMENTS = PLAIN | dict(
-    MAX_DOC_LEN="48", PACKING="documents", SHUFFLE="0", SAVE_EVERY="2", NORMUON_BETA2="0.95",
-    PARAMETERS="bigram_embed.every=2",
-    GRAD_CLIP_NORM="1", WEIGHT_DECAY="0.1", NUM_KV_HEADS="1", TIE_EMBEDDINGS="1", DEVICE_BATCH_SIZE="4")
+SHORT = dict(TRAIN_BATCH_TOKENS="512", SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12",
+             TRAIN_LOG_EVERY="1", VAL_LOSS_EVERY="5", SAVE_EVERY="3")
+PLAIN = TOY | SHORT | dict(BIGRAM_ROWS="512", COUNT_ORDERS="2")
+# Documents in order, stages, and an Adam step every other step, so that checkpoints wait for it
+STAGES = toy_of("speedrun", **SHORT, MAX_DOC_LEN="48", MAX_EPOCHS="0", SEQ_SCHEDULE="1", WINDOW_PATTERN="SL",
+                BATCH_SCHEDULE="1,2,2,2", WINDOW_BLOCK="8", WINDOW_SCHEDULE="16,64,64,64", EVAL_WINDOW="64",
+                EVAL_CONTEXT="0", EXTENSION_ITERATIONS="0", SCORE_ARTIFACT="1")
+# The mean of past weights, clipping, weight decay, micro-batches, rows that each rank makes by itself
+AVERAGED = toy_of("golf_plus", **SHORT | dict(
+    SAVE_EVERY="2", NUM_KV_HEADS="1", DEVICE_BATCH_SIZE="4", LOOP_LAYERS="0,0", EVAL_SLIDING="0",
+    GPTQ_BATCHES="0"))
 # 12 sequences a step, for 1, 2 and 3 ranks
 SHARED = PLAIN | dict(TRAIN_BATCH_TOKENS="768", SAVE_EVERY="1")
 
@@ -105,21 +105,21 @@ def refused(done, *words):
 PLACED = [  # (where, settings, where again after the first resume or "")
     ("step:8", PLAIN, "step:2"),
     ("update:7", STAGES, ""),
-    ("read:95", DOCUMENTS, "update:1"),
+    ("read:75", AVERAGED, "update:1"),
     ("save:3", STAGES, "step:2"),
     ("write/checkpoint_new.pt:300", PLAIN, "write/checkpoint_new.pt:30"),    # of the second; the first again
     ("sync/checkpoint_new.pt.tmp:2", PLAIN, ""),        # written, not yet on the disk
-    ("renamed/checkpoint_new.pt:2", DOCUMENTS, ""),
+    ("renamed/checkpoint_new.pt:2", AVERAGED, ""),
     ("rename/checkpoint_prev.pt:1", STAGES, ""),
     ("renamed/checkpoint_prev.pt:1", PLAIN, ""),        # only checkpoint_prev.pt is there
-    ("renamed/checkpoint_prev.pt:2", DOCUMENTS, "renamed/checkpoint_prev.pt:1"),
+    ("renamed/checkpoint_prev.pt:2", AVERAGED, "renamed/checkpoint_prev.pt:1"),
     ("rename/checkpoint.pt:2", PLAIN, "evaluate:1"),
     ("renamed/checkpoint.pt:3", STAGES, ""),
-    ("evaluate:3", DOCUMENTS, ""),
+    ("evaluate:3", AVERAGED, ""),
     ("artifact:1", PLAIN, ""),
     ("rename/final_model.pt:1", STAGES, "artifact:1"),
     ("sync/final_model.int8.ptz.tmp:1", PLAIN, ""),
-    ("rename/result.json:1", DOCUMENTS, "rename/result.json:1"),
+    ("rename/result.json:1", AVERAGED, "rename/result.json:1"),
 ]
 
 
@@ -163,7 +163,7 @@ def test_at_twenty_moments(what, number, go, root, whole, report):
     draw = random.Random(seed)
     wrong, struck = through(go, whole, what, draw.sample(PLACED, 14)), 0
     for attempt in range(200):
-        settings, run_id = draw.choice([PLAIN, STAGES, DOCUMENTS]), f"{what}{attempt}"
+        settings, run_id = draw.choice([PLAIN, STAGES, AVERAGED]), f"{what}{attempt}"
         act = strike(root / "logs" / run_id, number, draw, whole(settings).seconds / 2)
         done = go(settings, act=act, RUN_ID=run_id)
         if done.code == 0:      # it had ended before

@@ -15,14 +15,19 @@ import torch
 
 import static_gpu
 import train_gpt
-from helpers import TOY, look, run_cli
+from helpers import TOY, look, run_cli, toy_of
 from test_kernels import gradients, two_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-GPU = TOY | dict(DEVICE="cuda", DTYPE="auto", TRAIN_LOG_EVERY="1", NUM_KV_HEADS="1", VALUE_EMBED_LAYERS="1,0",
-                 WINDOW_PATTERN="SL", WINDOW_SCHEDULE="32", SAMPLE_TOKENS="0")
+ON_GPU = dict(DEVICE="cuda", DTYPE="auto", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0")
+GPU = TOY | ON_GPU | dict(VALUE_EMBED_LAYERS="1,0", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="32")
 CPU = GPU | dict(DEVICE="cpu", DTYPE="float32")
+# Documents, windows and Adam at every other step; the fourth stage, an extension, is left out
+SPEEDRUN = toy_of("speedrun", **ON_GPU, SEQ_SCHEDULE="1", EXTENSION_ITERATIONS="0", MAX_EPOCHS="0",
+                  STAGE_STARTS="0,0.25,0.5,1", MAX_DOC_LEN="128", WINDOW_BLOCK="8", WINDOW_SCHEDULE="32",
+                  EVAL_WINDOW="32", EVAL_CONTEXT="128", FP8="off")
+GPT2 = toy_of("gpt2", **ON_GPU, DEPTH="0", TARGET_PARAM_DATA_RATIO="0", CORE="0", FP8="off")
 COMPILED = dict(COMPILE="1", WARMUP_STEPS="2")
 
 
@@ -61,18 +66,20 @@ def test_fp32_on_the_gpu(train):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(), dict(TRAIN_SEQ_LEN="256", WINDOW_SCHEDULE="200", EVAL_WINDOW="200", MAX_DOC_LEN="256")])
+    GPU, SPEEDRUN | dict(TRAIN_SEQ_LEN="256", WINDOW_SCHEDULE="200", EVAL_WINDOW="200", MAX_DOC_LEN="256",
+                         EVAL_CONTEXT="256")], ids=["tiny", "speedrun"])
 def test_compiled(settings, train):
     """Also with rows long enough for flex attention, which only compiled steps use."""
-    compiled, eager = train(GPU, **COMPILED, **settings), train(GPU, **settings)
+    compiled, eager = train(settings, **COMPILED), train(settings)
     assert compiled.code == 0 and compiled.result["compiled"], compiled.err
     near(compiled, eager)
 
 
-@pytest.mark.parametrize("fp8", ["auto-head", "auto-all"])
-def test_fp8(fp8, train):
+@pytest.mark.parametrize("settings, fp8", [(SPEEDRUN, "auto-head"), (GPT2, "auto-all")],
+                         ids=["speedrun", "gpt2"])
+def test_fp8(settings, fp8, train):
     """Where the GPU can do it: near the same losses as without, but not the same."""
-    plain, got = train(GPU), train(GPU, FP8=fp8, VAL_LOSS_EVERY="10")
+    plain, got = train(settings), train(settings, FP8=fp8, VAL_LOSS_EVERY="10")
     assert plain.code == got.code == 0, got.err
     near(got, plain)
     assert (got.losses != plain.losses) == (torch.cuda.get_device_capability() >= (8, 9))
@@ -86,10 +93,11 @@ def test_under_torchrun(train, root):
 
 
 @pytest.mark.structure
-@pytest.mark.parametrize("compile", ["0", "1"])
-def test_no_synchronisation_between_log_lines(compile, train, monkeypatch):
+@pytest.mark.parametrize("settings, compile", [(GPU | dict(BATCH_SCHEDULE="1,2"), "0"), (
+    SPEEDRUN | dict(BATCH_SCHEDULE="1,1,2,2"), "1")], ids=["tiny", "speedrun, compiled"])
+def test_no_synchronisation_between_log_lines(settings, compile, train, monkeypatch):
     """From the start of step 12 to the end of step 19 any wait of the host for the device is an error: steps,
-    loader, schedules. Steps 1 to 10 and step 20 have a log line."""
+    loader, schedules. Steps 1 to 10 and step 20 have a log line; the last stage begins before."""
     real, count = train_gpt.train_step, itertools.count(1)
 
     def step(*args):
@@ -103,8 +111,8 @@ def test_no_synchronisation_between_log_lines(compile, train, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "train_step", step)  # the rehearsal takes no such step
     try:
-        done = train(GPU, COMPILE=compile, TRAIN_LOG_EVERY="20", BATCH_SCHEDULE="1,2", GRAD_CLIP_NORM="1",
-                     WEIGHT_DECAY="0.1", DEVICE_BATCH_SIZE="8")
+        done = train(settings, COMPILE=compile, TRAIN_LOG_EVERY="20", GRAD_CLIP_NORM="1",
+                     DEVICE_BATCH_SIZE="8")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert done.code == 0, done.err
@@ -122,8 +130,8 @@ def test_nothing_compiles_on_the_clock(train, monkeypatch):
         return loss
 
     monkeypatch.setattr(train_gpt, "train_step", step)
-    done = train(GPU, **COMPILED, TRAIN_SEQ_LEN="128", WINDOW_SCHEDULE="32,64", BATCH_SCHEDULE="1,2",
-                 VAL_LOSS_EVERY="4", MAX_DOC_LEN="128", FP8="auto-all", SCORE_ARTIFACT="0")
+    done = train(SPEEDRUN, **COMPILED, TRAIN_SEQ_LEN="128", WINDOW_SCHEDULE="32,32,64,64",
+                 BATCH_SCHEDULE="1,1,2,2", VAL_LOSS_EVERY="4", FP8="auto-head")
     assert done.code == 0 and done.result["compiled"], done.err
     assert len(graphs) == 20 and len({*graphs}) == 1, graphs
 
@@ -140,8 +148,8 @@ def test_the_plan_knows_the_memory_of_a_step(train, monkeypatch):
         return loss
 
     monkeypatch.setattr(train_gpt, "train_step", step)
-    done = train(GPU, **COMPILED, ITERATIONS="2", MODEL_DIM="512", NUM_HEADS="8", NUM_KV_HEADS="8",
-                 NUM_LAYERS="4", TRAIN_SEQ_LEN="1024", WINDOW_SCHEDULE="512", TRAIN_BATCH_TOKENS="65536")
+    done = train(GPU, **COMPILED, ITERATIONS="2", MODEL_DIM="512", NUM_HEADS="8", NUM_LAYERS="4",
+                 TRAIN_SEQ_LEN="1024", WINDOW_SCHEDULE="512", TRAIN_BATCH_TOKENS="65536")
     assert done.code == 0, done.err
     planned = int(re.search(r"memory:(\d+) MiB", done.out)[1])
     assert abs(planned / peaks[1] - 1) < 0.15, (planned, peaks)
@@ -151,14 +159,14 @@ def test_the_plan_knows_the_memory_of_a_step(train, monkeypatch):
 def test_a_micro_batch_that_does_not_fit_is_halved_before_the_clock(train, monkeypatch):
     """On the GPU's own refusal."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 50, 1 << 50))
-    real = train_gpt.GPT.hidden
+    real = train_gpt.TinyModel.hidden
 
-    def hidden(self, tokens, context):
+    def hidden(self, tokens, *more):
         if len(tokens) > 4 and torch.is_grad_enabled():
             torch.empty(1 << 45, device=tokens.device)
-        return real(self, tokens, context)
+        return real(self, tokens, *more)
 
-    monkeypatch.setattr(train_gpt.GPT, "hidden", hidden)
+    monkeypatch.setattr(train_gpt.TinyModel, "hidden", hidden)
     done = train(GPU, COMPILE="0")
     assert done.code == 0 and done.result["micro_batch"] == 4, done.err
     assert len(re.findall("^rehearsal: .*now micro_batch:", done.log, re.M)) == 2    # 16, 8, 4
