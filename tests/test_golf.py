@@ -269,7 +269,7 @@ def test_a_protocol_that_peeks_is_caught(cfg, peek, tmp_path):
 def test_our_protocols_pass_the_probe():
     """In the workers that `check` starts."""
     env = dict(VOCAB_SIZE=str(V), DEVICE="cpu", COMPILE="0", DTYPE="float32", MODEL_DIM="32", BOS_ID=str(BOS),
-               TRAIN_SEQ_LEN=str(T), TRAIN_BATCH_TOKENS=str(T), BIGRAM_ROWS="64")
+               TRAIN_SEQ_LEN=str(T), TRAIN_BATCH_TOKENS=str(T), BIGRAM_ROWS="64", COUNT_BITS="12")
     env |= {key.upper(): str(value) for settings in PROTOCOLS.values() for key, value in settings.items()}
     told = leak_probe.judge(SCRIPT, None, env, seconds=600, seed=0, protocols=[*PROTOCOLS], bos=BOS)
     assert [text.partition(":")[0] for text in told.split("; ")[1:]] == [*PROTOCOLS]
