@@ -169,9 +169,9 @@ def test_a_cap_counts_the_copies_of_checkpoints(copy, save_every, steps, seconds
     assert (done.result["steps"], done.result["train_time_ms"]) == (steps, 1e3 * seconds)
 
 
-def test_a_capped_run_goes_on_from_its_clock(train, paced):
+def test_a_capped_run_goes_on_from_its_clock(train, paced, monkeypatch):
     """Interrupted in step 12 and resumed: both parts together are the uninterrupted run, to the bit and the
-    millisecond, with learning rates that follow the time."""
+    millisecond, with learning rates that follow the time; its n-grams are counted twice and cost once."""
     def seconds(*_):
         steps.append(1)
         if len(steps) == interrupted_in:
@@ -180,15 +180,16 @@ def test_a_capped_run_goes_on_from_its_clock(train, paced):
 
     steps, interrupted_in = [], 0
     clock = paced(seconds)
+    monkeypatch.setattr(train_gpt.NgramCounts, "count", clock.passes(train_gpt.NgramCounts.count, 0.25))
     settings = CAPPED | dict(MAX_WALLCLOCK_SECONDS="4", WARMDOWN_FRAC="0.8", TRAIN_LOG_EVERY="1")
     want = train(settings)
-    assert want.result["steps"] == 31 and want.result["train_time_ms"] == 3875
+    assert want.result["steps"] == 29 and want.result["train_time_ms"] == 3875
     steps, interrupted_in = [], 12
     first = train(settings)
     assert first.code == 1 and first.last == f"RESUME={first.run_id}" and max(first.losses) == 12
     done = train({}, RESUME=first.run_id)
-    assert "resume: from step 12 at train_time:1500ms" in done.out
-    assert re.search(r"^step:13/\S+ train_loss:\S+ train_time:1625ms", done.out, re.M)
+    assert "resume: from step 12 at train_time:1750ms" in done.out
+    assert re.search(r"^step:13/\S+ train_loss:\S+ train_time:1875ms", done.out, re.M)
     assert done.weights == want.weights and done.losses == want.losses
     assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
 
