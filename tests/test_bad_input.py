@@ -13,7 +13,7 @@ import torch
 
 import helpers
 import train_gpt
-from helpers import TOY, run_cli, toy_config, write_shard
+from helpers import TOY, run_cli, toy_config, toy_of, write_shard
 
 DATA, MODEL = Path("data/datasets/toy"), Path("data/tokenizers/toy.model")
 MANIFEST = DATA / "manifest.json"
@@ -33,7 +33,7 @@ def workplace(tiny_data, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def artifact(tiny_data):
     """Bytes of an artifact of TOY's shape with random weights."""
-    model = train_gpt.GPT(toy_config(tiny_data, vocab_size=512))
+    model = toy_config(tiny_data, vocab_size=512).make_model(train_gpt.Kernels())
     helpers.init_parameters(model, 0)
     return train_gpt.pack_artifact(model)
 
@@ -136,7 +136,7 @@ BAD_DATA = {
     "train shorter than a sequence": (lambda s: (rewrite_tokens(TRAIN, np.arange(64)), keep_files(slice(2))),
                                       ["train", "64"]),
     "no documents": (None, ["no token 65535 begins a document"],
-                     dict(PACKING="documents", SHUFFLE="0", BOS_ID="65535")),
+                     dict(PRESET="gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", BOS_ID="65535")),
     "one shard of three": (lambda s: keep_files(slice(2)), ["307200 of 44001 train tokens"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
     "more tokens than the epochs have": (None, ["819200 of 120000 train tokens"],
@@ -151,7 +151,6 @@ BAD_DATA = {
 BAD_SETTINGS = [  # a flag or {constant: text}, what the sentence holds; more in tests/test_config.py
     ("--matrx-lr=0.1", ["--matrx-lr", "--matrix-lr?"]), ("golf", ["golf"]), ("--seed", ["--seed"]),
     (dict(MATRIX_LR="nan"), ["matrix_lr=nan"]), (dict(NUM_HEADS="5"), ["num_heads=5", "model_dim=32"]),
-    (dict(PARAMETERS="head.init=gauss"), ["parameters", "head.init=gauss"]),
     (dict(RANK="0", WORLD_SIZE="3"), ["3 ranks", "16 sequences"]),
     (dict(DEVICE="cuda", LOCAL_WORLD_SIZE="65"), ["65", "GPU"]),
     (dict(CORE="1"), ["core=1", "gpt2"]), (dict(MAX_DOC_LEN="-5"), ["max_doc_len=-5"]),
@@ -167,7 +166,8 @@ def refused(capsys, env, argv, words):
     """Runs main and holds it to the contract of a refusal: exit 2, one line with the words, no traceback, no
     step, no path of this machine, nothing left behind."""
     had = sorted(Path(".").rglob("*"))
-    assert train_gpt.main(argv, TOY | {"ITERATIONS": "1"} | env) == 2
+    toy = toy_of(env["PRESET"]) if "PRESET" in env else TOY
+    assert train_gpt.main(argv, toy | {"ITERATIONS": "1"} | env) == 2
     out, err = capsys.readouterr()
     assert err.startswith("train_gpt: ") and err.count("\n") == 1 and all(word in err for word in words), err
     assert "Traceback" not in out and "step:1/" not in out and str(Path.cwd()) not in err + out
@@ -293,7 +293,8 @@ def test_a_refusal_of_the_command(ranks, tiny_data, tmp_path):
 # -------------------------------------------------------------------------------- after the start
 def failed(capsys, env, words):
     """Runs main and holds it to the contract of a failure. Returns train.log."""
-    assert train_gpt.main([], TOY | {"RUN_ID": "failed"} | env) == 1
+    toy = toy_of(env["PRESET"]) if "PRESET" in env else TOY
+    assert train_gpt.main([], toy | {"RUN_ID": "failed"} | env) == 1
     out, err = capsys.readouterr()
     log = Path("logs/failed/train.log").read_text()
     assert err == f"train_gpt: {log.splitlines()[-1]}\n" and all(word in err for word in words)
@@ -317,7 +318,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(value, only_once, workplace, mon
 
 def test_a_run_that_diverges(workplace, capsys):
     """The largest learning rate, with a decay that multiplies weights instead."""
-    failed(capsys, {"MATRIX_LR": "10", "WEIGHT_DECAY": "1e6"}, ["lower the learning rates"])
+    settings = dict(PRESET="golf_plus", LOOP_LAYERS="0", PACKING="rows", MATRIX_LR="10", WEIGHT_DECAY="1e6")
+    failed(capsys, settings, ["lower the learning rates"])
 
 
 def test_a_bad_later_shard_is_refused_before_training(workplace, capsys):

@@ -713,9 +713,9 @@ def probe_here(env, artifact=None, seed=0):
 @pytest.mark.parametrize("peek", [*LEAKS, *SCORES])
 @pytest.mark.parametrize("weights", ["artifact", "random"])
 def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
-    hidden, log_probs = train_gpt.GPT.hidden, train_gpt.log_probs
+    hidden, log_probs = train_gpt.TinyModel.hidden, train_gpt.log_probs
     if peek in LEAKS:
-        monkeypatch.setattr(train_gpt.GPT, "hidden", lambda model, tokens, context: LEAKS[peek](
+        monkeypatch.setattr(train_gpt.TinyModel, "hidden", lambda model, tokens, context: LEAKS[peek](
             model, hidden(model, tokens, context), tokens))
     else:
         monkeypatch.setattr(train_gpt, "log_probs", lambda *asked: SCORES[peek](log_probs(*asked)))
