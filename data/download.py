@@ -611,7 +611,7 @@ def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
     part = path.with_name(path.name + ".part")
 
     def is_whole(file: Path) -> bool:
-        return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == GPT2_VOCAB_SHA256
+        return file.is_file() and hashlib.sha256(inputs.read_bytes(file)).hexdigest() == GPT2_VOCAB_SHA256
 
     def attempt():
         server.fetch(url, part, None, progress)

@@ -327,8 +327,8 @@ def test_learning_rates_follow_the_time(slowdown, monkeypatch):
     assert factors == sorted(factors, reverse=True) and factors[-1] < 2.5 * lap / (cap / 2)
     _, seen = run_on(Device(lambda _, multiple: lap * multiple / 3, False), monkeypatch, preset="speedrun",
                      warmdown_frac=0.0, seq_schedule=(1,), batch_schedule=(1, 1, 3, 3),
-                     extension_iterations=0, stage_starts=(0.0, 0.25, 0.5, 0.75), lr_schedule=(1.0, 3.0), lr_switches=(0.0, 0.5),
-                     **settings)
+                     extension_iterations=0, stage_starts=(0.0, 0.25, 0.5, 0.75),
+                     lr_schedule=(1.0, 3.0), lr_switches=(0.0, 0.5), **settings)
     assert all(factor == (1.0 if progress < 0.5 else 3.0) for _, progress, factor in seen)
     assert {factor for *_, factor in seen} == {1.0, 3.0}
 

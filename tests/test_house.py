@@ -211,7 +211,7 @@ def test_the_trainer():
     """One file, in DESIGN's order, that runs alone."""
     text = SCRIPT.read_text(encoding="utf-8")
     assert [path.name for path in ROOT.glob("*.py")] == ["train_gpt.py"]
-    assert sections(text) == [] != sections(text.replace("# ---------- 7 data", "# ---------- 7 tokens"))
+    assert sections(text) == [] != sections(text.replace("# ---------- 8 data", "# ---------- 8 tokens"))
     assert runs_text(text) + asks_for_a_preset(text) + foreign_imports(text) == []
     assert {"tiny", "golf", "speedrun", "gpt2"} <= preset_names(text)[0]
 
