@@ -88,7 +88,7 @@ def home(tiny_data, tmp_path_factory):
 
 
 def run(home, command, settings=SMALL):
-    """In bash. Of runs only plain `./run.sh` draws its picture, which takes longer than all else of a toy run."""
+    """In bash. Only plain `./run.sh` draws its picture, which takes longer than the rest of a toy run."""
     if not re.match(r"\./run\.sh( record (plot|new|check)\b.*| board\b.*)?$", command):
         settings = settings | {"PICTURE": "0"}
     clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
