@@ -368,7 +368,8 @@ def load_config(env, argv=()):
     Raises Refused."""
     flags = dict(parse_flags(argv))
     preset = flags.get("PRESET", env.get("PRESET", default_preset()))
-    require(preset in RECIPES, f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    known = isinstance(preset, str) and preset in RECIPES
+    require(known, f"preset={preset!r} is none of {', '.join(RECIPES)}")
     own, given = fields_of(RECIPES[preset]), {}
     for source in (env, flags):
         for typed, name in NAMES.items():
