@@ -76,6 +76,13 @@ def test_two_ranks_end_as_one_does(game, go, whole):
         assert two.losses[step] == pytest.approx(loss, rel=1e-3), step
 
 
+def test_the_mean_of_weights_is_what_a_run_ends_with(go, whole):
+    """golf_plus trains as without it."""
+    mean, last = whole(GAMES["golf_plus"]), go(GAMES["golf_plus"] | {"SAVE_EVERY": "0", "EMA_DECAY": "0"})
+    assert last.code == 0 and mean.losses == last.losses, last.err
+    assert abs(mean.result["trained"]["val_loss"] - last.result["trained"]["val_loss"]) > 1e-3
+
+
 def test_the_head_is_the_embedding_first(go, whole):
     """Until untie_at equal, then not."""
     tied = go(GAMES["speedrun_plus"] | {"SAVE_EVERY": "0", "UNTIE_AT": "1", "EXTENSION_ITERATIONS": "0"})
