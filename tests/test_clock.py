@@ -194,6 +194,20 @@ def test_a_capped_run_goes_on_from_its_clock(train, paced, monkeypatch):
     assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
 
 
+def test_checkpoints_by_the_clock(train, paced, monkeypatch):
+    """After each second of training, which is eight steps, and at the end."""
+    write, written = train_gpt.write_checkpoint, []
+
+    def write_checkpoint(folder, payload):
+        written.append(payload["progress"]["step"])
+        write(folder, payload)
+
+    monkeypatch.setattr(train_gpt, "write_checkpoint", write_checkpoint)
+    paced()
+    assert train(TOY, ITERATIONS="20", SAVE_EVERY_SECONDS="1").code == 0
+    assert written == [8, 16, 20]
+
+
 # -------------------------------------------------------------------------------- train() on our own device
 class Device:
     """Makes steps of seconds(step, batch multiple). The host of a GPU runs ahead, it needs 1 ms for each; a
