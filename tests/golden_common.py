@@ -299,22 +299,6 @@ class WithWindows(GoldenSet):
         return {kind: int(size) for kind, size in context.windows.items()}
 
 
-class SharedClass(WithWindows):
-    """A set whose recipe still shares a class with others: windows that grow, with YaRN."""
-
-    def context(self, T, window, dtype=torch.float32, **fields):
-        return train_gpt.make_context(self.cfg, T, window, CPU, dtype)._replace(**fields)
-
-    def scale_in(self, context):
-        return context.attn_scale.item()
-
-    def rope(self, cfg, window):
-        return train_gpt.rope_frequencies(cfg, window)[0]
-
-    def attn_scale(self, cfg, stage):
-        return train_gpt.rope_frequencies(cfg, stage.window)[1]
-
-
 class Seed(GoldenSet):
     """A set of golden/README.md. A recipe may also name SCALARS, kinds that are one tensor there for all
     layers and are compared as one, with the tolerance SCALAR_GRADIENT, and TABLES, whose tiny gradients

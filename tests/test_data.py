@@ -86,8 +86,9 @@ def test_more_shards_than_files_that_may_be_open(tmp_path, few_files, monkeypatc
     files = [write_shard(tmp_path / f"a_{'val' if i == 0 else 'train'}_{i:06d}.bin", part)
              for i, part in enumerate(np.split(tokens, 150))]
     assert len(files) == 150
-    cfg = toy_config(".", data_path=str(tmp_path), vocab_size=301, bos_id=300, val_tokens=0, train_seq_len=7,
-                     train_batch_tokens=7, packing=packing, shuffle=False)
+    preset = dict(rows="tiny", documents="speedrun")[packing]
+    cfg = toy_config(".", preset, data_path=str(tmp_path), vocab_size=301, bos_id=300, val_tokens=0,
+                     train_seq_len=7, train_batch_tokens=7, packing=packing, shuffle=False, eval_context=0)
     loader = Loader(cfg, open_data(cfg, print), fake_team())
     loader.check()
     for i in range(0, 140, 3):

@@ -24,7 +24,7 @@ import helpers
 import train_gpt
 from helpers import TOY, fake_team
 from test_bad_input import Evil, packed, payload_of
-from train_gpt import KNOWN, RECIPES, Config, Refused, fields_of, load_config, show
+from train_gpt import KNOWN, RECIPES, Refused, fields_of, load_config, show
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("one_thread")]
 sample_or_all = pytest.mark.parametrize("times", [
@@ -38,9 +38,9 @@ NO_TEXT = (None, 5, 1.5, b"1", ["1"], True)
 OTHER_WORDS = ("--zzz=1", "golf", "-x", "--", "---", "--matrx-lr=0.1", "=", "", "--=1", "--a\nb=1", "\udcff")
 
 
-def value_of(rng, name):
-    """A value of the type and range of this constant: at the ends, near them, the default, or anywhere."""
-    default, limits = KNOWN[name].default, KNOWN[name].metadata
+def value_of(rng, f):
+    """A value of the type and range of a constant: at the ends, near them, the default, or anywhere."""
+    default, limits = f.default, f.metadata
     least, most = limits["least"], limits["most"]
     if isinstance(default, bool):
         return rng.random() < 0.5
@@ -76,7 +76,7 @@ def given(number):
     texts = {"preset": rng.choice([*RECIPES])} if rng.random() < 0.7 else {}
     own = fields_of(RECIPES[texts.get("preset", train_gpt.default_preset())])
     for name in rng.sample([*(own if rng.random() < 0.8 else KNOWN)], rng.randint(1, 5)):
-        texts[name] = show(value_of(rng, name))
+        texts[name] = show(value_of(rng, own.get(name, KNOWN[name])))
         if rng.random() < 0.2:
             texts[name] = rng.choice(JUNK_TEXT if rng.random() < 0.8 else NO_TEXT)
     argv, env = spelled(rng, texts)
@@ -117,46 +117,55 @@ def smallest(rng):
     """Of every game, so that a step takes milliseconds. What costs time or memory is never drawn large: the
     trainer believes who asks for more than a machine holds."""
     heads, T = rng.choice((1, 2, 4)), rng.choice((2, 8, 32, 64))
+    preset = rng.choice([*RECIPES])
+    layers = rng.randint(1, 4)
+    if preset == "speedrun_plus":       # pairs of heads, layers that name each other
+        heads, layers = 2, 11
     return dict(
-        preset=rng.choice([*RECIPES]), data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="",
-        device="cpu", compile=False, vocab_size=0, num_layers=rng.randint(1, 4), model_dim=16 * heads,
-        num_heads=heads, num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((0, 1, 16)),
+        preset=preset, data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="", device="cpu",
+        compile=False, vocab_size=0, num_layers=layers, model_dim=16 * heads, num_heads=heads,
+        num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((2, 16)),
+        smear_dim=rng.choice((0, 1, 16)),
         train_seq_len=T, batch_schedule=(1,), seq_schedule=(1,), train_batch_tokens=T * rng.randint(1, 4),
         bigram_rows=rng.choice((0, 1, 7, 512)), count_orders=rng.choice(((0,), (1, 3))), count_bits=12,
-        copy_orders=rng.choice(((0,), (2,))),
+        copy_orders=rng.choice(((0,), (2,))), qk_dim=rng.choice((4, 12)), mudd_dim=rng.choice((1, 8)),
+        mudd_gate_dim=rng.choice((1, 8)), bigram_sign_rows=rng.choice((0, 8)), gptq_batches=rng.randint(0, 2),
+        loop_layers=rng.choice(((0,), (0, 0), (1, 2), (3, 9))),
         val_tokens=rng.randint(2, 400), iterations=rng.randint(1, 3), extension_iterations=rng.randint(0, 1),
         warmup_steps=rng.randint(0, 2), sample_tokens=rng.randint(0, 3), core=False, core_metric_every=0,
         depth=0, target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="",
         resume="", dry_run=False)
 
 
-def drawn_together(rng, T):
+def drawn_together(rng, preset, T):
     """[constants that only go together]"""
-    block, n = rng.choice((1, 1, 2, 16)), rng.randint(1, 3)
+    own, rows = fields_of(RECIPES[preset]), len(RECIPES[preset]().stages())
+    n = rng.randint(1, 3) if rows == 1 else rng.choice((1, rows))
+    block = rng.choice((1, 1, 2, 16))
+    least = own["window_schedule"].metadata["least"] if "window_schedule" in own else 0
     windows = dict(
-        window_block=block, eval_window=block * rng.choice((0, 1, 2, 5)),
-        window_schedule=tuple(block * rng.choice((0, 1, 2, 3)) for _ in range(n)),
+        window_block=block, eval_window=block * rng.choice((least, 1, 2, 5)),
+        window_schedule=tuple(block * rng.choice((least, 1, 2, 3)) for _ in range(n)),
+        doc_schedule=tuple(rng.choice((5, 20, 1000)) for _ in range(n)),
+        loop_schedule=tuple(rng.choice((0, 1, 3)) for _ in range(n)),
         batch_schedule=tuple(rng.randint(1, 3) for _ in range(rng.choice((1, n)))))
+    count = rng.randint(1, 3)
     rates = dict(
-        lr_schedule=tuple(round(rng.uniform(0.001, 2), 3) for _ in range(n)),
-        lr_switches=(0.0, *sorted(round(rng.random(), 2) for _ in range(n - 1))))
+        lr_schedule=tuple(round(rng.uniform(0.001, 2), 3) for _ in range(count)),
+        lr_switches=(0.0, *sorted(round(rng.random(), 2) for _ in range(count - 1))))
     context = rng.choice((0, 2, T, 2 * T, 100))
     evaluation = {"eval_context": context} | {
         name: rng.choice((0, max(1, context // 4), context))
         for name in ("eval_stride", "eval_sliding")}
-    packing = rng.choice(("rows", "spans", "documents", "best_fit"))
+    packing = rng.choice(own["packing"].metadata["choices"])
     longer = rng.choice((1, 2)) if packing in ("documents", "spans") else 1
-    rows = dict(
+    lengths = dict(
         packing=packing, shuffle=packing == "rows" and rng.random() < 0.5,
         seq_schedule=(longer,), train_batch_tokens=T * longer * rng.randint(1, 4))
-    skips = dict(skip_layers=tuple(sum((sorted(rng.sample(range(7), 2)) for _ in range(n)), [])))
+    skips = dict(skip_layers=tuple(sum((sorted(rng.sample(range(7), 2)) for _ in range(count)), [])))
     horizon = rng.choice((dict(iterations=2), dict(target_param_data_ratio=1e-6), dict(target_flops=1.0)))
-    texts = dict(lr_mult=("0", "1e-3"), decay_mult=("2.0",), init=("constant", "normal"), scale=("0.01", "1"),
-                 lr=("head_lr", "matrix_lr"), second=("rows", "columns"), beta1=("0", "0.5"))
-    cells = [f"{rng.choice([*train_gpt.parameter_table(Config())])}.{column}={rng.choice(texts[column])}"
-             for column in rng.sample([*texts], n)]
-    return [windows, rates, evaluation, rows, skips,
-            dict(depth=rng.randint(1, 2), vocab_size=512) | horizon, dict(parameters=tuple(cells))]
+    return [windows, rates, evaluation, lengths, {} if preset == "speedrun_plus" else skips,
+            dict(depth=rng.randint(1, 2), vocab_size=512) | horizon]
 
 
 RATES = ("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr")
@@ -166,29 +175,49 @@ DRAWN_FROM = {  # where the whole range of a constant would take too long, refus
     "vocab_size": (0, 512, 513, 575), "data_path": ("data/datasets/toy/", "data//datasets/toy"),
     "tokenizer_path": ("data/tokenizers/toy.model",), "data_fingerprint": ("", "toy", "é"),
     "core_bundle": ("", "nowhere"), "window_pattern": ("L", "LS", "SSL", "0SL", "S-L", "-", "0"),
+    "dc_window": (0, 1, 20), "max_doc_len": (0, 5, 20, 2048), "fp8_head_most": ((0.01, 1.0, 100.0),),
     "value_embed_layers": ((0,), (1,), (1, 2, 0), (9, 1), (0, 3)), "attn_gate_dim": (0, 1, 16),
-    "smear_dim": (0, 1, 16), "eval_ttt": (0, 2000, 10**12), "max_wallclock_seconds": (0.0, 1e-6, 1e7),
+    "eval_ttt": (0, 2000, 10**12), "max_wallclock_seconds": (0.0, 1e-6, 1e7),
     "weight_decay": (0.0, 0.1, 100.0), **dict.fromkeys(RATES, (0.0, 1e-6, 0.003, 0.1))}
+
+PATTERNS = dict(tiny="LS-", speedrun="LS-0", gpt2="LS", gpt2_plus="LS")     # kinds of layers
+# Numbers of layers, which name each other; test_speedrun_plus.py says what is refused
+TOPOLOGY = {"window_pattern", "value_embed_layers", "xsa_layers", "head_gate_layers", "skip_layers",
+            "attn_source", "gate_layer"}
+
+
+def in_range(f, value):
+    """Does a constant take this number or choice?"""
+    if isinstance(value, (int, float)):
+        return f.metadata["least"] <= value <= f.metadata["most"]
+    return not f.metadata["choices"] or value in f.metadata["choices"]
 
 
 def drawn_run(number):
-    """A configuration of this number, {constant: value}: the smallest, with many other constants drawn, less
-    what its recipe lacks."""
+    """A configuration of this number, {constant: value}: the smallest, with many other constants of its
+    recipe drawn."""
     rng = random.Random(f"run {number}")
     cfg = smallest(rng)
-    groups = drawn_together(rng, cfg["train_seq_len"])
+    preset, own = cfg["preset"], fields_of(RECIPES[cfg["preset"]])
+    groups = drawn_together(rng, preset, cfg["train_seq_len"])
     elsewhere = {*cfg, *(name for group in groups for name in group)}
-    free = [name for name in KNOWN if name in DRAWN_FROM or name not in elsewhere]
-    for name in rng.sample(free, rng.choice((3, 10, 25))):
-        cfg[name] = rng.choice(DRAWN_FROM[name]) if name in DRAWN_FROM else value_of(rng, name)
+    free = [name for name in own if name not in elsewhere or name in DRAWN_FROM]
+    if preset == "speedrun_plus":
+        free = [name for name in free if name not in TOPOLOGY]
+    for name in rng.sample(free, min(len(free), rng.choice((3, 10, 25)))):
+        some = [value for value in DRAWN_FROM.get(name, ()) if in_range(own[name], value)]
+        if name == "window_pattern":
+            some = [value for value in some if not {*value} - {*PATTERNS[preset]}]
+        cfg[name] = rng.choice(some) if some else value_of(rng, own[name])
     for group in rng.sample(groups, 2):
         cfg |= group
-    own = fields_of(RECIPES[cfg["preset"]])
     if "depth" in own and (cfg["target_flops"] or cfg["target_param_data_ratio"]):
         del cfg["iterations"]
-    if cfg["vocab_size"] < own["vocab_size"].metadata["least"]:
-        cfg["vocab_size"] = 512
-    return {name: value for name, value in cfg.items() if name in own}
+    cfg = {name: value for name, value in cfg.items() if name in own}
+    for name, value in cfg.items():
+        if not in_range(own[name], value):
+            cfg[name] = 512 if name == "vocab_size" else own[name].metadata["least"]
+    return cfg
 
 
 def call_main(argv, env):
@@ -209,9 +238,8 @@ def check_result(cfg):
     steps = int(config["iterations"]) + int(config["extension_iterations"])
     assert math.isfinite(result["val_loss"] or result["val_loss_partial"])
     assert result["steps"] == steps or result["stop_reason"] == "wallclock_cap"
-    for name in {*cfg} - {"run_id", "bos_id", "vocab_size", "parameters"}:
+    for name in {*cfg} - {"run_id", "bos_id", "vocab_size"}:
         assert config[name] == show(cfg[name]), name
-    assert {*cfg.get("parameters", ())} <= {*config.get("parameters", "").split(",")}, "after the preset's"
 
 
 @pytest.fixture
@@ -252,7 +280,7 @@ MANIFEST, VAL = DATA / "manifest.json", DATA / "small_val_000000.bin"
 TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
 SMALL = TOY | dict(
     DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
-    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", MAX_DOC_LEN="64", PACKING="documents", SHUFFLE="0")
+    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", SHUFFLE="0")
 JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, "", "x", "../x", ".",
         "../../tokenizers/small.model", "/", "val", "train", "0" * 64, VAL.name, f"./{VAL.name}",
         TRAIN[1].name, [1], [], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]

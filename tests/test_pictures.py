@@ -22,7 +22,7 @@ def drawn(monkeypatch, tmp_path):
         last, length = train_gpt.total_steps(cfg), train[-1][1]
         lines += [f"limits: at most {last} steps", *train_gpt.stage_lines(cfg), f"config preset={cfg.preset}"]
         for step, seconds, loss in train:
-            lr = train_gpt.lr_factor(cfg, step, step / last)
+            lr = cfg.schedule(step, step / last).lr
             lines.append(f"step:{step}/{last} train_loss:{loss:.4f} {train_gpt.time_text(seconds, step)} "
                          f"tok/s:9 lr_factor:{lr:.3f} eta:{length - seconds:.0f}s")
         lines += [f"step:{step}/{last} val_loss:{loss:.4f} {train_gpt.time_text(seconds, step)}"
