@@ -376,7 +376,7 @@ def load_config(env, argv=()):
             if typed not in source:
                 continue
             if name in own:
-                given[name] = parse_value(name, source[typed])
+                given[name] = parse_value(name, source[typed], own[name])
             else:
                 check_foreign(preset, name, source[typed])
     return preset_config(preset, given)
@@ -435,9 +435,10 @@ def preset_config(preset, given=()):
     check_config(cfg)
     return cfg
 
-def parse_value(name, text):
-    """Text -> a value of the constant's type. Raises Refused."""
-    f = KNOWN[name]
+def parse_value(name, text, f=None):
+    """Text -> a value of the constant's type. f: its dataclass field in a recipe; None: in the first that has
+    it. Raises Refused."""
+    f = f or KNOWN[name]
     default = f.default
     try:
         text.encode()  # an environment may hold bytes that are no text

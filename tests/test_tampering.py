@@ -382,7 +382,8 @@ FIND = [
     Case("a constant, in logs and results", together(results("config", matrix_lr="0.05"), in_files(
         r"^(config matrix_lr=).*", r"\g<1>0.05")), "constants", "toy"),
     Case("a constant's default in the script", script(
-        ' weight_decay: float = optional(0.0,', ' weight_decay: float = optional(0.1,'), "constants", "toy"),
+        ' rope_base: float = optional(1_000.0,', ' rope_base: float = optional(1_001.0,'),
+        "constants", "toy"),
     Case("a line of the script in one log", digit("train.log", r"return (\d+)"), "one script"),
     Case("the artifact of another seed", lambda folder: shutil.copy(
         folder / "final_model_seed2.int8.ptz", folder / "final_model.int8.ptz"), SCORE, "toy"),
