@@ -117,7 +117,7 @@ def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
     cfg = replace(cfg, matrix_lr=lr)
     if "weight_decay" in vars(cfg):
         cfg = replace(cfg, weight_decay=decay / lr)
-    module = torch.nn.Module()
+    module = train_gpt.Model()
     module.register_parameter(kind, torch.nn.Parameter(p.clone().contiguous()))
     optimizer = train_gpt.Optimizer(module, cfg)
     for grad, momentum in zip(grads, momenta):

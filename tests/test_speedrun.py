@@ -38,7 +38,7 @@ def test_every_step_of_the_schedules():
     momentum; the table in the log has a row wherever one of its columns changes, and no other."""
     spent, rows = 0, []
     for step in range(2161):
-        progress = train_gpt.run_progress(SPEEDRUN, step, 1e6)
+        progress = SPEEDRUN.progress(step, 1e6)
         stage = train_gpt.stage_at(SPEEDRUN, progress)
         tokens = stage.batch_tokens
         assert (tokens, *SPEEDRUN.windows(stage, stage.row_tokens).values()) == record_stage(step), step
