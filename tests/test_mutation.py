@@ -89,7 +89,7 @@ def root(tmp_path_factory):
 
 def command(root, *words):
     return [sys.executable, str(ROOT / "tools" / "mutation.py"), "--root", str(root), "--target", "toy.py",
-            "--patience", "2", "--jobs", "1", *words]
+            "--patience", "10", "--jobs", "2", *words]
 
 
 def mutation(root, *words):
