@@ -35,6 +35,7 @@ import traceback
 import zipfile
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -48,7 +49,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 triton = None  # of a build of torch without CUDA
@@ -817,7 +818,7 @@ def rotate(x, cos, sin):
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
-def remove_own_value(y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA (arXiv:2603.09078): each head's output less its component along the token's own value, which the
     residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
     y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
@@ -839,7 +840,7 @@ def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
     first, last = looped
     return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
 
-def learned_lerp(skipped: torch.Tensor, x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+def learned_lerp(skipped: Tensor, x: Tensor, mix: Tensor) -> Tensor:
     """Per channel from a skip (B, T, C) to the residual stream x (B, T, C), as far as sigmoid(mix) says; mix
     (C,)."""
     return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
@@ -2156,7 +2157,7 @@ class Speedrun(Config):
 class SpeedrunContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    attn_scale: torch.Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
+    attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
     windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
     dtype: torch.dtype  # of activations
 
@@ -3257,12 +3258,12 @@ class SpeedrunPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
     pair_rope: tuple  # the same for heads in pairs, each (T, 1, 2, qk_dim / 4)
-    attn_scale: torch.Tensor  # factor on q @ k, 0-dim
+    attn_scale: Tensor  # factor on q @ k, 0-dim
     windows: dict  # {L, S or P: tokens before its own that such a layer sees}, see kernel_window()
     dtype: torch.dtype  # of activations
     next_targets: int = 1  # targets of a loss; in training only, like the rest
     prefixes: bool = False  # is the prefix token of a target one more?
-    loss_weights: torch.Tensor | None = None  # of the losses on them, (n,); None: the next target alone
+    loss_weights: Tensor | None = None  # of the losses on them, (n,); None: the next target alone
 
 class Gates(NamedTuple):
     """What the MUDD gates give to the layers before gate_layer, or to the others, {layer: gate}."""
@@ -3571,7 +3572,8 @@ KNOWN = known_fields()
 NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
 
 # ---------- 6 optimizer
-ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b g + c g g) x with g = x x'
+# (a, b, c) for each iteration x <- a x + (b g + c g g) x with g = x x'; the last ones repeat
+ORTHOGONALIZERS = {
     # Muon: kellerjordan.github.io/posts/muon
     "newton_schulz": [(3.4445, -4.7750, 2.0315)],
     # Polar Express: arXiv:2505.16932
@@ -3581,82 +3583,105 @@ ORTHOGONALIZERS = {  # (a, b, c) per iteration, the last repeats: x <- a x + (b 
                       (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                       (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
 
-def orthogonalize(g, steps, method="newton_schulz", dtype=torch.float32, margin=1.02):
-    """g (N, R, C) -> nearly semi-orthogonal, singular values 0.6 to 1.3. dtype: of its products. margin: see
-    polar_margin."""
+def orthogonalize(g: Tensor, steps: int, method: str = "newton_schulz", dtype: torch.dtype = torch.float32,
+                  safety_factor: float = 1.02) -> Tensor:
+    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values of 0.6 to 1.3. dtype: of the matrix
+    products. safety_factor: Polar Express also divides by this, since bf16 may round a norm below the
+    largest singular value."""
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    factor, eps = (margin, 1e-6) if method == "polar_express" else (1, 1e-7)  # bf16 rounds up
-    x = x / (factor * x.norm(dim=(-2, -1), keepdim=True) + eps)
+    norm = x.norm(dim=(-2, -1), keepdim=True)
+    if method == "polar_express":
+        x = x / (safety_factor * norm + 1e-6)
+    else:
+        x = x / (norm + 1e-7)
     table = ORTHOGONALIZERS[method]
     for i in range(steps):
         a, b, c = table[min(i, len(table) - 1)]
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(g.dtype)
+    if tall:
+        x = x.mT
+    return x.to(g.dtype)
 
-def normuon_scale(update, v, beta2):
-    """NorMuon (arXiv:2510.05491): update (N, R, C) with its rows (its columns if wide) divided by their
-    running rms, its norm kept. v (N, R, 1) or (N, 1, C), mean squares, changes."""
-    v.lerp_(update.square().mean(-1 if v.shape[1:] == (update.size(1), 1) else -2, keepdim=True), 1 - beta2)
+def normuon_scale(update: Tensor, v: Tensor, beta2: float) -> Tensor:
+    """NorMuon (arXiv:2510.05491): divides each row of update (N, R, C), or each column, by its running rms,
+    then restores the norm of each matrix. v (N, R, 1) or (N, 1, C), the mean squares, changes."""
+    by_row = v.shape[1:] == (update.size(1), 1)
+    v.lerp_(update.square().mean(-1 if by_row else -2, keepdim=True), 1 - beta2)
     scaled = update * v.clamp_min(1e-10).rsqrt()
-    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    before = update.norm(dim=(-2, -1), keepdim=True)
+    after = scaled.norm(dim=(-2, -1), keepdim=True)
     return scaled * (before / after.clamp_min(1e-10))
 
-def by_kind(rows):
-    """{kind: Row}"""
+def by_kind(rows: list[Row]) -> dict[str, Row]:
+    """{kind: its row of the parameter table}"""
     return {row.kind: row for row in rows}
 
-def nesterov_of_sum(grad, buffer, momentum):
-    """Nesterov momentum where buffer is a sum of gradients, which changes; all (N, R, C)."""
+def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
+    """Nesterov momentum with a buffer that sums gradients and changes; all (N, R, C)."""
     return grad + momentum * buffer.mul_(momentum).add_(grad)
 
-def nesterov_of_mean(grad, buffer, momentum):
-    """Nesterov momentum where buffer is a mean of gradients, which changes; all (N, R, C)."""
+def nesterov_of_mean(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
+    """Nesterov momentum with a buffer that averages gradients and changes; all (N, R, C)."""
     return grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
 
-def cautious_decay(p, update, lr, decay):
-    """Weight decay where the update shrinks the weight, too (arXiv:2411.16085). p (N, R, C) changes."""
+def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """Weight decay only where the update shrinks the weight, too (arXiv:2411.16085). p (N, R, C) changes."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
-def normalize_rows(update: torch.Tensor) -> torch.Tensor:
+def normalize_rows(update: Tensor) -> Tensor:
     """MuonEq-R (arXiv:2603.28254): every row gets norm 1 before the matrix is orthogonalized. update
     (N, R, C)."""
     return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
 
-def adam_update(grad, m, v, step, beta1, beta2, eps):
-    """Adam's update at a learning rate of 1 (arXiv:1412.6980), with eps beside the root of the corrected
-    second moment, as in torch. step counts from 1; m and v change."""
+def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
+                eps: float) -> Tensor:
+    """Adam's update (arXiv:1412.6980) at a learning rate of 1. As in torch, eps is added to the root of the
+    corrected second moment. step counts from 1; m and v change; all others are (n,)."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     root = (v / (1 - beta2**step)).sqrt() + eps
     return m / (1 - beta1**step) / root
 
-def adam_update_early_eps(grad, m, v, step, beta1, beta2, eps):
-    """The same with eps added to the root of the second moment before that is corrected (modded-nanogpt)."""
+def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
+                          eps: float) -> Tensor:
+    """adam_update(), but eps is added to the root before the correction (modded-nanogpt)."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
     return m / (1 - beta1**step) / root
 
 class Bank:
-    """Parameters with the same rule, as views of one buffer: one collective serves all. Each rank updates its
-    share of units: whole matrices for Muon, 64 numbers for Adam. data: what the model reads. master: this
-    rank's share in fp32, that of data if data is fp32. grad: of all micro-steps; fp32, of tables as data."""
-    def __init__(self, row, names, params, rank, world_size, dtype, ema=False):
-        self.state, self.fresh = [], True
-        self.row, self.names, self.rank, self.world_size = row, names, rank, world_size
+    """Parameters with the same update rule, as views of one flat buffer, so that one collective serves all.
+    The buffer consists of units, which are matrices for Muon and 64 numbers for Adam; each rank updates an
+    equal share of them.
+
+    data: the weights that the model reads; every rank has all of them. master: this rank's share in fp32,
+    which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
+    for embedding tables. my_data, my_grad: this rank's share. state: momentum or Adam's moments, then the EMA
+    of weights. fresh: the next gradients replace what grad holds."""
+    def __init__(self, row: Row, names: list[str], params: list[nn.Parameter], rank: int, world_size: int,
+                 dtype: torch.dtype, ema: bool = False):
+        self.row = row
+        self.names = names
+        self.rank = rank
+        self.world_size = world_size
+        self.state = []
+        self.fresh = True
         self.unit = (64,)
         if row.optimizer == "muon":
             self.unit = (row.unit_rows or len(params[0]), params[0].size(1))
-        size, self.shapes = math.prod(self.unit), [p.shape for p in params]
+        size = math.prod(self.unit)
+        self.shapes = [p.shape for p in params]
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
-        self.units = int(self.places[-1]) // size  # that hold parameters; the rest makes the shares equal
+        self.units = int(self.places[-1]) // size  # without the padding that makes shares equal
         total = math.ceil(self.units / world_size) * world_size * size
+        grad_dtype = dtype if "embed" in row.group else torch.float32
         self.data = torch.zeros(total, dtype=dtype, device=params[0].device)
-        self.grad = torch.zeros_like(self.data, dtype=dtype if "embed" in row.group else torch.float32)
+        self.grad = torch.zeros_like(self.data, dtype=grad_dtype)
         self.grads = self.views(self.grad)
         self.my_data = self.share(self.data)
         self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.share(self.grad)
@@ -3664,54 +3689,66 @@ class Bank:
         self.load(dict(zip(names, params)))
         for p, view in zip(params, self.views(self.data)):
             p.data = view
-        second = self.master  # Adam's second moment; NorMuon's has one number per row, or per column if wide
+        second = self.master  # Adam's second moment; NorMuon has one number per row, or per column if wide
         if row.optimizer == "muon":
             by_row = row.second == "rows" or row.second == "long" and self.unit[0] >= self.unit[1]
             second = second[:, :, :1] if by_row else second[:, :1]
-        self.state = [torch.zeros_like(t) for t in (self.master, second)]
-        if ema:  # the third one is the mean of past weights
+        self.state = [torch.zeros_like(self.master), torch.zeros_like(second)]
+        if ema:
             self.state.append(self.master.clone())
 
-    def share(self, flat):
+    def share(self, flat: Tensor) -> Tensor:
+        """(total,) -> this rank's (units, *unit)"""
         return flat.view(self.world_size, -1, *self.unit)[self.rank]
 
-    def whole(self, mine):
-        """The ranks' shares of master or state in one, on the CPU."""
+    def whole(self, mine: Tensor) -> Tensor:
+        """Joins the ranks' shares of master or of a state, on the CPU. All ranks call it together."""
         whole = torch.cat([mine] * self.world_size)
         if self.world_size > 1:
             all_gather(whole.view(-1), mine.contiguous().view(-1))
         return whole.cpu()[:self.units]
 
-    def views(self, flat):
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter, in its shape."""
         return [flat[low:low + shape.numel()].view(shape) for low, shape in zip(self.places, self.shapes)]
 
     @torch.no_grad()
-    def load(self, values):
-        """Parameters from {name: fp32}."""
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Sets the parameters, and their EMA, to {name: fp32}."""
         whole = torch.zeros_like(self.data, dtype=torch.float32)
         for name, view in zip(self.names, self.views(whole)):
             view.copy_(values[name])
-        self.fresh = True  # what grad holds is used up, or of other values
+        self.fresh = True  # the gradients so far belong to other values
         self.data.copy_(whole)
         for mine in (self.master, *self.state[2:]):
             mine.copy_(self.share(whole))
 
-    def reduce(self, group):
-        """Begins to add up the ranks' gradients of this rank's share, in the dtype of data -> job or None."""
+    def reduce(self, group) -> "dist.Work | None":
+        """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
         if self.fresh:  # this rank had no rows
             self.grad.zero_()
-        if self.world_size > 1:
-            whole = self.grad.to(self.data.dtype)
-            return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
+        if self.world_size == 1:
+            return None
+        whole = self.grad.to(self.data.dtype)
+        return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
 class Optimizer:
-    """Muon for matrices, Adam for the rest, by the parameter table; the ranks of `group` share the state.
-    dtype: of the parameters that the model reads from now on; muon_dtype: of Muon's products."""
-    def __init__(self, model, cfg, rank=0, world_size=1, group=None, dtype=torch.float32, muon_dtype=None):
-        self.cfg, self.world_size, self.group, self.muon_dtype = cfg, world_size, group, muon_dtype or dtype
+    """Muon for matrices and Adam for everything else, as the parameter table says. The ranks of `group` share
+    the work and the state. dtype: of the weights that the model reads from now on. muon_dtype: of Muon's
+    matrix products; None: dtype."""
+    def __init__(self, model: Model, cfg: Config, rank: int = 0, world_size: int = 1, group=None,
+                 dtype: torch.dtype = torch.float32, muon_dtype: torch.dtype | None = None):
+        self.cfg = cfg
+        self.world_size = world_size
+        self.group = group
+        self.muon_dtype = muon_dtype or dtype
         self.scales = model.scales
-        self.adam_step, self.muon_step, self.step_count = cfg.adam_step, cfg.muon_step, 0
-        table, alike, known = cfg.parameter_table(), {}, dict(model.named_parameters())
+        self.adam_step = cfg.adam_step
+        self.muon_step = cfg.muon_step
+        self.step_count = 0
+        table = cfg.parameter_table()
+        known = dict(model.named_parameters())
+        alike = {}  # {(update rule, shape if by Muon): [(row, name, parameter)]}
         for name, p in known.items():
             row = table[kind_of(name)]
             shape = p.shape if row.optimizer == "muon" else None
@@ -3724,37 +3761,53 @@ class Optimizer:
             self.banks.append(Bank(rows[0], names, params, rank, world_size, dtype, cfg.ema_decay > 0))
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
-    def backward(self, loss):
-        """Adds the gradients of a loss to those of the micro-steps before."""
-        wanted = [*self.params, self.scales.values] if self.scales else self.params
-        rest = iter(torch.autograd.grad(loss, wanted, materialize_grads=True))
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a micro-step's loss to those before."""
+        wanted = [*self.params]
+        if self.scales:
+            wanted.append(self.scales.values)
+        gradients = torch.autograd.grad(loss, wanted, materialize_grads=True)
+        place = 0
         for bank in self.banks:
             add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
-            add(bank.grads, [next(rest) for _ in bank.grads])
+            end = place + len(bank.grads)
+            add(bank.grads, gradients[place:end])
             bank.fresh = False
+            place = end
         if self.scales:
-            self.scales.largest = next(rest)
+            self.scales.largest = gradients[-1]
 
     @torch.no_grad()
-    def step(self, lr_factor, momentum, decay_factor=1.0, tied=False):
-        """Averages the ranks' gradients and updates: while one bank is reduced another one is updated. A bank
-        whose row says so takes a step only every so many, on the sum of the gradients since. tied: embedding
-        and head are one, which learns from both."""
+    def step(self, lr_factor: float, momentum: float, decay_factor: float = 1.0, tied: bool = False) -> None:
+        """Averages the gradients over ranks and updates the weights. tied: embedding and lm_head are one
+        matrix, which learns from both gradients. A bank whose row has every=n takes a step every n-th time,
+        on the sum of the gradients since."""
         self.step_count += 1
-        cfg, grad_scale = self.cfg, 1 / self.world_size
+        cfg = self.cfg
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
-        both = [bank for bank in banks if tied and {"head", "embed"} & {*bank.names}]
-        if both:
-            head, embed = sorted(both, key=lambda bank: "embed" in bank.names)
+        # 1. While tied, lm_head also gets the embedding's gradients, and is copied to it in 5.
+        head = embed = None
+        for bank in banks if tied else ():
+            if "head" in bank.names:
+                head = bank
+            elif "embed" in bank.names:
+                embed = bank
+        if head:
             head.grad.add_(embed.grad)
             banks.remove(embed)
-        jobs, gathers = [bank.reduce(self.group) for bank in banks], []
+        # 2. All gradients are sent at once.
+        jobs = [bank.reduce(self.group) for bank in banks]
+        # 3. Clipping waits for all of them.
+        grad_scale = 1 / self.world_size
         if cfg.grad_clip_norm and banks:
-            for job in filter(None, jobs):
-                job.wait()
-            squares = sum(bank.my_grad.float().square().sum() for bank in banks)
+            for job in jobs:
+                if job:
+                    job.wait()
+            squares = sum([bank.my_grad.float().square().sum() for bank in banks])
             norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
             grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
+        # 4. Each bank is updated once its gradients are here; its weights go out during the next update.
+        gathers = []
         for bank, job in zip(banks, jobs):
             if job:
                 job.wait()
@@ -3767,53 +3820,62 @@ class Optimizer:
             bank.fresh = True
             if job:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
-        for job in gathers:
-            job.wait()
-        if both:  # Adam's state too, with which the embedding goes its own way later
+        for gather in gathers:
+            gather.wait()
+        # 5. The tied embedding also takes over Adam's moments, for the time after it is untied.
+        if head:
             embed.data.copy_(head.data)
             for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
                 mine.copy_(other)
             embed.fresh = True
+        # 6. EMA of the weights, scales of fp8.
         for bank in self.banks if cfg.ema_decay else ():
             bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
         if self.scales:
             self.scales.follow()
 
-    def muon_args(self, bank, grad_scale, momentum, lr_factor, decay_factor):
-        """Arguments of the recipe's muon_step; numbers are 0-dim, so that one graph serves all steps. Tall
-        matrices get a higher rate: they then move as far per row as square ones."""
-        lr = bank.row.lr * lr_factor * max(1, bank.unit[0] / bank.unit[1]) ** 0.5
+    def muon_args(self, bank: Bank, grad_scale, momentum: float, lr_factor: float,
+                  decay_factor: float) -> tuple:
+        """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one graph serves all
+        steps. A tall matrix gets a higher learning rate: its rows then move as far as a square one's."""
+        R, C = bank.unit
+        lr = bank.row.lr * lr_factor * max(1, R / C) ** 0.5
         decay = bank.row.decay * decay_factor
         numbers = [torch.as_tensor(number) for number in (grad_scale, momentum, lr, decay)]
-        return bank.master, bank.my_grad, *bank.state[:2], *numbers, self.muon_dtype
+        buffer, second = bank.state[:2]
+        return bank.master, bank.my_grad, buffer, second, *numbers, self.muon_dtype
 
-    def adam_args(self, bank, grad_scale, lr_factor):
-        """Arguments of the recipe's adam_step. Its step count is that of the bank's own updates."""
-        row, decay = bank.row, None
+    def adam_args(self, bank: Bank, grad_scale, lr_factor: float) -> tuple:
+        """Arguments of the recipe's adam_step(). Its step counts the updates of this bank."""
+        row = bank.row
+        decay = None
         if row.decay:
             decay = torch.as_tensor(row.decay * lr_factor if row.decay_with_lr else row.decay)
         updates = float(self.step_count // row.every)
         numbers = [torch.as_tensor(number) for number in (grad_scale, updates, row.lr * lr_factor)]
-        return (bank.master, bank.my_grad, *bank.state[:2], *numbers, decay, row.beta1, row.beta2, row.eps)
+        m, v = bank.state[:2]
+        return bank.master, bank.my_grad, m, v, *numbers, decay, row.beta1, row.beta2, row.eps
 
     @torch.no_grad()
-    def take_mean(self):
-        """The weights become the mean of the past ones, with ema_decay."""
+    def take_mean(self) -> None:
+        """With ema_decay, the weights become their EMA."""
         for bank in self.banks if self.cfg.ema_decay else ():
             mean = bank.whole(bank.state[2]).flatten()
             bank.load(dict(zip(bank.names, bank.views(mean))))
 
-    def weights(self):
-        """{name: fp32 on the CPU} of all parameters in banks; all ranks together."""
-        return {name: view for bank in self.banks
-                for name, view in zip(bank.names, bank.views(bank.whole(bank.master).flatten()))}
+    def weights(self) -> dict[str, Tensor]:
+        """{name: fp32 on the CPU} of all parameters. All ranks call it together."""
+        found = {}
+        for bank in self.banks:
+            found |= zip(bank.names, bank.views(bank.whole(bank.master).flatten()))
+        return found
 
 # torch's names of these collectives since 2.13, and before
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-def all_reduce(tensor, op="SUM", group=None):
-    """SUM or MAX over the ranks, in place; returns the tensor."""
+def all_reduce(tensor: Tensor, op: str = "SUM", group=None) -> Tensor:
+    """The SUM or MAX over the ranks, in place; also returns it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
     return tensor
@@ -3824,11 +3886,12 @@ class Schedule(NamedTuple):
     lr: float  # factor on every learning rate
     momentum: float  # Muon's
     decay: float = 1.0  # factor on the weight decay of matrices
-    tied: bool = False  # the head and the embedding are one
+    tied: bool = False  # lm_head and the embedding are one matrix
 
-def stage_rows(cfg, rows, **columns):
-    """[Stage] of a recipe's rows, with the columns that cfg overrides. columns: {further column: the constant
-    that overrides it}. A list of several entries makes equal stages of a single row. Raises Refused."""
+def stage_rows(cfg: Config, rows: list[Stage], **columns: str) -> list[Stage]:
+    """The stages of a recipe with the columns that cfg overrides. columns: {column that only this recipe has:
+    the constant that overrides it}. An override of several entries splits a single row into equal stages.
+    Raises Refused."""
     columns = dict(start="stage_starts", batch_tokens="batch_schedule", row_tokens="seq_schedule") | columns
     unit = dict(batch_tokens=cfg.train_batch_tokens, row_tokens=cfg.train_seq_len)
     for column, constant in columns.items():
@@ -3841,58 +3904,64 @@ def stage_rows(cfg, rows, **columns):
                 f"{constant}={show(values)}: {cfg.preset} has {len(rows)} stages")
         rows = [replace(row, **{column: unit.get(column, 1) * value})
                 for row, value in zip(rows, per_layer(values, len(rows)))]
-    steps = [row.start * cfg.iterations for row in rows]
-    return [replace(row, begins=step / total_steps(cfg), first_step=math.ceil(step - 1e-6))
-            for row, step in zip(rows, steps)]
+    stages = []
+    for row in rows:
+        step = row.start * cfg.iterations
+        first_step = math.ceil(step - 1e-6)
+        stages.append(replace(row, begins=step / total_steps(cfg), first_step=first_step))
+    return stages
 
-def total_steps(cfg):
+def total_steps(cfg: Config) -> int:
     return cfg.iterations + cfg.extension_iterations
 
-def stage_at(cfg, progress):
-    """The stage at this progress through the whole run."""
+def stage_at(cfg: Config, progress: float) -> Stage:
+    """The stage at this progress, 0 to 1, through the whole run."""
     return [stage for stage in cfg.stages() if stage.begins <= progress + 1e-9][-1]
 
-def planned_tokens(cfg):
-    """Training tokens of all steps, as if there were no cap on time."""
+def planned_tokens(cfg: Config) -> int:
+    """Training tokens of all steps, if no cap on time ends the run."""
     table = cfg.stages()
     ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
-    return sum((end - stage.first_step) * stage.batch_tokens for stage, end in zip(table, ends))
+    return sum([(end - stage.first_step) * stage.batch_tokens for stage, end in zip(table, ends)])
 
-def scheduled_progress(cfg, progress):
-    """Progress through cfg.iterations; the extension stays at 1."""
+def scheduled_progress(cfg: Config, progress: float) -> float:
+    """Progress through the whole run -> through cfg.iterations; it stays at 1 in the extension."""
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
 
-def warmup_done(step, steps):
-    """The part of a warmup of so many steps that is done; 0: none."""
+def warmup_done(step: int, steps: int) -> float:
+    """How much of a warmup of so many steps is done, 0 to 1; steps 0: there is none."""
     return min(1.0, step / steps) if steps else 1.0
 
-def warmdown_done(progress, part):
-    """The part of the warmdown that is done, where it is the last `part` of the run."""
+def warmdown_done(progress: float, part: float) -> float:
+    """How much of the warmdown is done, 0 to 1, if it is the last `part` of the run; 0: there is none."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
 
 # ---------- 8 data
-# ./run.sh data ...: what gets a known dataset
+# {folder: arguments of ./run.sh data that get it}
 DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_sp8192": " sp8192 -n 128",
                   "fineweb10B_gpt2": " gpt2", "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
 
-def open_shard(path, tokens=None):
-    """A .bin shard, which the manifest says to hold so many tokens -> memory map (n,) uint16. Raises Refused.
+def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
+    """A .bin shard -> uint16 (n,). tokens: how many the manifest says there are. Raises Refused.
 
     Format: 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then uint16 tokens."""
-    held, head = (os.path.getsize(path) - 1024) / 2, np.fromfile(path, "<i4", 3).tolist()
+    held = (os.path.getsize(path) - 1024) / 2
+    head = np.fromfile(path, "<i4", 3).tolist()
     require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
             f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): rerun ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
-def check_tokens(tokens, vocab_size, name):
+def check_tokens(tokens, vocab_size: int, name: str) -> None:
+    """Raises Refused for tokens (n,) beyond the vocabulary."""
     largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
 class Shard:
-    """Tokens of a .bin file that is open only while they are read: a process may hold some 1,024 files, and a
-    memory map holds one."""
-    def __init__(self, path, tokens=None):
-        self.filename, self.size = path, len(open_shard(path, tokens))
+    """Tokens of a .bin file that is open only while they are read: a memory map keeps a file open, and a
+    process may have only some 1,024 of those."""
+    def __init__(self, path: Path, tokens: int | None = None):
+        self.filename = path
+        self.size = len(open_shard(path, tokens))
 
     def __len__(self):
         return self.size
@@ -3903,97 +3972,112 @@ class Shard:
     def __array__(self, dtype=None, copy=None):
         return np.fromfile(self.filename, "<u2", offset=1024).astype(dtype or "<u2", copy=False)
 
-    def max(self, initial):
+    def max(self, initial: int):
         return np.memmap(self.filename, "<u2", "r", 1024).max(initial=initial)
 
 class Data(NamedTuple):
     """A dataset, opened and checked."""
-    train: dict  # {shard's name: tokens}
-    val: np.ndarray  # tokens of the whole split
+    train: dict  # {shard's name: Shard}
+    val: np.ndarray  # tokens of the whole split, uint16
     tokenizer: object  # SentencePieceProcessor, or None
     vocab_size: int
     bos: int  # token that begins a document
-    val_bytes: int | None  # UTF-8 bytes of the val text; None: unknown, so no val_bpb
+    val_bytes: int | None  # UTF-8 bytes of the val text; None: unknown, so there is no val_bpb
     about: dict  # for result.json
-    groups: dict = {}  # {shard's name: documents of each group}, of parquet row groups
+    groups: dict = {}  # {shard's name: documents in each parquet row group}
 
-def decoded_bytes(sp, tokens, bos):
-    """UTF-8 bytes of the tokens by decoding each document: the definition."""
-    return sum(len(sp.decode(document.tolist()).encode())
-               for document in np.split(tokens, np.flatnonzero(tokens == bos)))
+def decoded_bytes(sp, tokens: np.ndarray, bos: int) -> int:
+    """UTF-8 bytes of a text, by definition: each document is decoded. tokens (n,)."""
+    documents = np.split(tokens, np.flatnonzero(tokens == bos))
+    return sum([len(sp.decode(document.tolist()).encode()) for document in documents])
 
-def file_sha256(path, stated=None):
-    """Raises Refused if it is not the stated one."""
+def file_sha256(path: Path | str, stated: str | None = None) -> str:
+    """A file's sha256. Raises Refused unless it is the stated one."""
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     require(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
     return digest
 
-BEGINNING = 64  # tokens by which a document is found again
+BEGINNING = 64  # tokens that identify a document
+PROBES = 8  # places of each train shard at which documents are looked up in val
+PROBE_TOKENS = 1 << 14
 
-def beginnings(tokens, bos):
-    """[the first tokens of each document, as bytes], of documents that have so many."""
+def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
+    """The first BEGINNING tokens of each document that has so many. tokens (n,)."""
     starts = np.flatnonzero(tokens == bos)
     ends = np.append(starts[1:], len(tokens))
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
 
-def refuse_val_in_train(train, val, bos, name):
-    """Where no manifest lists the documents' hashes: looks for documents of eight windows of each train shard
-    in val. Raises Refused if a twentieth of them is there, at least nine: that is no chance, though text of
-    the web repeats itself."""
-    known, window = set(beginnings(val, bos)), 1 << 14
+def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> None:
+    """For datasets whose manifest lists no hashes of documents: looks for samples of each train shard in val.
+    Raises Refused if a twentieth of them, and at least nine, are there: text of the web repeats itself, but
+    not by that much."""
+    known = set(beginnings(val, bos))
     for shard, tokens in train.items():
         sample = set()
-        for place in np.linspace(0, max(0, len(tokens) - window), 8).astype(int):
-            sample.update(beginnings(tokens[place:place + window], bos))
+        for place in np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), PROBES).astype(int):
+            sample.update(beginnings(tokens[place:place + PROBE_TOKENS], bos))
         both = len(sample & known)
         require(both < 9 or 20 * both < len(sample),
                 f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
                 "leave that shard out or prepare the data again")
 
-def open_data(cfg, log=print):
-    """The dataset at cfg.data_path, checked. Raises Refused; Missing if it is not there."""
+def open_data(cfg: Config, log: Callable = print) -> Data:
+    """Opens and checks the dataset at cfg.data_path. Raises Refused; Missing if it is not there."""
     folder = Path(cfg.data_path).absolute()
     get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
     try:
         return read_dataset(cfg, folder, get_it, log)
     except Refused:
         raise
-    except Exception as error:  # whatever a damaged file makes of its reader
+    except Exception as error:  # a damaged file may raise anything
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
-def read_dataset(cfg, folder, get_it, log):
-    """By manifest.json; without one every *_train_*.bin and *_val_*.bin of the folder."""
-    # 1. the shards
-    path, name = folder / "manifest.json", folder.name
+def read_manifest(folder: Path, get_it: str, log: Callable) -> dict:
+    """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin of the folder."""
+    path = folder / "manifest.json"
     if path.exists():
-        manifest = json.loads(path.read_text())
-    else:
-        shards = sorted(folder.glob("*_*_*.bin"))
-        if shards and name in DATA_ARGUMENTS:
-            log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
-        manifest = {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
-    train, val = ({file["path"]: Shard(folder / file["path"], file.get("tokens"))
-                   for file in manifest["files"] if file["split"] == split} for split in ("train", "val"))
-    require(train and val, f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
-    sha256 = {file["path"]: file_sha256(folder / file["path"], file.get("sha256"))
-              for file in manifest["files"] if file["path"] in val}
-    twice = sorted({*train} & {*val})
-    require(not twice, f"{name}: {twice and twice[0]} is a train and a val shard")
-    val, train_tokens = np.concatenate([*val.values()]), sum(map(len, train.values()))
+        return json.loads(path.read_text())
+    shards = sorted(folder.glob("*_*_*.bin"))
+    if shards and folder.name in DATA_ARGUMENTS:
+        log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
+    return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
+
+def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
+    """open_data(), but a damaged file may raise anything. get_it: advice to the user."""
+    # 1. the shards
+    name = folder.name
+    manifest = read_manifest(folder, get_it, log)
+    splits = {"train": {}, "val": {}}
+    sha256 = {}
+    for file in manifest["files"]:
+        path = file["path"]
+        if file["split"] in splits:
+            splits[file["split"]][path] = Shard(folder / path, file.get("tokens"))
+        if file["split"] == "val":
+            sha256[path] = file_sha256(folder / path, file.get("sha256"))
+    train = splits["train"]
+    require(train and splits["val"], f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
+    twice = sorted({*train} & {*splits["val"]})
+    if twice:
+        raise Refused(f"{name}: {twice[0]} is a train and a val shard")
+    val = np.concatenate([*splits["val"].values()])
+    train_tokens = sum(map(len, train.values()))
     least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
-    side = manifest.get("document_hashes")
-    if side:
-        both = len(np.intersect1d(*np.split(np.fromfile(folder / side["path"], "<u8"), [side["val"]])))
-        require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
-    # 2. the tokenizer, the bytes that val_bpb divides by, the text's fingerprint
+    # 2. the tokenizer
     tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
     check_tokens(val, vocab_size, f"the val split of {name}")
-    if not side:
+    # 3. no document is in both splits
+    hashes = manifest.get("document_hashes")
+    if hashes:
+        both = len(np.intersect1d(*np.split(np.fromfile(folder / hashes["path"], "<u8"), [hashes["val"]])))
+        require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
+    else:
         refuse_val_in_train(train, val, bos, name)
-    val_bytes, fingerprint = manifest.get("val_bytes"), manifest.get("text_fingerprint")
+    # 4. the bytes that val_bpb divides by, and the text's fingerprint
+    val_bytes = manifest.get("val_bytes")
     if tokenizer:
         decoded = decoded_bytes(tokenizer, val, bos)
         val_bytes = decoded if val_bytes is None else val_bytes
@@ -4003,6 +4087,7 @@ def read_dataset(cfg, folder, get_it, log):
     elif val_bytes is None:
         log("data: no tokenizer, so val_bpb is null")
     require(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name}: val_bytes {val_bytes!r}")
+    fingerprint = manifest.get("text_fingerprint")
     log(f"data: text fingerprint {fingerprint}")
     if cfg.data_fingerprint not in ("", fingerprint):
         log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
@@ -4011,138 +4096,173 @@ def read_dataset(cfg, folder, get_it, log):
     groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
     return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
 
-def open_tokenizer(cfg, manifest, folder, sha256):
-    """(SentencePieceProcessor or None, vocab_size, BOS); adds its digest to sha256. Raises Refused."""
-    made_by, tokenizer, size = manifest.get("tokenizer") or {}, None, 0
-    stated, bos = int(made_by.get("vocab_size", 0)), int(made_by.get("bos_id", 50256))
-    path = cfg.tokenizer_path or "path" in made_by and str(folder / made_by["path"])
+def open_tokenizer(cfg: Config, manifest: dict, folder: Path, sha256: dict) -> tuple:
+    """(SentencePieceProcessor or None, vocab_size, BOS). Adds its digest to sha256. Raises Refused."""
+    made_by = manifest.get("tokenizer") or {}
+    stated = int(made_by.get("vocab_size", 0))
+    bos = int(made_by.get("bos_id", 50256))
+    tokenizer = None
+    size = 0
+    path = cfg.tokenizer_path
+    if not path and "path" in made_by:
+        path = str(folder / made_by["path"])
     if path:
         import sentencepiece
         sha256[Path(path).name] = file_sha256(path, made_by.get("sha256"))
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
-        size, bos = tokenizer.vocab_size(), tokenizer.bos_id()
-    known, *others = {stated, size} - {0} or {cfg.vocab_size}
+        size = tokenizer.vocab_size()
+        bos = tokenizer.bos_id()
+    sizes = {stated, size} - {0}
+    known = max(sizes, default=cfg.vocab_size)
     vocab_size = cfg.vocab_size or known
-    require(not others and 0 < known <= vocab_size < known + 64 < 1e5,
+    require(len(sizes) < 2 and 0 < known <= vocab_size < known + 64 < 1e5,
             f"vocab_size={cfg.vocab_size} does not fit {folder.name} (manifest {stated}, tokenizer {size}): "
             "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
     return tokenizer, vocab_size, bos
 
 class Packer:
-    """How training rows are made of the stream of all shards. A position is where the next step begins, and
-    the whole state."""
+    """How training rows are made of the stream of all shards. A position says where the next step begins and
+    is the whole state."""
     any_length = False  # may rows be longer in later stages?
 
-    def __init__(self, cfg, data, loader):
-        self.cfg, self.loader, self.team = cfg, loader, loader.team
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+        self.cfg = cfg
+        self.loader = loader
+        self.team = loader.team
 
-    def plan(self, position, n, T, doc_len=0):
-        """n rows of a step, T tokens and the target after each -> (pieces [(start, length)] of each row of
-        all ranks, or of this rank's alone, the position after the step). doc_len: as stages have it."""
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
+        """A step of n rows, each of T tokens and the target after the last one -> (the pieces [(start,
+        length)] of each row, the position after the step). The rows are those of all ranks or only this
+        rank's. doc_len: Stage.doc_len."""
         raise NotImplementedError
 
-    def held_tokens(self):
-        """Training tokens of a pass over the data."""
+    def held_tokens(self) -> int:
+        """Training tokens in a pass over the data."""
         return self.loader.total
 
 class Rows(Packer):
-    """The stream cut every T tokens, with shuffle in one random order. The position counts rows."""
-    def __init__(self, cfg, data, loader):
+    """The stream cut every T tokens; with shuffle, in one random order. The position counts rows."""
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         rows = loader.rows
         self.order = np.random.default_rng(0).permutation(rows) if cfg.shuffle else range(rows)
 
-    def plan(self, position, n, T, doc_len=0):
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         places = range(position, position + n)
         return [[(int(self.order[place % len(self.order)]) * T, T + 1)] for place in places], position + n
 
 class Spans(Packer):
-    """An eighth of a step reads one token more than it trains on and is cut into rows that share their edges;
-    the next eighth begins after it, endlessly, through shard edges. The position counts tokens."""
-    SPANS = 8  # of a step
+    """Each eighth of a step is a span of the stream, one token longer than what it trains on, cut into rows
+    that share their edges. Spans follow one another, across the edges of shards and endlessly. The position
+    counts tokens."""
+    SPANS = 8  # per step
     any_length = True
 
-    def plan(self, position, n, T, doc_len=0):
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         spans = math.gcd(self.SPANS, n)
         size = n // spans * T + 1
         after = position + spans * size
-        rows = [[(low + row * T, T + 1)] for low in range(position, after, size) for row in range(n // spans)]
+        rows = []
+        for low in range(position, after, size):
+            rows += [[(low + row * T, T + 1)] for row in range(n // spans)]
         return rows, after
 
 class DocumentIndex:
-    """Start, length and shard of every document, in the order in which they are read."""
-    def __init__(self, cfg, data, loader):
-        bos, self.longest = cfg.bos_id or data.bos, cfg.document_limit() or loader.total
-        starts = [low + np.flatnonzero(np.asarray(shard) == bos)
-                  for low, shard in zip(loader.edges, loader.shards)]
-        lengths = [np.diff(here, append=end) for here, end in zip(starts, loader.edges[1:])]
+    """Start, length and shard of every document, in reading order. longest: tokens at which they are cut."""
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+        bos = cfg.bos_id or data.bos
+        self.longest = cfg.document_limit() or loader.total
+        starts = []
+        lengths = []
+        for shard, low, end in zip(loader.shards, loader.edges, loader.edges[1:]):
+            here = low + np.flatnonzero(np.asarray(shard) == bos)
+            starts.append(here)
+            lengths.append(np.diff(here, append=end))
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
-        self.starts, self.lengths = np.concatenate(starts), np.concatenate(lengths).clip(max=self.longest)
+        self.starts = np.concatenate(starts)
+        self.lengths = np.concatenate(lengths).clip(max=self.longest)
         require(len(self.starts), f"no token {bos} begins a document in the train split")
 
 class Documents(Packer):
-    """Heads of documents, in order, until a row is full, the last one cut; the next row begins at the next
-    document. What of a shard fills no row of all ranks is lost. The position counts documents."""
+    """The beginnings of documents, in order, until a row is full, which cuts the last one; the next row
+    begins with the next document. The documents at the end of a shard that do not fill a row for every rank
+    are left out. The position counts documents."""
     any_length = True
 
-    def __init__(self, cfg, data, loader):
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         self.index = index = DocumentIndex(cfg, data, loader)
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
 
-    def held_tokens(self):
+    def held_tokens(self) -> int:
         return self.filled[self.index.longest][-1]
 
-    def plan(self, position, n, T, doc_len=0):
-        """Rows of all ranks at a time, from the documents of one shard."""
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
+        """Makes one row for every rank at a time, from the documents of one shard."""
         index = self.index
-        rows, unit, count, skipped = [], self.team.world_size, len(index.starts), 0
+        ranks = self.team.world_size
         longest = min(doc_len or index.longest, index.longest)
-        lengths, filled = self.cut[longest], self.filled[longest]
+        lengths = self.cut[longest]
+        filled = self.filled[longest]
+        count = len(index.starts)
+        rows = []
+        skipped = 0
         while len(rows) < n:
             epoch, place = divmod(position, count)
-            end, here = int(np.searchsorted(index.shard_of, index.shard_of[place], "right")), []
-            while len(here) < unit:
-                last = int(filled.searchsorted(filled[place] + T + 1))  # before it they fill a row
+            end = int(np.searchsorted(index.shard_of, index.shard_of[place], "right"))
+            here = []
+            while len(here) < ranks:
+                last = int(filled.searchsorted(filled[place] + T + 1))  # the documents before it fill a row
                 if last > end:
                     break
                 here.append([*zip(index.starts[place:last].tolist(), lengths[place:last].tolist())])
                 place = last
-            if len(here) == unit:
-                rows, skipped = rows + here, 0
+            if len(here) == ranks:
+                rows += here
+                skipped = 0
             else:
-                place, skipped = end, skipped + 1
-                require(skipped <= len(self.loader.shards), f"no shard's documents fill {unit} rows of {T}")
+                place = end
+                skipped += 1
+                require(skipped <= len(self.loader.shards), f"no shard's documents fill {ranks} rows of {T}")
             position = epoch * count + place
         return rows, position
 
 class RankRows(Packer):
-    """Rows that each rank makes by itself, in order. The position counts rows of all ranks."""
-    def __init__(self, cfg, data, loader):
+    """Rows that each rank makes on its own, in order. The position counts rows of all ranks."""
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
-        self.source, self.made, self.first_made = None, [], 0
+        self.source = None
+        self.made = []
+        self.first_made = 0
 
-    def make_rows(self, T):
+    def make_rows(self, T: int) -> Iterator[list]:
         """Yields the pieces of this rank's rows, endlessly."""
         raise NotImplementedError
 
-    def plan(self, position, n, T, doc_len=0):
-        first, share = position // self.team.world_size, n // self.team.world_size  # of this rank's rows
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
+        first = position // self.team.world_size  # of this rank's rows
+        share = n // self.team.world_size
         if self.source is None or first < self.first_made:
-            self.source, self.made, self.first_made = self.make_rows(T), [], 0
+            self.source = self.make_rows(T)
+            self.made = []
+            self.first_made = 0
         while self.first_made + len(self.made) < first + share:
             self.made.append(next(self.source))
-        self.made, self.first_made = self.made[first - self.first_made:], first
+        self.made = self.made[first - self.first_made:]
+        self.first_made = first
         return self.made[:share], position + n
 
 class BestFit(RankRows):
-    """The longest document of a buffer that fits, again and again; if none fits the shortest, cropped, its
-    rest lost. Rank r of R has the groups of documents r, r + R, ... of each shard."""
-    GROUP, BUFFER, READ = 1024, 1000, 128  # documents of a group, of the buffer, of a refill
+    """Fills each row with the longest document of a buffer that fits, again and again; where none fits, with
+    the beginning of the shortest, whose rest is lost. Rank r of R reads the groups of documents r, r + R, ...
+    of each shard."""
+    GROUP = 1024  # documents per group where the dataset does not say
+    BUFFER = 1000  # documents
+    READ = 128  # documents per refill
 
-    def __init__(self, cfg, data, loader):
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         self.index = index = DocumentIndex(cfg, data, loader)
         self.groups = []
@@ -4151,15 +4271,19 @@ class BestFit(RankRows):
             sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
             edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
             self.groups.append(list(zip(edges, edges[1:])))
-        most, ranks = max(map(len, self.groups)), self.team.world_size
-        require(most >= ranks, f"packing=best_fit deals groups of documents to the ranks, but no shard has "
-                               f"more than {most}: take at most so many ranks or another packing")
+        groups = max(map(len, self.groups))
+        require(groups >= self.team.world_size,
+                "packing=best_fit deals groups of documents to the ranks, but no shard has "
+                f"more than {groups}: take at most so many ranks or another packing")
 
-    def make_rows(self, T):
+    def make_rows(self, T: int) -> Iterator[list]:
         """Yields the pieces of each row."""
-        index, buffer, refills = self.index, [], self.refills()
+        index = self.index
+        buffer = []
+        refills = self.refills()
         while True:
-            room, row = T + 1, []
+            room = T + 1
+            row = []
             while room:
                 while len(buffer) < self.BUFFER:
                     buffer += next(refills)
@@ -4171,8 +4295,8 @@ class BestFit(RankRows):
                 room -= size
             yield row
 
-    def refills(self):
-        """Yields lists of documents of this rank's groups, endlessly."""
+    def refills(self) -> Iterator[list]:
+        """Yields the next documents of this rank's groups, endlessly."""
         while True:
             for groups in self.groups:
                 for low, high in groups[self.team.rank::self.team.world_size]:
@@ -4180,18 +4304,19 @@ class BestFit(RankRows):
                         yield list(range(start, min(high, start + self.READ)))
 
 class Shards(RankRows):
-    """Rank r of R has shards r, r + R, ..., cut from a place drawn for each epoch on, in random order; the
-    next row is of a shard drawn by how many are left."""
-    def __init__(self, cfg, data, loader):
+    """Rank r of R has shards r, r + R, ... In each epoch a shard is cut into rows from a random place on,
+    which come in random order. The next row is of a random shard, weighted by the rows that each has left."""
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
-        enough = all(max(map(len, part), default=0) > loader.T for part in dealt)
+        enough = all([max(map(len, part), default=0) > loader.T for part in dealt])
         require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
                                          f"{self.team.world_size} ranks: take fewer")
 
-    def make_rows(self, T):
-        """Yields the piece that is each row."""
-        draw, loader = np.random.Generator(np.random.PCG64(self.team.rank)), self.loader
+    def make_rows(self, T: int) -> Iterator[list]:
+        """Yields the one piece of each row."""
+        draw = np.random.Generator(np.random.PCG64(self.team.rank))
+        loader = self.loader
         left = {shard: [] for shard in range(self.team.rank, len(loader.shards), self.team.world_size)}
         while True:
             if not any(left.values()):
@@ -4205,43 +4330,50 @@ class Shards(RankRows):
             yield [(left[shard].pop(), T + 1)]
 
 class Loader:
-    """Batches of training rows: T tokens and the target after. The ranks share the rows of a step, which the
-    recipe's packer for cfg.packing plans; a thread reads a step ahead, which a change of stage discards;
-    `position` is the whole state."""
+    """Batches of training rows. The recipe's packer plans the rows of a step, which the ranks share; a thread
+    reads one step ahead, in vain where a stage changes. `position` is the whole state."""
     MOST_FILES = 256  # open at a time
 
-    def __init__(self, cfg, data, team, log=print):
-        self.T, self.team, self.position, self.ahead = cfg.train_seq_len, team, 0, {}
+    def __init__(self, cfg: Config, data: Data, team: "Team", log: Callable = print):
+        self.T = cfg.train_seq_len
+        self.team = team
+        self.position = 0
+        self.ahead = {}  # {what a step asks for: the job that reads it}
+        self.thread = ThreadPoolExecutor(1)
         self.tokenizer = data.tokenizer
-        self.vocab_size, (self.names, self.shards) = data.vocab_size, zip(*data.train.items())
+        self.vocab_size = data.vocab_size
+        self.names = [*data.train]
+        self.shards = [*data.train.values()]
         self.files = {}
         for i in range(min(len(self.shards), self.MOST_FILES)):
             self.file(i)
         self.edges = np.cumsum([0, *map(len, self.shards)])
-        self.total, self.thread = int(self.edges[-1]), ThreadPoolExecutor(1)
+        self.total = int(self.edges[-1])
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
         self.packer = cfg.packer()(cfg, data, self)
-        held, needed = self.packer.held_tokens(), planned_tokens(cfg)
+        held = self.packer.held_tokens()
+        needed = planned_tokens(cfg)
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
 
-    def file(self, i):
-        """The open file of shard i; the one that was read longest ago is closed where there are too many."""
+    def file(self, i: int):
+        """The open file of shard i. Where too many are open, the one that was read longest ago is closed."""
         self.files[i] = self.files.pop(i, None) or open(self.shards[i].filename, "rb")
         if len(self.files) > self.MOST_FILES:
             self.files.pop(next(iter(self.files))).close()
         return self.files[i]
 
-    def check(self):
-        """Reads every shard, before the clock. Refuses one with tokens beyond the vocabulary."""
+    def check(self) -> None:
+        """Reads every shard, before the clock. Raises Refused for tokens beyond the vocabulary."""
         with ThreadPoolExecutor(8) as pool:
             names = [f"shard {name}" for name in self.names]
             list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
 
-    def read(self, start, count):
-        """count tokens of the endless stream, int64. By pread: a map of a shard that shrinks ends the run."""
+    def read(self, start: int, count: int) -> np.ndarray:
+        """count tokens of the endless stream, int64. By pread: with a memory map, a shard that somebody
+        truncates would kill the run."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
@@ -4250,16 +4382,17 @@ class Loader:
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
 
-    def fetch(self, position, n, T, doc_len=0):
-        """(rows of this rank (n, T + 1), the position after the step)"""
+    def fetch(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[Tensor, int]:
+        """(this rank's rows of a step of n, (rows, T + 1), and the position after the step)"""
         rows, after = self.packer.plan(position, n, T, doc_len)
-        share, rank = n // self.team.world_size, self.team.rank
-        mine = rows if len(rows) == share else rows[rank * share:(rank + 1) * share]
-        tokens = [np.concatenate([self.read(*piece) for piece in row])[:T + 1] for row in mine]
+        share = n // self.team.world_size
+        if len(rows) > share:
+            rows = rows[self.team.rank * share:(self.team.rank + 1) * share]
+        tokens = [np.concatenate([self.read(*piece) for piece in row])[:T + 1] for row in rows]
         return torch.from_numpy(np.stack(tokens)), after
 
-    def next(self, batch_tokens, seq_multiple=1, doc_len=0):
-        """(tokens, targets) of this rank's share of a step, each (rows, T), on the device."""
+    def next(self, batch_tokens: int, seq_multiple: int = 1, doc_len: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of this rank's share of a step, each int64 (rows, T), on the device."""
         T = self.T * seq_multiple
         key = self.position, batch_tokens // T, T, doc_len
         job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
@@ -4268,17 +4401,20 @@ class Loader:
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, *key[1:]
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
-        # contiguous() leaves the strides of a single row, with which a compiled step would be compiled again
-        return tuple(x.clone(memory_format=torch.contiguous_format) for x in (rows[:, :-1], rows[:, 1:]))
+        # contiguous() would keep the strides of a single row, for which a compiled step is compiled again
+        tokens = rows[:, :-1].clone(memory_format=torch.contiguous_format)
+        targets = rows[:, 1:].clone(memory_format=torch.contiguous_format)
+        return tokens, targets
 
 # ---------- 9 evaluation
-def log_probs(model, tokens, context=None):
-    """tokens (B, T) int64, any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
-    default that of evaluation. Scores take the same two steps, the second one for the targets only."""
+def log_probs(model: Model, tokens: Tensor, context=None) -> Tensor:
+    """tokens int64 (B, T), any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
+    default that of evaluation. All scores take the same two steps, the second one for the targets only."""
     context = context or model.context(tokens.size(1), model.embed.device)
     return F.log_softmax(model.logits(model.hidden(tokens, context)), -1)
 
-MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, of which uncompiled a few copies are alive
+MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, and without torch.compile a few copies of that
+CPU_SCORE_TOKENS = 2048  # tokens at a time on a CPU, as its cache holds them
 
 class Score(NamedTuple):
     val_loss: float  # nats per target
@@ -4286,131 +4422,170 @@ class Score(NamedTuple):
     val_bpb_without_bos: float | None  # the same without the nats of BOS targets
 
 @cache
-def compile_once(function, dynamic=False):
+def compile_once(function: Callable, dynamic: bool = False) -> Callable:
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 @torch.no_grad()
-def score_rows(model, cfg, rows, team, stage=None, compiled=False):
-    """rows [(ids, first)], of which ids[first:] are targets -> yields, in batches of rows of like length, the
-    number of each row, the nats of its targets in fp64 (n,) and whether each was the likeliest (n,). stage:
-    whose windows and loops count; None: those of evaluation. compiled: all batches have the shape of the
-    largest."""
+def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage | None = None,
+               compiled: bool = False) -> Iterator[tuple]:
+    """rows [(ids, first)], whose targets are ids[first:] -> yields each row's number, the nats of its targets
+    in fp64 (n,) and whether each was the likeliest token (n,), in batches of rows of similar length. stage:
+    whose windows and loops apply; None: those of evaluation. compiled: all batches have the shape of the
+    largest one."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, 2048)  # what a CPU's cache holds
-    hidden, score, context = model.hidden, score_targets, None
+    tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
+    hidden = model.hidden
+    score = score_targets
+    context = None
     if compiled:
         hidden = partial(compile_once(type(model).hidden), model)
         score = compile_once(score_targets, dynamic=True)
     while order:
+        # 1. The longest rows that are left, filled up with zeros.
         if not (compiled and context):
-            T = len(rows[order[-1]][0]) - 1  # of the longest row that is left
+            T = len(rows[order[-1]][0]) - 1
             dtype = team.dtype if team.on_gpu else torch.float32
             context = model.context(T, team.device, dtype, stage)
-        step = max(1, tokens // T)
-        order, here = order[:-step], order[-step:]
-        batch = [rows[i] for i in here]
-        ids = np.zeros((step if compiled else len(here), T + 1), np.int64)
-        wanted = np.zeros(ids.shape, bool)  # the token before each target
-        for i, (row, first) in enumerate(batch):
+        size = max(1, tokens // T)
+        here = order[-size:]
+        order = order[:-size]
+        ids = np.zeros((size if compiled else len(here), T + 1), np.int64)
+        wanted = np.zeros(ids[:, 1:].shape, bool)  # wanted[i, t]: is ids[i, t + 1] a target?
+        for i, number in enumerate(here):
+            row, first = rows[number]
             ids[i, :len(row)] = row
             wanted[i, first - 1:len(row) - 1] = True
-        places = np.flatnonzero(wanted)
-        targets, most = torch.from_numpy(ids.take(places + 1)).to(team.device), MAX_SCORES // cfg.vocab_size
-        x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)
-        x = x[torch.from_numpy(places - places // (T + 1)).to(team.device)]  # of rows that are one shorter
-        parts = [score(model, *part) for part in zip(x.split(most), targets.split(most))]
-        sizes = [len(row) - first for row, first in batch]
-        yield from zip(here, *(torch.cat(column).cpu().split(sizes) for column in zip(*parts)))
+        # 2. Their activations, of which those before a target are scored.
+        targets = torch.from_numpy(ids[:, 1:][wanted]).to(team.device)
+        places = torch.from_numpy(np.flatnonzero(wanted)).to(team.device)
+        x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
+        at_once = MAX_SCORES // cfg.vocab_size
+        nats = []
+        hits = []
+        for part, its_targets in zip(x.split(at_once), targets.split(at_once)):
+            its_nats, its_hits = score(model, part, its_targets)
+            nats.append(its_nats)
+            hits.append(its_hits)
+        counts = [len(rows[i][0]) - rows[i][1] for i in here]
+        yield from zip(here, torch.cat(nats).cpu().split(counts), torch.cat(hits).cpu().split(counts))
 
-def score_targets(model, x, targets):
-    """Last activations (n, C) and targets (n,) -> nats in fp64, whether each target is the likeliest."""
+def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Last activations (n, C), targets (n,) -> nats in fp64 and whether each target is the likeliest, (n,)."""
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
     return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
-def evaluate(model, cfg, data, team, stage=None, protocol="plain"):
-    """Score of the first val_tokens targets; no bits per byte of a part of the split or of unknown bytes.
-    Sums are fp64. stage: whose windows and loops count; None: those of evaluation. protocol: plain, where
-    rows of eval_context tokens score their last eval_stride targets, the first row all of them, or one of
-    PROTOCOLS."""
+def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None,
+             protocol: str = "plain") -> Score:
+    """Score of the first val_tokens targets, with sums in fp64. stage: whose windows and loops apply; None:
+    those of evaluation. protocol: plain or one of PROTOCOLS; plain rows of eval_context tokens score their
+    last eval_stride targets, the first row all of them."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
     compiled = protocol == "plain" and team.on_gpu and cfg.compile
     nats = target_nats(model, cfg, tokens, protocol, team, stage, compiled)
     sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
-    known = data.val_bytes and len(tokens) == len(data.val)
-    bits = [nat / math.log(2) / data.val_bytes if known else None for nat in sums.tolist()]
-    return Score(sums[0].item() / (len(tokens) - 1), *bits)
+    total, without_bos = sums.tolist()
+    val_loss = total / (len(tokens) - 1)
+    if not data.val_bytes or len(tokens) < len(data.val):
+        return Score(val_loss, None, None)
+    return Score(val_loss, total / math.log(2) / data.val_bytes, without_bos / math.log(2) / data.val_bytes)
 
-def loss_name(cfg):
+def loss_name(cfg: Config) -> str:
     """val_loss, or val_loss_partial for anything short of the preset's own split."""
     return "val_loss" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "val_loss_partial"
 
-def score_text(cfg, score, digits=4):
+def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
     """`val_loss:3.2781 val_bpb:1.0123`"""
     bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
     return f"{loss_name(cfg)}:{score.val_loss:.{digits}f}{bpb}"
 
-# Named scores: the same text by other protocols, each under a name of its own. Every token but the first is a
-# target once, scored by log_probs given tokens of its row before it.
-#   sliding    EVAL_SLIDING=n: rows of eval_context tokens, each n after the one before, score their last n.
-#   ttt        EVAL_TTT=n, score-first test-time training on the rows of sliding or else the plain ones.
-#              Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR of the learning rates
-#              trains on whole rows of them: weights that score a token have seen nothing from it on.
+# Named scores: the same text by other protocols, each under its own name. Every token but the first is a
+# target once and is scored by log_probs given earlier tokens in its row.
+#   sliding    EVAL_SLIDING=n: rows of eval_context tokens that start n apart, each scores its last n.
+#   ttt        EVAL_TTT=n, score-first test-time training on the rows of sliding, else on the plain ones.
+#              Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR times the learning rates
+#              trains on whole rows of them. No weight that scores a token has seen it or anything after it.
 PROTOCOLS = ("sliding", "ttt")
-TTT_TOKENS = 16_384  # tokens per micro-step of test-time training: what fits beside a model of golf's size
+TTT_TOKENS = 16_384  # tokens per micro-step of test-time training, which fit beside a model of golf's size
 
-def protocol_rows(cfg, protocol, count):
-    """[(low, first, last)] for so many tokens, in order: rows that read low to last and score first to last,
-    the first row as many as it holds, the others stride each."""
+def protocol_rows(cfg: Config, protocol: str, count: int) -> list[tuple]:
+    """How so many tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
+    first to last. The first row scores all that it holds, each of the others `stride` tokens."""
     context = cfg.eval_context or cfg.train_seq_len
-    stride = min(protocol != "plain" and cfg.eval_sliding or cfg.eval_stride or context, context)
-    rows, first, size = [], 1, context
+    stride = cfg.eval_stride or context
+    if protocol != "plain" and cfg.eval_sliding:
+        stride = cfg.eval_sliding
+    rows = []
+    first = 1
+    size = context
     while first < count:
         rows.append((max(0, first + size - 1 - context), first, min(count, first + size) - 1))
-        first, size = first + size, stride
+        first += size
+        size = min(stride, context)
     return rows
 
-def test_time_step(model, optimizer, cfg, tokens, team):
-    """A step on len(tokens) // train_seq_len rows. Unlike those of train_step they may be any number: parts
-    weigh as much as they are long, and a rank may have none."""
-    T, rank, ranks = cfg.train_seq_len, team.rank, team.world_size
+def test_time_step(model: Model, optimizer: Optimizer, cfg: Config, tokens: np.ndarray, team: "Team") -> None:
+    """An optimizer step on tokens (n * train_seq_len + 1,) as n rows. Unlike in train_step the rows need not
+    divide by anything: each micro-step counts by its rows, and a rank may have none."""
+    T = cfg.train_seq_len
     rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
-    mine = torch.from_numpy(rows)[rank::ranks]
+    mine = torch.from_numpy(rows)[team.rank::team.world_size]
     context = model.context(T, team.device, team.dtype, cfg.stages()[-1])
     for part in mine.split(max(1, TTT_TOKENS // T)) if len(mine) else ():
         part = part.to(team.device)
         loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), context)
-        optimizer.backward(loss * (len(part) * ranks / len(rows)))  # it divides by the ranks
+        # the optimizer divides by the ranks
+        optimizer.backward(loss * (len(part) * team.world_size / len(rows)))
     optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
 
-def target_nats(model, cfg, tokens, protocol, team, *how):
-    """float64 (len(tokens),): nats of each token given those before it by a protocol; 0 for the first one and
-    for the targets of other ranks. The model stays as it is. how: stage and compiled of score_rows."""
-    nats, rows, every = np.zeros(len(tokens)), protocol_rows(cfg, protocol, len(tokens)), math.inf
-    if protocol == "ttt":
-        every, trained_model = cfg.eval_ttt, cfg.make_model(Kernels()).to(team.device)
-        trained_model.load_state_dict(model.state_dict())
-        model, no_mean = trained_model, replace(cfg, ema_decay=0.0)
-        optimizer = Optimizer(trained_model, no_mean, team.rank, team.world_size)
-    waiting, scored, trained = [], 0, 0  # rows to score; the last token that was scored, and trained on
+def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
+                stage: Stage | None = None, compiled: bool = False) -> None:
+    """Writes the nats of the targets of this rank's share of rows, as protocol_rows() has them, into nats."""
+    mine = rows[team.rank::team.world_size]
+    asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
+    for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
+        _, first, last = mine[i]
+        nats[first:last + 1] = found
+
+def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "Team") -> np.ndarray:
+    """target_nats() of a copy of the model that trains on what it has scored."""
+    nats = np.zeros(len(tokens))
+    copied = cfg.make_model(Kernels()).to(team.device)
+    copied.load_state_dict(model.state_dict())
+    optimizer = Optimizer(copied, replace(cfg, ema_decay=0.0), team.rank, team.world_size)
+    waiting = []  # rows to score
+    scored = 0  # the last token that was scored
+    trained = 0  # the last token that was trained on
     for row in rows:
         waiting.append(row)
-        if row[-1] - scored < every and row is not rows[-1]:
+        if row[-1] - scored < cfg.eval_ttt and row is not rows[-1]:
             continue
-        mine = waiting[team.rank::team.world_size]
-        asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
-        for i, found, _ in score_rows(model, cfg, asked, team, *how):
-            nats[mine[i][1]:mine[i][2] + 1] = found
-        waiting, scored = [], row[-1]
+        score_share(nats, waiting, copied, cfg, tokens, team)
+        waiting = []
+        scored = row[-1]
         full = (scored - trained) // cfg.train_seq_len * cfg.train_seq_len
         if full and row is not rows[-1]:
-            test_time_step(model, optimizer, cfg, tokens[trained:trained + full + 1], team)
+            test_time_step(copied, optimizer, cfg, tokens[trained:trained + full + 1], team)
             trained += full
     return nats
 
-def named_scores(model, cfg, data, team, log):
+def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, team: "Team",
+                stage: Stage | None = None, compiled: bool = False) -> np.ndarray:
+    """fp64 (len(tokens),): nats of each token given those before it, by a protocol; 0 for the first token and
+    for the targets of other ranks. The model stays as it is. stage, compiled: see score_rows()."""
+    rows = protocol_rows(cfg, protocol, len(tokens))
+    if protocol == "ttt":
+        return score_ttt(model, cfg, tokens, rows, team)
+    nats = np.zeros(len(tokens))
+    score_share(nats, rows, model, cfg, tokens, team, stage, compiled)
+    return nats
+
+def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
-    found, kind = {}, loss_name(cfg)
-    for protocol in (name for name in PROTOCOLS if getattr(cfg, f"eval_{name}")):
+    found = {}
+    name = loss_name(cfg)
+    for protocol in PROTOCOLS:
+        if not getattr(cfg, f"eval_{protocol}"):
+            continue
         log(f"evaluating {protocol}")
         start = time.perf_counter()
         loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
@@ -4419,31 +4594,32 @@ def named_scores(model, cfg, data, team, log):
             continue
         ms = round(1e3 * (time.perf_counter() - start))
         bits = "" if bpb is None else f" val_bpb_{protocol}:{bpb:.8f}"
-        log(f"final_{protocol} {kind}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms")
-        found |= {f"{kind}_{protocol}": loss, f"val_bpb_{protocol}": bpb, f"eval_{protocol}_ms": ms}
+        log(f"final_{protocol} {name}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms")
+        found |= {f"{name}_{protocol}": loss, f"val_bpb_{protocol}": bpb, f"eval_{protocol}_ms": ms}
     return found
 
-# CORE (DCLM, arXiv:2406.11794): the mean over 22 in-context learning tasks of the accuracy, centered on
-# chance. A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (their accuracy by chance,
-# percent) and eval_data/ (a .jsonl file per task).
+# CORE (DCLM, arXiv:2406.11794): mean accuracy on 22 in-context learning tasks, centered so that chance is 0.
+# A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (accuracy by chance in percent) and
+# eval_data/ (a .jsonl file per task).
 CORE_TASKS = 22
 CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
-CORE_ORDER_SEED, CORE_SHOTS_SEED = 1337, 1234  # of the examples' order; of the shots of example i, plus i
+CORE_ORDER_SEED = 1337  # order of a task's examples
+CORE_SHOTS_SEED = 1234  # plus i: the shots of example i
 
 class Task(NamedTuple):
     label: str
-    kind: str  # multiple_choice, schema or language_modeling
-    shots: int  # examples in front of a question
+    kind: str  # one of CORE_KINDS
+    shots: int  # solved examples before each question
     base: float  # percent that are right by chance
     items: list  # [Item]
 
 class Item(NamedTuple):
     """An example."""
     texts: list  # the question with each of its options
-    gold: int  # the right one
-    question: str | None  # the text without its continuation, of language modelling only
+    gold: int  # which option is right
+    question: str | None  # the text without its continuation, for language_modeling only
 
-def read_item(kind, line, delimiter):
+def read_item(kind: str, line: str, delimiter: str) -> Item:
     """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
     row = json.loads(line)
     if kind == "multiple_choice":
@@ -4455,19 +4631,24 @@ def read_item(kind, line, delimiter):
         return Item([question + row["continuation"]], 0, question)
     return Item(texts, range(len(texts)).index(row["gold"]), None)
 
-def read_tasks(folder, most=0):
-    """[Task] of a bundle, examples shuffled, the first `most` of them, 0: all. Raises Refused."""
+def read_tasks(folder: str, most: int = 0) -> list[Task]:
+    """The tasks of a bundle, each with its first `most` examples after shuffling; 0: all. Raises Refused."""
     import yaml
-    folder, tasks, place = Path(folder), [], "core.yaml or eval_meta_data.csv"
-    require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
+    require(Path(folder).is_dir(), f"no CORE tasks at {Path(folder).name!r}: get them with `./run.sh data core`")
+    folder = Path(folder)
+    tasks = []
+    place = "core.yaml or eval_meta_data.csv"
     try:
         with open(folder / "eval_meta_data.csv", encoding="utf-8") as file:
             bases = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
         for about in yaml.safe_load((folder / "core.yaml").read_text("utf-8"))["icl_tasks"]:
-            label, kind, shots = about["label"], about["icl_task_type"], about["num_fewshot"][0]
-            place, items = f"{label} in core.yaml, eval_meta_data.csv or {about['dataset_uri']}", []
+            label = about["label"]
+            kind = about["icl_task_type"]
+            shots = about["num_fewshot"][0]
+            place = f"{label} in core.yaml, eval_meta_data.csv or {about['dataset_uri']}"
             base = float(bases[label])
             require(kind in CORE_KINDS and shots >= 0 and base < 100, f"{kind}, {shots} shots, {base} %")
+            items = []
             with open(folder / "eval_data" / about["dataset_uri"], encoding="utf-8") as file:
                 for n, line in enumerate(file, 1):
                     place = f"{about['dataset_uri']} line {n}"
@@ -4482,71 +4663,89 @@ def read_tasks(folder, most=0):
         raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
     return tasks
 
-def prompt_rows(task, i, encode, bos, longest):
-    """Example i of a task -> [(ids, first)] per option, of which ids[first:] is scored. The prompt: BOS, the
-    shots, drawn from all other examples, and the question, a blank line between them. Scored: from the first
-    token in which the options differ; of a schema the longest common end; in language modelling what comes
-    after the question's tokens. A prompt of more than `longest` tokens keeps its last ones."""
-    draw = random.Random(CORE_SHOTS_SEED + i).sample(range(len(task.items) - 1), task.shots)
-    shots = [task.items[j + (j >= i)] for j in draw]
-    lead = "".join(shot.texts[shot.gold] + "\n\n" for shot in shots)
+def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) -> list[tuple]:
+    """Example i of a task -> (ids, first) for each option; ids[first:] are scored. A prompt is BOS, the
+    shots, drawn from all other examples, and the question, with a blank line between them. Scored is what
+    follows the first token that differs between the options; in a schema, the longest common end; in language
+    modeling, what follows the question's tokens. Prompts of more than `longest` tokens lose their start."""
+    others = task.items[:i] + task.items[i + 1:]
+    shots = random.Random(CORE_SHOTS_SEED + i).sample(others, task.shots)
+    lead = "".join([shot.texts[shot.gold] + "\n\n" for shot in shots])
     texts, _, question = task.items[i]
-    alone = [] if question is None else [(lead + question).strip()]
-    rows = [[bos, *ids] for ids in encode([lead + text for text in texts] + alone)]
+    prompts = [lead + text for text in texts]
+    if question is not None:
+        prompts.append((lead + question).strip())
+    rows = [[bos, *ids] for ids in encode(prompts)]
     if task.kind == "schema":
         common = len(os.path.commonprefix([row[::-1] for row in rows]))
         firsts = [len(row) - common for row in rows]
     else:
         firsts = [len(os.path.commonprefix(rows))] * len(rows)
-    cuts = [max(0, len(row) - longest) for row in rows[:len(texts)]]
-    return [(tuple(row[cut:]), max(1, first - cut)) for row, first, cut in zip(rows, firsts, cuts)]
+    found = []
+    for row, first in zip(rows[:len(texts)], firsts):
+        cut = max(0, len(row) - longest)
+        found.append((tuple(row[cut:]), max(1, first - cut)))
+    return found
 
-def pick_options(model, cfg, task, encode, bos, team):
-    """{example of this rank: pick}. A pick is the option of the lowest mean loss, of equal ones the first, or
-    -1 where no option has a token to score; in language modelling 0 if every token is the likeliest at its
-    place, else -1."""
-    mine, table, options = range(team.rank, len(task.items), team.world_size), {}, []
+def pick_options(model: Model, cfg: Config, task: Task, encode: Callable, bos: int,
+                 team: "Team") -> dict[int, int]:
+    """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
+    or -1 if no option has a token to score. In language modeling it is 0 if every token is the likeliest at
+    its place, else -1."""
+    mine = range(team.rank, len(task.items), team.world_size)
+    table = {}  # {row: its number}, so that equal rows are scored once and tie
+    options = []  # the numbers of each example's rows; -1: there is no token to score
     for i in mine:
-        rows = prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len)
-        # equal rows are scored once, so that they tie; rows without a target are not scored: number -1
-        rows = [row if row[1] < len(row[0]) else None for row in rows]
-        options.append([table.setdefault(row, len(table)) if row else -1 for row in rows])
-    nats, right = np.full(len(table) + 1, math.inf), np.zeros(len(table) + 1, bool)  # the last one: number -1
+        numbers = []
+        for ids, first in prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len):
+            scored = first < len(ids)
+            numbers.append(table.setdefault((ids, first), len(table)) if scored else -1)
+        options.append(numbers)
+    nats = np.full(len(table) + 1, math.inf)  # the last place is that of number -1
+    right = np.zeros(len(table) + 1, bool)
     for n, losses, hits in score_rows(model, cfg, [*table], team):
-        nats[n], right[n] = losses.mean(), hits.all()
+        nats[n] = losses.mean()
+        right[n] = hits.all()
     wins = right if task.kind == "language_modeling" else np.isfinite(nats)
-    best = [int(nats[numbers].argmin()) for numbers in options]
-    picks = [pick if wins[numbers[pick]] else -1 for pick, numbers in zip(best, options)]
-    return dict(zip(mine, picks))
+    picks = {}
+    for i, numbers in zip(mine, options):
+        best = int(nats[numbers].argmin())
+        picks[i] = best if wins[numbers[best]] else -1
+    return picks
 
-def core_metric(model, cfg, data, team, log, tasks=None):
-    """{core: mean centered accuracy, None for fewer than all tasks, which have core_partial; core_tasks:
-    {label: accuracy, centered, n, seconds}}, all ranks together. Raises Refused."""
+def core_metric(model: Model, cfg: Config, data: Data, team: "Team", log: Callable,
+                tasks: list[Task] | None = None) -> dict:
+    """{core: mean centered accuracy, or None for fewer than all tasks, whose mean is core_partial;
+    core_tasks: {label: accuracy, centered, n, seconds}}. All ranks work on it together. Raises Refused."""
     tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
-    began, results = time.perf_counter(), {}
+    began = time.perf_counter()
+    results = {}
     log("evaluating CORE")
     for number, task in enumerate(tasks, 1):
-        start, n, chance = time.perf_counter(), len(task.items), task.base / 100
+        start = time.perf_counter()
+        n = len(task.items)
+        chance = task.base / 100
         picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
-        right = torch.tensor(sum(task.items[i].gold == pick for i, pick in picks.items()))
-        accuracy = all_reduce(right).item() / n
-        centered, seconds = (accuracy - chance) / (1 - chance), round(time.perf_counter() - start, 2)
+        right = len([i for i, pick in picks.items() if pick == task.items[i].gold])
+        accuracy = all_reduce(torch.tensor(right)).item() / n
+        centered = (accuracy - chance) / (1 - chance)
+        seconds = round(time.perf_counter() - start, 2)
         results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
         log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
             f"task {number}/{len(tasks)}")
-    core = sum(row["centered"] for row in results.values()) / len(results)
+    core = sum([row["centered"] for row in results.values()]) / len(results)
     name = "core" if len(results) == CORE_TASKS else "core_partial"
     log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
     return {"core": None, name: core, "core_tasks": results}
 
-def check_core(cfg, data):
+def check_core(cfg: Config, data: Data) -> None:
     """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""
     if cfg.core or cfg.core_metric_every:
         read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
         require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
 
-def core_evaluations(cfg, step):
-    """[core_metric] where it is due at this step, None: at the end; else []."""
+def core_evaluations(cfg: Config, step: int | None) -> list[Callable]:
+    """[core_metric] if it is due at this step, None: at the end; else []."""
     if step is None:
         due = cfg.core
     else:
@@ -4554,9 +4753,12 @@ def core_evaluations(cfg, step):
     return [core_metric] if due else []
 
 @torch.no_grad()
-def generate(model, prompt, count, temperature, top_k=0, dtype=None):
-    """prompt (ids) and count ids more, each of the top_k likeliest, 0: all; temperature 0: the likeliest."""
-    ids, device = list(prompt), model.embed.device
+def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
+             dtype: torch.dtype | None = None) -> list[int]:
+    """The prompt and `count` further tokens, each drawn from the top_k likeliest, 0: from all; temperature 0:
+    always the likeliest."""
+    ids = [*prompt]
+    device = model.embed.device
     for _ in range(count):
         context = model.context(len(ids), device, dtype)
         x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
@@ -4565,7 +4767,7 @@ def generate(model, prompt, count, temperature, top_k=0, dtype=None):
         ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
     return ids
 
-def show_samples(model, cfg, data, team, log):
+def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> None:
     """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
     sp = data.tokenizer
     if not sp:
@@ -4578,7 +4780,7 @@ def show_samples(model, cfg, data, team, log):
     torch.manual_seed(cfg.seed)
     for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
         ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
-        ids = [token for token in ids if token < sp.vocab_size()]  # the rest is padding of the vocabulary
+        ids = [token for token in ids if token < sp.vocab_size()]  # the rest pads the vocabulary
         text = sp.decode(prompt)
         said = sp.decode(ids)[len(text):]
         whole_lines = said.rpartition("\n")[0]
