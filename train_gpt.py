@@ -173,8 +173,8 @@ class Recipe:
         return "off"
 
     def linears(self, on_gpu, log):
-        """linear() of the blocks and of the head."""
-        return linear, linear
+        """linear() of the blocks and of lm_head, and the loss that computes lm_head's product alike."""
+        return linear, linear, fused_loss
 
     def further_kernels(self, on_gpu):
         """{field of Kernels: function} where the recipe's own is faster."""
@@ -2145,8 +2145,10 @@ class Speedrun(Config):
         return fp8_part(self, on_gpu)
 
     def linears(self, on_gpu, log):
-        part = fp8_part(self, on_gpu, log)
-        return linear, partial(fp8_head, most=self.fp8_head_most) if part == "head" else linear
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        most = self.fp8_head_most
+        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
 
     def quantize(self, row, w, coarser=1.0, hessian=None):
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
@@ -2431,8 +2433,9 @@ class GPT2(Config):
         return fp8_part(self, on_gpu)
 
     def linears(self, on_gpu, log):
-        part = fp8_part(self, on_gpu, log)
-        return (fp8_linear, fp8_linear) if part == "all" else (linear, linear)
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
 
     def check_data(self, data):
         check_core(self, data)
@@ -2729,8 +2732,9 @@ class GPT2Plus(Config):
         return fp8_part(self, on_gpu)
 
     def linears(self, on_gpu, log):
-        part = fp8_part(self, on_gpu, log)
-        return (fp8_linear, fp8_linear) if part == "all" else (linear, linear)
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
 
     def check_data(self, data):
         check_core(self, data)
@@ -3228,8 +3232,11 @@ class SpeedrunPlus(Config):
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
     def linears(self, on_gpu, log):
-        on = fp8_part(self, on_gpu, log, further=self.fp8_sides()) != "off" and self.fp8_head
-        return linear, partial(fp8_head, most=self.fp8_head_most) if on else linear
+        part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
+        if part == "off" or not self.fp8_head:
+            return linear, linear, fused_loss
+        most = self.fp8_head_most
+        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
 
     def further_kernels(self, on_gpu):
         on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
@@ -4470,7 +4477,7 @@ def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage
         yield from zip(here, torch.cat(nats).cpu().split(counts), torch.cat(hits).cpu().split(counts))
 
 def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Last activations (n, C), targets (n,) -> nats in fp64 and whether each target is the likeliest, (n,)."""
+    """Last activations (n, C), targets (n,) -> nats in fp64, whether each target is the likeliest, (n,)."""
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
     return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
@@ -4634,8 +4641,8 @@ def read_item(kind: str, line: str, delimiter: str) -> Item:
 def read_tasks(folder: str, most: int = 0) -> list[Task]:
     """The tasks of a bundle, each with its first `most` examples after shuffling; 0: all. Raises Refused."""
     import yaml
-    require(Path(folder).is_dir(), f"no CORE tasks at {Path(folder).name!r}: get them with `./run.sh data core`")
     folder = Path(folder)
+    require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
     tasks = []
     place = "core.yaml or eval_meta_data.csv"
     try:
@@ -4787,92 +4794,103 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
         log(f"sample {i}: {text}»{whole_lines or said}")
 
 # ---------- 10 artifact
-CLIP_PERCENTILE = 99.99984  # of a row's magnitudes; what lies beyond is clipped
-ENTRY_BYTES = 64  # that a tensor's name and place take, compressed
-# Bytes of trained weights over those of normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in five of
-# golf_plus (15,820,684 and 15,967,802 to 15,973,467 bytes)
+CLIP_PERCENTILE = 99.99984  # of the magnitudes in a row; larger ones are clipped
+MIN_SCALE = 2**-24  # the smallest fp16 number
+ENTRY_BYTES = 64  # a tensor's name and place, compressed
+# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log (15,820,684 bytes),
+# 0.9963 to 0.9967 in five of golf_plus (15,967,802 to 15,973,467 bytes)
 TRAINED_PART = 0.9965
-SHUFFLED = b"BSHF\x02"  # then every second byte, then the others
+SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
 
-def codec(cfg):
-    """How the artifact is compressed; the first letters name its file."""
+def codec(cfg: Config) -> str:
+    """How the artifact is compressed; the first four letters are part of its file's name."""
     kind = cfg.artifact_codec
     if cfg.eval_from:  # by the file's name
         kind = "brotli" if ".brot." in cfg.eval_from else "zlib"
     return "int8+zlib" if kind == "zlib" else kind
 
-def compress(raw, kind):
-    """kind: of codec()."""
+def compress(raw: bytes, kind: str) -> bytes:
+    """kind: what codec() returns."""
     if kind == "brotli":
         import brotli
         return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
     return zlib.compress(raw, 9)
 
-def decompress(packed):
-    """What compress() made, of either kind."""
+def decompress(packed: bytes) -> bytes:
+    """The inverse of compress() for both kinds."""
     if packed[:1] == b"x":
         return zlib.decompress(packed)
     import brotli
     both = brotli.decompress(packed)[len(SHUFFLED):]
-    raw, half = bytearray(len(both)), (len(both) + 1) // 2
-    raw[::2], raw[1::2] = both[:half], both[half:]
+    raw = bytearray(len(both))
+    half = (len(both) + 1) // 2
+    raw[::2] = both[:half]
+    raw[1::2] = both[half:]
     return bytes(raw)
 
-def artifact_name(cfg):
+def artifact_name(cfg: Config) -> str:
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
-def quantize_by_rms(w, step, levels):
-    """w (R, C) -> int8 (R, C) up to +-levels, fp16 scales (R,). A row's scale is step * its rms; what lies
-    beyond the levels is clipped."""
+def quantize_by_rms(w: Tensor, step: float, levels: float) -> tuple[Tensor, Tensor]:
+    """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is step * its rms."""
     scale = row_scales(step * w.square().mean(1).sqrt())
     rows = (w / scale[:, None]).round().clamp(-levels, levels)
     return rows.to(torch.int8), scale.half()
 
-def quantize_by_gptq(w, step, levels, hessian):
-    """The same with std in place of rms, rounded by gptq(). hessian (C, C): of input_hessians()."""
+def quantize_by_gptq(w: Tensor, step: float, levels: float, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """quantize_by_rms() with std in place of rms and rounded by gptq(). hessian (C, C): see
+    input_hessians()."""
     scale = row_scales(step * w.std(1))
     return gptq(w, scale, levels, hessian).to(torch.int8), scale.half()
 
-def row_scales(scale):
-    """As they are after a round trip through fp16; never 0."""
-    return scale.clamp_min(2**-24).half().float()
+def row_scales(scale: Tensor) -> Tensor:
+    """Scales (R,) as they are once stored in fp16; never 0."""
+    return scale.clamp_min(MIN_SCALE).half().float()
 
-def quantize_by_maximum(w, levels, floor):
-    """w (R, C) -> int8 (R, C) up to +-levels, fp16 scales (R,). A row's scale is its CLIP_PERCENTILE of
-    magnitudes / levels, but at least floor; what lies beyond is clipped."""
+def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor, Tensor]:
+    """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is its
+    CLIP_PERCENTILE of magnitudes / levels, but at least floor."""
     clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)).float()
-    scale = (clip / levels).clamp_min(max(floor, 2**-24))  # 2**-24: the least fp16 number
+    scale = (clip / levels).clamp_min(max(floor, MIN_SCALE))
     rows = (w / scale[:, None]).round().clamp(-levels, levels)
     return rows.to(torch.int8), scale.half()
 
-def gptq(w, scale, most, hessian):
-    """GPTQ (arXiv:2210.17323): w (R, C) is rounded column by column, those that matter most first, and the
-    columns after it make up for its error. hessian (C, C): sum of x x' of the inputs, by any factor."""
-    w, h = w.clone(), hessian.clone()
-    dead = h.diagonal() == 0  # never used
-    h[dead, dead], w[:, dead] = 1, 0
+def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
+    """GPTQ (arXiv:2210.17323): rounds w (R, C) to +-levels column by column, those that matter most first;
+    the columns that are left make up for each error. scale (R,). hessian (C, C): sum of x x' over the inputs
+    x, times any factor."""
+    w = w.clone()
+    h = hessian.clone()
+    unused = h.diagonal() == 0
+    h[unused, unused] = 1
+    w[:, unused] = 0
     h.diagonal().add_(0.01 * h.diagonal().mean())
     order = h.diagonal().argsort(descending=True)
-    w, h, rows = w[:, order], h[order][:, order], torch.zeros_like(w)
+    w = w[:, order]
+    h = h[order][:, order]
+    rows = torch.zeros_like(w)
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
     for i in range(len(h)):
-        column = (w[:, i] / scale).round().clamp(-most, most)
+        column = (w[:, i] / scale).round().clamp(-levels, levels)
         w[:, i:] -= ((w[:, i] - column * scale) / factor[i, i])[:, None] * factor[i, i:]
         rows[:, order[i]] = column
     return rows
 
 @torch.no_grad()
-def input_hessians(model, cfg, data, team, batches):
-    """{matrix: sum of x x' of its inputs x in a training batch, mean of this rank's first ones}, for gptq().
-    Layers that run again add up."""
-    names, sums, kernels = {p: name for name, p in model.named_parameters()}, {}, model.kernels
+def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int) -> dict[str, Tensor]:
+    """{matrix: sum of x x' over its inputs x in a training batch (C, C), mean of this rank's first batches}
+    for gptq(). Layers that run more than once add up."""
+    names = {p: name for name, p in model.named_parameters()}
+    sums = {}
+    kernels = model.kernels
 
     def record(x, weight):
         flat = x.flatten(0, -2).float()
         sums[names[weight]] = sums.get(names[weight], 0) + flat.T @ flat
         return linear(x, weight)
 
-    loader, T = Loader(cfg, data, team), cfg.train_seq_len
+    loader = Loader(cfg, data, team)
+    T = cfg.train_seq_len
     context = model.context(T, team.device, team.dtype)
     torch.set_float32_matmul_precision("high")  # TF32 holds what bf16 does
     model.use(kernels._replace(linear=record))
@@ -4882,91 +4900,105 @@ def input_hessians(model, cfg, data, team, batches):
     model.use(kernels)
     return {name: total.cpu() / batches for name, total in sums.items()}
 
-def packed_tensors(w, row, cfg, whole, hessian=None, coarser=1.0):
-    """{end of its name: tensor} that the artifact has of a parameter of `whole` weights, or of rows w of it:
-    int8 rows and their scales, small ones in fp16, scalars in fp32. row: of the parameter table. coarser: a
-    factor on the steps of rounding."""
+def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
+                   coarser: float = 1.0) -> dict[str, Tensor]:
+    """What the artifact holds for a parameter of so many numbers, {end of its name: tensor}: int8 rows and
+    their scales, fp16 if it is small, fp32 for scalars. w: the parameter or some of its rows. row: its row of
+    the parameter table. coarser: factor on the rounding steps."""
     if row.precision == "fp32":
         return {"": w}
-    if row.precision == "fp16" or whole <= cfg.artifact_keep:
+    if row.precision == "fp16" or numbers <= cfg.artifact_keep:
         return {"": w.half()}
     rows, scales = cfg.quantize(row, w, coarser, hessian)
     return {".int8": rows, ".scale": scales}
 
-def planned_bytes(cfg):
-    """Bytes of the artifact as if its weights were normal, less what trained ones take less: of each shape of
-    a kind 64 KiB are drawn and compressed. None where it holds the training text, too."""
+def planned_bytes(cfg: Config) -> int | None:
+    """Estimate of the artifact's bytes: normal weights are drawn and compressed, 64 KiB for each shape of a
+    kind; trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
     if cfg.keeps_text():
         return None
-    table, sizes, generator = cfg.parameter_table(), {}, torch.Generator().manual_seed(0)
+    table = cfg.parameter_table()
+    generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         model = cfg.make_model(Kernels())
         parameters = [(table[kind_of(name)], p.shape) for name, p in model.named_parameters()]
+    sizes = {}
     for row, shape in dict.fromkeys(parameters):
-        some = max(1, (1 << 16) // math.prod(shape[1:]))
-        w = torch.randn((some, *shape[1:]), generator=generator)
+        drawn = max(1, (1 << 16) // math.prod(shape[1:]))
+        w = torch.randn((drawn, *shape[1:]), generator=generator)
         parts = packed_tensors(w, row, cfg, shape.numel()).values()
-        raw = b"".join(part.numpy().tobytes() for part in parts)
-        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / some
-    return round(TRAINED_PART * sum(sizes[key] for key in parameters))
+        raw = b"".join([part.numpy().tobytes() for part in parts])
+        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / drawn
+    return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
 
-def pack_artifact(model, hessians=None, coarser=1.0):
-    """Bytes of the artifact: packed_tensors() and the constants of the model. hessians: of calibrate()."""
-    tensors, cfg, table = {}, model.cfg, model.cfg.parameter_table()
+def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1.0) -> bytes:
+    """The artifact: packed_tensors() of each parameter and the constants of the model. hessians: what
+    cfg.calibrate() returns. Raises Refused for weights that are too large."""
+    cfg = model.cfg
+    table = cfg.parameter_table()
+    tensors = {}
     for name, w in stored(model).items():
-        parts, hessian = {"": w}, (hessians or {}).get(name)
-        if w.is_floating_point():  # whole numbers stay
+        parts = {"": w}  # whole numbers stay as they are
+        if w.is_floating_point():
+            hessian = (hessians or {}).get(name)
             parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), hessian, coarser)
         tensors |= {name + end: part for end, part in parts.items()}
-    require(all(t.isfinite().all() for t in tensors.values()),
+    require(all([t.isfinite().all() for t in tensors.values()]),
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
     return compress(to_bytes(cfg, tensors), codec(cfg))
 
-def fitting_artifact(model, most, log, hessians=None):
-    """pack_artifact() in at most so many bytes, 0: any, by steps up to 4 times as wide; as it is if these do
-    not help. Takes no training data, so no training time."""
-    packed, coarser, weights = pack_artifact(model, hessians), 1.0, sum(p.numel() for p in model.parameters())
+def fitting_artifact(model: Model, most: int, log: Callable, hessians: dict | None = None) -> bytes:
+    """pack_artifact() in at most so many bytes, 0: any number, by rounding steps up to 4 times as wide; as it
+    is if that does not help. It needs no training data, so no training time."""
+    packed = pack_artifact(model, hessians)
+    weights = sum([p.numel() for p in model.parameters()])
+    coarser = 1.0
     smaller = packed
-    while most and (over := len(smaller) - most) > 0 and coarser < 4:
-        coarser = min(4, coarser * max(1.002, 2 ** (8 * over / weights)))  # twice as wide: a bit less each
+    while most and len(smaller) > most and coarser < 4:
+        over = len(smaller) - most
+        coarser = min(4, coarser * max(1.002, 2 ** (8 * over / weights)))  # twice as wide: one bit less each
         smaller = pack_artifact(model, hessians, coarser)
     if coarser == 1 or len(smaller) > most:
         return packed
     log(f"artifact: {len(packed) - most} bytes over the limit; steps {coarser:.4f} times as wide fit")
     return smaller
 
-def stored(model):
-    """{name: tensor on the CPU} of a model as files hold it."""
+def stored(model: Model) -> dict[str, Tensor]:
+    """{name: tensor on the CPU} of what files hold of a model."""
     return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.state()
 
-def to_payload(cfg, tensors):
-    """What load_model reads, for torch.save, which would write whole buffers instead of views."""
+def to_payload(cfg: Config, tensors: dict[str, Tensor]) -> dict:
+    """What load_model reads, for torch.save. Tensors are copied, since it writes the whole buffers of
+    views."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
     # tuples that are one object are written once, which would tell a resumed run from another
     shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
     return dict(shape=shape, tensors=tensors)
 
-def to_bytes(cfg, tensors):
-    buffer = io.BytesIO()  # to a path torch would write the file's name
+def to_bytes(cfg: Config, tensors: dict[str, Tensor]) -> bytes:
+    buffer = io.BytesIO()  # given a path, torch would write the file's name into it
     torch.save(to_payload(cfg, tensors), buffer)
     return buffer.getvalue()
 
-def read_zip(raw):
-    """What torch.save wrote. torch itself does not look at the checksums. Raises ValueError and others."""
+def read_zip(raw: bytes) -> dict:
+    """What torch.save wrote, with its checksums checked, which torch does not do. Raises ValueError and
+    others."""
     require(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong", ValueError)
     return torch.load(io.BytesIO(raw), "cpu", weights_only=True)
 
-def load_model(path, device="cpu", base=None):
-    """Artifact, final_model.pt or checkpoint.pt -> (GPT ready for log_probs, Config: base, or the defaults,
-    but for what the file says). Raises Refused."""
+def load_model(path: Path | str, device: torch.device | str = "cpu",
+               base: Config | None = None) -> tuple[Model, Config]:
+    """An artifact, final_model.pt or checkpoint.pt -> the model, ready for log_probs, and its Config: base,
+    or the defaults, except for what the file says. Raises Refused."""
     try:
         raw = Path(path).read_bytes()
         if raw[:2] != b"PK":
             raw = decompress(raw)
         payload = read_zip(raw)
-        preset, tensors = payload["shape"]["preset"], payload["tensors"]
+        preset = payload["shape"]["preset"]
+        tensors = payload["tensors"]
         require(preset in RECIPES, f"it is of preset {preset}, which this script does not have")
         cfg = RECIPES[preset].of_file(payload["shape"], base)
         check_config(cfg)
@@ -4983,8 +5015,8 @@ def load_model(path, device="cpu", base=None):
         raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
     return model.eval(), cfg
 
-def write_atomically(path, write):
-    """The file that write(file) makes -> path, whole or not at all. Raises OSError."""
+def write_atomically(path: Path, write: Callable) -> None:
+    """Puts what write(file) writes at path, all of it or nothing. Raises OSError."""
     temporary = Path(f"{path}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -4992,24 +5024,28 @@ def write_atomically(path, write):
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
-        temporary.unlink(missing_ok=True)  # of a full disk: room for the log's last line
+        temporary.unlink(missing_ok=True)  # the disk may be full: free space so that the log can say so
         while not isinstance(error, OSError) and error.__context__:
             error = error.__context__  # torch raises its own error over that of the disk
         raise error
     os.replace(temporary, path)
 
-def write_model(model, folder, code, log, hessians=None):
-    """final_model.pt and the artifact, if one counts -> sizes. code: bytes of train_gpt.py."""
-    cfg, limit = model.cfg, model.cfg.artifact_bytes_limit
+def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: dict | None = None) -> dict:
+    """Writes final_model.pt and, if it is scored, the artifact -> their sizes. code: bytes of
+    train_gpt.py."""
+    cfg = model.cfg
+    limit = cfg.artifact_bytes_limit
+    kind = "fp32"
     path = folder / "final_model.pt"
     write_atomically(path, partial(torch.save, to_payload(cfg, stored(model))))
     if cfg.score_artifact:
+        kind = codec(cfg)
         packed = fitting_artifact(model, limit and limit - code, log, hessians)
         path = folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
     size = path.stat().st_size
-    total, kind = size + code, codec(cfg) if cfg.score_artifact else "fp32"
-    log(f"Serialized model {kind}: {size} bytes ({sum(p.numel() for p in model.parameters())} weights)",
+    total = size + code
+    log(f"Serialized model {kind}: {size} bytes ({sum([p.numel() for p in model.parameters()])} weights)",
         f"Code size: {code} bytes", f"Total submission size {kind}: {total} bytes")
     if limit:
         over = f"OVER by {total - limit}" if total > limit else "within it"
@@ -5017,27 +5053,30 @@ def write_model(model, folder, code, log, hessians=None):
     return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
 
 # ---------- 11 checkpoints
-# A checkpoint is torch.save of {config, code_sha256, shape and tensors as load_model reads them, state: the
-# optimizer's of all ranks, progress: TrainState and where loader and generator stand}. A thread writes it to
-# checkpoint.pt while training goes on; the one before stays as checkpoint_prev.pt.
+# A checkpoint is a dictionary written by torch.save: config, code_sha256, shape and tensors as load_model
+# reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and generator
+# stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
+# checkpoint_prev.pt.
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
-WRITE_SECONDS = 20  # that a checkpoint under way has left when its run fails; torchrun kills after 30
+WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails; torchrun kills after 30
 # What may be given with RESUME; everything else is as the run began.
 RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle",
                "save_every", "save_every_seconds", "device_batch_size")
 
-def write_checkpoint(folder, payload):
-    """At any moment a whole checkpoint is there under one of the two names. Raises OSError."""
-    path, previous = folder / CHECKPOINTS[0], folder / CHECKPOINTS[1]
+def write_checkpoint(folder: Path, payload: dict) -> None:
+    """At any moment there is a whole checkpoint under one of the two names. Raises OSError."""
+    newest, previous = [folder / name for name in CHECKPOINTS]
     write_atomically(folder / "checkpoint_new.pt", partial(torch.save, payload))
-    if path.exists():
-        os.replace(path, previous)
-    os.replace(folder / "checkpoint_new.pt", path)
+    if newest.exists():
+        os.replace(newest, previous)
+    os.replace(folder / "checkpoint_new.pt", newest)
 
-def read_checkpoint(folder):
-    """The newer whole one -> (payload or None, [sentence on each that is damaged])."""
+def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
+    """The newest whole checkpoint, if there is one, and a sentence for each newer one that is damaged."""
     damaged = []
-    for name in (name for name in CHECKPOINTS if (folder / name).exists()):
+    for name in CHECKPOINTS:
+        if not (folder / name).exists():
+            continue
         try:
             payload = read_zip((folder / name).read_bytes())
             check_config(config_of(payload))
@@ -5046,16 +5085,17 @@ def read_checkpoint(folder):
             damaged.append(f"{name} is damaged ({type(error).__name__})")
     return None, damaged
 
-def config_of(payload):
+def config_of(payload: dict) -> Config:
     """The Config of a checkpoint. Raises Refused, TypeError."""
     preset = payload["config"]["preset"]
     require(preset in RECIPES, f"it is of preset {preset}, which this script does not have")
     return RECIPES[preset](**payload["config"])
 
-def find_checkpoint(cfg, log):
-    """Rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME; None
-    of a run that has finished. Raises Refused."""
-    run_id, folder = cfg.resume, Path("logs", cfg.resume)
+def find_checkpoint(cfg: Config, log: Callable) -> dict | None:
+    """On rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME;
+    None if that run has finished. Raises Refused."""
+    run_id = cfg.resume
+    folder = Path("logs", run_id)
     require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
     if (folder / "result.json").exists():
         log(f"{run_id} has finished: its scores are in {folder}/result.json")
@@ -5063,7 +5103,7 @@ def find_checkpoint(cfg, log):
     payload, damaged = read_checkpoint(folder)
     nothing = f"resume={run_id!r}: there is no whole checkpoint in {folder}, begin anew"
     require(payload, "; ".join([nothing, *damaged]))
-    log(*(f"resume: {sentence}" for sentence in damaged))
+    log(*[f"resume: {sentence}" for sentence in damaged])
     require(payload["code_sha256"] == script_sha256(),
             f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
     saved = config_of(payload)
@@ -5075,14 +5115,16 @@ def find_checkpoint(cfg, log):
         require(text == there, f"{name}={text}, but {run_id} began with {there}")
     return payload
 
-def resume(cfg, team, log):
-    """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 has the
-    files: the others get a checkpoint without tensors. Raises Refused."""
-    payload, small = None, None
+def resume(cfg: Config, team: "Team", log: Callable) -> tuple:
+    """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 needs the
+    file; the others get a checkpoint without tensors. Raises Refused."""
+    payload = None
+    small = None
     if team.rank == 0:
         try:
             payload = find_checkpoint(cfg, log)
-            small = payload and {name: payload[name] for name in ("config", "progress")}
+            if payload:
+                small = {name: payload[name] for name in ("config", "progress")}
         except Refused as error:
             small = error
     small = team.share(small)
@@ -5091,14 +5133,15 @@ def resume(cfg, team, log):
     free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
     saved = replace(config_of(small), **free | dict(resume="", run_id=cfg.resume))
     check_config(saved)
-    step, seconds = small["progress"]["step"], small["progress"]["seconds"]
-    log(f"resume: from step {step} at train_time:{seconds * 1e3:.0f}ms")
+    progress = small["progress"]
+    log(f"resume: from step {progress['step']} at train_time:{progress['seconds'] * 1e3:.0f}ms")
     return saved, payload or small
 
 @torch.no_grad()
-def restore(run, checkpoint):
-    """Puts a checkpoint, whose tensors rank 0 has, into a run of any number of ranks -> its TrainState."""
-    team, progress = run.team, checkpoint["progress"]
+def restore(run: "Run", checkpoint: dict) -> "TrainState":
+    """Continues a run, on any number of ranks, from a checkpoint, of which rank 0 has the tensors."""
+    team = run.team
+    progress = checkpoint["progress"]
     for bank in run.optimizer.banks:
         values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.data, dtype=torch.float32))))
         for name, value in values.items():
@@ -5112,70 +5155,89 @@ def restore(run, checkpoint):
                 whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
             team.broadcast(whole)
             mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
-    if run.optimizer.scales:
-        stored = checkpoint["state"].get(DelayedScales.NAME) if team.rank == 0 else None
-        run.optimizer.scales.restore(stored, team)
-    run.optimizer.step_count, run.started = progress["updates"], progress["started"]
+    scales = run.optimizer.scales
+    if scales:
+        scales.restore(checkpoint["state"].get(scales.NAME) if team.rank == 0 else None, team)
+    run.optimizer.step_count = progress["updates"]
+    run.started = progress["started"]
     run.loader.position = progress["position"]
     torch.set_rng_state(progress["random"])
     return TrainState(**{f.name: progress[f.name] for f in fields(TrainState)})
 
 class Saver:
-    """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks for the run to stop."""
+    """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks the run to stop."""
     def __init__(self):
-        self.run, self.job, self.last_saved = None, None, ""
-        self.signals = 0  # that came while training; they wait for the end of the step
-        self.in_training = self.wanted = self.stopping = False
+        self.run = None
+        self.job = None  # writes the last checkpoint
+        self.last_saved = ""
+        self.signals = 0  # came during training; they wait for the end of the step
+        self.in_training = False
+        self.wanted = False  # is a checkpoint due?
+        self.stopping = False
         self.handlers = []
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # which a shell sets for `command &`
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell sets it for `command &`
                 self.handlers.append((number, signal.signal(number, self.on_signal)))
 
-    def on_signal(self, *_):
+    def on_signal(self, *_) -> None:
         if not self.in_training:
             raise KeyboardInterrupt
         self.signals += 1
 
-    def begin(self, run, state):
-        """Before the first step of a Run from a TrainState."""
-        self.run, self.thread, self.in_training = run, ThreadPoolExecutor(1), True
-        self.saved_step, self.saved_at = state.step, state.seconds
+    def begin(self, run: "Run", state: "TrainState") -> None:
+        """Before the first step."""
+        self.run = run
+        self.thread = ThreadPoolExecutor(1)
+        self.in_training = True
+        self.saved_step = state.step
+        self.saved_at = state.seconds
 
-    def due(self, step, seconds, stop, done):
-        """Is a checkpoint to be made before this step? stop: a signal came to some rank; done: no step
-        follows, so that a run that saves does. While gradients wait for an update to come, it waits too."""
-        cfg, new = self.run.cfg, step > self.saved_step
-        self.in_training, self.stopping = not done, bool(stop)
+    def due(self, step: int, seconds: float, stop, done: str | None) -> bool:
+        """Is a checkpoint to be made before this step? stop: a signal came to some rank. done: why no step
+        follows, in which case a run that saves at all does. While gradients wait for a bank's next update, a
+        checkpoint waits with them."""
+        cfg = self.run.cfg
+        self.in_training = not done
+        self.stopping = bool(stop)
         by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
         by_step = cfg.save_every and step % cfg.save_every == 0
         at_end = done and (cfg.save_every or cfg.save_every_seconds)
-        self.wanted |= bool(stop or new and (by_time or by_step or at_end))
-        return self.wanted and (bool(done) or all(bank.fresh for bank in self.run.optimizer.banks))
+        if stop or step > self.saved_step and (by_time or by_step or at_end):
+            self.wanted = True
+        return self.wanted and (bool(done) or all([bank.fresh for bank in self.run.optimizer.banks]))
 
-    def save(self, state):
-        """On all ranks at once: the copy is made here, rank 0's file by a thread. Raises what went wrong with
-        the checkpoint before, and KeyboardInterrupt once this one is written if it was made for a signal."""
-        run, team = self.run, self.run.team
+    def save(self, state: "TrainState") -> None:
+        """On all ranks at once: copies everything now; on rank 0 a thread writes the file. Raises what went
+        wrong with the checkpoint before and, once this one is written, KeyboardInterrupt if a signal asked
+        for it."""
+        run = self.run
+        team = run.team
+        scales = run.optimizer.scales
         self.wait()
         payload = to_payload(run.cfg, run.optimizer.weights())
-        payload["state"] = {f"{bank.names[0]} {i}": bank.whole(mine)
-                            for bank in run.optimizer.banks for i, mine in enumerate(bank.state)}
-        if run.optimizer.scales:
-            payload["state"][DelayedScales.NAME] = run.optimizer.scales.of_ranks(team.world_size)
+        payload["state"] = {}
+        for bank in run.optimizer.banks:
+            for i, mine in enumerate(bank.state):
+                payload["state"][f"{bank.names[0]} {i}"] = bank.whole(mine)
+        if scales:
+            payload["state"][scales.NAME] = scales.of_ranks(team.world_size)
         if team.rank == 0:
             payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
                 position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
                 random=torch.get_rng_state())
             payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
             self.job = self.thread.submit(self.write, payload)
-        self.saved_step, self.saved_at, self.wanted = state.step, state.seconds, False
+        self.saved_step = state.step
+        self.saved_at = state.seconds
+        self.wanted = False
         if self.stopping:
             self.wait()
-        team.share(None)  # here the others wait for rank 0, under the long timeout
+        team.share(None)  # the other ranks wait for rank 0 here, where the long timeout applies
         if self.stopping:
             raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
 
-    def write(self, payload):
+    def write(self, payload: dict) -> None:
+        """Writes a checkpoint, in the thread. Raises Refused for what is not finite."""
         step = payload["progress"]["step"]
         payload["tensors"] |= self.run.model.state()  # compressed here, off the clock
         for name, tensor in (payload["tensors"] | payload["state"]).items():
@@ -5183,13 +5245,13 @@ class Saver:
         write_checkpoint(self.run.folder, payload)
         self.last_saved = f"; RESUME={self.run.cfg.run_id} goes on from step {step}"
 
-    def wait(self):
-        """Until the last one is on the disk. Raises what went wrong with it."""
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on the disk. Raises what went wrong with it."""
         if self.job:
             self.job.result()
 
-    def verdict(self, why, error):
-        """The sentence for an error that ends this rank; first brings a checkpoint under way to the disk."""
+    def verdict(self, why: str, error: BaseException) -> str:
+        """The last line for an error that ends this rank, once the last checkpoint is on the disk."""
         self.in_training = True  # a further signal does not cut the file short
         if self.job:
             wait([self.job], WRITE_SECONDS)
@@ -5199,91 +5261,100 @@ class Saver:
         folder = self.run and self.run.folder
         return f"RESUME={self.run.cfg.run_id}" if folder and (folder / CHECKPOINTS[0]).exists() else why
 
-    def release(self):
+    def release(self) -> None:
+        """Gives the signals back."""
         for handler in self.handlers:
             signal.signal(*handler)
 
 # ---------- 12 fast kernels
-# Each has the signature of what it replaces and is compared with it by a test; beside it stands its measured
+# Each has the signature of what it replaces and is compared with it by a test. Beside it stands its measured
 # gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
-FLEX_BLOCK = 128  # tokens: what flex attention computes or skips at a time
+FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
+E4M3_MAX = 448  # the largest number of float8_e4m3fn
+CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
+MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
 
-def to_fp8(x, scale, dtype):
-    """x -> (fp8, factor to multiply it by, 0-dim). scale: a number, 0-dim or not, or None: max |x| fills the
+def to_fp8(x: Tensor, scale, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x -> (fp8, the scale to multiply it by, 0-dim). scale: a number or 0-dim; None: max |x| fills the
     range."""
-    x, top = x.float(), torch.finfo(dtype).max
+    x = x.float()
+    top = torch.finfo(dtype).max
     if scale is None:
         scale = (x.abs().amax() / top).clamp(1e-30)
     elif not torch.is_tensor(scale):
         scale = x.new_full((), scale)
-    return (x / scale).clamp(-top, top).to(dtype), scale  # a bare cast can give inf or nan
+    return (x / scale).clamp(-top, top).to(dtype), scale  # a cast without clamp can give inf or nan
 
-def scaled_mm(a, b, scale_a, scale_b, fast=False):
-    """a (M, K) and b (N, K), fp8 -> (scale_a a) @ (scale_b b).T in bf16. The layout is CUDA's; a CPU takes
-    any. fast: less precise accumulation, for the forward pass."""
-    assert not any(side % 16 for side in (*a.shape, *b.shape)), "sides must be multiples of 16"
-    a, b = a.contiguous(), b.contiguous().t()
-    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool = False) -> Tensor:
+    """a (M, K) and b (N, K), fp8 -> (scale_a a) @ (scale_b b).T (M, N) in bf16. CUDA needs this layout; a CPU
+    takes any. fast: less precise accumulation, for the forward pass."""
+    assert not any([side % 16 for side in (*a.shape, *b.shape)]), "sides must be multiples of 16"
+    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), scale_a, scale_b, out_dtype=torch.bfloat16,
+                            use_fast_accum=fast)
 
-def fp8_product(x, weight, scales):
-    """x (N, K) @ weight (M, K).T in e4m3 -> (product, what fp8_gradients needs)."""
+def fp8_product(x: Tensor, weight: Tensor, scales: tuple) -> tuple[Tensor, tuple]:
+    """x (N, K) @ weight (M, K).T in e4m3 -> (product (N, M), what fp8_gradients needs). scales: of x and
+    weight, see to_fp8()."""
     x, scale_x = to_fp8(x, scales[0], torch.float8_e4m3fn)
     w, scale_w = to_fp8(weight, scales[1], torch.float8_e4m3fn)
     return scaled_mm(x, w, scale_x, scale_w, fast=True), (x, w, scale_x, scale_w)
 
-def fp8_gradients(grad, kept, scale):
-    """Gradients of x and of weight, by products with the gradient in e5m2 (arXiv:2209.05433), which grad may
-    be in already, divided by scale."""
+def fp8_gradients(grad: Tensor, kept: Sequence, scale) -> tuple[Tensor, Tensor]:
+    """Gradients of x (N, K) and weight (M, K) by products with grad (N, M) in e5m2 (arXiv:2209.05433). grad
+    may be in e5m2 already, divided by scale."""
     x, w, scale_x, scale_w = kept
-    in_fp8 = grad.dtype == torch.float8_e5m2
-    g, scale_g = (grad, scale_x.new_full((), scale)) if in_fp8 else to_fp8(grad, scale, torch.float8_e5m2)
-    return scaled_mm(g, w.t(), scale_g, scale_w), scaled_mm(g.t(), x.t(), scale_g, scale_x)
+    if grad.dtype == torch.float8_e5m2:
+        scale_g = scale_x.new_full((), scale)
+    else:
+        grad, scale_g = to_fp8(grad, scale, torch.float8_e5m2)
+    return scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad.t(), x.t(), scale_g, scale_x)
 
 class Fp8Linear(torch.autograd.Function):
-    """`linear` by the two above. scales: of x, weight and gradient; None: by the maximum."""
+    """linear() of x (N, K) and weight (M, K) by the two functions above. scales: of x, weight and the
+    output's gradient; None: by its maximum."""
     @staticmethod
-    def forward(ctx, x, weight, scales):
+    def forward(ctx, x: Tensor, weight: Tensor, scales: tuple) -> Tensor:
         y, kept = fp8_product(x, weight, scales[:2])
         ctx.save_for_backward(*kept)
         ctx.grad_scale = scales[2]
         return y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad: Tensor) -> tuple:
         dx, dw = fp8_gradients(grad, ctx.saved_tensors, ctx.grad_scale)
         return dx.to(grad.dtype), dw.float(), None
 
-def fp8_linear(x, weight, scales=(None, None, None)):
-    """`linear` in fp8, except where no gradient is wanted: scores are exact."""
+def fp8_linear(x: Tensor, weight: Tensor, scales: tuple = (None, None, None)) -> Tensor:
+    """linear() in fp8, except where no gradient is wanted, since scores are exact."""
     if not torch.is_grad_enabled():
         return linear(x, weight)
     return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
 
 class DelayedScales:
-    """Scales of fp8_mlp for each layer, by the largest magnitudes of the step before; each rank has its own.
-    What the backward pass gives as the gradient of `values` is these magnitudes."""
+    """Scales of fp8_mlp for each layer, from the largest magnitudes in the step before; each rank has its
+    own. What the backward pass returns as the gradient of `values` is these magnitudes."""
     NAME = "fp8 scales"  # in checkpoints
     FIRST = (8.0, 16.0, 1.0)  # magnitudes before the first step: of input, activations, their gradient
     FLOORS = (1e-6, 1e-6, 1e-7)  # of the scales, so that nothing is divided by almost 0
     MARGIN = 1.25  # for what grows from one step to the next
 
-    def __init__(self, layers):
-        self.values = torch.empty(layers, 3, requires_grad=True)  # a magnitude of 448 in fp8 times this
+    def __init__(self, layers: int):
+        self.values = torch.empty(layers, 3, requires_grad=True)  # largest magnitudes / E4M3_MAX
         self.floors = torch.tensor(self.FLOORS)
-        self.largest = None  # of the last micro-step, (layers, 3)
+        self.largest = None  # magnitudes in the last micro-step (layers, 3)
         self.reset()
 
     @torch.no_grad()
-    def reset(self):
-        self.values.copy_(torch.tensor(self.FIRST) / 448)
+    def reset(self) -> None:
+        self.values.copy_(torch.tensor(self.FIRST) / E4M3_MAX)
 
     @torch.no_grad()
-    def follow(self):
-        """After a step: as it has measured."""
-        self.values.copy_((self.MARGIN / 448 * self.largest).maximum(self.floors))
+    def follow(self) -> None:
+        """After a step: adopts the magnitudes that it measured."""
+        self.values.copy_((self.MARGIN / E4M3_MAX * self.largest).maximum(self.floors))
 
-    def of_ranks(self, ranks):
-        """(ranks, layers, 3), on the CPU; all ranks together."""
+    def of_ranks(self, ranks: int) -> Tensor:
+        """(ranks, layers, 3), on the CPU. All ranks call it together."""
         mine = self.values.detach()
         whole = mine.repeat(ranks, 1, 1)
         if ranks > 1:
@@ -5291,9 +5362,9 @@ class DelayedScales:
         return whole.cpu()
 
     @torch.no_grad()
-    def restore(self, stored, team):
-        """Takes those of a checkpoint, which rank 0 has, of_ranks(): a rank its own, or the largest of all
-        where there were more or fewer ranks; None: those before the first step."""
+    def restore(self, stored: Tensor | None, team: "Team") -> None:
+        """Takes those of a checkpoint, which rank 0 has as of_ranks() made them: each rank its own, or the
+        largest of all if there were more or fewer ranks. None: those before the first step."""
         self.reset()
         whole = self.values.detach().repeat(team.world_size, 1, 1)
         if stored is not None:
@@ -5304,10 +5375,10 @@ class DelayedScales:
 
 class Fp8MLP(torch.autograd.Function):
     """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
-    output's gradient are scaled by their own maximum, the others by scales (3,), see DelayedScales. Only fp8
-    is kept of the activations."""
+    output's gradient are scaled by their own maximum, everything else by scales (3,), see DelayedScales. The
+    activations are kept in fp8 only."""
     @staticmethod
-    def forward(ctx, x, fc, proj, scales):
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
         scale_x, scale_post, scale_pre = scales.unbind()
         x8, _ = to_fp8(x, scale_x, torch.float8_e4m3fn)
         fc8, scale_fc = to_fp8(fc, None, torch.float8_e4m3fn)
@@ -5319,7 +5390,7 @@ class Fp8MLP(torch.autograd.Function):
         return scaled_mm(post8, proj8, scale_post, scale_proj, fast=True)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad: Tensor) -> tuple:
         x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest = ctx.saved_tensors
         scale_x, scale_post, scale_pre = scales.unbind()
         grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
@@ -5332,21 +5403,23 @@ class Fp8MLP(torch.autograd.Function):
         largest = torch.cat((largest, pre.abs().amax().float()[None]))
         return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
 
-def fp8_mlp(x, fc, proj, scales):
-    """delayed_mlp() in fp8, except where no gradient is wanted: scores are exact."""
+def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
+    """delayed_mlp() in fp8, except where no gradient is wanted, since scores are exact."""
     if not torch.is_grad_enabled():
         return mlp(x, fc, proj)
     return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
 
-QKV_INPUT, QKV_GRADIENT = 8.0, 1.0  # largest magnitudes that Fp8QKV keeps
+# largest magnitudes that Fp8QKV keeps
+QKV_INPUT = 8.0
+QKV_GRADIENT = 1.0
 
 class Fp8QKV(torch.autograd.Function):
-    """qkv_linear() of x (N, C) by one product in e4m3. The weights' scale is by their maximum, factor (1,) is
-    a part of it; those of the input and of the output's gradient, of the summed loss, are fixed."""
+    """qkv_linear() of x (N, C) by one product in e4m3. The weights are scaled by their maximum, factor (1,)
+    on top of that; the scales of the input and of the output's gradient, for a summed loss, are fixed."""
     @staticmethod
-    def forward(ctx, x, query, key, value, factor):
+    def forward(ctx, x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple:
         packed = torch.cat((query, key, value))
-        x8, scale_x = to_fp8(x, QKV_INPUT / 448, torch.float8_e4m3fn)
+        x8, scale_x = to_fp8(x, QKV_INPUT / E4M3_MAX, torch.float8_e4m3fn)
         w8, scale_w = to_fp8(packed, None, torch.float8_e4m3fn)
         factor = factor.float().view(())
         y = scaled_mm(x8, w8, scale_x, scale_w * factor, fast=True)
@@ -5355,159 +5428,197 @@ class Fp8QKV(torch.autograd.Function):
         return y.split(ctx.sizes, -1)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, *grads: Tensor) -> tuple:
         x8, w8, scale_x, scale_w, factor, packed = ctx.saved_tensors
-        g8, scale_g = to_fp8(torch.cat(grads, -1), QKV_GRADIENT / 448, torch.float8_e4m3fn)
+        g8, scale_g = to_fp8(torch.cat(grads, -1), QKV_GRADIENT / E4M3_MAX, torch.float8_e4m3fn)
         grad_x = scaled_mm(g8, w8.t(), scale_g, scale_w * factor)
         grad_w = scaled_mm(g8.t(), x8.t(), scale_g, scale_x).float()
         grad_factor = (grad_w * packed).sum().view(1)
         return grad_x.to(grads[0].dtype), *(factor * grad_w).split(ctx.sizes), grad_factor
 
-def fp8_qkv(x, query, key, value, factor):
-    """qkv_linear() in fp8, except where no gradient is wanted: scores are exact."""
+def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Sequence[Tensor]:
+    """qkv_linear() in fp8, except where no gradient is wanted, since scores are exact."""
     if not torch.is_grad_enabled():
         return qkv_linear(x, query, key, value, factor)
     products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
     return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
 
-def head_scales(C, tokens, most=(0.0, 0.875, 1.0)):
-    """Fixed scales of x, weight and gradient, by fp8_head_most; the loss is a mean over so many tokens."""
-    return (most[0] or C**0.5) / 448, most[1] / 448, most[2] / 448 / tokens
+# Largest magnitudes of lm_head's input, weight and gradient in fp8, the latter times the number of tokens,
+# since the loss is their mean. 0: that of a row with rms 1. None: by the maximum.
+HEAD_MOST = (0.0, 0.875, 1.0)
+HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
-def fp8_head(x, weight, most=(0.0, 0.875, 1.0)):
+def head_scales(C: int, tokens: int, most: tuple) -> tuple:
+    """The scales that Fp8Linear takes for such a `most`."""
+    most_input, most_weight, most_gradient = most
+    if most_input == 0:
+        most_input = C**0.5
+    scale_input = None if most_input is None else most_input / E4M3_MAX
+    scale_weight = None if most_weight is None else most_weight / E4M3_MAX
+    return scale_input, scale_weight, most_gradient / E4M3_MAX / tokens
+
+def fp8_head(x: Tensor, weight: Tensor, most: tuple = HEAD_MOST) -> Tensor:
+    """linear() of lm_head in fp8, by fixed scales."""
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
-def fp8_part(cfg, on_gpu, log=None, further=()):
-    """off, head or all of cfg.fp8; auto-: where it is fast, on a GPU that can. log: gets a line where fp8 is
-    asked for. further: sides of products of the recipe. Raises Refused."""
+def fp8_part(cfg: Config, on_gpu: bool, log: Callable | None = None, further: Sequence[int] = ()) -> str:
+    """off, head or all, as cfg.fp8 says; auto-: only on a GPU that has fp8 and if the sizes allow it. log:
+    gets a line where fp8 is asked for. further: sides of the recipe's own products. Raises Refused."""
     sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads, *further
     capability = torch.cuda.get_device_capability() if on_gpu else None
-    able = (capability is None or capability >= (8, 9)) and not any(n % 16 for n in sides)
+    able = (capability is None or capability >= (8, 9)) and not any([n % 16 for n in sides])
     part = cfg.fp8.removeprefix("auto-")
-    if part != cfg.fp8:
-        part = part if able and on_gpu else "off"
+    if part != cfg.fp8 and not (able and on_gpu):
+        part = "off"
     require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
             f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
     if log and cfg.fp8 != "off":
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return part
 
-def cpu_kernel(q, k, v, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False):
-    """scaled_dot_product_attention in compiled steps on a CPU. Plain products and a fused softmax are faster
-    there than torch's kernel, but they keep all weights, so long sequences stay with torch."""
-    T, K = q.size(2), k.size(2)
-    if T > 1024 or not torch.compiler.is_compiling():
+def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+               scale: float = 1.0, enable_gqa: bool = False) -> Tensor:
+    """scaled_dot_product_attention in compiled steps on a CPU. There, plain products and a fused softmax are
+    faster than torch's kernel, but they hold all weights at once, so long rows stay with torch."""
+    T = q.size(2)
+    K = k.size(2)
+    if T > CPU_KERNEL_TOKENS or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
                                               enable_gqa=enable_gqa)
     if is_causal:
         attn_mask = torch.ones(T, K, dtype=torch.bool, device=q.device).tril()
     if enable_gqa:
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        k = k.repeat_interleave(q.size(1) // k.size(1), 1)
+        v = v.repeat_interleave(q.size(1) // v.size(1), 1)
     scores = ((q @ k.mT).float() * scale).masked_fill(~attn_mask, -torch.inf)
     return scores.softmax(-1).to(q.dtype) @ v
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
 
-def gpu_window_mask(window, T, documents, device):
-    """window_mask in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The
-    blocks that a block of queries sees follow one another, and so do those that it sees whole, so their lists
-    need no sort, which would compile for minutes (pytorch#182060). Not measured."""
+def gpu_window_mask(window, T: int, documents: Tensor | None, device: torch.device):
+    """window_mask() in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The key
+    blocks that a query block sees follow one another, and so do those that it sees whole, so their lists need
+    no sort, which would compile for minutes (pytorch#182060). Not measured."""
     if not (torch.is_tensor(window) and torch.compiler.is_compiling()):
         return window_mask(int(window), T, documents, device)
-    n, size = T // FLEX_BLOCK, FLEX_BLOCK
+    size = FLEX_BLOCK
+    n = T // size
     block = torch.arange(n, device=device)
-    # of a block of queries the first block of keys that it sees, and the first that it sees whole; of a block
-    # of keys the end of the blocks of queries that see it, and of those that see it whole
-    first, whole = (block * size - window) // size, (block * size + 2 * size - 2 - window) // size
-    end, whole_end = (block * size + 2 * size - 1 + window) // size, (block * size + window + 1) // size
-    if documents is not None:  # their numbers grow, so places are counts of smaller ones
-        low, high = documents[:, ::size], documents[:, size - 1::size]
+    # for each query block: the first key block that it sees, and the first one that it sees whole
+    first = (block * size - window) // size
+    first_whole = (block * size + 2 * size - 2 - window) // size
+    # for each key block: the end of the query blocks that see it, and of those that see it whole
+    end = (block * size + 2 * size - 1 + window) // size
+    end_whole = (block * size + window + 1) // size
+    if documents is not None:  # their numbers grow along a row, so a place is a count of smaller numbers
+        low = documents[:, ::size]
+        high = documents[:, size - 1::size]
         first = first.maximum((high[:, None] < low[..., None]).sum(-1))
-        whole = whole.maximum((low[:, None] < high[..., None]).sum(-1))
+        first_whole = first_whole.maximum((low[:, None] < high[..., None]).sum(-1))
         end = end.minimum((low[:, None] <= high[..., None]).sum(-1))
-        whole_end = whole_end.minimum((high[:, None] <= low[..., None]).sum(-1))
-    first, whole = (x.clamp(min=0).minimum(block).view(-1, 1, n, 1) for x in (first, whole))
-    end, whole_end = (x.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1) for x in (end, whole_end))
-    own, i = block[:, None], block
+        end_whole = end_whole.minimum((high[:, None] <= low[..., None]).sum(-1))
+    first = first.clamp(min=0).minimum(block).view(-1, 1, n, 1)
+    first_whole = first_whole.clamp(min=0).minimum(block).view(-1, 1, n, 1)
+    end = end.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1)
+    end_whole = end_whole.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1)
+    own = block[:, None]
+    i = block
 
     def mask_mod(b, h, query, key):
         near = (key <= query) & (query - key <= window)
         return near if documents is None else near & (documents[b, query] == documents[b, key])
 
-    # (how many, their numbers) of keys seen partly and whole, and of queries that see partly and whole: the
-    # block's own comes last of the keys and first of the queries, never whole
-    partly, seen_by = whole - first, end - whole_end
-    lists = [(partly + 1, torch.where(i < partly, first + i, own)), (own - whole, whole + i),
-             (seen_by + 1, torch.where(i > 0, whole_end + i - 1, own)),
-             (whole_end - own - 1, torch.where(own + i < n, own + 1 + i, own).expand_as(whole_end * i))]
-    tables = [x for count, blocks in lists for x in (count[..., 0].int(), blocks.clamp(max=n - 1).int())]
+    # How many blocks and which: the keys that a query block sees partly, its own last, and whole; the queries
+    # that see a key block partly, its own first, and whole.
+    partly = first_whole - first
+    seen_by = end - end_whole
+    keys = (partly + 1, torch.where(i < partly, first + i, own))
+    whole_keys = (own - first_whole, first_whole + i)
+    queries = (seen_by + 1, torch.where(i > 0, end_whole + i - 1, own))
+    later = torch.where(own + i < n, own + 1 + i, own)
+    whole_queries = (end_whole - own - 1, later.expand_as(end_whole * i))
+    tables = []
+    for count, blocks in (keys, whole_keys, queries, whole_queries):
+        tables += [count[..., 0].int(), blocks.clamp(max=n - 1).int()]
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
-def kernel_window(cfg, window, T, device, cuts=False):
-    """A window, tokens before its own, as Kernels.window_mask takes it for rows of T tokens: on a GPU a 0-dim
-    tensor where flex attention computes it, so that one compiled step serves all sizes; FlashAttention 3 and
-    torch's own attention take numbers. cuts: something else than the window cuts rows, say documents."""
+def kernel_window(cfg: Config, window: int, T: int, device: torch.device, cuts: bool = False):
+    """A window, in tokens before the query, as Kernels.window_mask takes it for rows of T tokens: a 0-dim
+    tensor on a GPU where flex attention computes it, so that one compiled step serves all sizes; a number for
+    FlashAttention 3 and torch's own attention. cuts: something else cuts rows, such as documents."""
     if device.type != "cuda" or flash_attention_3(cfg) or T % FLEX_BLOCK:
         return window
     return torch.tensor(window, device=device) if window < T - 1 or cuts else window
 
-def kernel_windows(cfg, kinds, stage, T, device, cuts=False):
-    """{L or S: its kernel_window() in rows of T tokens}, of the kinds that layers have."""
+def kernel_windows(cfg: Config, kinds: Sequence[str], stage: Stage | None, T: int, device: torch.device,
+                   cuts: bool = False) -> dict:
+    """{L or S: kernel_window() in rows of T tokens} for the kinds that layers have."""
     sizes = cfg.windows(stage, T)
     windows = {}
-    for kind, size in ("L", sizes["long_window"]), ("S", sizes["short_window"]):
-        if kind in kinds:
-            windows[kind] = kernel_window(cfg, size, T, device, cuts)
+    if "L" in kinds:
+        windows["L"] = kernel_window(cfg, sizes["long_window"], T, device, cuts)
+    if "S" in kinds:
+        windows["S"] = kernel_window(cfg, sizes["short_window"], T, device, cuts)
     return windows
 
-def gpu_attention(q, k, v, mask):
-    """attention by flex attention for block masks; else by the kernel that torch chooses. Not measured."""
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """attention() by flex attention for block masks, else by the kernel that torch chooses. Not measured."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
     return attention(q, k, v, mask)
 
 @cache
-def flash_attention_3(cfg):
-    """The module of FlashAttention 3 (arXiv:2407.08608), if it is wanted and there, and the GPU a Hopper."""
+def flash_attention_3(cfg: Config):
+    """The module of FlashAttention 3 (arXiv:2407.08608) if it is wanted and installed and the GPU is a
+    Hopper, else None."""
     with suppress(ImportError, OSError):
         import flash_attn_interface
         wanted = cfg.sdpa_backend == "flash3" and torch.cuda.get_device_capability()[0] == 9
         return flash_attn_interface if wanted else None
 
-def flash_mask(window, T, documents, device):
-    """window_mask for flash_attention: (tokens before its own, -1: all; where the documents of all rows
-    begin, then the end again and again, int32 (tokens + 1,), or None)."""
+def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device) -> tuple:
+    """window_mask() for flash_attention: tokens before the query, -1: all; and None or where the documents of
+    all rows begin, int32 (tokens + 1,), filled up with the end."""
     begins = None
     if documents is not None:
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
         begins = first.nonzero_static(size=len(first) + 1, fill_value=len(first))[:, 0].int()
     return (window if window < T - 1 else -1), begins
 
-def flash_attention(q, k, v, mask, module):
-    """attention by FlashAttention 3, for masks of flash_mask. Queries narrower than values get zeros, since
-    it takes two widths only up to 64. Not measured."""
-    (window, begins), T = mask, q.size(2)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple, module) -> Tensor:
+    """attention() by FlashAttention 3, for masks of flash_mask(). Queries and keys that are narrower than
+    values are padded with zeros, since it takes two widths only up to 64. Not measured."""
+    window, begins = mask
+    T = q.size(2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     narrower = v.size(-1) - q.size(-1)
     if narrower:
-        q, k = F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
+        q = F.pad(q, (0, narrower))
+        k = F.pad(k, (0, narrower))
     options = dict(softmax_scale=1.0, causal=True, window_size=(window, 0 if window > 0 else -1))
     if begins is None:
         return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    y = module.flash_attn_varlen_func(*flat, begins, begins, T, T, **options)
+    y = module.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), begins, begins, T, T,
+                                      **options)
     return y.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 if triton:
     @triton.jit
     def loss_kernel(logits, targets, weights, losses, grad, V, MANY: tl.constexpr, top: tl.constexpr,
                     shift: tl.constexpr, scale: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr):
-        """A row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs no maximum
-        -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits."""
+        """One row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs no
+        maximum -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits.
+        targets (N, MANY), -1: none; weights (MANY,)."""
         row = tl.program_id(0).to(tl.int64)
-        logits, grad, targets = logits + row * V, grad + row * V, targets + row * MANY
-        total, picked, whole = tl.zeros((BLOCK,), tl.float32), 0.0, 0.0
-        for k in tl.static_range(MANY):  # before gradients may take the logits' place
+        logits = logits + row * V
+        grad = grad + row * V
+        targets = targets + row * MANY
+        total = tl.zeros((BLOCK,), tl.float32)
+        picked = 0.0
+        whole = 0.0
+        for k in tl.static_range(MANY):  # before gradients may take the place of logits
             target = tl.load(targets + k)
             weight = tl.where(target < 0, 0.0, tl.load(weights + k))
             its = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
@@ -5528,88 +5639,131 @@ if triton:
             slope = factor * top * scale * part * (1 - part)
             tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
 
-def kernel_losses(logits, targets, weights, cap, factor, dtype):
-    """row_losses by loss_kernel. Not measured."""
+def kernel_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,
+                  dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """row_losses() by loss_kernel. Not measured."""
+    N, V = logits.shape
+    limit, shift, width = cap
     grad = torch.empty_like(logits, dtype=dtype) if dtype != logits.dtype else logits
-    (N, V), (cap, shift, width) = logits.shape, cap
     losses = logits.new_empty(N, dtype=torch.float32)
-    loss_kernel[(N,)](logits, targets, weights, losses, grad, V, len(weights), 2 * cap, shift,
-                      2 / (width or cap), factor, BLOCK=min(8192, 1 << (V - 1).bit_length()), num_warps=16)
+    loss_kernel[(N,)](logits, targets, weights, losses, grad, V, len(weights), 2 * limit, shift,
+                      2 / (width or limit), factor, BLOCK=min(8192, 1 << (V - 1).bit_length()), num_warps=16)
     return losses, grad
 
-def row_losses(logits, targets, weights, cap, factor, dtype):
-    """Losses (N,) of logits (N, V), capped, and factor times their gradient (N, V) in a dtype. targets (N, n)
-    have weights (n,); -1: none."""
-    (cap, shift, width), hit = cap, torch.arange(logits.size(1), device=logits.device)
-    top, scale = 2 * cap, 2 / (width or cap)
+def row_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,
+               dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Losses (N,) of logits (N, V), which it caps, and factor times their gradient (N, V) in a dtype. targets
+    (N, n), -1: none, have weights (n,). cap: (cap, shift, width) of softcap()."""
+    limit, shift, width = cap
+    top = 2 * limit
+    scale = 2 / (width or limit)
     part = torch.sigmoid((logits.float() + shift) * scale)  # softcap + cap = top * part; faster than tanh
-    powers = (top * part - top).exp()  # up to this cap they need no maximum
-    total, weights = powers.sum(1, keepdim=True), weights * (targets >= 0)
+    powers = (top * part - top).exp()
+    total = powers.sum(1, keepdim=True)
+    weights = weights * (targets >= 0)
     losses = (weights * (total.log() + top - top * part.gather(1, targets.clamp(min=0)))).sum(1)
     error = weights.sum(1, keepdim=True) * powers / total
+    tokens = torch.arange(logits.size(1), device=logits.device)
     for target, weight in zip(targets.split(1, 1), weights.split(1, 1)):
-        error = error - (hit == target) * weight
+        error = error - (tokens == target) * weight
     return losses, (error * part * (1 - part) * (top * scale * factor)).to(dtype)
 
 class FusedLoss(torch.autograd.Function):
-    """lm_loss with a softcap. The logits, in the dtype of x, become their gradient at once, which is in e5m2
-    if scales fix one for it. x (N, C), targets and weights as row_losses has them. scales: as Fp8Linear has
-    them; None: no fp8."""
+    """lm_loss() with a softcap. The logits, in the dtype of x, become their gradient at once. x (N, C), head
+    (V, C); targets, weights and cap as row_losses() has them."""
     @staticmethod
-    def forward(ctx, x, head, targets, weights, cap, scales, row_losses):
-        if scales:
-            logits, kept = fp8_product(x, head, scales[:2])
-        else:
-            kept = x, head.to(x.dtype)
-            logits = x @ kept[1].T
-        ctx.grad_scale = scales and scales[2]
-        dtype, factor = torch.float8_e5m2 if ctx.grad_scale else x.dtype, 1 / len(x) / (ctx.grad_scale or 1)
-        losses, grad = row_losses(logits, targets, weights, cap, factor, dtype)
-        ctx.save_for_backward(grad, *kept)
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: tuple,
+                row_losses: Callable) -> Tensor:
+        head = head.to(x.dtype)
+        losses, grad = row_losses(x @ head.T, targets, weights, cap, 1 / len(x), x.dtype)
+        ctx.save_for_backward(grad, x, head)
         return losses.mean()
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx, grad_loss: Tensor) -> tuple:
+        grad, x, head = ctx.saved_tensors
+        return grad_loss * (grad @ head), grad_loss * (grad.T @ x).float(), None, None, None, None
+
+class Fp8FusedLoss(torch.autograd.Function):
+    """FusedLoss with lm_head's products in fp8. The logits' gradient is in e5m2 at once. scales: of x, head
+    and that gradient, as head_scales() has them."""
+    @staticmethod
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: tuple,
+                row_losses: Callable, scales: tuple) -> Tensor:
+        logits, kept = fp8_product(x, head, scales[:2])
+        factor = 1 / len(x) / scales[2]
+        losses, grad = row_losses(logits, targets, weights, cap, factor, torch.float8_e5m2)
+        ctx.save_for_backward(grad, *kept)
+        ctx.grad_scale = scales[2]
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor) -> tuple:
         grad, *kept = ctx.saved_tensors
-        grads = fp8_gradients(grad, kept, ctx.grad_scale) if kept[2:] else (grad @ kept[1], grad.T @ kept[0])
-        return grad_loss * grads[0], grad_loss * grads[1].float(), *[None] * 5
+        grad_x, grad_head = fp8_gradients(grad, kept, ctx.grad_scale)
+        return grad_loss * grad_x, grad_loss * grad_head.float(), None, None, None, None, None
 
-def fused_loss(x, head, targets, cap, linear, weights=None, row_losses=row_losses):
-    """lm_loss by FusedLoss in compiled steps; on a CPU a fifth of a step of `tiny` faster."""
-    if not (0 < cap[0] <= 50 and torch.compiler.is_compiling()):
-        return lm_loss(x, head, targets, cap, linear, weights)
+def can_fuse(cap: tuple) -> bool:
+    return 0 < cap[0] <= MOST_FUSED_CAP and torch.compiler.is_compiling()
+
+def loss_rows(x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of lm_loss() as row_losses() has them: x (N, C), targets (N, n), weights (n,)."""
     if weights is None:
-        weights, targets = x.new_ones(1, dtype=torch.float32), targets[..., None]
-    x, targets = x.flatten(0, -2), targets.flatten(0, 1)
-    scales = head_scales(x.size(-1), len(x), **getattr(linear, "keywords", {}))
-    if getattr(linear, "func", linear) is not fp8_head:  # no gradient is larger than 1 / tokens
-        scales = (None, None, scales[2]) if linear is fp8_linear else None
-    return FusedLoss.apply(x, head, targets, weights, cap, scales, row_losses)
+        weights = x.new_ones(1, dtype=torch.float32)
+        targets = targets[..., None]
+    return x.flatten(0, -2), targets.flatten(0, 1), weights
 
-def choose_kernels(cfg, on_gpu, log):
-    """Kernels as they are fastest on this device. Raises Refused where fp8 was asked for and cannot be."""
-    linears, further = cfg.linears(on_gpu, log), cfg.further_kernels(on_gpu)
+def fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable,
+               weights: Tensor | None = None, row_losses: Callable = row_losses) -> Tensor:
+    """lm_loss() by FusedLoss in compiled steps; on a CPU it makes a step of `tiny` a fifth faster."""
+    if not can_fuse(cap):
+        return lm_loss(x, head, targets, cap, linear, weights)
+    x, targets, weights = loss_rows(x, targets, weights)
+    return FusedLoss.apply(x, head, targets, weights, cap, row_losses)
+
+def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable,
+                   weights: Tensor | None = None, row_losses: Callable = row_losses,
+                   most: tuple = HEAD_MOST) -> Tensor:
+    """fused_loss() where `linear` is fp8_head, with the same `most`, or fp8_linear, with
+    HEAD_MOST_BY_MAXIMUM."""
+    if not can_fuse(cap):
+        return lm_loss(x, head, targets, cap, linear, weights)
+    x, targets, weights = loss_rows(x, targets, weights)
+    scales = head_scales(x.size(-1), len(x), most)
+    return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
+
+def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
+    """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
+    block_linear, head_linear, loss = cfg.linears(on_gpu, log)
+    chosen = dict(linear=block_linear, head_linear=head_linear, **cfg.further_kernels(on_gpu))
     if not on_gpu:
-        return Kernels(*linears, attention=cpu_attention, loss=fused_loss, **further)
-    by_kernel, module = partial(fused_loss, row_losses=kernel_losses), flash_attention_3(cfg)
-    loss = by_kernel if cfg.triton_kernels and triton else lm_loss
+        return Kernels(attention=cpu_attention, loss=loss, **chosen)
+    if cfg.triton_kernels and triton:
+        chosen["loss"] = partial(loss, row_losses=kernel_losses)
+    module = flash_attention_3(cfg)
     log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
     if module:
-        return Kernels(*linears, flash_mask, partial(flash_attention, module=module), loss, **further)
-    return Kernels(*linears, gpu_window_mask, gpu_attention, loss, **further)
+        return Kernels(window_mask=flash_mask, attention=partial(flash_attention, module=module), **chosen)
+    return Kernels(window_mask=gpu_window_mask, attention=gpu_attention, **chosen)
 
 # ---------- 13 ranks, log, memory, plan
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
-TRAINING_TIMEOUT = 20  # in training; torchrun then takes 30 s to kill a rank that hangs
-SLOWEST_STEPS = 5  # or so many times the slowest step of the rehearsal, if that is longer
-CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (records/BENCH.md), for the time that a step would take
-H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200, which mfu is a part of
+TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
+SLOWEST_STEPS = 5  # or this many times the slowest step of the rehearsal, if that is longer
+CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (records/BENCH.md), to estimate the time of a step
+H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200: mfu 1
+# glibc's mallopt(): its numbers of two settings, in bytes
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 class Team:
-    """The ranks, and where this one computes. Raises Refused where there are fewer GPUs than ranks."""
-    def __init__(self, cfg, env):
-        self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-        self.ranks_here, self.group = int(env.get("LOCAL_WORLD_SIZE", 1)), None
+    """The ranks, and the device of this one. Raises Refused, such as for fewer GPUs than ranks."""
+    def __init__(self, cfg: Config, env: Mapping):
+        self.rank = int(env.get("RANK", 0))
+        self.world_size = int(env.get("WORLD_SIZE", 1))
+        self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
+        self.group = None
+        # 1. the device
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
         hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -5623,26 +5777,33 @@ class Team:
         require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
                 f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
         self.device = torch.device(f"cuda:{env.get('LOCAL_RANK', 0)}" if self.on_gpu else "cpu")
-        cpu_has_bf16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
-        has_bf16 = torch.cuda.is_bf16_supported(False) if self.on_gpu else cpu_has_bf16  # not by emulation
-        automatic = torch.bfloat16 if has_bf16 else torch.float32
-        self.dtype = automatic if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-        backend = torch.cuda if self.on_gpu else torch.cpu
-        backend.set_device(self.device)
-        self.wait = backend.synchronize  # until the device has done everything
+        # 2. the dtype of activations: bf16 where the hardware has it
+        if self.on_gpu:
+            has_bf16 = torch.cuda.is_bf16_supported(False)  # not by emulation
+        else:
+            has_bf16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
+        self.dtype = torch.bfloat16 if has_bf16 else torch.float32
+        if cfg.dtype != "auto":
+            self.dtype = getattr(torch, cfg.dtype)
+        # 3. settings of this process
+        device_module = torch.cuda if self.on_gpu else torch.cpu
+        device_module.set_device(self.device)
+        self.wait = device_module.synchronize  # until the device has done everything
         torch.use_deterministic_algorithms(not self.on_gpu)  # for compiled embedding gradients
         torch.utils.deterministic.fill_uninitialized_memory = False
-        np.finfo(np.float32), np.finfo(np.float64)  # numpy warns if it first looks after the next line
+        for dtype in (np.float32, np.float64):
+            np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
-        with suppress(AttributeError):  # glibc keeps what is freed: fresh pages take a sixth of a CPU's step
-            ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
-            ctypes.CDLL(None).mallopt(-3, 1 << 26)  # M_MMAP_THRESHOLD: what is larger goes back
+        with suppress(AttributeError):  # glibc keeps freed memory: fresh pages take a sixth of a CPU's step
+            ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # but not of larger blocks
+        # 4. the ranks meet
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
         if "RANK" in env and not dist.is_initialized():
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
 
     def share(self, value):
-        """Rank 0's object on every rank, which raises it if it is Refused."""
+        """Rank 0's object, on every rank, each of which raises it if it is a Refused."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box)
@@ -5650,13 +5811,13 @@ class Team:
             raise box[0]
         return box[0]
 
-    def broadcast(self, tensor):
-        """Rank 0's tensor on every rank, in place."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's tensor, on every rank, in place."""
         if self.world_size > 1:
             dist.broadcast(tensor, 0)
 
-    def begin_training(self, slowest_step):
-        """A group whose collectives end the run when a rank is gone or hangs. slowest_step: seconds."""
+    def begin_training(self, slowest_step: float) -> None:
+        """Makes a group whose collectives end the run if a rank is gone or hangs. slowest_step: seconds."""
         if self.world_size > 1:
             slowest_step = all_reduce(torch.tensor(slowest_step), "MAX").item()
             seconds = max(TRAINING_TIMEOUT, SLOWEST_STEPS * slowest_step)
@@ -5664,26 +5825,30 @@ class Team:
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log."""
-    def __init__(self, lead):
-        self.lead, self.file, self.path = lead, io.StringIO(), None
+    def __init__(self, lead: bool):
+        self.lead = lead
+        self.file = io.StringIO()
+        self.path = None
 
-    def __call__(self, *lines, echo=True):
+    def __call__(self, *lines, echo: bool = True) -> None:
+        files = [sys.stdout, self.file] if self.lead and echo else [self.file]
         for line in lines:
-            for file in [sys.stdout, self.file] if self.lead and echo else [self.file]:
+            for file in files:
                 print(line, file=file, flush=True)
 
-    def open(self, path, head):
-        """Rank 0: goes on in the file, which begins with head if it is new, with what was said so far."""
-        early, self.file = self.file.getvalue(), open(path, "a", encoding="utf-8")
+    def open(self, path: Path, head: str) -> None:
+        """On rank 0: continues in this file with everything said so far. A new file begins with head."""
+        early = self.file.getvalue()
+        self.file = open(path, "a", encoding="utf-8")
         print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
 
-    def seal(self):
-        """Rank 0: the sha256 of all that train.log holds so far, so that no line can change unnoticed."""
+    def seal(self) -> None:
+        """On rank 0: logs the sha256 of train.log so far, so that no line can change unnoticed."""
         if self.lead and self.path:
             self(f"log sha256:{file_sha256(self.path)}")
 
-    def last_line(self, line):
-        """Any rank: why it ends. Other ranks than 0 add their line to train.log if they see the file."""
+    def last_line(self, line: str) -> None:
+        """On any rank: why it ends. Ranks other than 0 write to train.log if they see the file."""
         if not self.lead and self.path and self.path.exists():
             with open(self.path, "a", encoding="utf-8") as file:
                 print(line, file=file)
@@ -5691,95 +5856,132 @@ class Log:
             self(line, echo=False)
 
 @cache
-def script_source():
-    """Bytes of this file, read once so that an edit during the run changes nothing."""
+def script_source() -> bytes:
+    """This file, read once, so that an edit during the run changes nothing."""
     return Path(__file__).read_bytes()
 
-def script_sha256():
+def script_sha256() -> str:
     return hashlib.sha256(script_source()).hexdigest()
 
-def brief(error):
+def brief(error: BaseException) -> str:
     """An exception in one line, without this machine's folders and name."""
     line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
 
-def out_of_memory(error):
+def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
-def lost_peer(error):
+def lost_peer(error: BaseException) -> bool:
     """Did a collective fail, so that the cause is another rank?"""
     said = ("gloo", "nccl", "connection closed", "pair closure", "timed out waiting")
-    by_backend = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in said)
+    by_backend = isinstance(error, RuntimeError) and any([words in str(error).lower() for words in said])
     return isinstance(error, dist.DistError) or by_backend
 
-def hardware(team):
+def hardware(team: Team) -> str:
     if team.on_gpu:
         return f"{team.world_size}x {torch.cuda.get_device_name()}"
     name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
     return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
 
-def listed(table):
-    return " ".join(f"{name}:{value}" for name, value in table.items())
+def listed(table: Mapping) -> str:
+    return " ".join([f"{name}:{value}" for name, value in table.items()])
 
-def step_memory(cfg, team, sequences):
-    """Bytes that a rank needs with so many sequences at a time, in the stage that needs most. The numbers per
-    token are fitted to peaks that ./run.sh static counted, which are up to 7 % off (records/BENCH.md)."""
-    counts, ranks, width = parameter_counts(cfg), team.world_size, team.dtype.itemsize
+# What a layer keeps of a token for the backward pass, in numbers / model_dim: fitted to the peaks that
+# ./run.sh static counted, up to 7 % off (records/BENCH.md).
+KEPT_BY_ATTENTION = 13
+KEPT_BY_MLP = 2.2  # times its width / model_dim
+KEPT_IN_FP8 = 0.68  # of both, where all products are in fp8
+
+def step_memory(cfg: Config, team: Team, sequences: int) -> int:
+    """Estimate of the bytes that a rank needs for micro-steps of so many sequences, in the stage that needs
+    most."""
+    counts = parameter_counts(cfg)
+    width = team.dtype.itemsize
     stages = cfg.stages()
-    most = max(stage.row_tokens for stage in stages) // cfg.train_seq_len
-    tokens = max(sequences, most if sequences else 0) * cfg.train_seq_len
-    # 1. weights as the model reads them, gradients, their sums; a rank's share of gradients, masters, moments
-    shared = (16 if ranks > 1 else 12) + (4 if cfg.ema_decay else 0)
-    narrow = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # whose sums are no wider
-    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / ranks) - (4 - width) * narrow
-    # 2. what layers keep for the backward pass; fp8 keeps less
-    layers = cfg.layers()
-    passed = [layers[i] for i in max((cfg.layer_order(stage) for stage in stages), key=len)]
-    kept = cfg.model_dim * sum(13 * (layer.window > 0) + 2.2 * layer.mlp_mult for layer in passed)
     part = cfg.fp8_part(team.on_gpu)
-    kept *= 0.68 if team.on_gpu and part == "all" else 1
-    # 3. logits; on a GPU their gradients take their place, in fp8 a place beside them
-    each = 2 * width if not team.on_gpu else width if part == "off" else width + 1
-    return int(held + cfg.state_bytes() + tokens * (width * kept + each * cfg.vocab_size))
+    longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
+    tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
+    # 1. weights as the model reads them, gradients, their sums; a rank's share of gradients, masters, moments
+    shared = 16 if team.world_size > 1 else 12
+    if cfg.ema_decay:
+        shared += 4
+    tables = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # their sums are no wider
+    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / team.world_size)
+    held -= (4 - width) * tables
+    # 2. what layers keep for the backward pass
+    layers = cfg.layers()
+    kept = 0
+    for i in max([cfg.layer_order(stage) for stage in stages], key=len):
+        by_attention = KEPT_BY_ATTENTION if layers[i].window > 0 else 0
+        kept += by_attention + KEPT_BY_MLP * layers[i].mlp_mult
+    kept *= cfg.model_dim
+    if team.on_gpu and part == "all":
+        kept *= KEPT_IN_FP8
+    # 3. logits and their gradients, which take their place on a GPU, and in fp8 a place beside them
+    if not team.on_gpu:
+        per_logit = 2 * width
+    elif part == "off":
+        per_logit = width
+    else:
+        per_logit = width + 1
+    return int(held + cfg.state_bytes() + tokens * (width * kept + per_logit * cfg.vocab_size))
 
-def micro_batch(cfg, team):
-    """Sequences at a time: the largest divisor of a rank's that device_batch_size or else memory allows: what
-    is free on a GPU, or a rank's part of half a machine."""
-    share, most = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size, cfg.device_batch_size
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = torch.cuda.mem_get_info()[0] if team.on_gpu else machine / 2 / team.ranks_here
-    return max(n for n in range(1, share + 1) if share % n == 0 and (
-        n == 1 or n <= most or not most and step_memory(cfg, team, n) <= free))
+def micro_batch(cfg: Config, team: Team) -> int:
+    """Sequences per micro-step: the largest divisor of a rank's sequences that device_batch_size allows, or
+    else memory: what is free on a GPU, or a rank's part of half a machine."""
+    share = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size
+    if team.on_gpu:
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
+    micro = 1
+    for n in range(2, share + 1):
+        if share % n:
+            continue
+        if cfg.device_batch_size:
+            fits = n <= cfg.device_batch_size
+        else:
+            fits = step_memory(cfg, team, n) <= free
+        if fits:
+            micro = n
+    return micro
 
-def peak_memory(team, log):
-    """Logs and returns the most that this process has held."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+def peak_memory(team: Team, log: Callable) -> str:
+    """Logs and returns the most memory that this process has held."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":
+        most *= 1024  # in KiB elsewhere
     text = f"peak memory resident: {most >> 20} MiB"
     if team.on_gpu:
-        used, held = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+        used = torch.cuda.max_memory_allocated() >> 20
+        held = torch.cuda.max_memory_reserved() >> 20
         text = f"peak memory allocated: {used} MiB reserved: {held} MiB"
     log(text)
     return text
 
-def help_text(preset):
+def help_text(preset: str) -> Iterator[str]:
     """Yields lines: the constants of a preset and no others."""
     cfg = preset_config(preset)
     yield __doc__
     yield f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]"
     for name, f in fields_of(type(cfg)).items():
-        limits, value = f.metadata, getattr(cfg, name)
-        numeric = limits["of"] in (int, float) or type(value) in (int, float)
-        accepts = f" ({limits['least']:g} to {limits['most']:g})" if numeric else ""
+        limits = f.metadata
+        value = getattr(cfg, name)
+        accepts = ""
         if limits["choices"]:
             accepts = f" ({' | '.join(limits['choices'])})"
+        elif limits["of"] in (int, float) or type(value) in (int, float):
+            accepts = f" ({limits['least']:g} to {limits['most']:g})"
         yield f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]"
-    yield "Aliases: " + ", ".join(" = ".join(pair) for pair in ALIASES.items())
+    yield "Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()])
     yield f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants"
 
-def plan_lines(cfg, team, micro):
-    """Size, cost and memory of the run, its schedules."""
-    counts, flops = parameter_counts(cfg), flops_per_token(cfg)
-    batch, T, last = cfg.train_batch_tokens, cfg.train_seq_len, total_steps(cfg)
+def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
+    """Yields size, cost and memory of the run, and its schedules. micro: sequences per micro-step."""
+    counts = parameter_counts(cfg)
+    flops = flops_per_token(cfg)
+    batch = cfg.train_batch_tokens
+    T = cfg.train_seq_len
     yield f"parameters:{counts.total()} ({listed(counts)})"
     yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
     yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
@@ -5789,34 +5991,40 @@ def plan_lines(cfg, team, micro):
         width = team.dtype.itemsize if team.on_gpu else 4
         yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
-    yield f"limits: at most {last} steps ({planned_tokens(cfg)} tokens); {cap}"
+    yield f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); {cap}"
     size = planned_bytes(cfg) if cfg.artifact_bytes_limit and cfg.score_artifact else None
     if size:
         yield (f"artifact: {size} bytes and {len(script_source())} of code (estimate), "
                f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
     yield from stage_lines(cfg)
 
-def stage_lines(cfg):
-    """The table of stages, a row wherever one of its columns changes, by steps as if there were no cap."""
-    last, T = total_steps(cfg), cfg.train_seq_len
-    rows = [(step, stage_at(cfg, step / last), cfg.top_lr(step / last))
-            for step in cfg.marks() if step < last]
+def stage_lines(cfg: Config) -> Iterator[str]:
+    """Yields the table of stages, with a row wherever a column changes, by steps as if there were no cap."""
+    last = total_steps(cfg)
+    T = cfg.train_seq_len
+    rows = []
+    for step in cfg.marks():
+        if step < last:
+            rows.append((step, stage_at(cfg, step / last), cfg.top_lr(step / last)))
     windows = [*cfg.windows(rows[0][1], T)]
-    columns = cfg.plan_columns()
-    more = [name for name in columns if len({getattr(stage, name) for stage in cfg.stages()}) > 1]
+    stages = cfg.stages()
+    more = [name for name in cfg.plan_columns() if len({getattr(stage, name) for stage in stages}) > 1]
     yield " ".join(["stage table: from_step tokens_per_step row_tokens", *windows, "lr_factor", *more])
     for step, stage, lr in rows:
-        sizes = "".join(f" {size:{len(name)}}" for name, size in cfg.windows(stage, stage.row_tokens).items())
-        rest = "".join(f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}" for name in more)
-        yield f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}{sizes} {lr:9.4f}{rest}"
+        line = f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}"
+        for name, size in cfg.windows(stage, stage.row_tokens).items():
+            line += f" {size:{len(name)}}"
+        line += f" {lr:9.4f}"
+        for name in more:
+            line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
+        yield line
     yield f"warmdown: {cfg.warmdown_text()}"
+    line = f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}"
     sizes = cfg.windows(None, cfg.eval_context or T)
-    rest = "".join(f" {name}:{size}" for name, size in sizes.items())
-    yield (f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}"
-           f"{',' if rest else ''}{rest}")
+    yield f"{line}, {listed(sizes)}" if sizes else line
 
-def plot_curves(curves, title, path, log):
-    """loss.png of {split: [(step, training seconds, loss)]}; ./run.sh adds what the log says besides."""
+def plot_curves(curves: dict, title: str, path: Path, log: Callable) -> None:
+    """Draws loss.png of {split: [(step, training seconds, loss)]}. Without matplotlib a line says so."""
     try:
         from matplotlib.figure import Figure
         figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -5851,34 +6059,38 @@ class Run:
     started: str  # UTC
     data: Data = None
     loader: Loader = None
-    micro: int = 0  # sequences at a time
+    micro: int = 0  # sequences per micro-step
     kernels: Kernels = Kernels()
     model: Model = None
     optimizer: Optimizer = None
-    loss_fn: object = None  # the model, compiled where that is possible
+    loss_fn: Callable = None  # the model, compiled where that is possible
     folder: Path = None
 
 class Clock:
-    """Training seconds, the pace of a step, and whether another one fits in before the cap. All ranks go by
-    the same time, on which they agree before each step, GPUs before every fourth, and by their pace between;
-    with a cap at most three steps are then under way, without one the host waits at log lines only."""
-    def __init__(self, cfg, team, state, counter=time.perf_counter):
-        self.cap, self.team, self.counter = cfg.max_wallclock_seconds, team, counter
+    """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks go by the
+    same time: they agree on it before each step, GPUs before every fourth, and by their pace in between. With
+    a cap at most three steps are then under way; without one the host waits at log lines only."""
+    def __init__(self, cfg: Config, team: Team, state: TrainState, counter: Callable = time.perf_counter):
+        self.cap = cfg.max_wallclock_seconds
+        self.team = team
+        self.counter = counter
         self.every = 4 if team.on_gpu else 1
-        self.at, self.then = state.step, state.seconds  # the step and the seconds that were last agreed on
-        self.lap_start, self.laps = (self.at, self.then), state.laps
+        self.at = state.step  # the step and the seconds that were last agreed on
+        self.then = state.seconds
+        self.lap_start = (self.at, self.then)
+        self.laps = state.laps
         self.under_way = []  # events of steps on the device
-        self.multiple = 1  # of the stage
+        self.multiple = 1  # the stage's batch / train_batch_tokens
         self.stop_asked = 0  # signals that came to some rank
 
-    def start(self, seconds):
-        """The clock starts, or goes on, at so many training seconds."""
+    def start(self, seconds: float) -> None:
+        """Starts the clock, or restarts it, at so many training seconds."""
         self.started = self.counter() - seconds
 
-    def seconds(self):
+    def seconds(self) -> float:
         return self.counter() - self.started
 
-    def agree(self, step, exactly, signals):
+    def agree(self, step: int, exactly: bool, signals: int) -> float:
         """Training seconds at this step, the same on all ranks. exactly: the device was just waited for."""
         if exactly or step % self.every == 0:
             while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
@@ -5889,23 +6101,27 @@ class Clock:
             first, since = self.lap_start
             if self.at > first and (exactly or self.cap or not self.team.on_gpu):
                 self.laps.append(((self.then - since) / (self.at - first), self.multiple))
-                self.lap_start = self.at, self.then
+                self.lap_start = (self.at, self.then)
         return self.then + (step - self.at) * self.pace(0.5) * self.multiple
 
-    def pace(self, quantile):
+    def pace(self, quantile: float) -> float:
         """Seconds per step and batch multiple, over the last 100 laps."""
-        paces = sorted(seconds / multiple for seconds, multiple in self.laps[-100:]) or [0.0]
+        paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
         return paces[int(len(paces) * quantile)]
 
-    def is_over(self, step):
+    def is_over(self, step: int) -> bool:
         """Might the steps until the next agreement end after the cap?"""
         reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
         return step > 0 and 0 < self.cap <= self.then + reserve
 
-def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule):
-    """A step on (tokens, targets, candidates if any), at most `micro` sequences at a time. grad_factor: 1 for
-    gradients of the mean loss. schedule: LR factor, momentum, decay factor. Returns this rank's mean loss."""
-    parts, total = list(zip(*(t.split(rows_at_once(len(t), micro)) for t in batch))), 0.0
+def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context,
+               grad_factor: float, *schedule) -> Tensor:
+    """A step on tokens, targets and candidates, if there are any, (rows, T) each, at most `micro` rows at a
+    time. grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
+    rank's mean loss."""
+    size = rows_at_once(len(batch[0]), micro)
+    parts = list(zip(*[tensor.split(size) for tensor in batch]))
+    total = 0.0
     for tokens, targets, *candidates in parts:
         loss = loss_fn(tokens, targets, context, *candidates) / len(parts)
         optimizer.backward(loss * grad_factor)
@@ -5913,27 +6129,38 @@ def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, *schedule
     optimizer.step(*schedule)
     return total
 
-def rows_at_once(rows, most):
+def rows_at_once(rows: int, most: int) -> int:
     """The largest divisor of rows that is at most `most`, or 1."""
-    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
+    return max([n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most)])
 
-def rehearse(run):
-    """Before the clock: compiles and runs every stage on made-up tokens and weights of zero, then draws the
-    first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a smaller one,
-    the compiled step by the eager one. Sets run.loss_fn -> seconds of the slowest step, compiled by then."""
-    model, optimizer, compiled = run.model, run.optimizer, run.cfg.compile
-    changing = [t for bank in optimizer.banks for t in (bank.data, bank.master, bank.grad, *bank.state)]
+def compile_step(run: Run, compiled: bool) -> None:
+    """Sets the model and the optimizer's rules that steps call, compiled if that is wanted."""
+    cfg = run.cfg
+    run.loss_fn = run.model
+    run.optimizer.adam_step = cfg.adam_step
+    run.optimizer.muon_step = cfg.muon_step
+    if not compiled:
+        return
+    run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
+    run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
+    if run.team.on_gpu:  # a CPU gains nothing
+        run.optimizer.muon_step = torch.compile(cfg.muon_step, dynamic=False, fullgraph=True)
+    else:  # saves seconds: no trial builds; FusedLoss may be cached, since the key covers its graph
+        torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
+def rehearse(run: Run) -> float:
+    """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, then
+    draws the first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a
+    smaller one, the compiled step by the eager one. Sets run.loss_fn and the optimizer's rules; returns the
+    seconds of the slowest step that was compiled already."""
+    optimizer = run.optimizer
+    compiled = run.cfg.compile
+    changing = []
+    for bank in optimizer.banks:
+        changing += [bank.data, bank.master, bank.grad, *bank.state]
     while True:
-        run.loss_fn = model
-        optimizer.adam_step, optimizer.muon_step = run.cfg.adam_step, run.cfg.muon_step
-        if compiled:
-            run.loss_fn = torch.compile(model, dynamic=False, fullgraph=run.team.on_gpu)
-            optimizer.adam_step = torch.compile(run.cfg.adam_step, dynamic=True)
-            if run.team.on_gpu:  # a CPU gains nothing
-                optimizer.muon_step = torch.compile(run.cfg.muon_step, dynamic=False, fullgraph=True)
-            else:  # seconds less: fewer trial builds; FusedLoss is cached, its graph is in the cache's key
-                torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
-                torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        compile_step(run, compiled)
         try:
             torch._foreach_zero_(changing)
             slowest = rehearse_stages(run)
@@ -5953,28 +6180,37 @@ def rehearse(run):
     optimizer.step_count = 0
     if optimizer.scales:
         optimizer.scales.reset()
-    values = first_values(model, run.cfg.seed)
+    values = first_values(run.model, run.cfg.seed)
     for bank in optimizer.banks:
         bank.load(values)
     return slowest
 
-def rehearse_stages(run):
-    """A micro-step of each stage in turn, warmup_steps or more -> what rehearse() does. Ranks raise alike."""
-    cfg, team, table, slowest = run.cfg, run.team, run.cfg.stages(), 0.0
+def rehearse_stages(run: Run) -> float:
+    """A micro-step of each stage in turn, warmup_steps of them or more -> what rehearse() returns. If one
+    rank fails, all of them raise."""
+    cfg = run.cfg
+    team = run.team
+    table = cfg.stages()
+    slowest = 0.0
     for step in range(max(cfg.warmup_steps, len(table))):
-        began, stage, problem = time.perf_counter(), table[step % len(table)], None
+        began = time.perf_counter()
+        stage = table[step % len(table)]
         T = stage.row_tokens
         share = stage.batch_tokens // T // team.world_size
         rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
+        problem = None
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = run.model.training_context(T, team.device, team.dtype, stage)
+            # one tensor as tokens and as targets would make another graph
             loss = run.loss_fn(tokens, tokens.clone(), context, *run.model.candidates(tokens, tokens))
-            run.optimizer.backward(loss)  # without the clone it would be another graph
+            run.optimizer.backward(loss)
             team.wait()
         except Exception as error:
             problem = error
-        failed = 2 if problem and out_of_memory(problem) else 1 if problem else 0
+        failed = 0
+        if problem:
+            failed = 2 if out_of_memory(problem) else 1
         failed = all_reduce(torch.tensor(failed), "MAX").item()
         if failed:
             elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
@@ -5986,26 +6222,35 @@ def rehearse_stages(run):
             slowest = max(slowest, (time.perf_counter() - began) * share / rows)
     return slowest
 
-def train(run, state, counter=time.perf_counter):
+def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) -> tuple[Score, str]:
     """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
     for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
-    cfg, team, saver, loader = run.cfg, run.team, run.saver, run.loader
-    began, last, reported, key = counter(), total_steps(cfg), False, None
-    if run.model.build(loader, run.log) and state.step == 0:  # a resumed run has paid for it
+    cfg = run.cfg
+    team = run.team
+    saver = run.saver
+    last = total_steps(cfg)
+    began = counter()
+    if run.model.build(run.loader, run.log) and state.step == 0:  # a resumed run has paid for it
         state.seconds += counter() - began
     clock = Clock(cfg, team, state, counter)
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
+    reported = False
+    context_stage = None
     team.wait()
     clock.start(state.seconds)
     while True:
-        # 1. the time, the same on all ranks; does another step fit in before the cap?
+        # 1. the time, the same on all ranks; does another step fit before the cap?
         step = state.step
         state.seconds = clock.agree(step, reported, saver.signals)
         progress = cfg.progress(step, state.seconds)
         stage = stage_at(cfg, progress)
         clock.multiple = stage.batch_tokens // cfg.train_batch_tokens
-        done = "wallclock_cap" if clock.is_over(step) else "iterations" if step == last else None
-        # 2. a checkpoint; that of the last step is off the clock
+        done = None
+        if clock.is_over(step):
+            done = "wallclock_cap"
+        elif step == last:
+            done = "iterations"
+        # 2. a checkpoint; the last step's is off the clock
         if saver.due(step, state.seconds, clock.stop_asked or team.world_size == 1 and saver.signals, done):
             saver.save(state)
             if done:
@@ -6013,49 +6258,57 @@ def train(run, state, counter=time.perf_counter):
             continue
         # 3. validation, off the clock
         validates = cfg.val_loss_every and step % cfg.val_loss_every == 0
-        sample = cfg.sample_every and step and step % cfg.sample_every == 0
+        samples = cfg.sample_every and step and step % cfg.sample_every == 0
         further = cfg.evaluations(step)
-        if done or validates or further or sample:
+        if done or validates or further or samples:
             team.wait()
             state.seconds = clock.seconds()
             if done:
                 run.optimizer.take_mean()
-            score = validate(run, state, None if done else stage, done, further, sample)
+            score = validate(run, state, None if done else stage, done, further, samples)
             if done:
                 return score, done
             clock.start(state.seconds)
         # 4. a step
-        schedule = cfg.schedule(step, progress)
-        tokens = stage.batch_tokens
-        batch = loader.next(tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
-        batch = *batch, *run.model.candidates(*batch)
-        if key != stage:  # its tables go to the device, for which the host waits
-            key = stage
+        batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
+        batch = (*batch, *run.model.candidates(*batch))
+        if stage != context_stage:  # its tables go to the device, for which the host waits
+            context_stage = stage
             context = run.model.training_context(batch[0].size(1), team.device, team.dtype, stage)
         run.model.update_context(context, progress)
-        factor = tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        schedule = cfg.schedule(step, progress)
+        grad_factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
-        state.tokens += tokens
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, *schedule)
         broken += 0 * loss
         if team.on_gpu and clock.cap:
             clock.under_way.append(torch.cuda.current_stream().record_event())
+        state.tokens += stage.batch_tokens
         state.step += 1
-        # 5. a report, with the mean loss of the ranks
+        # 5. a report
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
-            mean = all_reduce((loss + broken) / team.world_size, group=team.group).item()
-            step, now = state.step, clock.seconds()
-            state.curves["train"].append((step, now, mean))
-            check_finite(mean, "train_loss", step, state.curves["train"])
-            left = now / cfg.progress(step, now) - now
-            run.log(f"step:{step}/{last} train_loss:{mean:.4f} {time_text(now, step)} "
-                    f"tok/s:{state.tokens / now:.0f} lr_factor:{schedule.lr:.3f} eta:{left:.0f}s")
+            report_step(run, state, clock, loss + broken, schedule.lr)
 
-def validate(run, state, stage, done, further, sample):
-    """Off the clock: val_loss with windows and loops of a stage, None: of evaluation; further evaluations and
-    samples if asked for. done: why no step follows, or None."""
-    cfg, log, step = run.cfg, run.log, state.step
+def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, lr_factor: float) -> None:
+    """Logs the mean loss of the ranks, for which it waits. Raises Refused if that is not finite."""
+    cfg = run.cfg
+    mean = all_reduce(loss / run.team.world_size, group=run.team.group).item()
+    step = state.step
+    now = clock.seconds()
+    state.curves["train"].append((step, now, mean))
+    check_finite(mean, "train_loss", step, state.curves["train"])
+    left = now / cfg.progress(step, now) - now
+    run.log(f"step:{step}/{total_steps(cfg)} train_loss:{mean:.4f} {time_text(now, step)} "
+            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s")
+
+def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None, further: list[Callable],
+             samples: bool) -> Score:
+    """Off the clock: val_loss with the windows and loops of a stage, None: those of evaluation; further
+    evaluations and samples if asked for. done: why no step follows, or None."""
+    cfg = run.cfg
+    log = run.log
+    step = state.step
     if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
     log("evaluating val_loss")
@@ -6064,39 +6317,51 @@ def validate(run, state, stage, done, further, sample):
     log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
     log.seal()
     check_finite(score.val_loss, "val_loss", step, state.curves["train"])
-    for evaluation in further if not done else ():
-        evaluation(run.model, cfg, run.data, run.team, log)
-    if sample and not done:
-        show_samples(run.model, cfg, run.data, run.team, log)
+    if not done:
+        for evaluation in further:
+            evaluation(run.model, cfg, run.data, run.team, log)
+        if samples:
+            show_samples(run.model, cfg, run.data, run.team, log)
     run.team.share(None)  # as in Saver.save
     return score
 
-def time_text(seconds, step):
+def time_text(seconds: float, step: int) -> str:
     return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
 
-def check_finite(loss, name, step, curve):
-    past = "before: " + (", ".join(f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]) or "nothing")
+def check_finite(loss: float, name: str, step: int, curve: list) -> None:
+    """Raises Refused, with the losses before, if this one is not finite."""
+    past = "before: " + (", ".join([f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]]) or "nothing")
     require(math.isfinite(loss), f"{name} is not finite at step {step} ({past}): lower the learning rates")
 
-def training_report(run, state, score, stop_reason):
+def training_report(run: Run, state: TrainState, score: Score, stop_reason: str) -> dict:
     """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
-    cfg, team, now, tokens = run.cfg, run.team, state.seconds, state.tokens
+    now = state.seconds
     laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
     step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
-    flops = flops_per_token(cfg) * tokens
+    flops = flops_per_token(run.cfg) * state.tokens
+    mfu = None
+    if re.search("H[12]00", hardware(run.team)):
+        mfu = flops / (H100_FLOPS * run.team.world_size * now)
+    min_val_bpb = score.val_bpb
+    if score.val_bpb:
+        min_val_bpb = score.val_bpb / score.val_loss * min([loss for _, _, loss in state.curves["val"]])
     return dict(
         train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=state.step,
-        tokens=tokens, tok_per_s=round(tokens / now), stop_reason=stop_reason, total_training_flops=flops,
-        mfu=flops / (H100_FLOPS * team.world_size * now) if re.search("H[12]00", hardware(team)) else None,
-        min_val_bpb=score.val_bpb and score.val_bpb / score.val_loss * min(p[2] for p in state.curves["val"]))
+        tokens=state.tokens, tok_per_s=round(state.tokens / now), stop_reason=stop_reason,
+        total_training_flops=flops, mfu=mfu, min_val_bpb=min_val_bpb)
 
-def open_folder(run, again):
-    """logs/<run_id>/ with train_gpt.py and train.log, new or, of a resumed run, again. Raises Refused."""
-    cfg, team, log, rule = run.cfg, run.team, run.log, "=" * 100
+def open_folder(run: Run, again: bool) -> None:
+    """Opens logs/<run_id>/ with train_gpt.py and train.log. again: it may exist, as that of a resumed run
+    does. Raises Refused."""
+    cfg = run.cfg
+    team = run.team
+    log = run.log
     kind = "eval" if cfg.eval_from else cfg.preset
     run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
-    folder, problem = Path("logs", run_id), None
+    folder = Path("logs", run_id)
+    problem = None
     if team.rank == 0:
+        rule = "=" * 100
         versions = f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}"
         gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
         head = [script_source().decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
@@ -6108,29 +6373,31 @@ def open_folder(run, again):
             why = "exists" if isinstance(error, FileExistsError) else f"cannot be written ({error.strerror})"
             problem = Refused(f"run_id={run_id!r}: {folder} {why}")
     team.share(problem)
-    log.path, run.folder = folder / "train.log", folder
-    run.cfg, run.asked = replace(cfg, run_id=run_id), replace(run.asked, run_id=run_id)
+    log.path = folder / "train.log"
+    run.folder = folder
+    run.cfg = replace(cfg, run_id=run_id)
+    run.asked = replace(run.asked, run_id=run_id)
     log(f"run folder: {folder}")
-    lines = "".join(f"config {name}={show(value)}\n" for name, value in vars(run.cfg).items())
+    lines = "".join([f"config {name}={show(value)}\n" for name, value in vars(run.cfg).items()])
     config = hashlib.sha256(lines.encode()).hexdigest()
     inputs = {"train_gpt.py": script_sha256(), "config": config} | run.data.about["sha256"]
-    log(*(f"sha256 {name}:{digest}" for name, digest in inputs.items()))
+    log(*[f"sha256 {name}:{digest}" for name, digest in inputs.items()])
 
-def first_result(run, changed, resumed):
+def first_result(run: Run, changed: dict, resumed: bool) -> dict:
     """result.json as far as it is known before training."""
-    cfg, team, context = run.cfg, run.team, run.cfg.eval_context or run.cfg.train_seq_len
+    cfg = run.cfg
+    context = cfg.eval_context or cfg.train_seq_len
     settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
                     eval_stride=cfg.eval_stride or context, eval_window=cfg.scoring_window() or "full")
     return dict(run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
         train_time_ms=0, steps=0, tokens=0, bytes_code=len(script_source()), bytes_model=None,
-        bytes_total=None, code_sha256=script_sha256(), world_size=team.world_size, hardware=hardware(team),
-        torch=torch.__version__, config={name: show(value) for name, value in vars(cfg).items()},
-        overrides=changed, data=run.data.about, eval=settings, stop_reason="eval_from",
-        started=run.started, resumed=resumed)
+        bytes_total=None, code_sha256=script_sha256(), world_size=run.team.world_size,
+        hardware=hardware(run.team), torch=torch.__version__,
+        config={name: show(value) for name, value in vars(cfg).items()}, overrides=changed,
+        data=run.data.about, eval=settings, stop_reason="eval_from", started=run.started, resumed=resumed)
 
-def prepare(run):
-    """Opens the dataset and prints the plan; a dry run does without data. Raises Refused."""
-    cfg, team, log = run.cfg, run.team, run.log
+def check_speed(cfg: Config, team: Team, log: Callable) -> None:
+    """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
     seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
     if seconds > 60 and not (team.on_gpu or cfg.eval_from):
         why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, all "
@@ -6138,6 +6405,13 @@ def prepare(run):
                "PRESET=tiny trains for 2 min; DEVICE=cpu insists")
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
+
+def prepare(run: Run) -> None:
+    """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
+    cfg = run.cfg
+    team = run.team
+    log = run.log
+    check_speed(cfg, team, log)
     try:
         run.data = open_data(cfg, log)
         bos = cfg.bos_id or max(run.data.bos, 0)
@@ -6159,25 +6433,32 @@ def prepare(run):
     elif team.on_gpu:
         run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))
 
-def train_model(run, checkpoint, began):
+def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score, dict, dict]:
     """First values or a checkpoint, rehearsal, training. Returns Score, curves, part of the result."""
-    cfg, team, log = run.cfg, run.team, run.log
+    cfg = run.cfg
+    team = run.team
+    # 1. model and optimizer
     with team.device:
         run.model = cfg.make_model(run.kernels)
     run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
                               dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
+    # 2. rehearsal
     how_long = "some minutes" if team.on_gpu else "half a minute"
-    log("rehearsal before the clock" + (f", compiling: about {how_long}" if cfg.compile else ""))
+    run.log("rehearsal before the clock" + (f", compiling: about {how_long}" if cfg.compile else ""))
     slowest = rehearse(run)
-    setup_ms, compile_ms = (round(1e3 * t) for t in (ready - began, time.perf_counter() - ready))
-    log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
+    setup_ms = round(1e3 * (ready - began))
+    compile_ms = round(1e3 * (time.perf_counter() - ready))
+    run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
+    # 3. training
     state = restore(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.saver.begin(run, state)
     score, stop_reason = train(run, state)
-    run.optimizer.group = team.group = None
+    team.group = None
+    run.optimizer.group = None
+    # 4. the fp32 weights that it made
     for name, value in run.optimizer.weights().items():
         run.model.get_parameter(name).data = value.to(team.device)
     report = training_report(run, state, score, stop_reason)
@@ -6185,11 +6466,13 @@ def train_model(run, checkpoint, began):
                    compiled=run.loss_fn is not run.model)
     return score, state.curves, report
 
-def write_and_read_back(run):
+def write_and_read_back(run: Run) -> dict:
     """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
-    report, model = {}, run.model
+    report = {}
+    model = run.model
     if run.team.rank == 0:  # other hosts lack the file
-        began, hessians = time.perf_counter(), {}
+        began = time.perf_counter()
+        hessians = {}
         if run.cfg.score_artifact:
             hessians = run.cfg.calibrate(model, run.data, run.team)
         if hessians:
@@ -6197,59 +6480,77 @@ def write_and_read_back(run):
         report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
         if run.cfg.score_artifact:
             model.drop_state()  # room for that of the file
-            again = load_model(run.folder / artifact_name(run.cfg), run.team.device)[0]
+            again, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
             model.take_state(again)
             model.load_state_dict(again.state_dict())
     for p in model.parameters():
         run.team.broadcast(p.data)
     return report
 
-def finish(run, result, report, scores, curves, began):
-    """Samples, picture, summary and result.json, by rank 0."""
-    cfg, log = run.cfg, run.log
+def finish(run: Run, result: dict, report: dict, scores: dict, curves: dict, began: float) -> None:
+    """On rank 0: samples, picture, summary and result.json."""
+    cfg = run.cfg
+    log = run.log
     score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
     show_samples(run.model, cfg, run.data, run.team, log)
     if curves:
         plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
-    process_ms, finished = round(1e3 * (time.perf_counter() - began)), f"{datetime.now(UTC):%FT%TZ}"
+    process_ms = round(1e3 * (time.perf_counter() - began))
+    finished = f"{datetime.now(UTC):%FT%TZ}"
     report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
     result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}
     rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
     for key, value in rows.items():
-        if isinstance(value, float):
-            value = f"{value:{'.4g' if 'flops' in key else '.8f' if 'bpb' in key else '.4f'}}"
-        log(f"{key:>21}  {listed(value) if isinstance(value, dict) else value}")
-    log(*(f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))))
+        if isinstance(value, dict):
+            value = listed(value)
+        elif isinstance(value, float) and "flops" in key:
+            value = f"{value:.4g}"
+        elif isinstance(value, float):
+            value = f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
+        log(f"{key:>21}  {value}")
+    log(*[f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))])
     log.seal()
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
 
-def run_once(argv, env, log, saver):
-    """One run: the plan only, the score of a file, or training."""
-    cfg = load_config(env, argv)
-    began, started = time.perf_counter(), f"{datetime.now(UTC):%FT%TZ}"
+def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
+    """Logs what was given and has no effect."""
     for name in sorted(given_names(env, argv) & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER needs ./run.sh: nothing is handed on from here")
+
+def load_asked(asked: Config, team: Team, changed: dict) -> tuple[Model, Config]:
+    """The model of eval_from and its Config. Raises Refused if a constant that was changed differs in it."""
+    model, cfg = load_model(asked.eval_from, team.device, asked)
+    for name in {"preset", *changed} & {*cfg.model_fields()}:
+        there = show(getattr(cfg, name))
+        require(show(getattr(asked, name)) == there, f"the model has {name}={there}: give that")
+    return model, cfg
+
+def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
+    """One run: the plan only, the score of a file, or training."""
+    cfg = load_config(env, argv)
+    began = time.perf_counter()
+    started = f"{datetime.now(UTC):%FT%TZ}"
+    warn(cfg, argv, env, log)
     script_source()
-    team, checkpoint, model = Team(cfg, env), None, None
+    team = Team(cfg, env)
+    checkpoint = None
     if cfg.resume:
         cfg, checkpoint = resume(cfg, team, log)
         if not cfg:
             return
         team = Team(cfg, env)
     changed = {name: texts for name, texts in overrides(cfg).items() if name != "dry_run"}
-    log(*(f"override {name} {old} -> {new}" for name, (old, new) in changed.items()))
+    log(*[f"override {name} {old} -> {new}" for name, (old, new) in changed.items()])
     # 1. the plan
+    model = None
     if cfg.eval_from:
-        asked, (model, cfg) = cfg, load_model(cfg.eval_from, team.device, cfg)
-        for name in {"preset", *changed} & {*cfg.model_fields()}:
-            there = show(getattr(cfg, name))
-            require(show(getattr(asked, name)) == there, f"the model has {name}={there}: give that")
+        model, cfg = load_asked(cfg, team, changed)
     run = Run(cfg, cfg, team, log, saver, started, model=model)
     saver.run = run
     prepare(run)
@@ -6261,11 +6562,14 @@ def run_once(argv, env, log, saver):
     if not model:
         run.loader.check()
     open_folder(run, again=checkpoint is not None)
+    cfg = run.cfg
     result = first_result(run, changed, checkpoint is not None)
     log(f"eval settings: {listed(result['eval'])}")
-    log(*(f"config {name}={value}" for name, value in result["config"].items()), echo=False)
+    log(*[f"config {name}={value}" for name, value in result["config"].items()], echo=False)
     # 2. training, then its artifact as read back; or the file
-    scores, curves, report, cfg = {}, {}, {}, run.cfg
+    scores = {}
+    curves = {}
+    report = {}
     if model:
         kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
         scores[kind] = evaluate(model, cfg, run.data, team)
@@ -6288,7 +6592,7 @@ def run_once(argv, env, log, saver):
     if team.rank == 0:
         finish(run, result, report, scores, curves, began)
 
-def main(argv, env):
+def main(argv: Sequence[str], env: Mapping) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training."""
     if "--help" in argv or "-h" in argv:
         print(*help_text(preset_of(env, argv)), sep="\n")
@@ -6304,19 +6608,25 @@ def main(argv, env):
         return 0
     except (Exception, KeyboardInterrupt) as error:
         code, why = explain(error, log, saver)
-    with suppress(OSError):  # of a full disk
+    with suppress(OSError):  # the disk may be full
         log.last_line(why)
     if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
         print(f"train_gpt: {why}", file=sys.stderr, flush=True)
-    if dist.is_initialized():  # not waiting for the others in a collective
+    if dist.is_initialized():  # without waiting for the others in a collective
         os._exit(code)
     return code
 
-def explain(error, log, saver):
-    """(exit code, last line of train.log) of what ended this rank; traceback only for a mistake of ours."""
-    refused, interrupted = isinstance(error, (Refused, ImportError)), isinstance(error, KeyboardInterrupt)
-    code, run = 2 if refused and not log.path else 1, saver.run
-    why = " ".join(str(error).split()) or "interrupted" if refused or interrupted else brief(error)
+def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
+    """The exit code and the last line of train.log for what ended this rank. Prints the traceback only of a
+    mistake of ours."""
+    refused = isinstance(error, (Refused, ImportError))
+    interrupted = isinstance(error, KeyboardInterrupt)
+    run = saver.run
+    code = 2 if refused and not log.path else 1
+    if refused or interrupted:
+        why = " ".join(str(error).split()) or "interrupted"
+    else:
+        why = brief(error)
     if out_of_memory(error):
         why = "out of memory: lower DEVICE_BATCH_SIZE"
     elif "No space left" in str(error):

@@ -37,8 +37,11 @@ def several(targets, weights):
 
 
 def fused(cap, product, x, head, targets, weights=None):
+    loss = {fp8_head: train_gpt.fp8_fused_loss,
+            fp8_linear: partial(train_gpt.fp8_fused_loss, most=train_gpt.HEAD_MOST_BY_MAXIMUM)}
+    loss = loss.get(product, train_gpt.fused_loss)
     with mock.patch("torch.compiler.is_compiling", lambda: True):
-        return train_gpt.fused_loss(x, head, targets, cap, product, weights, train_gpt.kernel_losses)
+        return loss(x, head, targets, cap, product, weights, train_gpt.kernel_losses)
 
 
 def reference(cap, product, x, head, targets, weights=None):

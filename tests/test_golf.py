@@ -147,7 +147,7 @@ def test_ranks_share_the_rows(cfg, stream, name):
 def test_ttt_trains_on_what_it_scored_and_on_nothing_else(cfg, stream, monkeypatch):
     cfg, scored, trained = replace(cfg, **PROTOCOLS["ttt"]), [0], []
 
-    def score(model, cfg, rows, team):
+    def score(model, cfg, rows, team, *_):
         scored.append(scored[-1] + sum(len(ids) - first for ids, first in rows))
         return ()
 
@@ -195,20 +195,17 @@ def test_ttt_learns_a_text_that_repeats(cfg):
 SUM = "the probabilities of all tokens that may follow the same ones sum to"
 PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its place, what the probe says
     "trains before it scores": (
-        "ttt", "        mine = waiting[",
+        "ttt", "        score_share(nats, waiting,",
         "        if row[-1] - scored > cfg.train_seq_len:\n"
-        "            test_time_step(model, optimizer, cfg, tokens[scored:row[-1] + 1], team)\n"
-        "        mine = waiting[", "a leak"),
+        "            test_time_step(copied, optimizer, cfg, tokens[scored:row[-1] + 1], team)\n"
+        "        score_share(nats, waiting,", "a leak"),
     "trains beyond what it scored": (
         "ttt", "tokens[trained:trained + full + 1]", "tokens[trained:trained + full + 33]", "a leak"),
     "two passes, the second one counts": (
         "ttt", "            trained += full\n", "            trained += full\n"
-        "    asked = [(tokens[low:last + 1], first - low) for low, first, last in rows]\n"
-        "    for i, found, _ in score_rows(model, cfg, asked, team):\n"
-        "        nats[rows[i][1]:rows[i][2] + 1] = found\n", "a leak"),
+        "    score_share(nats, rows, copied, cfg, tokens, team)\n", "a leak"),
     "trains the model that it was given": (
-        "ttt", "        trained_model.load_state_dict(model.state_dict())\n",
-        "        trained_model = model\n", "a leak"),
+        "ttt", "    copied.load_state_dict(model.state_dict())\n", "    copied = model\n", "a leak"),
     "rows that the whole text decides": (
         "sliding", "protocol_rows(cfg, protocol, len(tokens))",
         "protocol_rows(replace(cfg, eval_sliding=cfg.eval_sliding - int(tokens.astype(int).sum() % 3)), "

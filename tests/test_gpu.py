@@ -217,7 +217,8 @@ def test_compiled_loss_equals_the_reference(product):
     x = torch.nn.functional.rms_norm(x, (C,)).requires_grad_()
     head = (0.1 * torch.randn(V, C, device="cuda", generator=draw)).requires_grad_()
     targets = torch.randint(V, (1, tokens), device="cuda", generator=draw)
-    by_kernel = partial(train_gpt.fused_loss, row_losses=train_gpt.kernel_losses)
+    fused = train_gpt.fused_loss if product is train_gpt.linear else train_gpt.fp8_fused_loss
+    by_kernel = partial(fused, row_losses=train_gpt.kernel_losses)
     loss = torch.compile(by_kernel, dynamic=False, fullgraph=True)
 
     def run(fn, product):

@@ -222,7 +222,7 @@ def plain_update(weight, gradients, beta2, margin, lr, decay, second):
         g = g.double()
         buffer = 0.9 * buffer + 0.1 * g
         ahead = (0.1 * g + 0.9 * buffer).float()[None]
-        u = train_gpt.orthogonalize(ahead, 5, "polar_express", margin=margin)[0].double()
+        u = train_gpt.orthogonalize(ahead, 5, "polar_express", safety_factor=margin)[0].double()
         mean = beta2 * mean + (1 - beta2) * u.square().mean(1 if by_row else 0, keepdim=True)
         scaled = u / mean.sqrt()
         u = scaled * u.norm() / scaled.norm()
