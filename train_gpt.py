@@ -14,7 +14,7 @@ Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: 
 """
 # ---------- 2 imports
 import sys
-if sys.version_info < (3, 11):  # which some of what follows does not know
+if sys.version_info < (3, 11):  # datetime.UTC and others are new in 3.11
     print("train_gpt: Python 3.11 or newer is needed: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
     sys.exit(2)
 import csv
@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from functools import cache, partial
@@ -52,183 +52,192 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-triton = None  # of a build of torch without CUDA
+triton = None  # CPU builds of torch ship without it
 with suppress(ImportError):
     import triton
     import triton.language as tl
 
 class Refused(Exception):
-    """Why there is no run (exit code 2) or why it ends (exit code 1), in one sentence for the user."""
+    """Why there is no run (exit code 2), or why a run ends (exit code 1), in one sentence for the user."""
 
 class Missing(Refused):
-    """Data that have not been downloaded or prepared yet."""
+    """Data that has not been downloaded or prepared yet."""
 
-def require(condition, sentence, error=Refused):
-    """Raises Refused, or a subclass of it, with the sentence unless the condition holds."""
+def require(condition: object, sentence: str, error: type[Refused] = Refused) -> None:
+    """Raises Refused, or the given kind of it, with this sentence unless the condition holds."""
     if not condition:
         raise error(sentence)
 
 # ---------- 3 run constants, flags, checks
-def option(default, doc, least=0, most=1e12, choices=(), off=False, model=False, of=None):
-    """A constant: default, unit and meaning, the range of its numbers or the choices of its text. model: the
-    forward pass depends on it. of: the type of a list's entries, where the default is an empty one."""
+def option(default: object, doc: str, least: float = 0, most: float = 1e12, choices: tuple = (),
+           off: bool = False, model: bool = False, of: type | None = None) -> Field:
+    """A constant: default, meaning with its unit, the range of its numbers or the choices of its text. off: 0
+    turns it off. model: the forward pass depends on it. of: type of a list's entries, if the default has
+    none."""
     if isinstance(default, tuple) and default:
         of = type(default[0])
     limits = dict(doc=doc, least=least, most=most, choices=choices, off=off, model=model, of=of)
     return field(default=default, metadata=limits)
 
-def optional(default, doc, least=0, most=1e12, model=False):
-    """A constant that 0 turns off or leaves to be derived; -1 is read as 0, as nanochat types it."""
+def optional(default: object, doc: str, least: float = 0, most: float = 1e12, model: bool = False) -> Field:
+    """A constant that 0 turns off or leaves to be derived; -1 means 0, as on nanochat's command lines."""
     return option(default, doc, least, most, off=True, model=model)
 
 class Recipe:
-    """What the rest of the file asks of a recipe beside its constants. The first ones every recipe gives; the
-    others have neutral defaults. Golf is the shortest example."""
-    # {constant that the game's public script has and the recipe does not need: its only value, None: any}
+    """What the rest of the file asks of a recipe besides its constants. Every recipe provides the methods of
+    the first group; the others have neutral defaults. Golf is the shortest example."""
+    # constants of the game's public script that the recipe has no use for: {name: its only value, None: any}
     unused = {}
 
-    def stages(self):
-        """[Stage], in order."""
+    def stages(self) -> "list[Stage]":
+        """The table of stages, in order."""
         raise NotImplementedError
 
-    def parameter_table(self):
-        """{kind: Row}, a row for each kind of parameter. Raises Refused."""
+    def parameter_table(self) -> "dict[str, Row]":
+        """{kind: Row}, one row for each kind of parameter. Raises Refused."""
         raise NotImplementedError
 
-    def make_model(self, kernels):
-        """The Model, without values."""
+    def make_model(self, kernels: "Kernels") -> "Model":
+        """The model, its parameters not yet filled."""
         raise NotImplementedError
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """Updates matrices p (N, R, C), their momentum buffer and NorMuon's second moments. grad (N, R, C)
-        times grad_scale is the gradient. Numbers are 0-dim; dtype: of products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Updates matrices p (N, R, C), their momentum buffer and NorMuon's second moments in place. The
+        gradient is grad (N, R, C) times grad_scale. grad_scale, momentum, lr and decay are 0-dim, so that one
+        compiled graph serves all steps; dtype is that of the matrix products."""
         raise NotImplementedError
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """Updates p (n,) and both moments. step counts from 1. grad_scale, step, lr and decay are 0-dim;
-        decay is None where the parameter table has 0."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Updates p and both moments, all of one shape, in place. step counts from 1. grad_scale, step, lr
+        and decay are 0-dim; decay is None where the parameter table has 0."""
         raise NotImplementedError
 
-    def schedule(self, step, progress):
-        """Schedule of a step, where a part `progress` of the run, 0 to 1, is done."""
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """Learning rate, momentum and decay of a step. progress: the part of the run that is done, 0 to 1."""
         raise NotImplementedError
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         """The class of Packer that cfg.packing names."""
         raise NotImplementedError
 
-    def layers(self, stage=None):
-        """[Layer], one per layer, with the windows of a stage; None: of the last one."""
+    def layers(self, stage: "Stage | None" = None) -> "list[Layer]":
+        """What each layer costs, with the windows of this stage; None: of the last one."""
         raise NotImplementedError
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         """When and how far the learning rate falls, for the plan."""
         raise NotImplementedError
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
-        """w (R, C) -> int8 (R, C), fp16 scales (R,). row: of the parameter table. coarser: factor on the
-        steps of rounding. hessian: what calibrate() found for it."""
+    def quantize(self, row: "Row", w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """w (R, C) -> int8 (R, C) and fp16 scales (R,). row: its row of the parameter table. coarser: factor
+        on the rounding steps. hessian: what calibrate() found for this matrix."""
         raise NotImplementedError
 
     # ----- constants
     @classmethod
-    def of(cls, preset, given):
+    def of(cls, preset: str, given: dict) -> "Config":
         """The recipe with given {constant: value} in place of its own."""
         return cls(**given)
 
-    def check(self):
+    def check(self) -> None:
         """Raises Refused for constants that make no run together."""
 
     @classmethod
-    def model_fields(cls):
-        """The constants that the forward pass depends on: what files of a model hold."""
+    def model_fields(cls) -> list[str]:
+        """The constants that the forward pass depends on; files of a model hold them."""
         return [f.name for f in fields(cls) if f.metadata["model"]]
 
     @classmethod
-    def of_file(cls, shape, base):
-        """The recipe with a file's constants, the rest as in base, a Config, if that is of this recipe. Its
-        batch is a row, since a file's rows may not divide any other."""
+    def of_file(cls, shape: dict, base: "Config | None") -> "Config":
+        """The recipe with a file's constants, the rest as in base if that is of this recipe, else what base
+        overrides. Its batch is a single row, since the file's rows may not divide any other batch."""
         constants = {name: shape[name] for name in cls.model_fields()}
         constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
                           seq_schedule=())
         if not isinstance(base, cls):
             known = fields_of(cls)
-            given = {name: getattr(base, name) for name in overrides(base)} if base else {}
-            base = cls(**{name: value for name, value in given.items() if name in known})
+            given = {}
+            if base:
+                given = {name: getattr(base, name) for name in overrides(base) if name in known}
+            base = cls(**given)
         return replace(base, **constants)
 
     # ----- the run
-    def progress(self, step, seconds):
-        """The part of the run that is done: by steps or by seconds of the cap, whichever is further."""
+    def progress(self, step: int, seconds: float) -> float:
+        """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
+        is further."""
         by_steps = step / total_steps(self)
         by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
         return min(1.0, max(by_steps, by_seconds))
 
-    def layer_order(self, stage):
-        """The layers as a stage passes them."""
+    def layer_order(self, stage: "Stage") -> list[int]:
+        """The layers in the order in which a stage runs them."""
         return list(range(self.num_layers))
 
-    def fp8_part(self, on_gpu):
+    def fp8_part(self, on_gpu: bool) -> str:
         """Which products of training are in fp8: off, head or all. Raises Refused."""
         return "off"
 
-    def linears(self, on_gpu, log):
-        """linear() of the blocks and of lm_head, and the loss that computes lm_head's product alike."""
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+        """linear() of the blocks and of lm_head, and the loss that computes its logits like the latter."""
         return linear, linear, fused_loss
 
-    def further_kernels(self, on_gpu):
-        """{field of Kernels: function} where the recipe's own is faster."""
+    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
+        """{field of Kernels: function} for what the recipe has a faster version of."""
         return {}
 
     # ----- data, scores, artifact
-    def check_data(self, data):
-        """Raises Refused for a dataset that lacks what the recipe's scores need."""
+    def check_data(self, data: "Data") -> None:
+        """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
 
-    def masks_documents(self):
-        """Does attention stay in a document?"""
+    def masks_documents(self) -> bool:
+        """Does attention stay within a document?"""
         return False
 
-    def document_limit(self):
-        """Tokens at which packed documents are cut; 0: nowhere."""
+    def document_limit(self) -> int:
+        """Maximum document length in tokens; 0: no limit."""
         return 0
 
-    def scoring_window(self):
-        """Tokens before its own that a long layer sees in evaluation; 0: all."""
+    def scoring_window(self) -> int:
+        """Tokens before its own that a token sees in long layers in evaluation; 0: all."""
         return 0
 
-    def evaluations(self, step=None):
-        """Further scores that are due at this step, None: at the end. Each is a function of (model, cfg,
-        data, team, log) that returns part of the result."""
+    def evaluations(self, step: int | None = None) -> list[Callable]:
+        """Further scores that are due at this step; None: at the end. Each is a function of (model, cfg,
+        data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, model, data, team):
-        """{parameter: hessian for quantize()}, from training data; counts as training."""
+    def calibrate(self, model: "Model", data: "Data", team: "Team") -> dict[str, Tensor]:
+        """{parameter: hessian for quantize()} from training data; the time counts as training."""
         return {}
 
-    def keeps_text(self):
+    def keeps_text(self) -> bool:
         """Does the artifact hold training text?"""
         return False
 
     # ----- the plan
-    def windows(self, stage, T):
-        """{name: tokens before its own that a token sees in a row of T}, where it does not see all; stage
-        None: in scoring."""
+    def windows(self, stage: "Stage | None", T: int) -> dict[str, int]:
+        """{name: tokens before its own that a token sees in a row of T}, for windows that may be shorter than
+        the row; stage None: in scoring."""
         return {}
 
-    def marks(self):
-        """The steps at which a row of the table of stages begins."""
+    def marks(self) -> list[int]:
+        """The steps at which the plan has a new row: where stages begin."""
         return sorted({stage.first_step for stage in self.stages()})
 
-    def top_lr(self, progress):
-        """The factor on learning rates before the warmdown."""
+    def top_lr(self, progress: float) -> float:
+        """LR factor before the warmdown."""
         return stage_at(self, progress).lr
 
-    def plan_columns(self):
-        """Further columns of stages that the plan shows where they differ."""
+    def plan_columns(self) -> list[str]:
+        """Further columns of stages, which the plan shows if they differ."""
         return []
 
-    def state_bytes(self):
-        """Memory of state that is made from training tokens."""
+    def state_bytes(self) -> int:
+        """Memory in bytes of the state that is made from training tokens."""
         return 0
 
 @dataclass(frozen=True)
@@ -239,23 +248,23 @@ class Config(Recipe):
     # the run
     run_id: str = option("", "folder under logs/; empty: preset, seed and time")
     seed: int = option(1337, "seed of first values and samples", 0, 2**31 - 1)
-    device: str = option("auto", "where to train; auto: every GPU there is", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where to train; auto: all GPUs there are", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
                         choices=("auto", "float32", "bfloat16"))
     sdpa_backend: str = option("flash3", "on a GPU: FlashAttention 3 if it is there; auto: flex and torch's",
                                choices=("flash3", "auto"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
-    triton_kernels: bool = option(True, "our own kernels on a GPU; 0: what torch.compile makes")
+    triton_kernels: bool = option(True, "our own Triton kernels on a GPU; 0: what torch.compile generates")
     dry_run: bool = option(False, "print the plan only")
     eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
-    resume: str = option("", "run_id to go on with")
+    resume: str = option("", "run_id to resume")
     save_every: int = optional(0, "steps between checkpoints; 0: none")
     save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
     sample_every: int = optional(0, "steps between samples; 0: at the end only")
-    sample: str = option("", "prompts, '|' between them; empty: beginnings of val documents")
+    sample: str = option("", "prompts separated by '|'; empty: beginnings of val documents")
     sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.8, "0: greedy", 0, 10)
-    sample_top_k: int = optional(0, "sample among the k likeliest tokens; 0: all", 0, 65_536)
+    sample_top_k: int = optional(0, "sample from the k likeliest tokens; 0: from all", 0, 65_536)
     train_log_every: int = optional(0, "steps between train_loss lines after the tenth; 0: 100")
     val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
     # data and batch
@@ -266,15 +275,15 @@ class Config(Recipe):
     bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535, model=True)
     train_seq_len: int = option(1024, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(1024, "tokens per step over all ranks", 1, 1 << 30)
-    # columns of the table of stages, one entry per stage; empty: as stages() has them
-    stage_starts: tuple = option((), "parts of iterations at which stages begin", 0, 1, of=float)
+    # columns of the table of stages, one entry per stage; empty: as the rows of stages() have them
+    stage_starts: tuple = option((), "fractions of iterations at which stages begin", 0, 1, of=float)
     batch_schedule: tuple = option((), "train_batch_tokens times this, per stage", 1, 1024, of=int)
     seq_schedule: tuple = option((), "train_seq_len times this, per stage", 1, 1024, of=int)
-    packing: str = option("rows", "how training rows are made of the stream", choices=("rows",))
+    packing: str = option("rows", "how training rows are cut from the stream", choices=("rows",))
     shuffle: bool = option(False, "training rows in one random order; 0: in order")
     max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
     device_batch_size: int = optional(0, "rows per rank and micro-step; 0: as many as fit")
-    val_tokens: int = optional(0, "the first tokens of val that are scored; 0: all")
+    val_tokens: int = optional(0, "how many tokens of val are scored, from its start; 0: all")
     val_batch_size: int = option(65_536, "tokens per evaluation step and rank", 1)
     eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
     eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
@@ -283,22 +292,23 @@ class Config(Recipe):
     model_dim: int = option(2, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(1, "query heads", 1, 4096, model=True)
     # optimizer and length
-    grad_clip_norm: float = optional(0.0, "norm of all gradients together; 0: no clipping", 0, 1e6)
-    ema_decay: float = optional(0.0, "score the mean of past weights; 0: the last ones", 0, 0.99999)
-    loss_sum_ranks: int = optional(0, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
+    grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
+    ema_decay: float = optional(0.0, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
+    loss_sum_ranks: int = optional(0, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
     iterations: int = option(1, "steps at most", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
-    warmup_steps: int = optional(2, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    warmup_steps: int = optional(2, "warmup steps before the clock starts, undone afterwards", 0, 1000)
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "bytes of artifact and script, by coarser steps; 0: no limit")
     artifact_codec: str = option("zlib", "compressor", choices=("zlib", "brotli"))
-    artifact_keep: int = option(65_536, "tensors of at most this many numbers stay fp16")
+    artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
 
-    def check(self):
+    def check(self) -> None:
         """Raises Refused for constants that make no run together."""
-        batch, T = self.train_batch_tokens, self.train_seq_len
+        batch = self.train_batch_tokens
+        T = self.train_seq_len
         if batch % T:
             raise Refused(f"train_batch_tokens={batch} must be a multiple of train_seq_len={T}")
         starts = [stage.start for stage in self.stages()]
@@ -310,8 +320,9 @@ class Config(Recipe):
                               f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
         if self.model_dim % (2 * self.num_heads):
             raise Refused(f"model_dim={self.model_dim} must be a multiple of 2 * num_heads={self.num_heads}")
-        if self.eval_stride > (self.eval_context or T):
-            raise Refused(f"eval_stride={self.eval_stride} exceeds a row of {self.eval_context or T} tokens")
+        eval_context = self.eval_context or T
+        if self.eval_stride > eval_context:
+            raise Refused(f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
         if self.val_tokens == 1:
             raise Refused("val_tokens=1 leaves no target")
         for stage in self.stages():
@@ -321,13 +332,13 @@ class Config(Recipe):
         if self.shuffle and self.packing != "rows":
             raise Refused(f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
-def check_window_pattern(cfg):
-    """Raises Refused for anything but L and S."""
+def check_window_pattern(cfg: Config) -> None:
+    """Raises Refused for a pattern that has anything but L and S."""
     if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
         raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
 
-def check_grouped_queries(cfg):
-    """Raises Refused where num_kv_heads does not divide num_heads."""
+def check_grouped_queries(cfg: Config) -> None:
+    """Raises Refused if num_kv_heads does not divide num_heads."""
     if cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads):
         raise Refused(f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
 
@@ -335,31 +346,32 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-def fields_of(recipe):
+def fields_of(recipe: type[Config]) -> dict[str, Field]:
     """{constant: dataclass field} of a recipe's class."""
     return {f.name: f for f in fields(recipe)}
 
-def known_fields():
+def known_fields() -> dict[str, Field]:
     """{constant: dataclass field} of all recipes."""
     known = {}
     for recipe in RECIPES.values():
         known = fields_of(recipe) | known
     return known
 
-def names_of(constants):
-    """{a name as typed: the constant that it means}, aliases included."""
+def names_of(constants: Sequence[str]) -> dict[str, str]:
+    """{a name as it is typed: the constant that it means}, aliases included."""
     names = {name.upper(): name for name in constants}
     names |= {typed.upper(): name for typed, name in ALIASES.items() if name in constants}
     return names
 
-def load_config(env, argv=()):
-    """Config of the preset that flags or environment name: recipe < environment < flag. env: {NAME: text}.
-    Raises Refused."""
+def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
+    """Config of the preset that flags or the environment name: recipe < environment < flag. Raises
+    Refused."""
     flags = dict(parse_flags(argv))
     preset = flags.get("PRESET", env.get("PRESET", default_preset()))
-    known = isinstance(preset, str) and preset in RECIPES
-    require(known, f"preset={preset!r} is none of {', '.join(RECIPES)}")
-    own, given = fields_of(RECIPES[preset]), {}
+    if not isinstance(preset, str) or preset not in RECIPES:
+        raise Refused(f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    own = fields_of(RECIPES[preset])
+    given = {}
     for source in (env, flags):
         for typed, name in NAMES.items():
             if typed not in source:
@@ -370,37 +382,41 @@ def load_config(env, argv=()):
                 check_foreign(preset, name, source[typed])
     return preset_config(preset, given)
 
-def preset_of(env, argv):
+def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     """The preset that an environment and a command line name, whatever else they hold; the default one if
     they name none that is known."""
     words = ["", *argv]
     named = [after for word, after in zip(words, [*argv, ""]) if word == "--preset"]
     named += [word.removeprefix("--preset=") for word in argv if word.startswith("--preset=")]
     named += [env.get("PRESET", "")]
-    return next((name for name in named if name in RECIPES), default_preset())
+    for name in named:
+        if name in RECIPES:
+            return name
+    return default_preset()
 
-def default_preset():
+def default_preset() -> str:
     return next(iter(RECIPES))
 
-def check_foreign(preset, name, text):
-    """Raises Refused for a constant that other recipes have, unless it is off; or that the game's public
-    script has but this recipe does not need, unless it is at the recipe's own value."""
+def check_foreign(preset: str, name: str, text: str) -> None:
+    """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
+    game's public script has, unless it has the value that this recipe stands for."""
     recipe = RECIPES[preset]
     if name in recipe.unused:
         wanted = recipe.unused[name]
-        require(wanted in (None, text), f"{name}={text}: in {preset} it is always {wanted}")
+        if wanted not in (None, text):
+            raise Refused(f"{name}={text}: in {preset} it is always {wanted}")
         return
     owners = [other for other, its in RECIPES.items() if name in fields_of(its)]
     if name not in KNOWN or parse_value(name, text) not in off_values(KNOWN[name]):
         raise Refused(f"{name}={text}: {preset} has no such constant, only {', '.join(owners) or 'others'}")
 
-def given_names(env, argv):
-    """The constants that an environment and a command line give."""
+def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
+    """The constants that an environment and a command line set."""
     typed = {*env, *dict(parse_flags(argv))}
     return {name for word, name in NAMES.items() if word in typed}
 
-def off_values(f):
-    """The values that turn a constant off, given its dataclass field."""
+def off_values(f: Field) -> list:
+    """The values of a constant, by its dataclass field, that turn off what it is for."""
     default = f.default
     if isinstance(default, bool):
         return [False]
@@ -411,29 +427,31 @@ def off_values(f):
     if f.name == "window_pattern":
         return ["L"]
     if isinstance(default, tuple):
-        kind = f.metadata["of"]
-        if kind is str:
-            return [("1",)] if f.name == "mtp_schedule" else [()]
-        return [(kind(0),), (kind(1),)] if f.name.endswith("_schedule") else [(kind(0),)]
+        number = f.metadata["of"]
+        if f.name.endswith("_schedule"):
+            return [(number(0),), (number(1),)]
+        return [(number(0),)]
     return []
 
-def preset_config(preset, given=()):
-    """Config of a preset with given {name: value} instead, then the depth dial. Raises Refused."""
-    require(preset in RECIPES, f"preset={preset!r} is none of {', '.join(RECIPES)}")
-    cfg = RECIPES[preset].of(preset, dict(given))
+def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
+    """Config of a preset with given {name: value} in place of its own, and the depth dial's. Raises
+    Refused."""
+    if preset not in RECIPES:
+        raise Refused(f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    cfg = RECIPES[preset].of(preset, dict(given or {}))
     check_config(cfg)
     return cfg
 
-def parse_value(name, text, f=None):
-    """Text -> a value of the constant's type. f: its dataclass field in a recipe; None: in the first that has
-    it. Raises Refused."""
+def parse_value(name: str, text: str, f: Field | None = None) -> object:
+    """Text -> a value of the constant's type. f: its dataclass field in a recipe; None: in the first recipe
+    that has it. Raises Refused."""
     f = f or KNOWN[name]
     default = f.default
     try:
         text.encode()  # an environment may hold bytes that are no text
         if isinstance(default, tuple):
-            kind = f.metadata["of"] or str
-            return tuple(kind(part) for part in text.split(",") if part or kind is not str) if text else ()
+            number = f.metadata["of"]
+            return tuple(map(number, text.split(","))) if text else ()
         if isinstance(default, bool):
             return BOOLEANS[text.lower()]
         if text == "-1" and f.metadata["off"]:
@@ -442,84 +460,103 @@ def parse_value(name, text, f=None):
     except (AttributeError, KeyError, ValueError):
         raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
 
-def parse_flags(argv):
-    """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03, bare --compile."""
+def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03 and a bare --compile. Raises
+    Refused."""
     words = [*argv]
     while words:
         flag, equals, text = words.pop(0).partition("=")
         name = flag[2:].replace("-", "_").upper()
         if flag[:2] != "--" or name not in NAMES:
-            longer = next((known for known in NAMES if known.startswith(name)), "help") if name else "help"
-            nearest = dict(near_misses([name])).get(name, longer).lower().replace("_", "-")
+            longer = [known for known in NAMES if name and known.startswith(name)]
+            nearest = dict(near_misses([name])).get(name, [*longer, "help"][0]).lower().replace("_", "-")
             raise Refused(f"unknown argument {flag}; did you mean --{nearest}?")
-        if not equals:  # the value is the next word; a Boolean can do without, and so can --fp8
-            boolean = NAMES[name] in KNOWN and isinstance(KNOWN[NAMES[name]].default, bool)
-            bare = "all" if name == "FP8" else "1" if boolean else None
-            alone = not words or words[0].startswith("--")
-            require(bare or not alone, f"{flag} needs a value")
-            text = bare if alone else words.pop(0)
+        if not equals:  # the value is the next word; a Boolean can do without one, and so can --fp8
+            if words and not words[0].startswith("--"):
+                text = words.pop(0)
+            elif name == "FP8":
+                text = "all"
+            elif NAMES[name] in KNOWN and isinstance(KNOWN[NAMES[name]].default, bool):
+                text = "1"
+            else:
+                raise Refused(f"{flag} needs a value")
         yield name, text
 
-def near_misses(names):
-    """[(name that is no constant, the constant that it is one slip away from)]"""
+def near_misses(names: Sequence[str]) -> list[tuple[str, str]]:
+    """[(a name that is no constant, the constant that it is one slip away from)]"""
     near = [(typed, name) for typed in names for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
     return [(typed, name) for typed, name in near if typed != name and abs(len(typed) - len(name)) < 2]
 
-def show(value):
-    """A constant as one types it; of an absolute path only the last part."""
+def show(value: object) -> str:
+    """A constant as one types it; only the last part of an absolute path."""
     if isinstance(value, tuple):
-        return ",".join(str(part) for part in value)
+        return ",".join(map(str, value))
     if isinstance(value, bool):
         return str(int(value))
-    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else str(value)
+    if isinstance(value, str) and os.path.isabs(value):
+        return Path(value).name
+    return str(value)
 
-def overrides(cfg):
-    """{name: [text of the preset, text in force]} where they differ."""
+def overrides(cfg: Config) -> dict[str, list[str]]:
+    """{name: [text of the preset's value, text of the value in force]} where the two differ."""
     preset = vars(preset_config(cfg.preset))
     return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
             if value != preset[name]}
 
-def check_ranges(cfg):
-    """Refuses a value of another type, a number not finite or out of range, a text that is no choice."""
+def check_ranges(cfg: Config) -> None:
+    """Raises Refused for a value of the wrong type, a number that is not finite or out of range, and a text
+    that is none of the choices."""
     known = fields_of(type(cfg))
     for name, value in vars(cfg).items():
-        limits, kind = known[name].metadata, type(known[name].default)
-        least, most, choices = limits["least"], limits["most"], limits["choices"]
-        require(type(value) is kind, f"{name}={value!r} must be of type {kind.__name__}")
-        require(not choices or value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-        may_be_empty = name == "parameters" or known[name].default == () or limits["off"]
-        require(value != () or may_be_empty, f"{name} needs an entry")
-        for number in value if isinstance(value, tuple) else (value,):
-            require(isinstance(number, str) or least <= number <= most,
-                    f"{name}={show(value)} must be from {least:g} to {most:g}")
+        default = known[name].default
+        limits = known[name].metadata
+        if type(value) is not type(default):
+            raise Refused(f"{name}={value!r} must be of type {type(default).__name__}")
+        if limits["choices"] and value not in limits["choices"]:
+            raise Refused(f"{name}={value!r} must be one of {', '.join(limits['choices'])}")
+        if value == () and default != () and not limits["off"]:
+            raise Refused(f"{name} needs an entry")
+        numbers = value if isinstance(value, tuple) else [value]
+        for number in numbers:
+            if not isinstance(number, str) and not limits["least"] <= number <= limits["most"]:
+                raise Refused(f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
 
-def check_config(cfg):
-    """Refuses numbers out of range, then combinations of constants that make no run."""
+def check_config(cfg: Config) -> None:
+    """Raises Refused for numbers out of range, then for constants that make no run together."""
     check_ranges(cfg)
     for name in (cfg.run_id, cfg.resume):
-        require(re.fullmatch(r"(\w[\w.,=+-]*)?", name),
-                f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
+        if not re.fullmatch(r"(\w[\w.,=+-]*)?", name):
+            raise Refused(f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
     cfg.check()
     cfg.parameter_table()
 
-# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state rates and decay for this model:
-REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # layers, channels, tokens per step
-CHANNELS_PER_LAYER, HEAD_DIM = 64, 128
-BATCH_POWER = 0.383  # of the tokens of a run: its best batch (arXiv:2505.13738)
+# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state their rates and decay for a model
+# of this depth and width, trained with this many tokens per step:
+REFERENCE_DEPTH = 12
+REFERENCE_WIDTH = 768
+REFERENCE_BATCH = 2**19
+CHANNELS_PER_LAYER = 64
+HEAD_DIM = 128
+BATCH_POWER = 0.383  # the best batch grows with this power of a run's tokens (arXiv:2505.13738)
 HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
 
-def depth_size(depth):
-    """{constant: value} of a depth: 64 channels per layer in whole heads of 128; every fourth layer and the
-    last one have the long window; every other layer, the last one too, has value embeddings."""
+def depth_size(depth: int) -> dict:
+    """{constant: value} of a depth: 64 channels per layer, rounded up to whole heads of 128. Every fourth
+    layer and the last one have the long window; every other layer, the last one among them, has value
+    embeddings."""
     heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
-    layers = range(1, depth + 1)
-    return dict(
-        num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads,
-        window_pattern="".join("L" if n % 4 == 0 or n == depth else "S" for n in layers),
-        value_embed_layers=tuple(0 if (depth - n) % 2 else (n + 1) // 2 for n in layers))
+    pattern = ""
+    value_embed_layers = []
+    for n in range(1, depth + 1):
+        pattern += "L" if n % 4 == 0 or n == depth else "S"
+        has_value_embed = (depth - n) % 2 == 0
+        value_embed_layers.append((n + 1) // 2 if has_value_embed else 0)
+    return dict(num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_pattern=pattern,
+                value_embed_layers=tuple(value_embed_layers))
 
-def check_horizons(cfg):
-    """Raises Refused where the depth dial lacks something, or something lacks the dial."""
+def check_horizons(cfg: Config) -> None:
+    """Raises Refused if the depth dial lacks something that it needs, or something needs the dial and it is
+    off."""
     if cfg.depth and not cfg.vocab_size:
         raise Refused(f"depth={cfg.depth} needs vocab_size")
     if not cfg.depth and (cfg.target_param_data_ratio or cfg.target_flops):
@@ -528,105 +565,125 @@ def check_horizons(cfg):
     if not cfg.train_batch_tokens:
         raise Refused("train_batch_tokens=0 needs depth")
 
-def depth_dial(cfg, given):
-    """cfg with everything that follows from cfg.depth, except the constants in `given`. Raises Refused."""
-    # 1. One of three horizons: one that is given replaces the preset's.
+def depth_dial(cfg: Config, given: dict) -> Config:
+    """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
+    Refused."""
+    # 1. One of three horizons. One that is given replaces the preset's.
     horizons = [name for name in HORIZONS if given.get(name)]
     if horizons:
         cfg = replace(cfg, **{name: 0.0 for name in HORIZONS[1:] if name not in horizons})
-    # 2. Size, and that of the reference.
+    # 2. The size of this model and of the reference model.
     reference = replace(cfg, **cfg.size_of_depth(REFERENCE_DEPTH))
     cfg = replace(cfg, **cfg.size_of_depth(cfg.depth) | given)
     weights = horizon_weights(cfg)
     growth = weights / horizon_weights(reference)
-    # 3. Batch: a power of the tokens, which grow as the weights do, to the nearest power of 2.
+    # 3. Batch: it grows with a power of the tokens, which grow as the weights do; the nearest power of 2.
     batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
-    # 4. Steps: to the end of the FLOPs, or of the tokens (so many per weight, arXiv:2203.15556).
+    # 4. Steps: until the FLOPs are spent, or so many tokens per weight are read (arXiv:2203.15556).
     derived = {}
     tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
     if tokens:
         derived["iterations"] = max(1, int(tokens / batch))
     repeated = horizons[:1] == ["iterations"] and derived.get("iterations") == cfg.iterations
-    require(len(horizons) < 2 or repeated, f"{' and '.join(horizons)} are two horizons: give one")
-    # 5. Learning rates: with the root of the batch (arXiv:2205.10287); Adam's also with the inverse root of
-    #    the width, between standard parametrization and muP (arXiv:2203.03466), which has the inverse.
+    if len(horizons) > 1 and not repeated:
+        raise Refused(f"{' and '.join(horizons)} are two horizons: give one")
+    # 5. Learning rates grow with the square root of the batch (arXiv:2205.10287). Adam's also fall with the
+    #    square root of the width, halfway between standard parametrization and muP (arXiv:2203.03466).
     rate = (batch / REFERENCE_BATCH) ** 0.5
     adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
-    # 6. Weight decay: less in longer runs; times matrix_lr, so more in larger batches (arXiv:2405.13698).
+    # 6. Weight decay is lower in longer runs. It is multiplied by matrix_lr, so it grows with the batch
+    #    (arXiv:2405.13698).
     factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
     derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
-    # 7. The warmdown in whole steps.
+    # 7. The warmdown takes whole steps.
     steps = derived.get("iterations", cfg.iterations)
     derived["warmdown_frac"] = round(cfg.warmdown_frac * steps) / steps
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
 
-def parameter_counts(cfg):
-    """{group of the parameter table: parameters}"""
-    counts, table = Counter(), cfg.parameter_table()
+def parameter_counts(cfg: Config) -> Counter:
+    """{group of the parameter table: number of parameters}"""
+    counts = Counter()
+    table = cfg.parameter_table()
     with torch.device("meta"):
         for name, p in cfg.make_model(Kernels()).named_parameters():
             counts[table[kind_of(name)].group] += p.numel()
     return counts
 
-def horizon_weights(cfg):
-    """Weights of the blocks' matrices, gates among them, and of the head, which the horizon counts."""
+def horizon_weights(cfg: Config) -> int:
+    """Weights that the horizon counts: those of the blocks' matrices, gates among them, and of lm_head."""
     counts = parameter_counts(cfg)
     return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
 
-def flops_per_token(cfg, stage=None):
-    """Matmul FLOPs of training as PaLM counts them: 6 per weight, 12 * width * window per layer; layers that
-    are passed again count as often as in the mean of the stages. stage: whose windows count; None: the last
-    one's."""
-    keys = sum(layer.window for layer in cfg.layers(stage))
-    passes = [len(cfg.layer_order(stage)) for stage in cfg.stages()]
-    again, head = sum(passes) / len(passes) / cfg.num_layers, cfg.vocab_size * cfg.model_dim
+def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
+    """Matmul FLOPs of training as PaLM counts them (arXiv:2204.02311): 6 per weight, and 12 * width * window
+    per layer. Layers that run again count as often as in the mean of the stages. stage: whose windows count;
+    None: the last one's."""
+    keys = sum([layer.window for layer in cfg.layers(stage)])
+    passes = [len(cfg.layer_order(row)) for row in cfg.stages()]
+    again = sum(passes) / len(passes) / cfg.num_layers
+    head = cfg.vocab_size * cfg.model_dim
     return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
 
 # ---------- 4 techniques
 class Layer(NamedTuple):
-    """What a layer costs."""
-    window: int  # tokens that one sees; 0: no attention
+    """What one layer costs."""
+    window: int  # tokens that a token sees; 0: no attention
     mlp_mult: float  # MLP width / model_dim; 0: no MLP
 
-def rms_norm(x):
+def rms_norm(x: Tensor) -> Tensor:
+    """x (..., C) divided by its root mean square over C."""
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
 
-def linear(x, weight):
-    """x @ weight.T in the dtype of x."""
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., C) @ weight (n, C).T in the dtype of x."""
     return F.linear(x, weight.to(x.dtype))
 
-def attention(q, k, v, mask, kernel=F.scaled_dot_product_attention):
-    """Causal attention. q (B, H, T, D), already scaled, k and v (B, KV, T, D) -> (B, H, T, D). mask: of
-    window_mask; the cost is its size. kernel: with the signature of scaled_dot_product_attention."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+              kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
+    """Causal attention. q (B, H, T, D), already scaled, k and v (B, KV, T, D) -> (B, H, T, D). mask: from
+    window_mask(); its size is what attention costs. kernel: a function with the arguments of
+    scaled_dot_product_attention."""
     B, H, T, _ = q.shape
     kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)
     if mask is None:
         return kernel(q, k, v, attn_mask=None, is_causal=True)
-    blocks, width = mask.size(1), mask.size(2)
+    blocks = mask.size(1)
+    width = mask.size(2)
     if blocks == 1:
         return kernel(q, k, v, attn_mask=mask, is_causal=False)
-    # blocks of `width` queries, each with its own keys and those of the block before
-    q, k, v = (F.pad(x, (0, 0, 0, blocks * width - T)).unflatten(2, (blocks, width)) for x in (q, k, v))
-    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), 3) for x in (k, v))
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    y = kernel(q, k, v, attn_mask=mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None], is_causal=False)
+    # blocks of `width` queries (B, H, blocks, width, D), each with its own keys and those of the block before
+    padding = (0, 0, 0, blocks * width - T)
+    q = F.pad(q, padding).unflatten(2, (blocks, width))
+    k = F.pad(k, padding).unflatten(2, (blocks, width))
+    v = F.pad(v, padding).unflatten(2, (blocks, width))
+    k = torch.cat((F.pad(k, (0, 0, 0, 0, 1, -1)), k), 3)
+    v = torch.cat((F.pad(v, (0, 0, 0, 0, 1, -1)), v), 3)
+    # the blocks become rows of the batch
+    q = q.transpose(1, 2).flatten(0, 1)
+    k = k.transpose(1, 2).flatten(0, 1)
+    v = v.transpose(1, 2).flatten(0, 1)
+    mask = mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None]
+    y = kernel(q, k, v, attn_mask=mask, is_causal=False)
     return y.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
-def window_mask(window, T, documents, device, width=0):
-    """Where each token sees itself and the `window` tokens before it, as far as they are of its document.
+def window_mask(window: int | Tensor, T: int, documents: Tensor | None, device: torch.device,
+                width: int = 0) -> Tensor | None:
+    """Each token sees itself and the `window` tokens before it, as far as they are in its document.
     documents (B, T): the number of each token's document, or None. Returns None if every token sees
-    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to their end.
-    width: W, at least the window; 0: the window."""
+    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to the block's
+    end. width: W, at least the window; 0: the window."""
     window = int(window)
     if window >= T - 1 and documents is None:
         return None
     width = width or window
     if 2 * width >= T:
         width = T
-    blocks, keys = math.ceil(T / width), min(T, 2 * width)
+    blocks = math.ceil(T / width)
+    keys = min(T, 2 * width)
     arange = partial(torch.arange, device=device, dtype=torch.int32)  # a CPU compares these faster
     start = arange(0, blocks * width, width).view(1, blocks, 1, 1)
-    query, key = start + arange(width)[:, None], start + arange(width - keys, width)
+    query = start + arange(width)[:, None]
+    key = start + arange(width - keys, width)
     mask = (key >= 0) & (key <= query) & (key >= query - window)
     if documents is not None:
         documents = F.pad(documents, (keys - width, blocks * width - T), value=-1)
@@ -634,107 +691,120 @@ def window_mask(window, T, documents, device, width=0):
         mask = mask & (own == documents.unfold(1, keys, width)[:, :, None])
     return mask
 
-def mlp(x, fc, proj, linear=linear, slope=0.0):
-    """ReLU^2 MLP (Primer, arXiv:2109.08668). x (B, T, C), fc (hidden, C), proj (C, hidden)."""
+def mlp(x: Tensor, fc: Tensor, proj: Tensor, linear: Callable = linear, slope: float = 0.0) -> Tensor:
+    """ReLU^2 MLP (Primer, arXiv:2109.08668), with a slope for negative activations. x (B, T, C), fc (hidden,
+    C), proj (C, hidden) -> (B, T, C)."""
     return linear(F.leaky_relu(linear(x, fc), slope).square(), proj)
 
-def softcap(logits, cap, shift=0.0, width=0.0):
-    """cap * tanh((logits + shift) / width); width 0: cap; cap 0: unchanged."""
-    return cap * torch.tanh((logits + shift) / (width or cap)) if cap else logits
+def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) -> Tensor:
+    """cap * tanh((logits + shift) / width), any shape; width 0: cap; cap 0: logits unchanged."""
+    if not cap:
+        return logits
+    return cap * torch.tanh((logits + shift) / (width or cap))
 
-def lm_loss(x, head, targets, cap, linear=linear, weights=None):
-    """Mean cross-entropy, nats. x (B, T, C), head (V, C), targets (B, T). cap: softcap's (cap, shift, width).
-    weights (n,): of the losses on several targets (B, T, n) of each token, -1: none, which are added up."""
+def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
+            weights: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats. x (B, T, C), head (V, C), targets (B, T). cap: cap, shift and width of
+    softcap(). With weights (n,) each token has n targets (B, T, n), where -1 is none, and its loss is the
+    weighted sum of theirs."""
     logits = softcap(linear(x, head).float(), *cap)
     if weights is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     losses = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets.clamp(min=0))
     return (losses * (targets >= 0) * weights).sum() / targets[..., 0].numel()
 
-def qkv_linear(x, query, key, value, factor):
-    """Products of x (B, T, C) with three matrices (n, C), times factor (1,), by one product."""
+def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values (B, T, n) of x (B, T, C) in one product with their matrices (n, C), which are
+    multiplied by factor (1,)."""
     packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
     return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
 
-def delayed_mlp(x, fc, proj, scales):
-    """mlp(). scales (3,): the delayed ones of fp8_mlp, which this does without."""
+def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
+    """mlp() with the arguments of fp8_mlp(). scales (3,): its delayed scales, which are not needed here."""
     return mlp(x, fc, proj)
 
 class Kernels(NamedTuple):
     """The functions that have faster versions in section 12; these are the readable ones."""
-    linear: object = linear  # of the blocks
-    head_linear: object = linear
-    window_mask: object = window_mask
-    attention: object = attention
-    loss: object = lm_loss
-    qkv: object = qkv_linear  # query, key and value at once
-    mlp: object = delayed_mlp  # an MLP whose fp8 version has delayed scales
+    linear: Callable = linear  # in the blocks
+    head_linear: Callable = linear
+    window_mask: Callable = window_mask
+    attention: Callable = attention
+    loss: Callable = lm_loss
+    qkv: Callable = qkv_linear  # query, key and value in one product
+    mlp: Callable = delayed_mlp  # an MLP whose fp8 version has delayed scales
 
-def rope_spectrum(head_dim, base, fraction=1.0):
+def rope_spectrum(head_dim: int, base: float, fraction: float = 1.0) -> Tensor:
     """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
-    arXiv:2104.09864); base 0: no rotation. fraction: of the pairs that rotate (partial rotary); the last ones
-    stand still."""
+    arXiv:2104.09864); base 0: no rotation. Only the first `fraction` of the pairs rotate (partial
+    rotary)."""
     pairs = head_dim // 2
     rotating = int(fraction * head_dim / 2) if base else 0
     return F.pad(base ** -(torch.arange(rotating) / rotating), (0, pairs - rotating))
 
-def rope_spectrum_to_base(head_dim, base, fraction):
-    """Radians per token of each pair of channels (head_dim / 2,): from 1 down to exactly 1 / base in the
-    first `fraction` of them; the others do not rotate (modded-nanogpt). base 0: no rotation."""
-    pairs = int(fraction * head_dim / 2) if base else 0
-    return F.pad(base ** -torch.linspace(0, 1, pairs), (0, head_dim // 2 - pairs))
+def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor:
+    """Radians per token of each pair of channels (head_dim / 2,), from 1 down to exactly 1 / base
+    (modded-nanogpt); base 0: no rotation. Only the first `fraction` of the pairs rotate."""
+    rotating = int(fraction * head_dim / 2) if base else 0
+    return F.pad(base ** -torch.linspace(0, 1, rotating), (0, head_dim // 2 - rotating))
 
-def yarn(frequencies, scale, old, new):
-    """(frequencies, factor on q @ k) as a window grows from old to new tokens: pairs of channels that turn
-    less than once in the old window are slowed down by old / new, those that turn over 32 times stay, and
-    attention gets sharper (YaRN, arXiv:2309.00071; modded-nanogpt#122: -3.7 s)."""
+def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor, float]:
+    """Frequencies (pairs,) and the factor on q @ k after a window has grown from old to new tokens. Pairs of
+    channels that turn less than once in the old window are slowed down by old / new, those that turn over 32
+    times stay as they are, and attention gets sharper (YaRN, arXiv:2309.00071; modded-nanogpt#122: -3.7
+    s)."""
     turns = old * frequencies / (2 * math.pi)
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
 
-def rope_tables(T, frequencies, device, dtype):
-    """cos and sin of every position, each (T, 1, head_dim / 2), for rotate()."""
+def rope_tables(T: int, frequencies: Tensor, device: torch.device,
+                dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for rotate(), each (T, 1, head_dim / 2)."""
     angles = torch.arange(T, device=device)[:, None, None] * frequencies.to(device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
-def pair_rope_tables(T, frequencies, device, dtype):
-    """rope_tables() for paired heads, each (T, 1, 2, pairs of channels): even heads turn as at position
-    2 t, odd ones as at 2 t + 1, whatever row of the pairs they are in (modded-nanogpt#58)."""
+def pair_rope_tables(T: int, frequencies: Tensor, device: torch.device,
+                     dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for paired heads, each (T, 1, 2, pairs of channels): the even heads of token t turn as at
+    position 2 t, its odd ones as at 2 t + 1, wherever pair_heads() puts them (modded-nanogpt#58)."""
     positions = torch.arange(2 * T, device=device).view(T, 1, 2, 1)
     angles = positions * frequencies.to(device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
-def rotate_adjacent(x, cos, sin):
-    """RoPE on adjacent channels of the first part of each head; the rest stays. x (..., D), cos and sin
-    (..., pairs of channels)."""
-    turned = x[..., :2 * cos.size(-1)]
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+def rotate_adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on adjacent channels in the first part of each head; the rest stays as it is. x (..., D), cos and
+    sin (..., pairs of channels)."""
+    rotating = 2 * cos.size(-1)
+    a, b = x[..., :rotating].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((a * cos + b * sin, b * cos - a * sin), -1).flatten(-2)
-    return torch.cat((turned, x[..., 2 * cos.size(-1):]), -1)
+    return torch.cat((turned, x[..., rotating:]), -1)
 
-def key_offset(k):
-    """The second half of the channels comes from the token before, so that a match finds what came after it
-    (modded-nanogpt#49: -1.4 s). k (B, T, ..., D): heads, or both halves of each head where rotate() pairs
-    channels of the two. The first token of a row keeps its own."""
+def key_offset(k: Tensor) -> Tensor:
+    """Takes the second half of each key's channels from the token before, so that a query that matches a
+    token finds what came after it (modded-nanogpt#49: -1.4 s). k (B, T, ..., D): heads, or both halves of
+    each head where rotate() pairs channels of the two. The first token of a row keeps its own."""
     own, moved = k.tensor_split(2, -1)
     moved = torch.cat((moved[:, :1], moved[:, :-1]), 1)
     return torch.cat((own, moved), -1)
 
-def scaled_xsa(y, v, strength):
-    """Removes a part of each head's output along its own value (XSA with a learned strength,
-    arXiv:2603.09078; modded-nanogpt#82: -0.6 s). y and v (B, T, H, D), strength (B, T, H), before tanh."""
+def scaled_xsa(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
+    """XSA with a learned strength (arXiv:2603.09078; modded-nanogpt#82: -0.6 s): removes a part of each
+    head's output along the token's own value. y and v (B, T, H, D), strength (B, T, H), before tanh."""
     along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
     return y - torch.tanh(strength)[..., None] * along * v
 
-def dynamic_attention(q, k, v, mix, spread, mask):
+def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tensor, mask: Tensor) -> Tensor:
     """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
-    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` makes one attention pattern of those of all heads,
-    which then reads all values and is spread over the heads. q (B, T, H, D), already scaled, k (B, T, H, D),
-    v (B, T, H, E), mix and spread (B, T, H). mask: of window_mask(); memory grows as T times its last side,
+    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` makes a single attention pattern out of those of all
+    heads; it reads all values and is spread over the heads. q (B, T, H, D), already scaled, k (B, T, H, D),
+    v (B, T, H, E), mix and spread (B, T, H). mask: from window_mask(); memory grows as T times its last side,
     per head."""
     T = q.size(1)
-    blocks, width = mask.size(1), mask.size(2)
-    q, mix, k, v = (query_blocks(x, blocks, width) for x in (q, mix, k, v))
+    blocks = mask.size(1)
+    width = mask.size(2)
+    q = query_blocks(q, blocks, width)
+    mix = query_blocks(mix, blocks, width)
+    k = query_blocks(k, blocks, width)
+    v = query_blocks(v, blocks, width)
     if blocks > 1:
         k = with_block_before(k)
         v = with_block_before(v)
@@ -744,51 +814,55 @@ def dynamic_attention(q, k, v, mix, spread, mask):
     y = (pattern @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
     return spread[..., None] * y.flatten(1, 2)[:, :T]
 
-def mix_of_heads(x, dtype):
-    """The `mix` of dynamic_attention(): x (B, T, H) with the same mean square for each token."""
+def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The `mix` of dynamic_attention(): x (B, T, H) with the same mean square over heads for each token."""
     return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(dtype)
 
-def query_blocks(x, blocks, width):
-    """(B, T, ...) -> (B, blocks, width, ...), with zeros after the end."""
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, blocks * width - x.size(1))).unflatten(1, (blocks, width))
+def query_blocks(x: Tensor, blocks: int, width: int) -> Tensor:
+    """(B, T, ...) -> (B, blocks, width, ...), zeros at the end."""
+    padding = (0, 0) * (x.dim() - 2) + (0, blocks * width - x.size(1))
+    return F.pad(x, padding).unflatten(1, (blocks, width))
 
-def with_block_before(x):
-    """Keys of each block of queries: (B, blocks, width, ...) -> (B, blocks, 2 width, ...)."""
+def with_block_before(x: Tensor) -> Tensor:
+    """Keys that each block of queries sees: (B, blocks, width, ...) -> (B, blocks, 2 width, ...)."""
     before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
     return torch.cat((before, x), 2)
 
-def mudd(x, w1, w2, bias, scale):
-    """Weights by which each token mixes streams, values or gates: a small MLP of its own stream
-    (MUDD, arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden),
-    bias (n,), scale: a number or (1,) -> (B, T, n)."""
+def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor) -> Tensor:
+    """Weights with which each token mixes streams, values or gates, by a small MLP on its own stream (MUDD,
+    arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden), bias (n,),
+    scale: a number or (1,) -> (B, T, n)."""
     return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
 
-def random_signs(rows, width):
-    """int8 (rows, width) of 1 and -1, the same everywhere: bits of splitmix64's first numbers."""
+def random_signs(rows: int, width: int) -> Tensor:
+    """int8 (rows, width) of 1 and -1, the same on every machine: the bits of splitmix64's first numbers."""
     numbers = torch.arange(1, 1 + math.ceil(rows * width / 64)) * (0x9E3779B97F4A7C15 - 2**64)  # modulo 2**64
-    for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1):
+    rounds = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)]
+    for shift, factor in rounds:
         without_sign = (1 << 64 - shift) - 1
         numbers = numbers ^ (numbers >> shift & without_sign)
-        numbers = numbers * (factor - 2**64 if factor >= 2**63 else factor)
+        if factor >= 2**63:
+            factor -= 2**64  # the same number as an int64
+        numbers = numbers * factor
     bits = numbers[:, None] >> torch.arange(64) & 1
     return (2 * bits - 1).to(torch.int8).flatten()[:rows * width].view(rows, width)
 
-def bigram_signs(tokens, signs):
-    """The row of signs (B, T, C) of each token with the one before, so that bigrams that share a row of the
-    hashed table still differ (modded-nanogpt#83: -1.3 s). signs (rows, C)."""
+def bigram_signs(tokens: Tensor, signs: Tensor) -> Tensor:
+    """A row of signs (B, T, C) for each token and the one before, so that bigrams that share a row of the
+    hashed table still differ (modded-nanogpt#83: -1.3 s). tokens (B, T), signs (rows, C)."""
     rows = (tokens[:, 1:] ^ tokens[:, :-1]) % len(signs)
     return signs[F.pad(rows, (1, 0))]
 
-def next_targets(targets, n):
-    """targets (B, T) -> the next n of each token in its row, (B, T, n); -1: none (multi-token prediction,
-    arXiv:2404.19737; modded-nanogpt#53: -2.9 s)."""
+def next_targets(targets: Tensor, n: int) -> Tensor:
+    """targets (B, T) -> for each token the next n in its row, (B, T, n); -1 beyond the row's end (multi-token
+    prediction, arXiv:2404.19737; modded-nanogpt#53: -2.9 s)."""
     return torch.stack([F.pad(targets[:, k:], (0, k), value=-1) for k in range(n)], -1)
 
-def prefix_tokens(texts):
-    """int64 (V,): of each token the longest proper prefix of its bytes that is a token itself, -1: none, as
-    targets of a further loss (modded-nanogpt#88: -0.8 s). texts: each token's bytes, b"" for none."""
+def prefix_tokens(texts: list[bytes]) -> Tensor:
+    """int64 (V,): for each token the longest other token that its bytes begin with, -1 if there is none.
+    Targets of a further loss (modded-nanogpt#88: -0.8 s). texts: the bytes of each token, b"" for none."""
     prefixes = [-1] * len(texts)
-    stack = []  # tokens of which each is a prefix of the next one
+    stack = []  # tokens, each of which is a prefix of the next one
     for token in sorted(range(len(texts)), key=texts.__getitem__):
         text = texts[token]
         if not text:
@@ -800,26 +874,66 @@ def prefix_tokens(texts):
         stack.append(token)
     return torch.tensor(prefixes)
 
-def scoring_dtype(device):
-    """Of activations where scores are wanted: fp32 on a CPU, bf16 on a GPU."""
+def texts_of_tokens(cfg: Config, tokenizer: object) -> list[bytes]:
+    """The bytes of each token, b"" for none. Without a SentencePiece tokenizer they come from cfg.vocab_path,
+    GPT-2's vocabulary. Raises Refused."""
+    if tokenizer:
+        texts = [piece_bytes(tokenizer, piece) for piece in range(tokenizer.vocab_size())]
+    else:
+        texts = gpt2_texts(cfg.vocab_path)
+    return texts[:cfg.vocab_size] + [b""] * (cfg.vocab_size - len(texts))
+
+def piece_bytes(tokenizer: object, piece: int) -> bytes:
+    """The bytes of a SentencePiece piece; b"" if it stands for no text."""
+    text = tokenizer.id_to_piece(piece)
+    if tokenizer.is_byte(piece):
+        return bytes([int(text[3:5], 16)])
+    if tokenizer.is_control(piece) or tokenizer.is_unknown(piece) or tokenizer.is_unused(piece):
+        return b""
+    return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+@cache
+def gpt2_texts(path: str) -> list[bytes]:
+    """The bytes of each token of GPT-2's vocabulary. Its file is {characters: token} with a character for
+    each byte: itself for a byte that prints, one from 256 on for the others. Raises Refused."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    byte_of = {chr(byte): byte for byte in printed}
+    byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
+    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2-vocab`"
+    try:
+        tokens = json.loads(Path(path).read_text("utf-8"))
+        texts = [b""] * len(tokens)
+        for characters, token in tokens.items():
+            if characters != "<|endoftext|>":
+                texts[token] = bytes([byte_of[character] for character in characters])
+    except FileNotFoundError:
+        raise Refused(f"{why}, or set PREFIX_WEIGHT=0") from None
+    except Exception as error:  # a damaged file may raise anything
+        raise Refused(f"{why} ({brief(error)})") from None
+    return texts
+
+def scoring_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of activations in scoring: fp32 on a CPU, bf16 on a GPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
-def split_heads(x, head_dim):
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, T, H * head_dim) -> (B, T, H, head_dim)"""
     return x.unflatten(-1, (-1, head_dim))
 
-def attend_heads(q, k, v, mask, kernel):
-    """Attention on heads as projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
-    -> (B, T, H, D). kernel: Kernels.attention, for masks of Kernels.window_mask."""
+def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: object, kernel: Callable) -> Tensor:
+    """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
+    -> (B, T, H, D). kernel: Kernels.attention, with a mask from Kernels.window_mask."""
     return kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
 
-def rotate(x, cos, sin):
-    """RoPE on the two halves of each head. x (B, T, H, D), cos and sin (T, 1, D / 2)."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE that pairs channel i of each head with channel i + D / 2. x (B, T, H, D), cos and sin (T, 1, D /
+    2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """XSA (arXiv:2603.09078): each head's output less its component along the token's own value, which the
+    """XSA (arXiv:2603.09078): removes each head's output component along the token's own value, which the
     residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
     y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
     own = F.normalize(v, dim=-1)[:, :, :, None]
@@ -827,13 +941,13 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     return y.flatten(2, 3)
 
 def ln_scale(layer: int) -> float:
-    """Factor on the normalized input of a layer, counted from 0: 1 / sqrt(i) for the i-th one, so that later
-    layers change the residual stream less."""
+    """Factor on the normalized input of a layer, 1 / sqrt(layer + 1) counted from 0, so that later layers
+    change the residual stream less."""
     return (layer + 1) ** -0.5
 
 def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
     """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
-    those that run `loops` times more, one after the other; (0,): none."""
+    those that run `loops` more times, one after the other; (0,): none."""
     layers = list(range(num_layers))
     if looped == (0,):
         return layers
@@ -841,240 +955,468 @@ def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
     return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
 
 def learned_lerp(skipped: Tensor, x: Tensor, mix: Tensor) -> Tensor:
-    """Per channel from a skip (B, T, C) to the residual stream x (B, T, C), as far as sigmoid(mix) says; mix
-    (C,)."""
+    """For each channel a point between a skip and the residual stream x, both (B, T, C); where sigmoid(mix)
+    is 0 it is the skip, where it is 1 the stream. mix (C,)."""
     return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
 
-def per_layer(values, num_layers):
+def per_layer(values: Sequence, num_layers: int) -> list:
     """A per-layer list, repeated or cut to the number of layers."""
     return [values[i % len(values)] for i in range(num_layers)]
 
-def parameter(*shape, on=True):
+def parameter(*shape: int, on: object = True) -> nn.Parameter | None:
+    """A parameter without values yet; None where the model does without it."""
     return nn.Parameter(torch.empty(shape)) if on else None
 
-def gate(x, weight):
-    """(B, T, C) -> (B, T, n), from 0 to 1, by the first channels. weight (n, channels)."""
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """Gates from 0 to 1 (B, T, n), made of the first channels of x (B, T, C). weight (n, channels)."""
     return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
 
-def smear(x, weight, gate_weight):
-    """Adds a gated part of the token before (modded-nanogpt#130: -1.1 s). x (B, T, C); weight (1, 1);
-    gate_weight (1, channels)."""
+def smear(x: Tensor, weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """Adds to each token a gated part of the one before (modded-nanogpt#130: -1.1 s). x (B, T, C), weight
+    (1, 1), gate_weight (1, channels)."""
     before = F.pad(x, (0, 0, 1, -1))
     return x + weight.to(x.dtype) * gate(x, gate_weight) * before
 
-def pair_heads(x):
-    """(B, T, H, D) -> (B, 2 T, H / 2, D): at 2 t + s stands head s H / 2 + j of token t."""
+def pair_heads(x: Tensor) -> Tensor:
+    """Paired heads: each token becomes two places of a row that is twice as long, so that its heads see each
+    other (modded-nanogpt#58: -3.5 s). (B, T, H, D) -> (B, 2 T, H / 2, D); place 2 t + s has head s H / 2 + j
+    of token t as its j-th."""
     return x.unflatten(2, (2, -1)).flatten(1, 2)
 
-def unpair_heads(x):
+def unpair_heads(x: Tensor) -> Tensor:
     """The inverse: (B, 2 T, H / 2, D) -> (B, T, H, D)."""
     return x.unflatten(1, (-1, 2)).flatten(2, 3)
 
+def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, kernel: Callable) -> Tensor:
+    """Attention of paired heads on q (B, T, H, D), already scaled, k (B, T, H, D), v (B, T, H, E) before RoPE
+    -> (B, T, H, E). rope: from pair_rope_tables(). mask: for rows of 2 T."""
+    q = rotate_adjacent(q.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
+    k = rotate_adjacent(k.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
+    return unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, kernel))
+
+def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
+    """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, which is made of the first channels
+    of the stream and of the embedding itself (modded-nanogpt#55: -1.3 s). h (B, T, C), weight (H, channels
+    of both together)."""
+    half = weight.size(1) // 2
+    seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
+    return 2 * gate(seen, weight)[..., None] * value_embed
+
+class MuddGate(NamedTuple):
+    """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
+    name: str
+    layer: int  # where it is used
+    width: int  # how many values it is
+    first: float  # their first value
+
+def gate_values(gates: list[MuddGate]) -> list[float]:
+    """The first values of these gates in a row (n,)."""
+    values = []
+    for g in gates:
+        values += [g.first] * g.width
+    return values
+
+def named_gates(values: Tensor, gates: list[MuddGate]) -> dict[tuple[str, int], Tensor]:
+    """Splits what mudd() gives (B, T, n) into {(name, layer): (B, T, width)}, in the order of gates."""
+    parts = values.split([g.width for g in gates], -1)
+    return {(g.name, g.layer): part for g, part in zip(gates, parts)}
+
 class Model(nn.Module):
-    """What the rest of the file asks of a recipe's model, beside the attributes cfg, embed and head, which
-    are the recipe's constants and two (V, C) parameters, and `blocks`."""
+    """What the rest of the file asks of a recipe's model, besides its attributes: cfg, the recipe's
+    constants; embed and head, two (V, C) parameters; blocks."""
     scales = None  # DelayedScales of fp8
 
-    def use(self, kernels):
-        """Computes by these kernels from now on."""
+    def use(self, kernels: Kernels) -> None:
+        """From now on the model computes with these kernels."""
         for module in (self, *self.blocks):
             module.kernels = kernels
 
-    def context(self, T, device, dtype=None, stage=None):
-        """What the forward pass needs besides tokens (B, T) and weights. stage: None is scoring. dtype: of
-        activations; by default that of scores, fp32 on a CPU and bf16 on a GPU."""
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: "Stage | None" = None) -> tuple:
+        """What the forward pass needs besides tokens (B, T) and weights. stage None: for scoring. dtype: of
+        activations; None: scoring_dtype()."""
         raise NotImplementedError
 
-    def training_context(self, T, device, dtype, stage):
+    def training_context(self, T: int, device: torch.device, dtype: torch.dtype, stage: "Stage") -> tuple:
         """The same for training steps."""
         return self.context(T, device, dtype, stage)
 
-    def first_values(self, values):
-        """{name: fp32} as the table of parameters draws them -> as the model starts."""
+    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{name: fp32} as the parameter table draws them -> as the model starts."""
         return values
 
-    def update_context(self, context, progress):
+    def update_context(self, context: tuple, progress: float) -> None:
         """Writes what changes at every step into a training context, without waiting for the device."""
 
-    def hidden(self, tokens, context, *inputs):
-        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+    def hidden(self, tokens: Tensor, context: tuple, *inputs: Tensor) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C). inputs: what candidates()
+        gives."""
         raise NotImplementedError
 
-    def logits(self, x):
-        """Last activations (..., C) -> fp32 (..., V)."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Last activations (..., C) -> logits in fp32 (..., V)."""
         raise NotImplementedError
 
-    def candidates(self, tokens, targets=None):
-        """Further inputs of a training step on tokens and targets (B, T), each of B rows."""
+    def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
+        """Further inputs of a training step on tokens and targets (B, T), each with B rows."""
         return []
 
-    def build(self, loader, log):
-        """State that is made from the training tokens, on the clock -> whether there is any."""
+    def build(self, loader: "Loader", log: Callable) -> bool:
+        """Makes state from the training tokens, on the clock -> whether the model has any."""
         return False
 
-    def state(self):
-        """{name: tensor on the CPU} of that state, for files."""
+    def state(self) -> dict[str, Tensor]:
+        """{name: tensor on the CPU} of that state, as files hold it."""
         return {}
 
-    def load_state(self, tensors):
-        """Takes its state out of what a file holds, {name: tensor}. Raises Refused."""
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes its state out of the tensors of a file. Raises Refused."""
 
-    def drop_state(self):
+    def drop_state(self) -> None:
         """Frees the memory of that state."""
 
-    def take_state(self, other):
-        """That state becomes another model's."""
+    def take_state(self, other: "Model") -> None:
+        """Takes over that state of another model."""
 
-def bigram_ids(tokens, rows):
-    """Rows of the table (B, T) of each token with the one before. The first token of a row has the last one,
-    and its number is what the second hashes as the token before, as in the public record."""
+def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
+    """The row of the hashed bigram table (B, T) for each token (B, T) and the one before. The first token of
+    a row gets the last row of the table, and as in the public record the second one hashes that number as the
+    token before."""
     seen = torch.cat((torch.full_like(tokens[:, :1], rows - 1), tokens[:, 1:]), 1).int()
     pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
     return torch.cat((seen[:, :1], pairs), 1)
 
-# Candidates for the next token, which take no training to know: what the training text has most often after
-# the last n tokens, for each n, and what the row itself had, for the largest n. The input gets an embedding
-# of each, scaled by a class of how sure it is, and one of the class.
+# Candidates for the next token that take no training to know: what most often follows the last n tokens in
+# the training text, for each n, and what followed them earlier in the row, for the largest n. The input gets
+# an embedding of each candidate, scaled by its class, and one of the class, which says how sure it is.
 CLASSES = 16  # per order of n-grams
+# widths of what is packed into an int64
+KEY_BITS = 36  # hash of an n-gram
+TOKEN_BITS = 16
+DOCUMENT_BITS = 12  # hash of a document's number
+CHECK_BITS = 8  # lowest bits of the hash, which tell n-grams in the same place of a table apart
+TALLY_BITS = 8  # number of documents, 255 at most
 
-def ngram_keys(tokens, orders):
-    """Yields (n, hashes of 36 bits of the n tokens up to each place (..., T)) for each n of orders."""
+def low_bits(bits: int) -> int:
+    """A mask of so many low bits."""
+    return (1 << bits) - 1
+
+def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yields (n, hashes (..., T) of the n tokens up to each place) for each n of orders. tokens (..., T)."""
     key = torch.zeros_like(tokens)
     for n in range(1, max(orders) + 1):
         key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
         key.mul_(-0x61C8864680B583EB)  # modulo 2**64
         if n in orders:
-            yield n, (key >> 28).bitwise_and_(0xFFFFFFFFF)
+            yield n, (key >> (64 - KEY_BITS)).bitwise_and_(low_bits(KEY_BITS))
+
+def stacked_keys(keys: dict[int, tuple], orders: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """keys: {n: (hashes, whether the document has n tokens by then)}, each (B, T) -> both for these orders,
+    (orders, B, T)."""
+    chosen = [keys[n] for n in sorted(orders)]
+    return torch.stack([key for key, _ in chosen]), torch.stack([enough for _, enough in chosen])
+
+def document_hashes(text: np.ndarray, bos: int) -> np.ndarray:
+    """uint16 (n,) -> for each token a hash of its document's number, int16 (n,)."""
+    begins = np.flatnonzero(text == bos)
+    hashes = (np.arange(len(begins) + 1) * 0x9E3779B1 >> 8 & low_bits(DOCUMENT_BITS)).astype(np.int16)
+    return hashes.repeat(np.diff(begins, prepend=0, append=len(text)))
+
+def run_starts(values: np.ndarray) -> np.ndarray:
+    """The places (m,) at which runs of equal values (n,) begin."""
+    return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
+
+def ngram_entries(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and entries of NgramCounts.tables, int64 (m,) each. seen (n,): key, next token and document of
+    each place in the text, packed in this order and sorted."""
+    pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
+    begins = run_starts(pairs)
+    documents = np.diff(begins, append=len(pairs)).clip(max=low_bits(TALLY_BITS))  # that have this pair
+    pairs = pairs[begins]
+    ranked = documents << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
+    begins = run_starts(pairs >> TOKEN_BITS)
+    keys = pairs[begins] >> TOKEN_BITS & low_bits(KEY_BITS)
+    total = np.add.reduceat(documents, begins).clip(max=low_bits(TALLY_BITS))
+    best = np.maximum.reduceat(ranked, begins)
+    sizes = np.diff(begins, append=len(pairs))
+    second = np.maximum.reduceat(np.where(ranked == best.repeat(sizes), 0, ranked), begins)
+    entries = best << TALLY_BITS + TOKEN_BITS | second
+    entries = entries << TALLY_BITS | total
+    return keys, entries << CHECK_BITS | keys & low_bits(CHECK_BITS)
+
+def unpacked_entries(entries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Entries, any shape -> best and second, each with its documents and its token, documents in all, and the
+    check."""
+    check = entries & low_bits(CHECK_BITS)
+    entries = entries >> CHECK_BITS
+    total = entries & low_bits(TALLY_BITS)
+    entries = entries >> TALLY_BITS
+    second = entries & low_bits(TALLY_BITS + TOKEN_BITS)
+    best = entries >> (TALLY_BITS + TOKEN_BITS) & low_bits(TALLY_BITS + TOKEN_BITS)
+    return best, second, total, check
 
 class NgramCounts(nn.Module):
-    """The two next tokens that most training documents have after each n-gram. A table per order holds, where
-    the n-gram's hash says, documents with the first token (8 bits), that token (16), the same of the second,
-    documents with any (8) and a check (8)."""
-    def __init__(self, cfg):
+    """For each n-gram the two next tokens that most training documents have. There is a table per n, with an
+    int64 where the n-gram's hash says: documents with the best token (8 bits), that token (16), both for the
+    second token, documents with any token (8) and a check (8)."""
+    def __init__(self, cfg: Config) -> None:
         super().__init__()
-        self.cfg, self.text, self.packed = cfg, np.zeros(0, np.uint16), b""
-        tables = np.zeros((sum(n > 0 for n in cfg.count_orders), 1 << cfg.count_bits), np.int64)
+        self.cfg = cfg
+        self.text = np.zeros(0, np.uint16)
+        self.packed = b""
+        self.shift = KEY_BITS - cfg.count_bits  # key >> shift is a place in a table
+        orders = [n for n in cfg.count_orders if n > 0]
+        tables = np.zeros((len(orders), 1 << cfg.count_bits), np.int64)
         self.register_buffer("tables", torch.from_numpy(tables))  # takes no memory until it is written
 
-    def count(self, text):
-        """Makes the tables from all train tokens in order, uint16 (n,)."""
-        self.text, self.packed, tables = text, b"", np.empty(self.tables.shape, np.int64)
+    def count(self, text: np.ndarray) -> None:
+        """Makes the tables from all training tokens in order, uint16 (n,)."""
+        self.text = text
+        self.packed = b""
+        tables = np.empty(self.tables.shape, np.int64)
         torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
-        tokens, begins = torch.from_numpy(text).long(), np.flatnonzero(text == self.cfg.bos_id)
-        document = (np.arange(len(begins) + 1) * 0x9E3779B1 >> 8 & 0xFFF).astype(np.int16)
-        document = document.repeat(np.diff(begins, prepend=0, append=len(text)))
-        low = (tokens[1:].int() << 12).add_(torch.from_numpy(document)[:-1])
-
-        def starts(values):
-            return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
-
-        def fill(table, seen):  # (key, next token, document) in bits 36, 16 and 12, in order
-            pairs = seen[starts(seen)] >> 12
-            first = starts(pairs)
-            pairs, counts = pairs[first], np.diff(first, append=len(pairs)).clip(max=255)  # of documents
-            first, ranked = starts(pairs >> 16), counts << 16 | pairs & 0xFFFF
-            best, total = np.maximum.reduceat(ranked, first), np.add.reduceat(counts, first).clip(max=255)
-            sizes, keys = np.diff(first, append=len(pairs)), pairs[first] >> 16 & 0xFFFFFFFFF
-            second = np.maximum.reduceat(np.where(ranked == best.repeat(sizes), 0, ranked), first)
-            table[keys >> (36 - self.cfg.count_bits)] = best << 40 | second << 16 | total << 8 | keys & 0xFF
-
+        tokens = torch.from_numpy(text).long()
+        documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
+        low = (tokens[1:].int() << DOCUMENT_BITS).add_(documents[:-1])  # (next token, document)
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(threads) as pool:
             for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
-                seen = key[n - 1:-1].mul_(1 << 28).add_(low[n - 1:]).numpy()
+                seen = key[n - 1:-1].mul_(1 << TOKEN_BITS + DOCUMENT_BITS).add_(low[n - 1:]).numpy()
                 cuts = np.arange(1, threads) * len(seen) // threads
                 seen.partition(cuts)  # then each thread sorts a part in place
                 list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
                 parts = np.split(seen, seen.searchsorted(np.arange(-31, 32) << 58))  # small: caches hold them
-                list(pool.map(partial(fill, table), parts))
+                list(pool.map(partial(self.fill, table), parts))
         self.tables = torch.from_numpy(tables).to(self.tables.device)
 
-    def forward(self, keys, targets=None):
-        """(is there one, the token, its class), each (orders, B, T). keys: {n: (hashes, whether the document
-        has n tokens by then)}. targets: what is next in training text, whose document then does not count."""
-        key, enough = map(torch.stack, zip(*(keys[n] for n in sorted(self.cfg.count_orders))))
+    def fill(self, table: np.ndarray, seen: np.ndarray) -> None:
+        """Writes the entries of a sorted part of the text into a table. seen: see ngram_entries()."""
+        keys, entries = ngram_entries(seen)
+        table[keys >> self.shift] = entries
+
+    def forward(self, keys: dict[int, tuple], targets: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(is there a candidate, its token, its class), each (orders, B, T). keys: see stacked_keys().
+        targets (B, T), in training: what comes next, so that a row's own document does not count."""
+        key, enough = stacked_keys(keys, self.cfg.count_orders)
         place = torch.arange(len(key), device=key.device).view(-1, 1, 1) << self.cfg.count_bits
-        entry = self.tables.view(-1)[place + (key >> (36 - self.cfg.count_bits))]
-        best, second, total = entry >> 40 & 0xFFFFFF, entry >> 16 & 0xFFFFFF, entry >> 8 & 0xFF
+        entries = self.tables.view(-1)[place + (key >> self.shift)]
+        best, second, total, check = unpacked_entries(entries)
         if targets is not None:
-            best, second = (pair - ((pair & 0xFFFF) == targets) * 0x10000 for pair in (best, second))
-            best, total = best.maximum(second), total - 1
-        count, share = best >> 16, (best >> 16) / total
-        sure = 4 * sum(count > x for x in (1, 3, 15)) + sum(share >= x for x in (0.4, 0.7, 0.999))
-        return (entry & 0xFF == key & 0xFF) & (count > 0) & enough, best & 0xFFFF, sure
+            one_document = 1 << TOKEN_BITS
+            best = torch.where(best & low_bits(TOKEN_BITS) == targets, best - one_document, best)
+            second = torch.where(second & low_bits(TOKEN_BITS) == targets, second - one_document, second)
+            best = best.maximum(second)
+            total = total - 1
+        documents = best >> TOKEN_BITS
+        share = documents / total
+        sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
+        there = (check == key & low_bits(CHECK_BITS)) & (documents > 0) & enough
+        return there, best & low_bits(TOKEN_BITS), sure
 
-    def stored(self):
+    def stored(self) -> dict[str, Tensor]:
         """What files hold: the text, uint16, compressed by zlib."""
+        if not len(self.tables):
+            return {}
         self.packed = self.packed or bytearray(zlib.compress(self.text))
-        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8)} if len(self.tables) else {}
+        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8)}
 
-def copies(tokens, keys, length, orders):
-    """The same, each (1, B, T), for what came after the longest n-gram that the row had before. Class 0 of an
-    order: it was there once; before that it had, 1: another token, 2: the same."""
-    key, enough = map(torch.stack, zip(*(keys[n] for n in sorted(orders))))
+    def load(self, packed: Tensor) -> None:
+        """Counts the text that a file holds, uint8 (n,). Raises Refused."""
+        stream = zlib.decompressobj()
+        text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
+        if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
+            raise Refused("no counted text")
+        check_tokens(text, self.cfg.vocab_size, "the counted text")
+        self.count(text)
+
+class CountingModel(Model):
+    """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
+    def build(self, loader: "Loader", log: Callable) -> bool:
+        if not any(self.cfg.count_orders):
+            return False
+        log("counting n-grams")
+        began = time.perf_counter()
+        self.counts.count(np.concatenate(loader.shards))
+        log(f"n-grams of {loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
+        return True
+
+    def state(self) -> dict[str, Tensor]:
+        return self.counts.stored()
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        if any(self.cfg.count_orders):
+            self.counts.load(tensors.pop("counts.text"))
+
+    def drop_state(self) -> None:
+        del self.counts.tables
+
+    def take_state(self, other: "CountingModel") -> None:
+        self.counts = other.counts
+
+def limits_reached(x: Tensor, limits: tuple) -> Tensor:
+    """How many of three growing limits each number reaches, int64 like x, any shape."""
+    low, middle, high = limits
+    reached = torch.where(x >= low, 1, 0)
+    reached = torch.where(x >= middle, 2, reached)
+    return torch.where(x >= high, 3, reached)
+
+def copies(tokens: Tensor, keys: dict[int, tuple], length: Tensor,
+           orders: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
+    token, its class), each (1, B, T). tokens (B, T), keys: see stacked_keys(), length (B, T): tokens of the
+    document up to each place. Class 0 of an order: the n-gram came once before; 1: twice or more, followed by
+    another token the time before; 2: by the same token."""
+    key, enough = stacked_keys(keys, orders)
     place = torch.arange(tokens.size(1), device=tokens.device)
-    own = (place + 1 - length) * 2**36  # keys of their own for a document; of places with too few tokens: < 0
-    key, order = torch.where(enough, key + own, -1 - place).sort(dim=-1, stable=True)
-    again, after = F.pad(key[..., 1:] == key[..., :-1], (1, 0)), tokens.roll(-1, 1).expand_as(order)
-    last, before = (after.gather(-1, order.roll(times, -1)) for times in (1, 2))
-    sure = torch.where(again & again.roll(1, -1), 1 + (last == before), 0)
+    in_document = key + (place + 1 - length) * (1 << KEY_BITS)  # each document has keys of its own
+    key = torch.where(enough, in_document, -1 - place)  # too few tokens: a key that nothing else has
+    key, order = key.sort(dim=-1, stable=True)
+    again = F.pad(key[..., 1:] == key[..., :-1], (1, 0))
+    after = tokens.roll(-1, 1).expand_as(order)
+    last = after.gather(-1, order.roll(1, -1))
+    before = after.gather(-1, order.roll(2, -1))
+    several = torch.where(last == before, 2, 1)
+    sure = torch.where(again & again.roll(1, -1), several, 0)
     sure += CLASSES * torch.arange(len(key), device=key.device).view(-1, 1, 1)
-    found = [torch.empty_like(x).scatter_(-1, order, x) for x in (again, last, sure)]
-    longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # shorter ones are there, too
-    return [x.gather(0, longest) for x in found]
+    found = [torch.empty_like(x).scatter_(-1, order, x) for x in (again, last, sure)]  # in the row's order
+    longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # where it matches, shorter ones match, too
+    return tuple([x.gather(0, longest) for x in found])
+
+def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
+    """Rows (B, T, 2, sources) of the tables of candidates and of classes, in which each source has rows of
+    its own and the last row is for no candidate. found: from NgramCounts and copies(), (there, token,
+    class) of their sources, each (n, B, T). classes: of one source."""
+    there = torch.cat([parts[0] for parts in found])
+    token = torch.cat([parts[1] for parts in found])
+    sure = torch.cat([parts[2] for parts in found])
+    sources = len(there)
+    source = torch.arange(sources, device=there.device).view(-1, 1, 1)
+    token = torch.where(there, source * vocab_size + token, sources * vocab_size)
+    sure = torch.where(there, source * classes + sure, sources * classes)
+    return torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()
+
+def embed_candidates(rows: Tensor, embed: Tensor, class_embed: Tensor, class_scale: Tensor) -> Tensor:
+    """The sum (B T, C) of the candidates' embeddings, scaled by class, and the classes' embeddings. rows
+    (B, T, 2, sources): from candidate_rows(); embed and class_embed (n, C), class_scale (n,)."""
+    token, sure = rows.unbind(2)
+    token = token.flatten(0, 1)
+    sure = sure.flatten(0, 1)
+    scaled = F.embedding_bag(token, embed, mode="sum", per_sample_weights=class_scale[sure])
+    return scaled + F.embedding_bag(sure, class_embed, mode="sum")
 
 class Row(NamedTuple):
     """A row of a recipe's parameter table: how a kind of parameter starts, learns and is stored."""
     kind: str  # the last word of its name in the model
     group: str  # kinds of one group may share buffers in the optimizer; the plan counts by group
     optimizer: str  # muon (whole matrices) or adam
-    lr: float  # at a learning rate factor of 1
+    lr: float  # at an LR factor of 1
     decay: float = 0.0  # weight decay, times the learning rate and the schedule's factor
-    decay_with_lr: bool = False  # Adam's decay follows the learning rate factor, too
+    decay_with_lr: bool = False  # Adam's decay is multiplied by the LR factor, too
     beta1: float = 0.0  # Adam
     beta2: float = 0.0  # Adam
     eps: float = 0.0  # Adam
-    second: str = "long"  # NorMuon's mean squares: of rows or columns; long: rows unless the matrix is wide
+    second: str = "long"  # NorMuon's mean squares, per row or per column; long: per row unless it is wide
     every: int = 1  # steps whose gradients add up to one update
     # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; orthogonal; constant: scale
     init: str = "constant"
     scale: float = 0.0
-    change: float = 0.0  # constant first values: the last layer's less the first's, linear between
+    change: float = 0.0  # constant: what the last layer has more than the first, linear in between
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
-    levels: float = 127.0  # int8: rounded numbers go up to this, in steps of a row
+    levels: float = 127.0  # int8: the largest rounded number
     step: float = 0.0  # int8: rounding step / rms of a row; 0: its maximum / levels
-    unit_rows: int = 0  # Muon: parts of so many rows are matrices of their own; 0: the whole is one
+    unit_rows: int = 0  # Muon orthogonalizes so many rows at a time; 0: the whole matrix
 
 @dataclass(frozen=True)
 class Stage:
     """A row of the table of stages; recipes add columns of their own."""
-    start: float  # part of cfg.iterations at which it begins
+    start: float  # fraction of cfg.iterations at which it begins
     batch_tokens: int  # tokens per step over all ranks
     row_tokens: int  # tokens per row
     lr: float = 1.0  # factor on learning rates before the warmdown
-    doc_len: int = 0  # packed documents are cut at so many tokens; 0: at max_doc_len
-    begins: float = 0.0  # set by stage_rows(): part of the whole run, extension included
-    first_step: int = 0  # set by stage_rows(): if the clock does not end the run
+    doc_len: int = 0  # maximum document length in tokens; 0: max_doc_len
+    begins: float = 0.0  # the same as a fraction of the whole run, extension included; set by stage_rows()
+    first_step: int = 0  # and as a step, if the clock does not end the run; set by stage_rows()
 
 @dataclass(frozen=True)
 class WindowStage(Stage):
     """A stage of a recipe with windows."""
-    window: int = 0  # of long layers: tokens before its own that a token sees; 0: train_seq_len
+    window: int = 0  # tokens before its own that a token sees in long layers; 0: train_seq_len
 
 @dataclass(frozen=True)
 class LoopStage(Stage):
     """A stage of a recipe with depth recurrence."""
-    loops: int = 0  # further runs of the looped layers
+    loops: int = 0  # how many more times the looped layers run
 
-def kind_of(name):
-    """blocks.3.query -> query, value_embeds.0 -> value_embeds."""
+@dataclass(frozen=True)
+class TargetStage(WindowStage):
+    """A stage of a recipe with windows and several targets per token."""
+    # weights of the losses on the next targets and of the loss on the target's prefix token, each at the
+    # stage's beginning and at its end, linear in between
+    next_weights: tuple = ((1.0, 1.0),)
+    prefix_weights: tuple = (0.0, 0.0)
+
+    @property
+    def next_losses(self) -> str:
+        """next_weights as the plan shows them: 1,0.5,0.25:0"""
+        return ",".join([self.shown(*pair) for pair in self.next_weights])
+
+    @property
+    def prefix_loss(self) -> str:
+        """prefix_weights as the plan shows them."""
+        return self.shown(*self.prefix_weights)
+
+    @staticmethod
+    def shown(first: float, last: float) -> str:
+        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
+
+class SeveralTargets(Model):
+    """A model whose training loss has several targets per token: the next ones and the target's prefix token.
+    It needs TargetStages, contexts with next_targets, prefixes and loss_weights, a buffer `prefixes` (V,),
+    and cfg.loss_weights(), which gives the weights of the losses at a progress."""
+    def training_context(self, T: int, device: torch.device, dtype: torch.dtype,
+                         stage: TargetStage) -> tuple:
+        context = self.context(T, device, dtype, stage)
+        n = len(stage.next_weights)
+        prefixes = any(stage.prefix_weights)
+        if n == 1 and not prefixes:
+            return context
+        weights = torch.ones(n + 1 if prefixes else n, device=device)
+        return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
+
+    def update_context(self, context: tuple, progress: float) -> None:
+        if context.loss_weights is not None:
+            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
+                weight.fill_(number)
+
+    def build(self, loader: "Loader", log: Callable) -> bool:
+        """Finds the prefix token of each token."""
+        if not self.cfg.prefix_weight:
+            return False
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, loader.tokenizer)))
+        log(f"prefix tokens: {(self.prefixes >= 0).sum().item()} of {self.cfg.vocab_size} tokens have one")
+        return True
+
+    def targets_of(self, targets: Tensor, context: tuple) -> Tensor:
+        """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
+        if context.loss_weights is None:
+            return targets
+        further = next_targets(targets, context.next_targets)
+        if context.prefixes:
+            further = torch.cat((further, self.prefixes[targets][..., None]), -1)
+        return further
+
+def kind_of(name: str) -> str:
+    """The kind of a parameter: blocks.3.query -> query, value_embeds.0 -> value_embeds."""
     return [part for part in name.split(".") if not part.isdigit()][-1]
 
-def first_values(model, seed):
-    """{name: fp32} drawn on the CPU for every device. Raises KeyError for a parameter without a row."""
-    generator, table, values = torch.Generator().manual_seed(seed), model.cfg.parameter_table(), {}
+def first_values(model: Model, seed: int) -> dict[str, Tensor]:
+    """{name: fp32}, drawn on the CPU whatever the device. Raises KeyError for a parameter without a row."""
+    generator = torch.Generator().manual_seed(seed)
+    table = model.cfg.parameter_table()
+    values = {}
     for name, p in model.named_parameters():
-        row, value = table[kind_of(name)], torch.zeros(p.shape)
+        row = table[kind_of(name)]
+        value = torch.zeros(p.shape)
         if row.init == "uniform":
             bound = row.scale * p.size(-1) ** -0.5
             value.uniform_(-bound, bound, generator=generator)
@@ -1085,47 +1427,49 @@ def first_values(model, seed):
         elif row.init == "normal":
             value.normal_(0, row.scale, generator=generator)
         else:
-            depth = [int(part) for part in name.split(".") if part.isdigit()][:1] or [0]
-            value += row.scale + row.change * depth[0] / max(1, model.cfg.num_layers - 1)
+            numbers = [int(part) for part in name.split(".") if part.isdigit()]
+            layer = numbers[0] if numbers else 0
+            value += row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
         values[name] = value
     return model.first_values(values)
 
 # ---------- 5 recipes
 
 # ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
-# Our own game, whose records are in records/track_tiny. Two minutes are few steps, so what needs no training
-# helps: what the training text has most often after the last n tokens, and what the row itself had.
+# Our own game; its records are in records/track_tiny. Two minutes are few steps, so what needs no training
+# helps: the tokens that most often follow the last n in the training text, or followed them in the row.
 @dataclass(frozen=True)
 class Tiny(Config):
-    """Two layers, one of which attends; embeddings of bigrams and of candidates for the next token, key
-    offset, U-net skips; Muon."""
+    """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
+    offset, U-Net skips, Muon."""
     preset: str = option("tiny", "the recipe", model=True)
     # size
-    num_layers: int = option(2, "blocks; with unet_skips the first half is skipped to by the second", 1, 1000,
+    num_layers: int = option(2, "blocks; with unet_skips the second half reads the first", 1, 1000,
                              model=True)
     model_dim: int = option(128, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(2, "heads of queries, keys and values", 1, 4096, model=True)
     mlp_mult: int = option(3, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("-L", "each layer: L long window, S half of it, - no attention; repeated",
+    window_pattern: str = option("-L", "per layer: L long window, S half of it, - no attention; repeated",
                                  model=True)
     window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: 128",
                                     0, 1 << 20, model=True, of=int)
     rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
     qk_gain_init: float = option(1.5, "first value of the gain of each query head", 0, 100, model=True)
-    key_offset: bool = option(True, "in long layers half of each key head comes from the token before",
+    # modded-nanogpt#49: -1.4 s
+    key_offset: bool = option(True, "long layers: half of each key head comes from the token before",
                               model=True)
-    value_embed_layers: tuple = option((0, 1), "each layer's value embedding, from 1; 0: none; repeated",
+    value_embed_layers: tuple = option((0, 1), "per layer: number of its value embedding, 0: none; repeated",
                                        0, 999, model=True)
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second",
                               model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
-    count_orders: tuple = option((2, 3, 4, 6, 9), "tokens of the n-grams of NgramCounts; 0: none", 0, 64,
-                                 model=True)
-    count_bits: int = option(24, "log2 of its entries per order, 8 bytes each", 8, 28, model=True)
-    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "tokens of the n-grams of copies(); 0: none", 0, 64,
-                                model=True)
+    count_orders: tuple = option((2, 3, 4, 6, 9), "lengths of n-grams that are counted in the training text; "
+                                 "0: none", 0, 64, model=True)
+    count_bits: int = option(24, "log2 of the entries of a table of counts, 8 bytes each", 8, 28, model=True)
+    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
+                                "0: none", 0, 64, model=True)
     # data and batch
     data_path: str = option("data/datasets/embedded", "folder of token shards")
     data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
@@ -1133,42 +1477,43 @@ class Tiny(Config):
     train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(4_096, "tokens per step over all ranks in the first stage", 1, 1 << 30)
     shuffle: bool = option(True, "training rows in one random order; 0: in order")
-    packing: str = option("rows", "how training rows are made of the stream: see Rows and Spans",
+    packing: str = option("rows", "how training rows are cut from the stream: see Rows and Spans",
                           choices=("rows", "spans"))
     train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
     # optimizer
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
-    embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams, candidates", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams and candidates", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
     scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
     muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
-    bigram_every: int = option(2, "steps whose gradients add up to one update of the bigram embedding", 1, 99)
+    bigram_every: int = option(2, "steps whose gradients add up to an update of the bigram embedding", 1, 99)
     beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length: the clock ends the run
     iterations: int = option(100_000, "steps at most", 1, 10**9)
     max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
-    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
+    warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     # scores
-    eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
-    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
+    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
 
-    def stages(self):
-        B, T = self.train_batch_tokens, self.train_seq_len
+    def stages(self) -> list[WindowStage]:
+        B = self.train_batch_tokens
+        T = self.train_seq_len
         rows = [
-            # begins at part of the run, tokens per step, tokens per row, long window
+            # begins at this fraction of iterations, tokens per step, tokens per row, long window
             WindowStage(0.0, 1 * B, T, window=128),
             WindowStage(0.5, 2 * B, T, window=128),
         ]
         return stage_rows(self, rows, window="window_schedule")
 
-    def check(self):
+    def check(self) -> None:
         """Raises Refused for constants that make no run together."""
         super().check()
         if not self.window_pattern or set(self.window_pattern) - set("LS-"):
@@ -1177,10 +1522,10 @@ class Tiny(Config):
             if orders != (0,) and len({0, *orders}) <= len(orders):
                 raise Refused(f"{name}={show(orders)}: each order once, or 0 alone")
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(rows=Rows, spans=Spans)[self.packing]
 
-    def parameter_table(self):
+    def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
         matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
@@ -1208,16 +1553,18 @@ class Tiny(Config):
             scalar("skip_weights",   init="constant", scale=1.0),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """p (N, R, C) and buffer, a mean of gradients, change. Numbers are 0-dim; dtype: of products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Muon. p (N, R, C) and buffer, a mean of gradients, change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. p, m and v change in place."""
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
-    def schedule(self, step, progress):
+    def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         start = self.muon_momentum_warmup_start
@@ -1225,51 +1572,54 @@ class Tiny(Config):
         return Schedule(lr=1 - done + self.lr_floor * done,
                         momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
 
-    def windows(self, stage, T):
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window
         short = (long or self.train_seq_len) // 2
         return dict(long_window=min(long or T, T), short_window=min(T, max(1, short)))
 
-    def layers(self, stage=None):
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
         sizes = self.windows(stage, stage.row_tokens)
         window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0}
         kinds = per_layer(self.window_pattern, self.num_layers)
         return [Layer(window[kind], self.mlp_mult) for kind in kinds]
 
-    def scoring_window(self):
+    def scoring_window(self) -> int:
         return self.stages()[-1].window
 
-    def keeps_text(self):
+    def keeps_text(self) -> bool:
         return any(self.count_orders)
 
-    def state_bytes(self):
-        return 8 * sum(n > 0 for n in self.count_orders) << self.count_bits
+    def state_bytes(self) -> int:
+        tables = len([n for n in self.count_orders if n > 0])
+        return 8 * tables << self.count_bits
 
-    def evaluations(self, step=None):
+    def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return TinyModel(self, kernels)
 
 class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
-    dtype: torch.dtype  # of activations
+    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # the activations'
 
 class TinyBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: of
-    window_pattern."""
-    def __init__(self, cfg, kind):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
+    layer's letter in window_pattern."""
+    def __init__(self, cfg: Tiny, kind: str) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
+        C = cfg.model_dim
+        H = cfg.num_heads
         self.head_dim = C // H
         self.attends = kind != "-"
         self.key_offset = cfg.key_offset and kind == "L"
@@ -1282,11 +1632,12 @@ class TinyBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # of attention, of the MLP
+        self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
 
-    def forward(self, x, x0, value_embed, mask, context):
-        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
-        (B, T, C), in layers that have one."""
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: TinyContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, C), in layers that have one."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
@@ -1294,8 +1645,8 @@ class TinyBlock(nn.Module):
             x = x + attn_scale * self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h, value_embed, mask, context):
-        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: TinyContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
@@ -1303,7 +1654,7 @@ class TinyBlock(nn.Module):
         if value_embed is not None:
             v = v + value_embed
         v = split_heads(v, self.head_dim)
-        # the gain is expanded over tokens, so that the norm's kernel sums its gradient
+        # expanded over tokens, so that the kernel of the norm sums the gain's gradient, too
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -1312,12 +1663,14 @@ class TinyBlock(nn.Module):
         y = attend_heads(q, k, v, mask, self.kernels.attention)
         return linear(y.flatten(2), self.attn_proj)
 
-class TinyModel(Model):
-    """The embedding holds bigrams and candidates, too; the second half of the blocks adds the outputs of the
-    first, the last one first."""
-    def __init__(self, cfg, kernels=Kernels()):
+class TinyModel(CountingModel):
+    """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
+    first half, the last one first (U-Net)."""
+    def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
         super().__init__()
-        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
         self.cfg = cfg
         self.kinds = per_layer(cfg.window_pattern, N)
         self.tables = per_layer(cfg.value_embed_layers, N)
@@ -1325,26 +1678,30 @@ class TinyModel(Model):
         self.head = parameter(V, C)
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
         self.counts = NgramCounts(cfg)
-        self.classes = CLASSES * len(cfg.copy_orders)  # of a source of candidates
-        sources = sum(n > 0 for n in cfg.count_orders) + any(cfg.copy_orders)
+        self.classes = CLASSES * len(cfg.copy_orders)  # per source of candidates
+        sources = len(self.counts.tables)
+        if any(cfg.copy_orders):
+            sources += 1
         self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
         self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
         self.class_scale = parameter(sources * self.classes + 1, on=sources)
         self.half = N // 2 if cfg.unet_skips else 0
         self.skip_weights = parameter(self.half, C, on=self.half)
-        self.blocks = nn.ModuleList(TinyBlock(cfg, kind) for kind in self.kinds)
-        self.value_embeds = nn.ParameterList(parameter(V, C) for _ in range(max(self.tables)))
+        self.blocks = nn.ModuleList([TinyBlock(cfg, kind) for kind in self.kinds])
+        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
         self.use(kernels)
 
-    def context(self, T, device, dtype=None, stage=None):
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> TinyContext:
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
         windows = kernel_windows(cfg, self.kinds, stage, T, device)
         return TinyContext(rope, windows, dtype)
 
-    def hidden(self, tokens, context, *candidates):
-        """tokens (B, T) -> last activations, normalised (B, T, C). candidates: of training text."""
+    def hidden(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C). candidates: in training; else they are
+        made here."""
         masks = {}
         for kind, window in context.windows.items():
             masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
@@ -1361,80 +1718,50 @@ class TinyModel(Model):
             outputs.append(x)
         return rms_norm(x)
 
-    def embedded(self, tokens, candidates, dtype):
-        """tokens (B, T) -> embedding of each token, its bigram and its candidates, normalised (B, T, C)."""
+    def embedded(self, tokens: Tensor, candidates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """tokens (B, T) -> embedding of each token, its bigram and its candidates, normalized (B, T, C)."""
         x = F.embedding(tokens, self.embed).to(dtype)
         if self.bigram_embed is not None:
             x = x + F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
         if candidates:
-            token, sure = candidates[0].unbind(2)
-            token = token.flatten(0, 1)
-            sure = sure.flatten(0, 1)
-            scaled = F.embedding_bag(token, self.candidate_embed, mode="sum",
-                                     per_sample_weights=self.class_scale[sure])
-            x = x + (scaled + F.embedding_bag(sure, self.class_embed, mode="sum")).view_as(x).to(dtype)
+            added = embed_candidates(candidates[0], self.candidate_embed, self.class_embed, self.class_scale)
+            x = x + added.view_as(x).to(dtype)
         return rms_norm(x)
 
-    def candidates(self, tokens, targets=None):
+    def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
         """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
+        cfg = self.cfg
         if self.candidate_embed is None:
             return []
-        cfg, place = self.cfg, torch.arange(tokens.size(1), device=tokens.device)
-        length = (place + 1).expand_as(tokens)
-        keys = {n: (key, length >= n) for n, key in ngram_keys(tokens, cfg.count_orders + cfg.copy_orders)}
+        length = torch.arange(1, 1 + tokens.size(1), device=tokens.device).expand_as(tokens)
+        keys = {}
+        for n, key in ngram_keys(tokens, cfg.count_orders + cfg.copy_orders):
+            keys[n] = (key, length >= n)
         found = []
         if any(cfg.count_orders):
             found.append(self.counts(keys, targets))
         if any(cfg.copy_orders):
             found.append(copies(tokens, keys, length, cfg.copy_orders))
-        there, token, sure = (torch.cat(parts) for parts in zip(*found))  # (sources, B, T)
-        source = torch.arange(len(there), device=place.device).view(-1, 1, 1)
-        token = torch.where(there, source * cfg.vocab_size + token, len(self.candidate_embed) - 1)
-        sure = torch.where(there, source * self.classes + sure, len(self.class_embed) - 1)
-        return [torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()]
+        return [candidate_rows(found, cfg.vocab_size, self.classes)]
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context, *candidates):
-        """Mean loss, nats. tokens and targets (B, T)."""
-        x, cap = self.hidden(tokens, context, *candidates), (self.cfg.logit_softcap, 0.0, 0.0)
+    def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats."""
+        x = self.hidden(tokens, context, *candidates)
+        cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
-
-    def build(self, loader, log):
-        if not any(self.cfg.count_orders):
-            return False
-        log("counting n-grams")
-        began = time.perf_counter()
-        self.counts.count(np.concatenate(loader.shards))
-        log(f"n-grams of {loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
-        return True
-
-    def state(self):
-        return self.counts.stored()
-
-    def load_state(self, tensors):
-        if any(self.cfg.count_orders):
-            stream, packed = zlib.decompressobj(), tensors.pop("counts.text")
-            text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
-            require(packed.dtype == torch.uint8 and stream.eof and not stream.unused_data, "no counted text")
-            check_tokens(text, self.cfg.vocab_size, "the counted text")
-            self.counts.count(text)
-
-    def drop_state(self):
-        del self.counts.tables
-
-    def take_state(self, other):
-        self.counts = other.counts
 
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
 @dataclass(frozen=True)
 class Golf(Config):
-    """Nine layers with grouped queries, U-net skips, a tied embedding and Muon; no windows, no documents."""
+    """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. Every token sees all
+    tokens before it in its row, across documents."""
     preset: str = option("golf", "the recipe", model=True)
     # size
-    num_layers: int = option(9, "blocks; the first half is skipped to by the second", 1, 1000, model=True)
+    num_layers: int = option(9, "blocks; the second half reads the first", 1, 1000, model=True)
     model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(8, "query heads", 1, 4096, model=True)
     num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
@@ -1446,10 +1773,10 @@ class Golf(Config):
     data_path: str = option("data/datasets/fineweb10B_sp1024", "folder of token shards")
     tokenizer_path: str = option("data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model")
     vocab_size: int = option(1024, "tokens", 1, 65_536, model=True)
-    # 4096 with Muon's rates and momentum retuned for it: -0.023 bpb (parameter-golf 2026-03-19)
+    # parameter-golf 2026-03-19_TrainingOptSeq4096: -0.023 bpb, with Muon's rate and momentum retuned
     train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(393_216, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("spans", "how training rows are made of the stream: see Spans and Rows",
+    packing: str = option("spans", "how training rows are cut from the stream: see Spans and Rows",
                           choices=("spans", "rows"))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(1000, "steps between validations; 0: at the end only")
@@ -1470,28 +1797,28 @@ class Golf(Config):
     iterations: int = option(20_000, "steps at most", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_iters: int = optional(3000, "last steps, in which LR falls to 0; 0: none")
-    warmup_steps: int = optional(20, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    warmup_steps: int = optional(20, "warmup steps before the clock starts, undone afterwards", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
     artifact_scale_floor: float = optional(1 / 127, "least scale of an int8 row; 0: none", 0, 1)
-    eval_sliding: int = optional(0, "targets per row of val_bpb_sliding; 0: no such score")
-    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
+    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
 
     unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         check_grouped_queries(self)
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(spans=Spans, rows=Rows)[self.packing]
 
-    def stages(self):
+    def stages(self) -> list[Stage]:
         return stage_rows(self, [Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
 
-    def parameter_table(self):
-        """{kind: Row}; Adam's betas and eps are those of the table's Adam rows."""
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
         adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
         matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
         scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
@@ -1512,56 +1839,62 @@ class Golf(Config):
             scalar("skip_weights",   init="constant", scale=1.0),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """p (N, R, C) and buffer, a sum of gradients, change. Numbers are 0-dim; dtype: of products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Muon. p (N, R, C) and buffer, a sum of gradients, change in place."""
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
         p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. p, m and v change in place."""
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
-    def progress(self, step, seconds):
-        """By the clock alone, where there is a cap: if steps ended such a run first, LR might not have
-        fallen."""
+    def progress(self, step: int, seconds: float) -> float:
+        """By the clock alone if there is a cap, as in the public script: if iterations run out first, LR has
+        not fallen to 0."""
         if self.max_wallclock_seconds and self.warmdown_iters:
             return min(1.0, seconds / self.max_wallclock_seconds)
         return super().progress(step, seconds)
 
-    def schedule(self, step, progress):
-        """LR is 1 until the last warmdown_iters steps at the pace so far, then it falls linearly to 0."""
-        warmdown = self.warmdown_iters * progress / max(step, 1)  # its part of the run
-        lr = min(1.0, (1 - progress) / warmdown) if warmdown else 1.0
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is 1 until the last warmdown_iters steps, at the pace so far, then it falls linearly to 0."""
+        warmdown = self.warmdown_iters * progress / max(step, 1)  # its length as a fraction of the run
+        lr = 1.0
+        if warmdown:
+            lr = min(1.0, (1 - progress) / warmdown)
         warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         start = self.muon_momentum_warmup_start
         return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_iters} steps lr_factor falls to 0"
 
-    def layers(self, stage=None):
+    def layers(self, stage: Stage | None = None) -> list[Layer]:
         T = self.train_seq_len if stage is None else stage.row_tokens
         return [Layer(T, self.mlp_mult)] * self.num_layers
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
 
-    def evaluations(self, step=None):
+    def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return GolfModel(self, kernels)
 
 class GolfContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # the activations'
 
 class GolfBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg):
+    def __init__(self, cfg: Golf) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
+        C = cfg.model_dim
+        H = cfg.num_heads
         self.head_dim = C // H
         kv_dim = (cfg.num_kv_heads or H) * self.head_dim
         self.query = parameter(C, C)
@@ -1573,23 +1906,23 @@ class GolfBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # of attention, of the MLP
+        self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
 
-    def forward(self, x, x0, mask, context):
-        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream."""
+    def forward(self, x: Tensor, x0: Tensor, mask: object, context: GolfContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
         x = x + attn_scale * self.attend(rms_norm(x), mask, context)
         return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h, mask, context):
-        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+    def attend(self, h: Tensor, mask: object, context: GolfContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
         v = split_heads(linear(h, self.value), self.head_dim)
-        # the gain is expanded over tokens, so that the norm's kernel sums its gradient
+        # expanded over tokens, so that the kernel of the norm sums the gain's gradient, too
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -1597,27 +1930,29 @@ class GolfBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfModel(Model):
-    """The first half of the blocks leaves its outputs; the second half adds them, the last one first."""
-    def __init__(self, cfg, kernels=Kernels()):
+    """The second half of the blocks adds the outputs of the first half, the last one first (U-Net)."""
+    def __init__(self, cfg: Golf, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         self.cfg = cfg
         self.embed = parameter(cfg.vocab_size, cfg.model_dim)
         self.head = self.embed
         self.skip_weights = parameter(cfg.num_layers // 2, cfg.model_dim, on=cfg.num_layers > 1)
-        self.blocks = nn.ModuleList(GolfBlock(cfg) for _ in range(cfg.num_layers))
+        self.blocks = nn.ModuleList([GolfBlock(cfg) for _ in range(cfg.num_layers)])
         self.use(kernels)
 
-    def context(self, T, device, dtype=None, stage=None):
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: Stage | None = None) -> GolfContext:
         dtype = dtype or scoring_dtype(device)
         frequencies = rope_spectrum(self.cfg.model_dim // self.cfg.num_heads, self.cfg.rope_base)
         return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
 
-    def hidden(self, tokens, context):
-        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+    def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
         T = tokens.size(1)
-        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all before it
+        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all tokens before it
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
-        half, outputs = len(self.blocks) // 2, []
+        half = len(self.blocks) // 2
+        outputs = []
         for block in self.blocks[:half]:
             x = block(x, x0, mask, context)
             outputs.append(x)
@@ -1627,52 +1962,57 @@ class GolfModel(Model):
             x = block(x, x0, mask, context)
         return rms_norm(x)
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context):
-        """Mean loss, nats. tokens and targets (B, T)."""
-        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+    def forward(self, tokens: Tensor, targets: Tensor, context: GolfContext) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats."""
+        x = self.hidden(tokens, context)
+        cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- golf_plus: the same game, by a later record
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
-# Gains below are those that records of parameter-golf report, in bits per byte.
+# Gains below are in bits per byte, as records of parameter-golf report them.
 @dataclass(frozen=True)
 class GolfPlus(Config):
-    """Eleven layers, of which two run three times once half of the run is over; XSA, a mean of weights, and
-    weights rounded to 6 bits by GPTQ."""
+    """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and weights that
+    GPTQ rounds to 6 bits."""
     preset: str = option("golf_plus", "the recipe", model=True)
     # size
     num_layers: int = option(11, "blocks", 1, 1000, model=True)
     model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(8, "query heads", 1, 4096, model=True)
     num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
-    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)  # with 4,096 pieces, GPTQ: -0.022
-    mlp_slope: float = optional(0.5, "leaky ReLU^2: slope of negative activations before the square; 0: "
-                                "ReLU^2", 0, 1, model=True)
+    # parameter-golf: -0.022 together with a vocabulary of 4,096, weight decay, GPTQ and brotli
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    mlp_slope: float = optional(0.5, "slope of negative activations, before the square; 0: ReLU^2", 0, 1,
+                                model=True)
     logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
     rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
     qk_gain_init: float = option(4.0, "first value of the gain of each query head", 0, 100, model=True)
+    # parameter-golf: -0.005 together with ema_decay
     exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
-                             "it", model=True)  # with ema_decay: -0.005
+                             "it", model=True)
+    # parameter-golf: -0.002 together with rope_fraction
     depth_scale: bool = option(True, "layer i, from 1, reads its input / sqrt(i) (ln_scale); 0: its input",
-                               model=True)  # with rope_fraction: -0.002
+                               model=True)
     skip_mix: bool = option(True, "learned per-channel lerp between residual stream and skip; 0: their sum",
                             model=True)
+    # parameter-golf: -0.002
     loop_layers: tuple = option((4, 5), "depth recurrence: first and last of the layers that run again; 0: "
-                                "none", 0, 1000, model=True)  # -0.002
-    # a column of the table of stages, one entry per stage; empty: as stages() has it
-    loop_schedule: tuple = option((), "further runs of these layers; scores use the last stage's", 0, 16,
-                                  model=True, of=int)
+                                "none", 0, 1000, model=True)
+    # a column of the table of stages, one entry per stage; empty: as the rows of stages() have it
+    loop_schedule: tuple = option((), "how many more times these layers run; scores use the last stage's", 0,
+                                  16, model=True, of=int)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
     tokenizer_path: str = option("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model")
     vocab_size: int = option(8192, "tokens", 1, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(786_432, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("shards", "how training rows are made of the stream: see Shards, Spans and Rows",
+    packing: str = option("shards", "how training rows are cut: see Shards, Spans and Rows",
                           choices=("shards", "spans", "rows"))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
@@ -1689,55 +2029,56 @@ class GolfPlus(Config):
     muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
                                  "(MuonEq-R); 0: don't")
     weight_decay: float = optional(4.25, "Muon: decay, times matrix_lr and the LR factor; 0: none", 0, 1e6)
-    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; the embedding's is 4.25 times as high; "
+    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; 4.25 times as high for the embedding; "
                                         "0: none", 0, 1e6)
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    grad_clip_norm: float = optional(0.3, "norm of all gradients together; 0: no clipping", 0, 1e6)
-    ema_decay: float = optional(0.997, "score the mean of past weights; 0: the last ones", 0, 0.99999)
-    # length: the clock ends the run; the 12 s that are left of 600 are for the calibration of GPTQ
+    grad_clip_norm: float = optional(0.3, "largest global gradient norm; 0: no clipping", 0, 1e6)
+    ema_decay: float = optional(0.997, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
+    # length: the clock ends the run; GPTQ's calibration gets the 12 s that are left of 600
     iterations: int = option(20_000, "steps at most", 1, 10**9)
     max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
-    warmdown_frac: float = optional(0.667, "last part of the run, in which LR falls to 0; 0: none", 0, 1)
-    warmup_steps: int = optional(40, "rehearsal steps before the clock, undone afterwards", 0, 1000)
+    warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
+    warmup_steps: int = optional(40, "warmup steps before the clock starts, undone afterwards", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
     artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
                                     0, 10)
-    artifact_embed_step: float = optional(20 / 127, "embedding: the same; 0: its maximum / 127", 0, 10)
-    gptq_batches: int = optional(64, "batches that calibrate rounding (GPTQ); 0: to the nearest", 0, 10_000)
-    # in this record: -0.0168
-    eval_sliding: int = optional(64, "targets per row of val_bpb_sliding; 0: no such score")
-    eval_ttt: int = optional(0, "tokens scored before a step on them (val_bpb_ttt); 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of those steps", 0, 10)
+    artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: its maximum / 127", 0, 10)
+    gptq_batches: int = optional(64, "batches that calibrate GPTQ; 0: round to nearest instead", 0, 10_000)
+    # parameter-golf#1394: -0.0168
+    eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
+    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
 
     unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         check_grouped_queries(self)
         looped = self.loop_layers
         if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
             raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(shards=Shards, spans=Spans, rows=Rows)[self.packing]
 
-    def stages(self):
-        batch, T = self.train_batch_tokens, self.train_seq_len
+    def stages(self) -> list[LoopStage]:
+        B = self.train_batch_tokens
+        T = self.train_seq_len
         return stage_rows(self, [
-            #         start  tokens per step  per row
-            LoopStage(0.0,   batch,           T, loops=0),
-            LoopStage(0.5,   batch,           T, loops=2),
+            # begins at this fraction of iterations, tokens per step, tokens per row, further loops
+            LoopStage(0.0, B, T, loops=0),
+            LoopStage(0.5, B, T, loops=2),
         ], loops="loop_schedule")
 
-    def plan_columns(self):
+    def plan_columns(self) -> list[str]:
         return ["loops"]
 
-    def parameter_table(self):
-        """{kind: Row}. The artifact has rows of 6 bits (8 for the embedding) and fp16 scalars."""
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}. In the artifact matrices have 6 bits, the embedding has 8, scalars are fp16."""
         matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
                          step=self.artifact_step)
         adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
@@ -1752,7 +2093,7 @@ class GolfPlus(Config):
             matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
             matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
             matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
-            # a tall matrix has twice the rate, but not twice the decay
+            # a tall matrix has twice the learning rate, but not twice the decay
             matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
             matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
             embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
@@ -1765,8 +2106,9 @@ class GolfPlus(Config):
             scalar("skip_mix",       init="constant", scale=0.0),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """p (N, R, C) and buffer, a sum of gradients, change. Numbers are 0-dim; dtype: of products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Muon. p (N, R, C) and buffer, a sum of gradients, change in place."""
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
         if self.muon_row_norm:
             update = normalize_rows(update)
@@ -1774,58 +2116,63 @@ class GolfPlus(Config):
         p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
         p.sub_(lr * update)
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1. decay is None if adam_weight_decay is 0."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam with decoupled weight decay. p, m and v change in place."""
         update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
         if decay is not None:
             update = update + decay * p  # decoupled (arXiv:1711.05101)
         p.sub_(lr * update)
 
-    def schedule(self, step, progress):
+    def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmup = min(1.0, step / self.muon_momentum_warmup_steps) if self.muon_momentum_warmup_steps else 1.0
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         start = self.muon_momentum_warmup_start
         return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
 
-    def layers(self, stage=None):
+    def layers(self, stage: LoopStage | None = None) -> list[Layer]:
         T = self.train_seq_len if stage is None else stage.row_tokens
         return [Layer(T, self.mlp_mult)] * self.num_layers
 
-    def layer_order(self, stage):
+    def layer_order(self, stage: LoopStage) -> list[int]:
         return looped_order(self.num_layers, self.loop_layers, stage.loops)
 
-    def calibrate(self, model, data, team):
-        """Hessians for GPTQ, also of the embedding as lm_head."""
-        return input_hessians(model, self, data, team, self.gptq_batches) if self.gptq_batches else {}
+    def calibrate(self, model: Model, data: "Data", team: "Team") -> dict[str, Tensor]:
+        """Hessians for GPTQ; the embedding has one too, as lm_head."""
+        if not self.gptq_batches:
+            return {}
+        return input_hessians(model, self, data, team, self.gptq_batches)
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if not row.step:
             return quantize_by_maximum(w, row.levels // coarser, 0.0)
         if hessian is None:
             return quantize_by_rms(w, row.step * coarser, row.levels)
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
-    def evaluations(self, step=None):
+    def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return GolfPlusModel(self, kernels)
 
 class GolfPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
-    loops: int  # further runs of loop_layers
+    dtype: torch.dtype  # the activations'
+    loops: int  # how many more times loop_layers run
 
 class GolfPlusBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg, layer):
+    def __init__(self, cfg: GolfPlus, layer: int) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
+        C = cfg.model_dim
+        H = cfg.num_heads
         self.cfg = cfg
         self.head_dim = C // H
         self.ln_scale = ln_scale(layer) if cfg.depth_scale else 1.0
@@ -1839,10 +2186,10 @@ class GolfPlusBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # of attention, of the MLP
+        self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
 
-    def forward(self, x, x0, mask, context):
-        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream."""
+    def forward(self, x: Tensor, x0: Tensor, mask: object, context: GolfPlusContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
@@ -1850,13 +2197,13 @@ class GolfPlusBlock(nn.Module):
         h = rms_norm(x) * self.ln_scale
         return x + mlp_scale * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.cfg.mlp_slope)
 
-    def attend(self, h, mask, context):
+    def attend(self, h: Tensor, mask: object, context: GolfPlusContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
         v = split_heads(linear(h, self.value), self.head_dim)
-        # the gain is expanded over tokens, so that the norm's kernel sums its gradient
+        # expanded over tokens, so that the kernel of the norm sums the gain's gradient, too
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -1866,95 +2213,100 @@ class GolfPlusBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfPlusModel(Model):
-    """The first half of the layers that run leaves its outputs; the second half mixes them in, the last one
-    first. A layer that runs again counts again."""
-    def __init__(self, cfg, kernels=Kernels()):
+    """The second half of the layers, in the order in which they run, mixes in the outputs of the first half,
+    the last one first (U-Net). A layer that runs again counts again."""
+    def __init__(self, cfg: GolfPlus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         self.cfg = cfg
         self.embed = parameter(cfg.vocab_size, cfg.model_dim)
         self.head = self.embed
-        # row d is of the d-th layer of the second half, so the stages share rows, not layers
-        skips = max(len(cfg.layer_order(stage)) // 2 for stage in cfg.stages())
+        # row i is for the i-th layer that runs in the second half, whichever layer that is in a stage
+        skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
         self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
         self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
-        self.blocks = nn.ModuleList(GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers))
+        self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
         self.use(kernels)
 
-    def context(self, T, device, dtype=None, stage=None):
-        cfg, dtype = self.cfg, dtype or scoring_dtype(device)
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: LoopStage | None = None) -> GolfPlusContext:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
         frequencies = rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
         loops = (stage or cfg.stages()[-1]).loops
         return GolfPlusContext(rope_tables(T, frequencies, device, dtype), dtype, loops)
 
-    def hidden(self, tokens, context):
+    def hidden(self, tokens: Tensor, context: GolfPlusContext) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        cfg, T = self.cfg, tokens.size(1)
-        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all before it
+        cfg = self.cfg
+        T = tokens.size(1)
+        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all tokens before it
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         order = looped_order(cfg.num_layers, cfg.loop_layers, context.loops)
-        half, outputs = len(order) // 2, []
+        half = len(order) // 2
+        outputs = []
         for layer in order[:half]:
             x = self.blocks[layer](x, x0, mask, context)
             outputs.append(x)
-        for row, layer in enumerate(order[half:]):
+        for i, layer in enumerate(order[half:]):
             if outputs:
-                x = self.skip(x, outputs.pop(), row)
+                x = self.skip(x, outputs.pop(), i)
             x = self.blocks[layer](x, x0, mask, context)
         return rms_norm(x)
 
-    def skip(self, x, earlier, row):
-        """The residual stream x with an earlier one (B, T, C), by a row of the skips' weights."""
-        skipped = self.skip_weights[row].to(x.dtype) * earlier
+    def skip(self, x: Tensor, earlier: Tensor, i: int) -> Tensor:
+        """The residual stream x with an earlier one (both (B, T, C)), by row i of the skips' weights."""
+        skipped = self.skip_weights[i].to(x.dtype) * earlier
         if not self.cfg.skip_mix:
             return x + skipped
-        return learned_lerp(skipped, x, self.skip_mix[row])
+        return learned_lerp(skipped, x, self.skip_mix[i])
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context):
-        """Mean loss, nats. tokens and targets (B, T)."""
-        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+    def forward(self, tokens: Tensor, targets: Tensor, context: GolfPlusContext) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats."""
+        x = self.hidden(tokens, context)
+        cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
-# Gains below are the seconds between two records of its board.
+# A gain in seconds is the difference between two records of that board.
 @dataclass(frozen=True)
 class Speedrun(Config):
-    """Windows that grow by stages and stay in a document, value embeddings, gated heads, a skip connection,
-    backout; NorMuon, and Adam at every other step."""
+    """Windows that grow from stage to stage and stay within a document, value embeddings, gated heads, a skip
+    connection, backout; NorMuon, and Adam at every other step."""
     preset: str = option("speedrun", "the recipe", model=True)
     # size
     num_layers: int = option(12, "blocks", 1, 1000, model=True)
     model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(6, "heads of queries, keys and values", 1, 4096, model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("0SSSLSS-SSSL", "each layer: L long window, S short one, - no attention, 0 "
-                                 "nothing at all; repeated", model=True)
+    window_pattern: str = option("0SSSLSS-SSSL", "per layer: L long window, S short window, - no "
+                                 "attention, 0 neither attention nor MLP; repeated", model=True)
     window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: as "
                                     "stages() has it", 0, 1 << 20, model=True, of=int)
-    window_block: int = option(128, "tokens that window sizes are multiples of", 1, model=True)
+    window_block: int = option(128, "windows are multiples of this many tokens", 1, model=True)
     eval_window: int = optional(2560, "long window in evaluation, tokens; 0: that of the last stage",
                                 model=True)
-    max_doc_len: int = optional(2048, "attention stays in a document, packed ones are cut here; 0: neither",
-                                model=True)
+    max_doc_len: int = optional(2048, "maximum document length; also masks attention across documents; "
+                                "0: off", model=True)
     attn_scale: float = option(0.1, "factor on q @ k in the first stage", 0, 100, model=True)
     rope_base: float = optional(1024.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
     rope_fraction: float = option(0.5, "part of each head that rotates", 0, 1, model=True)
     value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
-                                       "each layer's value embedding, from 1; 0: none; repeated", 0, 999,
+                                       "per layer: number of its value embedding, 0: none; repeated", 0, 999,
                                        model=True)
     # modded-nanogpt#117: -0.3 s
     attn_gate_dim: int = optional(12, "channels that gate each head's output; 0: no gate", 0, 1 << 16,
                                   model=True)
     # modded-nanogpt#130: -1.1 s
-    smear_dim: int = optional(12, "channels that gate the token before, which is added; 0: none", 0, 1 << 16,
+    smear_dim: int = optional(12, "channels that gate what is added of the token before; 0: none", 0, 1 << 16,
                               model=True)
-    skip_layers: tuple = option((4, 7), "skip connections: from, to, from, to, ...; 0: none", 0, 1000,
+    skip_layers: tuple = option((4, 7), "skip connections: pairs of the layers from and to; 0: none", 0, 1000,
                                 model=True)
     # modded-nanogpt#140: -5.3 s, with tuned rates
-    backout_layer: int = optional(8, "a part of this layer's output is subtracted at the end; 0: none",
+    backout_layer: int = optional(8, "layer whose output is partly subtracted at the end; 0: none",
                                   0, 1000, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     # data and batch
@@ -1962,20 +2314,20 @@ class Speedrun(Config):
     vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
     train_seq_len: int = option(16_384, "tokens per row in the first stage", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
-    packing: str = option("documents", "how training rows are made: see Documents, Spans and Rows",
+    packing: str = option("documents", "how training rows are cut: see Documents, Spans and Rows",
                           choices=("documents", "spans", "rows"))
     max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
-    val_tokens: int = optional(10_485_760, "the first tokens of val that are scored; 0: all")
+    val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
     train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
     fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: on a GPU that can",
                       choices=("off", "head", "auto-head"))
-    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "largest input of lm_head in fp8 (0: model_dim ** 0.5), "
-                                  "weight and gradient of the summed loss", 0, 1e6)
+    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
+                                  "weight, and gradient of the summed loss", 0, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
     embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
@@ -1985,29 +2337,30 @@ class Speedrun(Config):
     muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
     muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
-    # modded-nanogpt#144: -0.8 s; its rates, #146: -1.9 s
+    # modded-nanogpt#144: -0.8 s; with tuned rates modded-nanogpt#146: -1.9 s
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
     # modded-nanogpt#154: -1.7 s
-    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the LR factor's square",
+    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the squared LR factor",
                                    0, 1e6)
     # modded-nanogpt#136: -1.7 s, with a smaller batch
-    adam_every: int = option(2, "steps whose gradients add up to one of Adam's", 1, 1000)
+    adam_every: int = option(2, "steps whose gradients add up to an update by Adam", 1, 1000)
     beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam: added to the root of the second moment as it is", 1e-20, 1)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the uncorrected second moment", 1e-20, 1)
     # length
     iterations: int = option(2120, "steps before the extension", 1, 10**9)
     extension_iterations: int = optional(40, "further steps in the last stage; 0: none", 0, 10**9)
     lr_schedule: tuple = option((1.0, 1.51, 1.93), "LR factors before the warmdown, in order", 1e-6, 1000)
-    lr_switches: tuple = option((0.0, 0.33, 0.66), "part of iterations at which each of them begins", 0, 1)
-    warmdown_frac: float = option(0.55, "part of iterations in which LR falls", 0, 1)
+    lr_switches: tuple = option((0.0, 0.33, 0.66), "fraction of iterations at which each begins", 0, 1)
+    warmdown_frac: float = option(0.55, "last fraction of iterations, in which LR falls", 0, 1)
     lr_floor: float = option(0.1, "LR factor at the end of the warmdown", 0, 1)
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
 
-    def stages(self):
-        B, T = self.train_batch_tokens, self.train_seq_len
-        rows = [  # batches that grow, modded-nanogpt#163: -2.7 s
-            # begins at part of iterations, tokens per step, tokens per row, long window
+    def stages(self) -> list[WindowStage]:
+        B = self.train_batch_tokens
+        T = self.train_seq_len
+        rows = [  # the batch grows, modded-nanogpt#163: -2.7 s
+            # begins at this fraction of iterations, tokens per step, tokens per row, long window
             WindowStage(0.0, 1 * B, 1 * T, window=384),
             WindowStage(1 / 3, 2 * B, 2 * T, window=896),
             WindowStage(2 / 3, 3 * B, 3 * T, window=1408),
@@ -2015,7 +2368,7 @@ class Speedrun(Config):
         ]
         return stage_rows(self, rows, window="window_schedule")
 
-    def check(self):
+    def check(self) -> None:
         """Raises Refused for constants that make no run together."""
         super().check()
         if max(self.attn_gate_dim, self.smear_dim) > self.model_dim:
@@ -2027,26 +2380,27 @@ class Speedrun(Config):
             if window % self.window_block:
                 raise Refused(f"a window of {window} tokens is no multiple of window_block="
                               f"{self.window_block}: change window_schedule or eval_window")
-        skips, switches = self.skip_layers, self.lr_switches
-        pairs = zip(skips[::2], skips[1::2])
-        if skips != (0,) and (len(skips) % 2 or not all(source < to for source, to in pairs)):
+        skips = self.skip_layers
+        later = [end > start for start, end in zip(skips[::2], skips[1::2])]
+        if skips != (0,) and (len(skips) % 2 or not all(later)):
             raise Refused(f"skip_layers={show(skips)} must be pairs of a layer and a later one")
+        switches = self.lr_switches
         if len(switches) != len(self.lr_schedule) or [0, *switches[1:]] != sorted(switches):
             raise Refused(f"lr_schedule={show(self.lr_schedule)}, lr_switches={show(switches)}: switches "
                           "must grow from 0, one per entry")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
 
-    def masks_documents(self):
+    def masks_documents(self) -> bool:
         return self.max_doc_len > 0
 
-    def document_limit(self):
+    def document_limit(self) -> int:
         return self.max_doc_len
 
-    def parameter_table(self):
+    def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
         adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
@@ -2054,7 +2408,7 @@ class Speedrun(Config):
         matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
         scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
         return by_kind([
-            # kind                 first values; uniform: half of std 1 / sqrt(columns)
+            # kind                 first values; uniform ones have std 0.5 / sqrt(columns)
             matrix("query",        "matrix", init="uniform", scale=0.8660254, second="columns"),
             matrix("key",          "matrix", init="uniform", scale=0.8660254, second="columns"),
             matrix("value",        "matrix", init="uniform", scale=0.8660254, second="columns"),
@@ -2070,30 +2424,32 @@ class Speedrun(Config):
             scalar("x0_lambda",    init="constant", scale=0.0),
             scalar("value_lambdas", init="constant", scale=0.5),
             scalar("smear",        init="constant", scale=0.0),
-            scalar("skip_weights", init="constant", scale=-1.5),  # a part of 0.18
+            scalar("skip_weights", init="constant", scale=-1.5),  # sigmoid: 0.18
             scalar("backout",      init="constant", scale=0.5),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
-        products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. p, m and v change in place."""
         p.sub_(lr * adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
-    def top_lr(self, progress):
-        """LR factor before the warmdown: larger batches allow larger steps."""
+    def top_lr(self, progress: float) -> float:
+        """LR factor before the warmdown; larger batches allow larger steps."""
         done = scheduled_progress(self, progress)
-        return self.lr_schedule[sum(switch <= done + 1e-9 for switch in self.lr_switches) - 1]
+        begun = [lr for lr, switch in zip(self.lr_schedule, self.lr_switches) if switch <= done + 1e-9]
+        return begun[-1]
 
-    def schedule(self, step, progress):
-        """LR falls linearly from the factor of lr_schedule to lr_floor, and weight decay with it; momentum
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR falls linearly from its factor in lr_schedule to lr_floor, and weight decay with it. Momentum
         warms up by steps done and cools down by steps left at the pace so far."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
@@ -2104,33 +2460,34 @@ class Speedrun(Config):
         start = self.muon_momentum_warmup_start
         return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
 
-    def marks(self):
+    def marks(self) -> list[int]:
         switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
         return sorted({stage.first_step for stage in self.stages()} | switches)
 
-    def scoring_window(self):
+    def scoring_window(self) -> int:
         return self.eval_window or self.stages()[-1].window
 
-    def windows(self, stage, T):
-        """In evaluation only long windows are longer than in the last stage."""
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
+        """In evaluation long windows are longer than in the last stage, short ones are not."""
         last = self.stages()[-1].window or self.train_seq_len
         long = self.scoring_window() if stage is None else stage.window
         short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
         return dict(long_window=min(long or T, T), short_window=min(T, max(short, self.window_block)))
 
-    def layers(self, stage=None):
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
         sizes = self.windows(stage, stage.row_tokens)
         window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0, "0": 0}
         kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], 0 if kind == "0" else self.mlp_mult) for kind in kinds]
+        mlp_mult = {"L": self.mlp_mult, "S": self.mlp_mult, "-": self.mlp_mult, "0": 0}
+        return [Layer(window[kind], mlp_mult[kind]) for kind in kinds]
 
-    def rope(self, window):
-        """(radians per token of each pair of channels (head_dim / 2,), factor on q @ k) once long windows
-        have grown to this one."""
+    def rope(self, window: int) -> tuple[Tensor, float]:
+        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after long
+        windows have grown to this one."""
         head_dim = self.model_dim // self.num_heads
         frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
         scale = self.attn_scale
@@ -2141,34 +2498,36 @@ class Speedrun(Config):
             frequencies, scale = yarn(frequencies, scale, old, new)
         return frequencies, scale
 
-    def fp8_part(self, on_gpu):
+    def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu, log):
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return linear, linear, fused_loss
         most = self.fp8_head_most
         return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunModel(self, kernels)
 
 class SpeedrunContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
-    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
-    dtype: torch.dtype  # of activations
+    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # the activations'
 
 class SpeedrunBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: of
-    window_pattern."""
-    def __init__(self, cfg, kind):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
+    layer's letter in window_pattern."""
+    def __init__(self, cfg: Speedrun, kind: str) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
+        C = cfg.model_dim
+        H = cfg.num_heads
         self.head_dim = C // H
         self.attends = kind in "LS"
         self.query = parameter(C, C, on=self.attends)
@@ -2176,24 +2535,25 @@ class SpeedrunBlock(nn.Module):
         self.key = parameter(C, C, on=self.attends)
         self.value = parameter(C, C, on=self.attends)
         self.attn_gate = parameter(H, cfg.attn_gate_dim, on=self.attends and cfg.attn_gate_dim)
-        self.value_lambdas = parameter(2, on=self.attends)  # of values, of value embeddings
+        self.value_lambdas = parameter(2, on=self.attends)  # factors on values and on value embeddings
         has_mlp = kind != "0"
         self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
         self.resid_lambda = parameter(1, on=has_mlp)
         self.x0_lambda = parameter(1, on=has_mlp)
 
-    def forward(self, x, x0, value_embed, mask, context):
-        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
-        (B, T, C), in layers that have one."""
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: SpeedrunContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, C), in layers that have one."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         if self.attends:
             x = x + self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h, value_embed, mask, context):
-        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: SpeedrunContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
@@ -2211,26 +2571,29 @@ class SpeedrunBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class SpeedrunModel(Model):
-    """The blocks, with skip connections by skip_layers and windows by window_pattern."""
-    def __init__(self, cfg, kernels=Kernels()):
+    """The blocks in order, each with its window; skip connections, and backout at the end."""
+    def __init__(self, cfg: Speedrun, kernels: Kernels = Kernels()) -> None:
         super().__init__()
-        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
         self.cfg = cfg
         self.kinds = per_layer(cfg.window_pattern, N)
         self.tables = per_layer(cfg.value_embed_layers, N)
         pairs = zip(cfg.skip_layers[::2], cfg.skip_layers[1::2])
-        self.skips = [(source, to) for source, to in pairs if to < N]
+        self.skips = [(start, end) for start, end in pairs if end < N]
         self.embed = parameter(V, C)
         self.head = parameter(V, C)
         self.smear = parameter(1, 1, on=cfg.smear_dim)
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         self.skip_weights = parameter(len(self.skips), 1, on=self.skips)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
-        self.blocks = nn.ModuleList(SpeedrunBlock(cfg, kind) for kind in self.kinds)
-        self.value_embeds = nn.ParameterList(parameter(V, C) for _ in range(max(self.tables)))
+        self.blocks = nn.ModuleList([SpeedrunBlock(cfg, kind) for kind in self.kinds])
+        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
         self.use(kernels)
 
-    def context(self, T, device, dtype=None, stage=None):
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> SpeedrunContext:
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
@@ -2238,9 +2601,11 @@ class SpeedrunModel(Model):
         rope = rope_tables(T, frequencies, device, dtype)
         return SpeedrunContext(rope, torch.tensor(scale, device=device), windows, dtype)
 
-    def hidden(self, tokens, context):
-        """tokens (B, T) -> last activations, normalised (B, T, C)."""
-        documents = (tokens == self.cfg.bos_id).cumsum(1) if self.cfg.max_doc_len else None
+    def hidden(self, tokens: Tensor, context: SpeedrunContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        documents = None
+        if self.cfg.max_doc_len:
+            documents = (tokens == self.cfg.bos_id).cumsum(1)
         masks = {}
         for kind, window in context.windows.items():
             masks[kind] = self.kernels.window_mask(window, tokens.size(1), documents, tokens.device)
@@ -2250,10 +2615,11 @@ class SpeedrunModel(Model):
         x = x0 = rms_norm(x)
         outputs = []
         for i, block in enumerate(self.blocks):
-            kind, table = self.kinds[i], self.tables[i]
-            for row, (source, to) in enumerate(self.skips):
-                if to == i:
-                    x = x + torch.sigmoid(self.skip_weights[row].to(x.dtype)) * outputs[source]
+            kind = self.kinds[i]
+            table = self.tables[i]
+            for s, (start, end) in enumerate(self.skips):
+                if end == i:
+                    x = x + torch.sigmoid(self.skip_weights[s].to(x.dtype)) * outputs[start]
             value_embed = None
             if block.attends and table:
                 value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
@@ -2264,18 +2630,19 @@ class SpeedrunModel(Model):
             x = x - self.backout.to(x.dtype) * outputs[self.cfg.backout_layer]
         return rms_norm(x)
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context):
-        """Mean loss, nats. tokens and targets (B, T)."""
-        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+    def forward(self, tokens: Tensor, targets: Tensor, context: SpeedrunContext) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats."""
+        x = self.hidden(tokens, context)
+        cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
-# size, batch, rates, weight decay and length: see depth_dial(). Rates and weight decay are stated for
-# depth 12 and batches of 2**19 tokens.
+# size, batch, learning rates, weight decay and length: see depth_dial(). The rates and weight decay below are
+# those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
 class GPT2(Config):
     """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
@@ -2293,11 +2660,11 @@ class GPT2(Config):
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
-    window_pattern: str = option("L", "each layer's window: L long, S short; repeated", model=True)
+    window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
     window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
                                     0, 1 << 20, model=True)
     short_window: float = option(0.5, "short window / long one", 0, 1, model=True)
-    value_embed_layers: tuple = option((0,), "each layer's value embedding, from 1; 0: none; repeated",
+    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
                                        0, 999, model=True)
     value_gate_dim: int = option(32, "channels that gate value embeddings", 1, 1 << 16, model=True)
     value_gate_factor: float = option(2.0, "a value embedding's factor when its gate is open",
@@ -2307,9 +2674,9 @@ class GPT2(Config):
     vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = optional(524_288, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
-    packing: str = option("best_fit", "how training rows are made of documents: see BestFit and Rows",
+    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
                           choices=("best_fit", "rows"))
-    val_tokens: int = optional(20_971_520, "the first tokens of val that are scored; 0: all")
+    val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
     fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can (+17 % tok/s)",
@@ -2330,7 +2697,7 @@ class GPT2(Config):
     adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length
     iterations: int = option(12_700, "steps at most; by the dial where a horizon is set", 1, 10**9)
-    warmdown_frac: float = option(0.5, "part of the run in which LR falls", 0, 1)
+    warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     # scores
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
@@ -2340,21 +2707,23 @@ class GPT2(Config):
     core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
     sample: str = option(
         "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts, '|' between them; empty: beginnings of val documents")
+        "prompts separated by '|'; empty: beginnings of val documents")
     sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
     @classmethod
-    def of(cls, preset, given):
+    def of(cls, preset: str, given: dict) -> Config:
         cfg = cls(**given)
         check_ranges(cfg)
         check_window_pattern(cfg)
-        return depth_dial(cfg, given) if cfg.depth else cfg
+        if cfg.depth:
+            cfg = depth_dial(cfg, given)
+        return cfg
 
-    def size_of_depth(self, depth):
+    def size_of_depth(self, depth: int) -> dict:
         return depth_size(depth)
 
-    def check(self):
+    def check(self) -> None:
         check_horizons(self)
         super().check()
         check_grouped_queries(self)
@@ -2362,14 +2731,14 @@ class GPT2(Config):
             raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
         check_window_pattern(self)
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(best_fit=BestFit, rows=Rows)[self.packing]
 
-    def stages(self):
+    def stages(self) -> list[WindowStage]:
         row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
         return stage_rows(self, [row], window="window_schedule")
 
-    def parameter_table(self):
+    def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
         adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
@@ -2391,20 +2760,21 @@ class GPT2(Config):
             scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
-        products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. p, m and v change in place."""
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
-    def schedule(self, step, progress):
+    def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         start = self.muon_momentum_warmup_start
@@ -2412,54 +2782,56 @@ class GPT2(Config):
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
                         momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
 
-    def windows(self, stage, T):
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window or self.train_seq_len
         return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
 
-    def layers(self, stage=None):
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
         sizes = self.windows(stage, stage.row_tokens)
         window = dict(L=sizes["long_window"], S=sizes["short_window"])
         kinds = per_layer(self.window_pattern, self.num_layers)
         return [Layer(window[kind], self.mlp_mult) for kind in kinds]
 
-    def scoring_window(self):
+    def scoring_window(self) -> int:
         return self.stages()[-1].window or self.train_seq_len
 
-    def fp8_part(self, on_gpu):
+    def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu, log):
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return linear, linear, fused_loss
         return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
 
-    def check_data(self, data):
+    def check_data(self, data: "Data") -> None:
         check_core(self, data)
 
-    def evaluations(self, step=None):
+    def evaluations(self, step: int | None = None) -> list[Callable]:
         return core_evaluations(self, step)
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return GPT2Model(self, kernels)
 
 class GPT2Context(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
-    dtype: torch.dtype  # of activations
+    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # the activations'
 
 class GPT2Block(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg, has_value_embed):
+    def __init__(self, cfg: GPT2, has_value_embed: bool) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
+        C = cfg.model_dim
+        H = cfg.num_heads
         self.head_dim = C // H
         kv_heads = cfg.num_kv_heads or H
         self.value_gate_factor = cfg.value_gate_factor
@@ -2473,16 +2845,17 @@ class GPT2Block(nn.Module):
         self.resid_lambda = parameter(1)
         self.x0_lambda = parameter(1)
 
-    def forward(self, x, x0, value_embed, mask, context):
-        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
-        (B, T, KV, D), in layers that have one."""
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: GPT2Context) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, KV, D), in layers that have one."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         x = x + self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h, value_embed, mask, context):
-        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2Context) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
@@ -2496,29 +2869,32 @@ class GPT2Block(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GPT2Model(Model):
-    """The blocks, with windows by window_pattern and value embeddings by value_embed_layers."""
-    def __init__(self, cfg, kernels=Kernels()):
+    """The blocks in order, each with its window and its value embedding."""
+    def __init__(self, cfg: GPT2, kernels: Kernels = Kernels()) -> None:
         super().__init__()
-        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
         self.cfg = cfg
         self.kinds = per_layer(cfg.window_pattern, N)
         self.tables = per_layer(cfg.value_embed_layers, N)
         self.embed = parameter(V, C)
         self.head = parameter(V, C)
-        self.blocks = nn.ModuleList(GPT2Block(cfg, table > 0) for table in self.tables)
+        self.blocks = nn.ModuleList([GPT2Block(cfg, table > 0) for table in self.tables])
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
-        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
+        self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
         self.use(kernels)
 
-    def context(self, T, device, dtype=None, stage=None):
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> GPT2Context:
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
         windows = kernel_windows(cfg, self.kinds, stage, T, device)
         return GPT2Context(rope, windows, dtype)
 
-    def hidden(self, tokens, context):
-        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+    def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
         masks = {}
         for kind, window in context.windows.items():
             masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
@@ -2531,22 +2907,24 @@ class GPT2Model(Model):
             x = block(x, x0, value_embed, masks[kind], context)
         return rms_norm(x)
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context):
-        """Mean loss, nats. tokens and targets (B, T)."""
-        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+    def forward(self, tokens: Tensor, targets: Tensor, context: GPT2Context) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats."""
+        x = self.hidden(tokens, context)
+        cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- gpt2_plus: the same game as gpt2, a later record
 # nanochat a825e63 (run 6 of its board), depth 24, 8 tokens per weight, ClimbMix, fp8: 5,568 steps in 1.65 h.
-# Run 5, without smear and backout and at 8.7 tokens per weight, took 1.80 h. smear, its gate and backout
-# start as mended on 13 April 2026: at a825e63 they were never set. Rates and weight decay are stated for
-# depth 12 and batches of 2**19 tokens.
+# Run 5, without smear and backout and at 8.7 tokens per weight, took 1.80 h. The first values of smear, its
+# gate and backout are those of nanochat's fix of 13 April 2026; at a825e63 they were never set. The learning
+# rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
 class GPT2Plus(Config):
-    """As gpt2, with smear, backout, sharper attention, and rates, decay and momentum that follow the run."""
+    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay and momentum follow the
+    run."""
     preset: str = option("gpt2_plus", "the recipe", model=True)
     # the dial
     depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
@@ -2560,30 +2938,30 @@ class GPT2Plus(Config):
     num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    # 1.44 * 128 ** -0.5: q and k are normalised, then multiplied by 1.2
+    # 1.44 * 128 ** -0.5: q and k are multiplied by 1.2 each after their norm
     attn_scale: float = optional(0.12727922, "factor on q @ k; 0: head_dim ** -0.5", 0, 100, model=True)
     rope_base: float = optional(100_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
-    window_pattern: str = option("L", "each layer's window: L long, S short; repeated", model=True)
+    window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
     window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
                                     0, 1 << 20, model=True)
     short_window: float = option(0.25, "short window / long one", 0, 1, model=True)
-    value_embed_layers: tuple = option((0,), "each layer's value embedding, from 1; 0: none; repeated",
+    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
                                        0, 999, model=True)
     value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
     value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
                                       0, 100, model=True)
-    smear_dim: int = optional(24, "channels that gate the token before, which is added; 0: none", 0, 1 << 16,
+    smear_dim: int = optional(24, "channels that gate what is added of the token before; 0: none", 0, 1 << 16,
                               model=True)
-    backout_layer: int = optional(12, "a part of this layer's output is subtracted at the end; 0: none",
+    backout_layer: int = optional(12, "layer whose output is partly subtracted at the end; 0: none",
                                   0, 1000, model=True)
     # data and batch
     data_path: str = option("data/datasets/climbmix", "folder of token shards")
     vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = optional(0, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
-    packing: str = option("best_fit", "how training rows are made of documents: see BestFit and Rows",
+    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
                           choices=("best_fit", "rows"))
-    val_tokens: int = optional(41_943_040, "the first tokens of val that are scored; 0: all")
+    val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
     fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can (+17 % tok/s)",
@@ -2597,19 +2975,20 @@ class GPT2Plus(Config):
     muon_momentum: float = option(0.97, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(400, "steps; 0: no warmup")
-    muon_momentum_end: float = optional(0.9, "what it falls to in LR's warmdown; 0: it stays", 0, 0.9999)
+    muon_momentum_end: float = optional(0.9, "momentum at the end of LR's warmdown; 0: it does not fall", 0,
+                                        0.9999)
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     polar_margin: float = option(1.01, "Polar Express: safety factor on a matrix's norm", 1, 2)
     normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
     weight_decay: float = optional(14.0, "Muon: cautious, times matrix_lr; falls as a cosine to 0", 0, 1e6)
-    adam_weight_decay: float = optional(0.01, "Adam: times LR and the factor of a row", 0, 1e6)
+    adam_weight_decay: float = optional(0.01, "Adam: decay, times LR and a row's factor; 0: none", 0, 1e6)
     beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length
     iterations: int = option(5568, "steps at most; by the dial where a horizon is set", 1, 10**9)
     lr_warmup_steps: int = optional(40, "first steps, in which LR grows; 0: none")
-    warmdown_frac: float = option(0.65, "part of the run in which LR falls", 0, 1)
+    warmdown_frac: float = option(0.65, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.05, "LR factor at the end of the warmdown", 0, 1)
     # scores
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
@@ -2619,21 +2998,26 @@ class GPT2Plus(Config):
     core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
     sample: str = option(
         "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts, '|' between them; empty: beginnings of val documents")
+        "prompts separated by '|'; empty: beginnings of val documents")
     sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
     @classmethod
-    def of(cls, preset, given):
+    def of(cls, preset: str, given: dict) -> Config:
         cfg = cls(**given)
         check_ranges(cfg)
         check_window_pattern(cfg)
-        return depth_dial(cfg, given) if cfg.depth else cfg
+        if cfg.depth:
+            cfg = depth_dial(cfg, given)
+        return cfg
 
-    def size_of_depth(self, depth):
-        return depth_size(depth) | dict(backout_layer=depth // 2 if self.backout_layer else 0)
+    def size_of_depth(self, depth: int) -> dict:
+        size = depth_size(depth)
+        if self.backout_layer:
+            size["backout_layer"] = depth // 2
+        return size
 
-    def check(self):
+    def check(self) -> None:
         check_horizons(self)
         super().check()
         check_grouped_queries(self)
@@ -2642,14 +3026,14 @@ class GPT2Plus(Config):
                           f"exceed model_dim={self.model_dim}")
         check_window_pattern(self)
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(best_fit=BestFit, rows=Rows)[self.packing]
 
-    def stages(self):
+    def stages(self) -> list[WindowStage]:
         row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
         return stage_rows(self, [row], window="window_schedule")
 
-    def parameter_table(self):
+    def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
         adam_decay = self.adam_weight_decay
@@ -2671,7 +3055,7 @@ class GPT2Plus(Config):
                 decay=adam_decay, **adam),
             Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr * 0.5,
                 beta2=0.995, decay=adam_decay, **adam),
-            # from 1.15 in the first layer to 1.05 in the last one, and from 0.2 to 0.05
+            # from 1.15 in the first layer to 1.05 in the last one; x0_lambda from 0.2 to 0.05
             scalar("resid_lambda", init="constant", scale=1.15, change=-0.1, lr=self.scalar_lr * 0.01,
                    decay=adam_decay * 5),
             scalar("x0_lambda",    init="constant", scale=0.2, change=-0.15, lr=self.scalar_lr, beta1=0.96),
@@ -2681,25 +3065,26 @@ class GPT2Plus(Config):
             scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
-        products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. p, m and v change in place."""
         update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
         if decay is not None:
             update = update + decay * p
         p.sub_(lr * update)
 
-    def schedule(self, step, progress):
-        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls as a
-        cosine to 0; momentum warms up, then falls with the LR."""
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay falls as a
+        cosine to 0. Momentum warms up, then falls with LR."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = 1 - done + self.lr_floor * done
         if self.lr_warmup_steps:
@@ -2711,54 +3096,56 @@ class GPT2Plus(Config):
             momentum += (self.muon_momentum_end - momentum) * done
         return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
 
-    def windows(self, stage, T):
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window or self.train_seq_len
         return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
 
-    def layers(self, stage=None):
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
         sizes = self.windows(stage, stage.row_tokens)
         window = dict(L=sizes["long_window"], S=sizes["short_window"])
         kinds = per_layer(self.window_pattern, self.num_layers)
         return [Layer(window[kind], self.mlp_mult) for kind in kinds]
 
-    def scoring_window(self):
+    def scoring_window(self) -> int:
         return self.stages()[-1].window or self.train_seq_len
 
-    def fp8_part(self, on_gpu):
+    def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu, log):
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return linear, linear, fused_loss
         return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
 
-    def check_data(self, data):
+    def check_data(self, data: "Data") -> None:
         check_core(self, data)
 
-    def evaluations(self, step=None):
+    def evaluations(self, step: int | None = None) -> list[Callable]:
         return core_evaluations(self, step)
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return GPT2PlusModel(self, kernels)
 
 class GPT2PlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: tokens before its own that such a layer sees}, see kernel_window()
-    dtype: torch.dtype  # of activations
+    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # the activations'
 
 class GPT2PlusBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg, has_value_embed):
+    def __init__(self, cfg: GPT2Plus, has_value_embed: bool) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
+        C = cfg.model_dim
+        H = cfg.num_heads
         self.head_dim = C // H
         kv_heads = cfg.num_kv_heads or H
         self.attn_scale = cfg.attn_scale or self.head_dim**-0.5
@@ -2773,16 +3160,17 @@ class GPT2PlusBlock(nn.Module):
         self.resid_lambda = parameter(1)
         self.x0_lambda = parameter(1)
 
-    def forward(self, x, x0, value_embed, mask, context):
-        """x, the residual stream, and x0, the embedding, (B, T, C) -> the residual stream. value_embed
-        (B, T, KV, D), in layers that have one."""
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: GPT2PlusContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, KV, D), in layers that have one."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         x = x + self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h, value_embed, mask, context):
-        """h (B, T, C), normalised -> what attention adds to the residual stream (B, T, C)."""
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2PlusContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
@@ -2796,10 +3184,12 @@ class GPT2PlusBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GPT2PlusModel(Model):
-    """The blocks, with windows by window_pattern and value embeddings by value_embed_layers."""
-    def __init__(self, cfg, kernels=Kernels()):
+    """The blocks in order, each with its window and its value embedding."""
+    def __init__(self, cfg: GPT2Plus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
-        V, C, N = cfg.vocab_size, cfg.model_dim, cfg.num_layers
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
         self.cfg = cfg
         self.kinds = per_layer(cfg.window_pattern, N)
         self.tables = per_layer(cfg.value_embed_layers, N)
@@ -2808,20 +3198,21 @@ class GPT2PlusModel(Model):
         self.smear = parameter(1, 1, on=cfg.smear_dim)
         self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
         self.backout = parameter(1, on=0 < cfg.backout_layer < N)
-        self.blocks = nn.ModuleList(GPT2PlusBlock(cfg, table > 0) for table in self.tables)
+        self.blocks = nn.ModuleList([GPT2PlusBlock(cfg, table > 0) for table in self.tables])
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
-        self.value_embeds = nn.ParameterList(parameter(V, kv_dim) for _ in range(max(self.tables)))
+        self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
         self.use(kernels)
 
-    def context(self, T, device, dtype=None, stage=None):
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> GPT2PlusContext:
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
         windows = kernel_windows(cfg, self.kinds, stage, T, device)
         return GPT2PlusContext(rope, windows, dtype)
 
-    def hidden(self, tokens, context):
-        """tokens (B, T) -> last activations, normalised (B, T, C)."""
+    def hidden(self, tokens: Tensor, context: GPT2PlusContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
         masks = {}
         for kind, window in context.windows.items():
             masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
@@ -2842,85 +3233,65 @@ class GPT2PlusModel(Model):
             x = x - self.backout.to(x.dtype) * backed_out
         return rms_norm(x)
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
 
-    def forward(self, tokens, targets, context):
-        """Mean loss, nats. tokens and targets (B, T)."""
-        x, cap = self.hidden(tokens, context), (self.cfg.logit_softcap, 0.0, 0.0)
+    def forward(self, tokens: Tensor, targets: Tensor, context: GPT2PlusContext) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats."""
+        x = self.hidden(tokens, context)
+        cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 # ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
 # modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
-# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. Not measured on a GPU here. In the public
-# script Adam's matrices are bf16, here they are fp32 beside a bf16 copy.
-@dataclass(frozen=True)
-class SpeedrunPlusStage(WindowStage):
-    """A stage of SpeedrunPlus."""
-    # weights of the losses on the next targets, and on the target's prefix token: (at its beginning, at its
-    # end), linear between
-    next_weights: tuple = ((1.0, 1.0),)
-    prefix_weights: tuple = (0.0, 0.0)
-
-    @property
-    def next_losses(self):
-        """next_weights as the plan shows them: 1,0.5,0.25:0"""
-        return ",".join(self.shown(*pair) for pair in self.next_weights)
-
-    @property
-    def prefix_loss(self):
-        """The same of prefix_weights."""
-        return self.shown(*self.prefix_weights)
-
-    @staticmethod
-    def shown(first, last):
-        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
-
+# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. Not measured on a GPU here. The matrices that
+# Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
 @dataclass(frozen=True)
 class SpeedrunPlus(Config):
-    """Eleven layers that read earlier ones by weights of each token's own (MUDD), heads in pairs, three kinds
-    of embeddings, losses on several targets, fp8."""
+    """Eleven layers; the last one and the output mix earlier layers with weights that each token computes for
+    itself (MUDD). Paired heads, three kinds of embeddings, losses on several targets, fp8."""
     preset: str = option("speedrun_plus", "the recipe", model=True)
     # size and topology
     num_layers: int = option(11, "blocks; as many as window_pattern has", 1, 1000, model=True)
     model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(6, "query heads", 1, 4096, model=True)
-    # narrower than values: -3.8 s with the fp8 of qkv and MLP (modded-nanogpt#344)
+    # modded-nanogpt#344: -3.8 s, narrower than values, together with fp8_qkv and the MLP's backward in fp8
     qk_dim: int = option(96, "width of query and key heads; values have model_dim / num_heads", 4, 4096,
                          model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("PSPLSP-SSPL", "per layer: L long window, S short, P short with heads in "
-                                 "pairs (modded-nanogpt#58: -3.5 s), - no attention", model=True)
+    window_pattern: str = option("PSPLSP-SSPL", "per layer: L long window, S short, P short with paired "
+                                 "heads (modded-nanogpt#58: -3.5 s), - no attention", model=True)
     window_schedule: tuple = option((), "long window, tokens before its own, per stage; empty: as stages() "
-                                    "has them", 1, 1 << 20, model=True, of=int)
-    window_block: int = option(128, "tokens that windows are multiples of", 1, 1 << 16, model=True)
-    eval_window: int = option(2560, "long window of the last score, tokens", 1, 1 << 20, model=True)
-    max_doc_len: int = option(2048, "tokens at which the stages cut documents at most", 1, 1 << 20)
-    # numbers of layers, from 0
+                                    "has it", 1, 1 << 20, model=True, of=int)
+    window_block: int = option(128, "windows are multiples of this many tokens", 1, 1 << 16, model=True)
+    eval_window: int = option(2560, "long window of the final scores, tokens", 1, 1 << 20, model=True)
+    max_doc_len: int = option(2048, "maximum document length in any stage, tokens", 1, 1 << 20)
+    # layers are numbered from 0
     value_embed_layers: tuple = option((1, 2, 8, 9, 10), "layers with a value embedding (modded-nanogpt#63: "
                                        "-0.3 s)", 0, 999, model=True)
     xsa_layers: tuple = optional((1, 3, 4, 7), "layers with learned XSA (modded-nanogpt#82: -0.6 s); empty: "
                                  "none", 0, 999, model=True)
     head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
                                        0, 999, model=True)
-    skip_layers: tuple = option((3, 6), "the output of the first is added in place of the second's attention",
+    skip_layers: tuple = option((3, 6), "the output of the first is added where the second has no attention",
                                 0, 999, model=True)
-    attn_source: int = option(7, "later layers attend to the output of this one (modded-nanogpt#77: -0.7 s)",
+    attn_source: int = option(7, "later layers attend to this one's output (modded-nanogpt#77: -0.7 s)",
                               0, 999, model=True)
-    gate_layer: int = option(4, "the gates of this layer and later ones are made of its input; of the layers "
-                             "before, of the embedding", 1, 999, model=True)
+    gate_layer: int = option(4, "gates from this layer on are made of its input, those of earlier layers of "
+                             "the embedding", 1, 999, model=True)
     # techniques
     key_offset: bool = option(True, "long layers: half of each key head from the token before "
                               "(modded-nanogpt#49: -1.4 s)", model=True)
     attn_scale: float = option(0.1 * (128 / 96) ** 0.5, "factor on q @ k in the first stage",
                                1e-6, 100, model=True)
     rope_base: float = option(1024.0, "RoPE: longest wavelength / 2 pi", 1, 1e9, model=True)
-    # with the MUDD gates: -3.5 s (modded-nanogpt#85); alone 0.0046 nats
-    dc_window: int = optional(112, "keys of dynamic attention in the last layer; 0: none", 0, 1 << 16,
+    # modded-nanogpt#85: -3.5 s together with the MUDD gates; alone 0.0046 nats
+    dc_window: int = optional(112, "keys of dynamic attention (DC) in the last layer; 0: none", 0, 1 << 16,
                               model=True)
-    smear_dim: int = option(12, "channels that gate the token before, which is added", 1, 1 << 16, model=True)
-    value_gate_dim: int = option(12, "channels that gate value embeddings, half of them theirs "
-                                 "(modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
+    smear_dim: int = option(12, "channels that gate what is added of the token before", 1, 1 << 16,
+                            model=True)
+    value_gate_dim: int = option(12, "channels that gate value embeddings, half of them from the embedding "
+                                 "itself (modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
     bigram_rows: int = option(377_280, "rows of the hashed bigram embedding (modded-nanogpt#62: -5.6 s)",
                               3, 1 << 26, model=True)
     bigram_sign_rows: int = optional(8192, "rows of signs on bigrams (modded-nanogpt#83: -1.3 s); 0: none",
@@ -2928,15 +3299,15 @@ class SpeedrunPlus(Config):
     mudd_dim: int = option(64, "hidden width of MUDD (modded-nanogpt#81: -2.6 s)", 1, 1 << 16, model=True)
     mudd_gate_dim: int = option(64, "hidden width of the MUDD gates (modded-nanogpt#85: -3.5 s with DC)",
                                 1, 1 << 16, model=True)
-    # 23 * sigmoid((x + 5) / 7.5) - 11.5 (modded-nanogpt#54: -2.9 s)
+    # modded-nanogpt#54: -2.9 s; written there as 23 * sigmoid((logits + 5) / 7.5)
     logit_softcap: float = option(11.5, "logits = cap * tanh((logits + shift) / width)", 1e-3, 1e4,
                                   model=True)
     logit_shift: float = optional(5.0, "shift; 0: symmetric", 0, 1e4, model=True)
     logit_width: float = option(15.0, "width", 1e-3, 1e4, model=True)
-    # with untie_at: -2.9 s (modded-nanogpt#53)
-    next_targets: int = option(3, "targets that a token's loss has at most; 1: the next one", 1, 8)
+    # modded-nanogpt#53: -2.9 s, together with untie_at
+    next_targets: int = option(3, "most targets that a token's loss has; 1: the next token alone", 1, 8)
     prefix_weight: float = optional(0.25, "weight of the loss on the longest token that the target begins "
-                                    "with (modded-nanogpt#88: -0.8 s); 0: none", 0, 100)
+                                    "with (modded-nanogpt#88: -0.8 s); 0: no such loss", 0, 100)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
     vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefixes of tokens "
@@ -2944,13 +3315,13 @@ class SpeedrunPlus(Config):
     vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
     train_seq_len: int = option(16_384, "tokens per row of the first stage", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
-    # with lr_floor: -1.2 s (modded-nanogpt#72)
-    doc_schedule: tuple = option((), "tokens at which packed documents are cut, per stage; empty: as "
-                                 "stages() has them", 1, 1 << 20, of=int)
-    packing: str = option("documents", "how training rows are made of the stream: see Documents and Rows",
+    # modded-nanogpt#72: -1.2 s, together with lr_floor
+    doc_schedule: tuple = option((), "maximum document length per stage, tokens; empty: as stages() has it",
+                                 1, 1 << 20, of=int)
+    packing: str = option("documents", "how training rows are cut from the stream: see Documents and Rows",
                           choices=("documents", "rows"))
     max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
-    val_tokens: int = optional(10_485_760, "the first tokens of val that are scored; 0: all")
+    val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
@@ -2958,21 +3329,21 @@ class SpeedrunPlus(Config):
     fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can",
                       choices=("off", "all", "auto-all"))
     fp8_head: bool = option(True, "lm_head's products in fp8, where fp8 is on; 0: bf16")
-    # with qk_dim and the MLP's backward products: -3.8 s (modded-nanogpt#344)
-    fp8_qkv: bool = option(True, "the same of query, key and value")
-    # up -0.5 s (modded-nanogpt#84), down -0.8 s (modded-nanogpt#89)
-    fp8_mlp: bool = option(True, "the same of the MLPs")
-    fp8_head_most: tuple = option((100.0, 1.6, 0.75), "largest input of lm_head in fp8, weight and gradient "
+    # modded-nanogpt#344: -3.8 s, together with qk_dim and the MLP's backward products
+    fp8_qkv: bool = option(True, "products of query, key and value in fp8, where fp8 is on; 0: bf16")
+    # modded-nanogpt#84: -0.5 s (up), modded-nanogpt#89: -0.8 s (down)
+    fp8_mlp: bool = option(True, "products of the MLPs in fp8, where fp8 is on; 0: bf16")
+    fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
                                   "of the summed loss", 1e-9, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "gradients are of the summed loss / this; 0: of the mean", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
-    head_lr: float = option(0.008, "Adam: lm_head, embedding", 0, 10)
-    gate_lr: float = option(0.008, "Adam: gates, MUDD, by the table's factors", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
+    gate_lr: float = option(0.008, "Adam: gates and MUDD, times the factor in a row", 0, 10)
     scalar_lr: float = option(0.04, "Adam: lambdas", 0, 10)
-    muon_pairs: bool = option(True, "query and key: pairs of heads are matrices of their own "
-                              "(modded-nanogpt#80: -0.3 s)")
+    muon_pairs: bool = option(True, "orthogonalize query and key two heads at a time "
+                              "(modded-nanogpt#80: -0.3 s); 0: all heads together")
     muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
@@ -2980,21 +3351,22 @@ class SpeedrunPlus(Config):
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
     normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
-    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and both LR factors", 0, 1e6)
-    adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the table's factor "
+    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the squared LR factor", 0, 1e6)
+    adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the factor in a row "
                                         "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
     adam_eps: float = option(1e-10, "Adam: added to the root of the second moment", 1e-20, 1)
-    adam_every: int = option(2, "steps whose gradients add up to one of Adam's", 1, 1000)
+    adam_every: int = option(2, "steps whose gradients add up to an update by Adam", 1, 1000)
     # length
     iterations: int = option(1270, "scheduled steps", 1, 10**9)
     extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
-    # the embedding begins as a copy of lm_head and stays equal until then (modded-nanogpt#51: -3.2 s)
-    untie_at: float = optional(847 / 1270, "part of iterations with the embedding as lm_head; 0: none", 0, 1)
-    warmdown_frac: float = option(0.6, "part of iterations in which LR falls", 0, 1)
+    # modded-nanogpt#51: -3.2 s; the embedding starts as a copy of lm_head and is equal to it until then
+    untie_at: float = optional(847 / 1270, "fraction of iterations with lm_head tied; 0: never tied",
+                               0, 1)
+    warmdown_frac: float = option(0.6, "last fraction of iterations, in which LR falls", 0, 1)
     lr_floor: float = option(0.15, "LR factor at the end of the warmdown", 0, 1)
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
 
-    def check(self):
+    def check(self) -> None:
         """Raises Refused for constants that make no run together."""
         super().check()
         self.check_topology()
@@ -3004,16 +3376,17 @@ class SpeedrunPlus(Config):
         if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
             raise Refused(f"smear_dim={self.smear_dim} and half of value_gate_dim={self.value_gate_dim} may "
                           f"not exceed model_dim={self.model_dim}, and the second is even")
-        windows = tuple(stage.window for stage in self.stages())
-        if any(window % self.window_block for window in (*windows, self.eval_window)):
-            raise Refused(f"windows {show(windows)} and eval_window={self.eval_window} must be multiples of "
-                          f"window_block={self.window_block}")
+        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
+            if window % self.window_block:
+                raise Refused(f"a window of {window} tokens is no multiple of window_block="
+                              f"{self.window_block}: change window_schedule or eval_window")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
-    def check_topology(self):
+    def check_topology(self) -> None:
         """Raises Refused for numbers of layers that do not fit each other."""
-        pattern, last = self.window_pattern, len(self.window_pattern) - 1
+        pattern = self.window_pattern
+        last = len(pattern) - 1
         if set(pattern) - {"L", "S", "P", "-"} or last < 1:
             raise Refused(f"window_pattern={pattern!r}: two or more layers, each L, S, P or -")
         if self.num_layers != last + 1:
@@ -3033,22 +3406,26 @@ class SpeedrunPlus(Config):
                     raise Refused(f"{name}={show(getattr(self, name))}: layer {layer} has no attention")
         if not {1, last} <= {*self.value_embed_layers}:
             raise Refused(f"value_embed_layers={show(self.value_embed_layers)} must hold 1 and {last}")
-        alone = [*self.xsa_layers, last] if self.dc_window else self.xsa_layers
-        if any(pattern[layer] == "P" for layer in alone):
-            raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for pairs of heads")
+        unpaired = [*self.xsa_layers]
+        if self.dc_window:
+            unpaired.append(last)
+        if "P" in [pattern[layer] for layer in unpaired]:
+            raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for paired heads")
 
-    def packer(self):
+    def packer(self) -> "type[Packer]":
         return dict(documents=Documents, rows=Rows)[self.packing]
 
-    def stages(self):
+    def stages(self) -> list[TargetStage]:
         """Three about equal parts of iterations, then the extension."""
-        B, T, prefix = self.train_batch_tokens, self.train_seq_len, self.prefix_weight
+        B = self.train_batch_tokens
+        T = self.train_seq_len
+        n = self.next_targets
+        prefix = self.prefix_weight
         first = ((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
         second = ((1.0, 1.0), (0.5, 0.0))
-        n = self.next_targets
-        stage = SpeedrunPlusStage
+        stage = TargetStage
         return stage_rows(self, [
-            #     start       batch  row    LR factor  long window
+            #     begins at   batch  row    LR factor  long window
             stage(0.0,        B,     T,     lr=1.0,    window=384,  doc_len=896,
                   next_weights=first[:n], prefix_weights=(prefix, prefix)),
             stage(423 / 1270, 2 * B, 2 * T, lr=1.52,   window=896,  doc_len=2048,
@@ -3057,14 +3434,14 @@ class SpeedrunPlus(Config):
             stage(1.0,        3 * B, 3 * T, lr=1.73,   window=1664, doc_len=2048),
         ], window="window_schedule", doc_len="doc_schedule")
 
-    def parameter_table(self):
+    def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         matrix_decay = self.weight_decay * self.matrix_lr
         matrix = partial(Row, group="matrix", optimizer="muon", decay=matrix_decay)
         pair = 2 * self.qk_dim if self.muon_pairs else 0
 
-        def adam(kind, group, lr, decay=0.0, **columns):
-            """Its decay follows the square of its learning rate."""
+        def adam(kind: str, group: str, lr: float, decay: float = 0.0, **columns: object) -> Row:
+            """A row whose decay is proportional to the square of its learning rate."""
             return Row(kind, group, "adam", lr, lr * self.adam_weight_decay * decay, decay_with_lr=True,
                        eps=self.adam_eps, every=self.adam_every, **columns)
 
@@ -3073,15 +3450,17 @@ class SpeedrunPlus(Config):
         table = partial(adam, lr=self.embed_lr, decay=5, beta1=0.75, beta2=0.95)
         head = partial(adam, lr=self.head_lr, decay=150, beta1=0.5, beta2=0.95, init="normal", scale=0.005)
         mudd = partial(gate, group="mudd", precision="fp16")
-        lr, gate_lr, wide = self.matrix_lr, self.gate_lr, self.mlp_mult**0.5
+        lr = self.matrix_lr
+        gate_lr = self.gate_lr
+        wide = self.mlp_mult**0.5
         return by_kind([
             # kind              first values and learning rate
             matrix("query",     init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),  # std 0.5 / sqrt(C)
             matrix("key",       init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),
             matrix("value",     init="uniform", scale=0.8660254, lr=lr),
-            # uniform and not 0, with values that start at half: modded-nanogpt#64: -1.2 s
+            # modded-nanogpt#64: -1.2 s; starts uniform instead of at 0, and sa_lambdas start values at half
             matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),
-            matrix("fc",        init="uniform", scale=0.8660254, lr=lr),  # twice that, since it is tall
+            matrix("fc",        init="uniform", scale=0.8660254, lr=lr),  # LR doubles, since it is tall
             matrix("mlp_proj",  init="constant", scale=0.0, lr=2 * wide * lr, second="columns"),
             head("head", "head"),
             head("embed", "embed"),
@@ -3089,7 +3468,7 @@ class SpeedrunPlus(Config):
             table("bigram_embed", "value_embed"),
             gate("value_gate", "gate", gate_lr, decay=1),
             gate("smear_gate", "stream_gate", gate_lr * 0.01),
-            # MUDD, whose last biases are by first_values()
+            # MUDD; SpeedrunPlusModel.first_values() sets the last biases
             mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
             mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
             mudd("mudd_b2", lr=gate_lr * 0.25),
@@ -3104,25 +3483,26 @@ class SpeedrunPlus(Config):
             scalar("post_lambdas", lr=gate_lr, beta2=0.95, scale=1.0),
         ])
 
-    def muon_step(self, p, grad, buffer, second, grad_scale, momentum, lr, decay, dtype):
-        """NorMuon: p (N, R, C), buffer, a mean of gradients, and second change. Numbers are 0-dim; dtype: of
-        products."""
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
 
-    def adam_step(self, p, grad, m, v, grad_scale, step, lr, decay, beta1, beta2, eps):
-        """p, m and v (n,) change; step counts from 1. Decay is cautious, too."""
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam with cautious decay. p, m and v change in place."""
         update = adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
         if decay is not None:
             update = update + decay * p * (update * p > 0)
         p.sub_(lr * update)
 
-    def schedule(self, step, progress):
-        """LR has a stage's factor until the warmdown, in which it falls linearly to lr_floor, whatever the
-        factor; momentum warms up by steps done and cools down by steps left."""
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR has the stage's factor until the warmdown, in which it falls linearly to lr_floor, whatever the
+        factor. Momentum warms up by steps done and cools down by steps left."""
         scheduled = scheduled_progress(self, progress)
         done = warmdown_done(scheduled, self.warmdown_frac)
         lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
@@ -3135,30 +3515,30 @@ class SpeedrunPlus(Config):
         tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
         return Schedule(lr, momentum, decay=lr, tied=tied)
 
-    def warmdown_text(self):
+    def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
 
-    def plan_columns(self):
+    def plan_columns(self) -> list[str]:
         return ["doc_len", "next_losses", "prefix_loss"]
 
-    def windows(self, stage, T):
+    def windows(self, stage: TargetStage | None, T: int) -> dict[str, int]:
         last = self.stages()[-1]
         half = (stage or last).window // 2
         short = max(1, half // self.window_block) * self.window_block
         long = stage.window if stage else self.eval_window
         return dict(long_window=min(T, long), short_window=min(T, short))
 
-    def layers(self, stage=None):
+    def layers(self, stage: TargetStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
         sizes = self.windows(stage, stage.row_tokens)
         window = {"L": sizes["long_window"], "S": sizes["short_window"], "P": sizes["short_window"], "-": 0}
         return [Layer(window[kind], self.mlp_mult) for kind in self.window_pattern]
 
-    def rope(self, window=None):
-        """(radians per token of each pair of channels that turns (qk_dim / 4,), factor on q @ k) once long
-        windows have grown to this one; None: to that of the last stage."""
-        frequencies, scale = rope_spectrum_to_base(self.qk_dim, self.rope_base, 0.5), self.attn_scale
-        frequencies = frequencies[:self.qk_dim // 4]
+    def rope(self, window: int | None = None) -> tuple[Tensor, float]:
+        """Radians per token of each pair of channels that rotates (qk_dim / 4,) and the factor on q @ k,
+        after long windows have grown to this one; None: to that of the last stage."""
+        frequencies = rope_spectrum_to_base(self.qk_dim, self.rope_base, 0.5)[:self.qk_dim // 4]
+        scale = self.attn_scale
         sizes = [stage.window for stage in self.stages()]
         for old, new in zip(sizes, sizes[1:]):
             if old == window:
@@ -3166,79 +3546,71 @@ class SpeedrunPlus(Config):
             frequencies, scale = yarn(frequencies, scale, old, new)
         return frequencies, scale
 
-    def gated_layers(self):
-        """(Gates of the layers before gate_layer, of the others), with lists of layers in place of gates.
-        rest: how many values each has."""
-        N, H = self.num_layers, self.num_heads
-        attending = [layer for layer in range(N - 1) if self.window_pattern[layer] != "-"]
-        early, late = Gates([], [], [], []), Gates([], [], [], [1, H, H] if self.dc_window else [1])
-        for layer in range(N):
-            gates = early if layer < self.gate_layer else late
-            if layer in self.xsa_layers:
-                gates.xsa.append(layer)
-            if layer in self.head_gate_layers:
-                gates.heads.append(layer)
-            if layer in attending:
-                gates.inputs.append(layer)
+    def mudd_gates(self) -> tuple[list[MuddGate], list[MuddGate]]:
+        """The MUDD gates that are made of the embedding, and those that are made of gate_layer's input, each
+        list in the order of its rows in the weights."""
+        H = self.num_heads
+        layers = range(self.num_layers)
+        gates = [MuddGate("xsa", i, H, 0.0) for i in layers if i in self.xsa_layers]
+        gates += [MuddGate("heads", i, H, 0.25) for i in layers if i in self.head_gate_layers]
+        for i in layers[:-1]:
+            if self.window_pattern[i] != "-":
+                gates += [MuddGate("x0", i, 1, 0.0), MuddGate("bigrams", i, 1, 0.05)]
+        gates.append(MuddGate("skip", self.skip_layers[1], 1, 0.5))
+        if self.dc_window:
+            gates += [MuddGate("mix", layers[-1], H, 1.0), MuddGate("spread", layers[-1], H, 0.0)]
+        early = [g for g in gates if g.layer < self.gate_layer]
+        late = [g for g in gates if g.layer >= self.gate_layer]
         return early, late
 
-    def first_gates(self):
-        """What the MUDD gates give at first, of both halves, in the order of gated_layers(): no XSA, a
-        quarter of each head's output, nothing of the embedding, a part of bigrams, half of the skip; dynamic
-        attention mixes heads alike and adds nothing."""
-        H, rows = self.num_heads, []
-        for gated in self.gated_layers():
-            row = [0.0] * H * len(gated.xsa) + [0.25] * H * len(gated.heads)
-            row += [0.0, 0.05] * len(gated.inputs)
-            rest = [0.5] + [1.0] * H + [0.0] * H
-            rows.append(row + rest[:sum(gated.rest)])
-        return rows
-
-    def first_mudd(self):
-        """What MUDD gives at first, in front of the last layer and after it, in the order of last_layer() and
-        hidden(): value embeddings in full and the factors of other layers; after it half of what attn_source
-        has put out is taken off."""
+    def first_mudd(self) -> tuple[list[float], list[float]]:
+        """MUDD's first weights, before the last layer and after it, in the order in which last_layer() and
+        hidden() use them: value embeddings in full and the factors of other layers; at the end half of
+        attn_source's output is subtracted."""
         of_streams = [0.0] * 6
         of_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
         of_mlp = [1.1**0.5, 1.0]
         return of_streams + [2.0, 2.0] + of_attention + of_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
 
-    def loss_weights(self, progress):
-        """Weights of the losses on the next targets at this progress, and on prefixes where the stage has
-        them."""
+    def loss_weights(self, progress: float) -> list[float]:
+        """Weights of the losses on the next targets at this progress, then of the loss on prefixes if the
+        stage has one."""
         stage = stage_at(self, progress)
-        ends = [other.begins for other in self.stages() if other.begins > stage.begins]
-        done = (progress - stage.begins) / (min([*ends, 1.0]) - stage.begins or 1.0)
+        later = [other.begins for other in self.stages() if other.begins > stage.begins]
+        end = min([*later, 1.0])
+        done = (progress - stage.begins) / (end - stage.begins or 1.0)
         pairs = [*stage.next_weights]
         if any(stage.prefix_weights):
             pairs.append(stage.prefix_weights)
         return [first + (last - first) * done for first, last in pairs]
 
-    def masks_documents(self):
+    def masks_documents(self) -> bool:
         return True
 
-    def document_limit(self):
+    def document_limit(self) -> int:
         return self.max_doc_len
 
-    def scoring_window(self):
+    def scoring_window(self) -> int:
         return self.eval_window
 
-    def fp8_part(self, on_gpu):
+    def fp8_part(self, on_gpu: bool) -> str:
         part = fp8_part(self, on_gpu, further=self.fp8_sides())
-        return part if part == "off" or self.fp8_qkv and self.fp8_mlp else "head"
+        if part == "all" and not (self.fp8_qkv and self.fp8_mlp):
+            return "head"
+        return part
 
-    def fp8_sides(self):
-        """Sides of the products that fp8_part() does not know of."""
+    def fp8_sides(self) -> list[int]:
+        """Sizes of matrices that fp8_part() does not know of."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
-    def linears(self, on_gpu, log):
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
         if part == "off" or not self.fp8_head:
             return linear, linear, fused_loss
         most = self.fp8_head_most
         return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
 
-    def further_kernels(self, on_gpu):
+    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
         on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
         chosen = {}
         if on and self.fp8_qkv:
@@ -3247,132 +3619,127 @@ class SpeedrunPlus(Config):
             chosen["mlp"] = fp8_mlp
         return chosen
 
-    def check_data(self, data):
+    def check_data(self, data: "Data") -> None:
         if self.prefix_weight:
             texts_of_tokens(self, data.tokenizer)
 
-    def quantize(self, row, w, coarser=1.0, hessian=None):
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def make_model(self, kernels):
+    def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunPlusModel(self, kernels)
 
-MUDD_SCALE = 0.1  # of what MUDD gives: its last weights and biases learn as if it were ten times as much
-
-LAST_MUDD, END_MUDD = 14, 5  # values that MUDD gives in front of the last layer, and after it
+MUDD_SCALE = 0.1  # factor on MUDD's output, for which its last weights and biases are ten times as large
+# weights that MUDD gives
+LAST_MUDD = 14  # before the last layer
+END_MUDD = 5  # after it
 
 class SpeedrunPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
-    pair_rope: tuple  # the same for heads in pairs, each (T, 1, 2, qk_dim / 4)
+    pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
     attn_scale: Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {L, S or P: tokens before its own that such a layer sees}, see kernel_window()
-    dtype: torch.dtype  # of activations
-    next_targets: int = 1  # targets of a loss; in training only, like the rest
-    prefixes: bool = False  # is the prefix token of a target one more?
-    loss_weights: Tensor | None = None  # of the losses on them, (n,); None: the next target alone
-
-class Gates(NamedTuple):
-    """What the MUDD gates give to the layers before gate_layer, or to the others, {layer: gate}."""
-    xsa: dict  # strength of XSA, before tanh (B, T, H)
-    heads: dict  # factor on each head's output (B, T, H)
-    inputs: dict  # factors on the embedding and on bigrams, each (B, T, 1)
-    rest: list  # the others have: of the skip (B, T, 1), then two of dynamic attention (B, T, H)
+    windows: dict  # {L, S or P: tokens before its own that a token sees in such a layer}, see kernel_window()
+    dtype: torch.dtype  # the activations'
+    # in training only
+    next_targets: int = 1  # targets per token
+    prefixes: bool = False  # is the target's prefix token a further target?
+    loss_weights: Tensor | None = None  # (n,), one per target; None: the next token alone
 
 class SpeedrunPlusBlock(nn.Module):
-    """Attention and MLP, pre-norm, each with factors on the residual stream and on what it adds."""
-    def __init__(self, cfg, layer):
+    """Attention and MLP, pre-norm, with factors on the residual stream and on what each of them adds."""
+    def __init__(self, cfg: SpeedrunPlus, layer: int) -> None:
         super().__init__()
-        C, H = cfg.model_dim, cfg.num_heads
-        kind = cfg.window_pattern[layer]
-        attends = kind != "-"
-        self.kind, self.qk_dim, self.head_dim = kind, cfg.qk_dim, C // H
-        self.key_offset = cfg.key_offset and kind == "L"
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.kind = cfg.window_pattern[layer]
+        self.qk_dim = cfg.qk_dim
+        self.head_dim = C // H
+        self.key_offset = cfg.key_offset and self.kind == "L"
+        attends = self.kind != "-"
         self.query = parameter(H * cfg.qk_dim, C, on=attends)
         self.key = parameter(H * cfg.qk_dim, C, on=attends)
         self.value = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
-        # the last layer's gates are MUDD's: this one is idle there, as in the public record
+        # MUDD gates the last layer's value embedding: there this gate is idle, as in the public record
         self.value_gate = parameter(H, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
         self.fc = parameter(cfg.mlp_mult * C, C)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.sa_lambdas = parameter(2)  # of queries, keys and values; of attention's output
-        self.resid_lambdas = parameter(2)  # of the residual stream, where attention and MLP add to it
-        self.post_lambdas = parameter(2)  # of what they add
+        self.sa_lambdas = parameter(2)  # on queries, keys and values; on attention's output
+        self.resid_lambdas = parameter(2)  # on the residual stream, where attention and MLP add to it
+        self.post_lambdas = parameter(2)  # on what they add
 
-    def add_attention(self, x, source, added, value_embed, gates, mask, context):
-        """The residual stream x (B, T, C) with attention's output and `added` (B, T, C). source (B, T, C):
-        what attention reads. value_embed (B, T, H, D), in layers that have one. gates: strength of XSA and
-        factor on heads, each None where the layer has none."""
-        h = rms_norm(source)
+    def add_attention(self, x: Tensor, attn_in: Tensor, added: Tensor, value_embed: Tensor | None,
+                      xsa: Tensor | None, head_gate: Tensor | None, mask: object,
+                      context: SpeedrunPlusContext) -> Tensor:
+        """The residual stream x plus attention's output, which reads attn_in, and `added`; all (B, T, C).
+        value_embed (B, T, H, D), in layers that have one; xsa and head_gate: see attend()."""
+        h = rms_norm(attn_in)
         if value_embed is not None:
-            half = self.value_gate.size(1) // 2
-            seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
-            value_embed = 2 * gate(seen, self.value_gate)[..., None] * value_embed
-        y = self.attend(h, value_embed, *gates, None, mask, context)
+            value_embed = gated_value_embed(h, value_embed, self.value_gate)
+        y = self.attend(h, value_embed, xsa, head_gate, None, mask, context)
         return self.resid_lambdas[0].to(x.dtype) * x + self.post_lambdas[0].to(x.dtype) * y + added
 
-    def add_mlp(self, x, scales):
-        """The residual stream x (B, T, C) with the MLP's output. scales: of fp8_mlp(), or None."""
+    def add_mlp(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        """The residual stream x (B, T, C) plus the MLP's output. scales (3,): for fp8_mlp()."""
         y = self.run_mlp(x, scales)
         return self.resid_lambdas[1].to(x.dtype) * x + self.post_lambdas[1].to(x.dtype) * y
 
-    def run_mlp(self, x, scales):
-        """What the MLP makes of the residual stream (B, T, C)."""
+    def run_mlp(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        """The MLP's output (B, T, C) for the residual stream x (B, T, C)."""
         return self.kernels.mlp(rms_norm(x), self.fc, self.mlp_proj, scales)
 
-    def attend(self, h, further_values, xsa, head_gate, dynamic, mask, context):
-        """h (B, T, C), normalised -> attention's output (B, T, C). further_values (B, T, H, D) or None. xsa
-        and head_gate (B, T, H) or None. dynamic: (mix, spread, mask) of dynamic_attention(), or None."""
-        into, out = self.sa_lambdas[:1], self.sa_lambdas[1:]
-        q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, into)
-        q, k = split_heads(q, self.qk_dim), split_heads(k, self.qk_dim)
+    def attend(self, h: Tensor, further_values: Tensor | None, xsa: Tensor | None, head_gate: Tensor | None,
+               dynamic: tuple | None, mask: object, context: SpeedrunPlusContext) -> Tensor:
+        """h (B, T, C), normalized -> attention's output (B, T, C). further_values (B, T, H, D) are added to
+        the layer's own. xsa (B, T, H): strength of scaled_xsa(). head_gate (B, T, H): factors on the heads'
+        outputs. dynamic: mix, spread and mask of dynamic_attention()."""
+        q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, self.sa_lambdas[:1])
+        q = split_heads(q, self.qk_dim)
+        k = split_heads(k, self.qk_dim)
         v = split_heads(v, self.head_dim)
         if further_values is not None:
             v = v + further_values
-        q, k = (rms_norm(q) * context.attn_scale).to(v.dtype), rms_norm(k)
-        attention = self.kernels.attention
+        q = (rms_norm(q) * context.attn_scale).to(v.dtype)
+        k = rms_norm(k)
         if self.kind == "P":
-            q = rotate_adjacent(q.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3)
-            k = rotate_adjacent(k.unflatten(2, (-1, 2)), *context.pair_rope).flatten(2, 3)
-            y = unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, attention))
+            y = attend_in_pairs(q, k, v, context.pair_rope, mask, self.kernels.attention)
         else:
-            q, k = rotate_adjacent(q, *context.rope), rotate_adjacent(k, *context.rope)
+            q = rotate_adjacent(q, *context.rope)
+            k = rotate_adjacent(k, *context.rope)
             if self.key_offset:
                 k = key_offset(k)
-            y = attend_heads(q, k, v, mask, attention)
+            y = attend_heads(q, k, v, mask, self.kernels.attention)
         if dynamic is not None:
             y = y + dynamic_attention(q, k, v, *dynamic)
         if xsa is not None:
             y = scaled_xsa(y, v, xsa)
         if head_gate is not None:
             y = y * head_gate[..., None]
-        return linear(y.flatten(2), out.to(y.dtype) * self.attn_proj.to(y.dtype))
+        return linear(y.flatten(2), self.sa_lambdas[1:].to(y.dtype) * self.attn_proj.to(y.dtype))
 
-class SpeedrunPlusModel(Model):
-    """The blocks in order; the last one and the end mix earlier streams by MUDD."""
-    def __init__(self, cfg, kernels=Kernels()):
+class SpeedrunPlusModel(SeveralTargets):
+    """The blocks in order; the last one and the output mix earlier streams by MUDD."""
+    def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
-        V, C, H = cfg.vocab_size, cfg.model_dim, cfg.num_heads
+        V = cfg.vocab_size
+        C = cfg.model_dim
         self.cfg = cfg
         self.embed = parameter(V, C)
         self.head = parameter(V, C)
-        self.blocks = nn.ModuleList(SpeedrunPlusBlock(cfg, layer) for layer in range(cfg.num_layers))
-        self.value_embeds = nn.ParameterList(parameter(V, C) for _ in cfg.value_embed_layers)
+        self.blocks = nn.ModuleList([SpeedrunPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
+        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in cfg.value_embed_layers])
         self.bigram_embed = parameter(cfg.bigram_rows, C)
         self.smear_lambda = parameter(1)
         self.smear_gate = parameter(1, cfg.smear_dim)
         self.skip_lambda = parameter(1)
-        self.mudd_w1 = parameter(2, cfg.mudd_dim, C)  # in front of the last layer, after it
+        self.mudd_w1 = parameter(2, cfg.mudd_dim, C)  # before the last layer, after it
         self.mudd_w2 = parameter(2, LAST_MUDD, cfg.mudd_dim)
         self.mudd_b2 = parameter(2, LAST_MUDD)
-        self.gated = cfg.gated_layers()
-        self.gate_sizes = []  # of the rows that make each gate
-        for gated in self.gated:
-            heads = len(gated.xsa) + len(gated.heads)
-            self.gate_sizes.append([H] * heads + [1, 1] * len(gated.inputs) + gated.rest)
-        rows = max(map(sum, self.gate_sizes))
-        self.mudd_gate_w1 = parameter(2, cfg.mudd_gate_dim, C)
+        self.gate_table = cfg.mudd_gates()
+        rows = max([len(gate_values(gates)) for gates in self.gate_table])
+        self.mudd_gate_w1 = parameter(2, cfg.mudd_gate_dim, C)  # for the embedding, for gate_layer's input
         self.mudd_gate_w2 = parameter(2, rows, cfg.mudd_gate_dim)
         self.mudd_gate_b2 = parameter(2, rows)
         self.mudd_gate_scale = parameter(1)
@@ -3381,84 +3748,66 @@ class SpeedrunPlusModel(Model):
         self.scales = DelayedScales(cfg.num_layers) if kernels.mlp is fp8_mlp else None
         self.use(kernels)
 
-    def first_values(self, values):
-        """The embedding begins as lm_head; the factors of queries, keys and values at half."""
+    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The embedding starts as lm_head; queries, keys and values start at half."""
         values["embed"] = values["head"].clone()
         for layer in range(self.cfg.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        for name, rows in ("mudd_b2", self.cfg.first_mudd()), ("mudd_gate_b2", self.cfg.first_gates()):
-            for place, row in enumerate(rows):
-                values[name][place, :len(row)] = torch.tensor(row) / MUDD_SCALE
+        for place, weights in enumerate(self.cfg.first_mudd()):
+            values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
+        for half, gates in enumerate(self.gate_table):
+            first = torch.tensor(gate_values(gates))
+            values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
         return values
 
-    def context(self, T, device, dtype=None, stage=None):
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: TargetStage | None = None) -> SpeedrunPlusContext:
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         frequencies, attn_scale = cfg.rope(stage and stage.window)
+        rope = rope_tables(T, frequencies, device, dtype)
+        pair_rope = pair_rope_tables(T, frequencies, device, dtype)
         sizes = cfg.windows(stage, T)
-        return SpeedrunPlusContext(
-            rope_tables(T, frequencies, device, dtype), pair_rope_tables(T, frequencies, device, dtype),
-            torch.tensor(attn_scale, device=device),
-            dict(L=kernel_window(cfg, sizes["long_window"], T, device, cuts=True),
-                 S=kernel_window(cfg, sizes["short_window"], T, device, cuts=True),
-                 P=kernel_window(cfg, sizes["short_window"], 2 * T, device, cuts=True)),
-            dtype)
+        windows = dict(L=kernel_window(cfg, sizes["long_window"], T, device, cuts=True),
+                       S=kernel_window(cfg, sizes["short_window"], T, device, cuts=True),
+                       P=kernel_window(cfg, sizes["short_window"], 2 * T, device, cuts=True))
+        return SpeedrunPlusContext(rope, pair_rope, torch.tensor(attn_scale, device=device), windows, dtype)
 
-    def training_context(self, T, device, dtype, stage):
-        context = self.context(T, device, dtype, stage)
-        prefixes = any(stage.prefix_weights)
-        if len(stage.next_weights) == 1 and not prefixes:
-            return context
-        weights = torch.ones(len(stage.next_weights) + prefixes, device=device)
-        return context._replace(next_targets=len(stage.next_weights), prefixes=prefixes, loss_weights=weights)
-
-    def update_context(self, context, progress):
-        if context.loss_weights is not None:
-            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
-                weight.fill_(number)
-
-    def build(self, loader, log):
-        """The prefix token of each token."""
-        if not self.cfg.prefix_weight:
-            return False
-        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, loader.tokenizer)))
-        log(f"prefix tokens: {(self.prefixes >= 0).sum().item()} of {self.cfg.vocab_size} tokens have one")
-        return True
-
-    def masks(self, tokens, context):
-        """{kind of layer: of Kernels.window_mask}; that of dynamic attention is D."""
-        cfg, T, device = self.cfg, tokens.size(1), tokens.device
-        documents = (tokens == cfg.bos_id).cumsum(1)
-        window_of = self.kernels.window_mask
-        masks = {kind: window_of(context.windows[kind], T, documents, device) for kind in ("L", "S")}
-        masks["P"] = window_of(context.windows["P"], 2 * T, documents.repeat_interleave(2, 1), device)
-        if cfg.dc_window:  # by the readable function: its attention is not a kernel's
-            masks["D"] = window_mask(cfg.dc_window - 1, T, documents, device, width=cfg.dc_window)
+    def masks(self, tokens: Tensor, context: SpeedrunPlusContext) -> dict[str, object]:
+        """{kind of layer: mask from Kernels.window_mask, for tokens (B, T)}, and D for dynamic attention."""
+        T = tokens.size(1)
+        device = tokens.device
+        documents = (tokens == self.cfg.bos_id).cumsum(1)
+        in_pairs = documents.repeat_interleave(2, 1)
+        masks = dict(L=self.kernels.window_mask(context.windows["L"], T, documents, device),
+                     S=self.kernels.window_mask(context.windows["S"], T, documents, device),
+                     P=self.kernels.window_mask(context.windows["P"], 2 * T, in_pairs, device))
+        width = self.cfg.dc_window
+        if width:  # by the readable function, since dynamic attention has no kernel
+            masks["D"] = window_mask(width - 1, T, documents, device, width=width)
         return masks
 
-    def gates(self, half, x):
-        """Gates of the layers before gate_layer (half 0) or of the others (half 1), by x (B, T, C)."""
-        gated, sizes = self.gated[half], self.gate_sizes[half]
-        n = sum(sizes)
+    def gates(self, half: int, x: Tensor) -> dict[tuple[str, int], Tensor]:
+        """{(name, layer): gate (B, T, its width)}, made of x (B, T, C): the embedding (half 0) or the input
+        of gate_layer (half 1)."""
+        gates = self.gate_table[half]
+        n = len(gate_values(gates))
         values = mudd(x, self.mudd_gate_w1[half], self.mudd_gate_w2[half, :n], self.mudd_gate_b2[half, :n],
                       self.mudd_gate_scale.to(x.dtype))
-        parts = iter(values.split(sizes, -1))
-        xsa = {layer: next(parts) for layer in gated.xsa}
-        heads = {layer: next(parts) for layer in gated.heads}
-        inputs = {layer: (next(parts), next(parts)) for layer in gated.inputs}
-        return Gates(xsa, heads, inputs, [*parts])
+        return named_gates(values, gates)
 
-    def embedded(self, tokens, dtype):
-        """tokens (B, T) -> embedding with a part of the token before, normalized; bigrams; both (B, T, C)."""
+    def embedded(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """tokens (B, T) -> smeared embedding, normalized, and bigrams; both (B, T, C)."""
         x = smear(F.embedding(tokens, self.embed).to(dtype), self.smear_lambda, self.smear_gate)
         bigrams = F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
         if self.cfg.bigram_sign_rows:
             bigrams = bigrams * bigram_signs(tokens, self.signs).to(dtype)
         return rms_norm(x), bigrams
 
-    def hidden(self, tokens, context):
+    def hidden(self, tokens: Tensor, context: SpeedrunPlusContext) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        cfg, N = self.cfg, len(self.blocks)
+        cfg = self.cfg
+        N = len(self.blocks)
         skip_from, skip_to = cfg.skip_layers
         masks = self.masks(tokens, context)
         scales = self.scales.values.unbind() if self.scales else [None] * N
@@ -3468,115 +3817,77 @@ class SpeedrunPlusModel(Model):
             value_embeds[layer] = split_heads(value_embed, self.blocks[layer].head_dim)
         x0, bigrams = self.embedded(tokens, context.dtype)
         gates = self.gates(0, x0)
-        x = first = x0 + gates.inputs[0][1] * bigrams
+        x = first = x0 + gates["bigrams", 0] * bigrams
         outputs = {}  # of the two layers that later ones read
         for i, block in enumerate(self.blocks[:-1]):
             if i == cfg.gate_layer:
                 gates = self.gates(1, x)
             if i == skip_to:
-                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates.rest[0] * outputs[skip_from]
+                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates["skip", i] * outputs[skip_from]
             else:
-                x0_gate, bigram_gate = gates.inputs[i]
-                added = x0_gate * x0
-                if i > 0:  # the first layer's are in the residual stream already
-                    added = added + bigram_gate * bigrams
-                of_heads = gates.xsa.get(i), gates.heads.get(i)
-                source = outputs.get(cfg.attn_source, x)
-                x = block.add_attention(x, source, added, value_embeds.get(i), of_heads, masks[block.kind],
-                                        context)
+                added = gates["x0", i] * x0
+                if i > 0:  # the first layer's bigrams are in the residual stream already
+                    added = added + gates["bigrams", i] * bigrams
+                attn_in = outputs.get(cfg.attn_source, x)
+                x = block.add_attention(x, attn_in, added, value_embeds.get(i), gates.get(("xsa", i)),
+                                        gates.get(("heads", i)), masks[block.kind], context)
             x = block.add_mlp(x, scales[i])
             if i in (skip_from, cfg.attn_source):
                 outputs[i] = x
-        before, source = x, outputs[cfg.attn_source]
-        x = self.last_layer(x, first, source, bigrams, value_embeds[N - 1], gates, masks, scales[-1], context)
+        before = x
+        attn_in = outputs[cfg.attn_source]
+        x = self.last_layer(x, first, attn_in, bigrams, value_embeds[N - 1], gates, masks, scales[-1],
+                            context)
         mu = self.stream_weights(1, x, END_MUDD)
-        x = x + mu[0] * first + mu[1] * source + mu[2] * before
+        x = x + mu[0] * first + mu[1] * attn_in + mu[2] * before
         x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
         return rms_norm(x)
 
-    def stream_weights(self, place, x, n):
-        """n weights by MUDD of each token (B, T, 1): in front of the last layer (place 0), after it (1)."""
+    def stream_weights(self, place: int, x: Tensor, n: int) -> tuple[Tensor, ...]:
+        """MUDD's n weights of each token (B, T, 1), before the last layer (place 0) or after it (place 1)."""
         values = mudd(x, self.mudd_w1[place], self.mudd_w2[place, :n], self.mudd_b2[place, :n], MUDD_SCALE)
         return values.split(1, -1)
 
-    def last_layer(self, x, first, source, bigrams, value_embed, gates, masks, scales, context):
-        """Mixes earlier streams into values and residual stream, with MUDD's weights in place of learned
-        ones, and has dynamic attention. first, source (B, T, C): the input of the first layer, the output of
-        attn_source."""
-        cfg, block, layer = self.cfg, self.blocks[-1], len(self.blocks) - 1
+    def last_layer(self, x: Tensor, first: Tensor, attn_in: Tensor, bigrams: Tensor, value_embed: Tensor,
+                   gates: dict, masks: dict, scales: Tensor | None, context: SpeedrunPlusContext) -> Tensor:
+        """The residual stream after the last layer, which mixes earlier streams into its values and its
+        residual stream by MUDD instead of learned factors, and has dynamic attention. x, bigrams, first, the
+        first layer's input, and attn_in, attn_source's output, are (B, T, C)."""
+        block = self.blocks[-1]
+        layer = len(self.blocks) - 1
         mu = self.stream_weights(0, x, LAST_MUDD)
-        values = mu[0] * first + mu[1] * source + mu[2] * x
-        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * source
-        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(cfg.num_heads // 2, -1)
+        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
+        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
+        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(self.cfg.num_heads // 2, -1)
         values = split_heads(values, block.head_dim) + halves[..., None] * value_embed
         dynamic = None
-        if cfg.dc_window:
-            dynamic = mix_of_heads(gates.rest[1], x.dtype), gates.rest[2], masks["D"]
-        y = block.attend(rms_norm(source), values, gates.xsa.get(layer), gates.heads.get(layer), dynamic,
-                         masks[block.kind], context)
+        if self.cfg.dc_window:
+            mix = mix_of_heads(gates["mix", layer], x.dtype)
+            dynamic = (mix, gates["spread", layer], masks["D"])
+        y = block.attend(rms_norm(attn_in), values, gates.get(("xsa", layer)), gates.get(("heads", layer)),
+                         dynamic, masks[block.kind], context)
         x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
         return mu[12] * x + mu[13] * block.run_mlp(x, scales)
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         return softcap(linear(x, self.head).float(), *self.cap())
 
-    def cap(self):
+    def cap(self) -> tuple[float, float, float]:
+        """cap, shift and width of softcap()."""
         return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width
 
-    def forward(self, tokens, targets, context):
-        """Mean training loss, nats: on the next targets and their prefixes. tokens and targets (B, T)."""
+    def forward(self, tokens: Tensor, targets: Tensor, context: SpeedrunPlusContext) -> Tensor:
+        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
         x = self.hidden(tokens, context)
-        if context.loss_weights is not None:
-            prefixes = self.prefixes[targets][..., None]
-            targets = next_targets(targets, context.next_targets)
-            if context.prefixes:
-                targets = torch.cat((targets, prefixes), -1)
+        targets = self.targets_of(targets, context)
         return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
                                  context.loss_weights)
-
-def texts_of_tokens(cfg, tokenizer):
-    """[bytes of each token], b"" where it has none; without a SentencePiece tokenizer by GPT-2's vocabulary.
-    Raises Refused."""
-    if tokenizer:
-        texts = [piece_bytes(tokenizer, piece) for piece in range(tokenizer.vocab_size())]
-    else:
-        texts = gpt2_texts(cfg.vocab_path)
-    return texts[:cfg.vocab_size] + [b""] * (cfg.vocab_size - len(texts))
-
-def piece_bytes(tokenizer, piece):
-    """Bytes of a SentencePiece piece; b"" of one that stands for no text."""
-    text = tokenizer.id_to_piece(piece)
-    if tokenizer.is_byte(piece):
-        return bytes([int(text[3:5], 16)])
-    special = tokenizer.is_control(piece) or tokenizer.is_unknown(piece) or tokenizer.is_unused(piece)
-    return b"" if special else text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-
-@cache
-def gpt2_texts(path):
-    """[bytes of each token] of GPT-2's vocabulary, {characters: token}, in which each byte is a character:
-    bytes that print are themselves, the others are those from 256 on. Raises Refused."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    byte_of = {chr(byte): byte for byte in printed}
-    byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
-    why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2-vocab`"
-    try:
-        tokens = json.loads(Path(path).read_text("utf-8"))
-        texts = [b""] * len(tokens)
-        for characters, token in tokens.items():
-            if characters != "<|endoftext|>":
-                texts[token] = bytes(byte_of[character] for character in characters)
-    except FileNotFoundError:
-        raise Refused(f"{why}, or set PREFIX_WEIGHT=0") from None
-    except Exception as error:  # a damaged file may raise anything
-        raise Refused(f"{why} ({brief(error)})") from None
-    return texts
 
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
                gpt2=GPT2, gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
-NAMES = names_of([*KNOWN, *(name for recipe in RECIPES.values() for name in recipe.unused)])
+NAMES = names_of([*KNOWN, *[name for recipe in RECIPES.values() for name in recipe.unused]])
 
 # ---------- 6 optimizer
 # (a, b, c) for each iteration x <- a x + (b g + c g g) x with g = x x'; the last ones repeat
