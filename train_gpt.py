@@ -2378,7 +2378,7 @@ class Speedrun(Config):
             raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S, - or 0")
         for window in [stage.window for stage in self.stages()] + [self.eval_window]:
             if window % self.window_block:
-                raise Refused(f"a window of {window} tokens is no multiple of window_block="
+                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
                               f"{self.window_block}: change window_schedule or eval_window")
         skips = self.skip_layers
         later = [end > start for start, end in zip(skips[::2], skips[1::2])]
@@ -3378,7 +3378,7 @@ class SpeedrunPlus(Config):
                           f"not exceed model_dim={self.model_dim}, and the second is even")
         for window in [stage.window for stage in self.stages()] + [self.eval_window]:
             if window % self.window_block:
-                raise Refused(f"a window of {window} tokens is no multiple of window_block="
+                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
                               f"{self.window_block}: change window_schedule or eval_window")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
