@@ -5579,7 +5579,7 @@ class Saver:
 
 # ---------- 12 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test. Beside it stands its measured
-# gain (records/BENCH.md), or that it is not measured yet. choose_kernels() decides, before compiling.
+# gain (docs/log.md), or that it is not measured yet. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
 CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
@@ -6061,7 +6061,7 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
 SLOWEST_STEPS = 5  # or this many times the slowest step of the rehearsal, if that is longer
-CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (records/BENCH.md), to estimate the time of a step
+CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md), to estimate the time of a step
 H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200: mfu 1
 # glibc's mallopt(): its numbers of two settings, in bytes
 M_TRIM_THRESHOLD = -1
@@ -6198,7 +6198,7 @@ def listed(table: Mapping) -> str:
     return " ".join([f"{name}:{value}" for name, value in table.items()])
 
 # What a layer keeps of a token for the backward pass, in numbers / model_dim: fitted to the peaks that
-# ./run.sh static counted, up to 7 % off (records/BENCH.md).
+# ./run.sh static counted, up to 7 % off (docs/log.md).
 KEPT_BY_ATTENTION = 13
 KEPT_BY_MLP = 2.2  # times its width / model_dim
 KEPT_IN_FP8 = 0.68  # of both, where all products are in fp8

@@ -17,7 +17,7 @@ import source
 from checks import DAMAGE, LOOK_ONLY, check
 from folders import TRACKS, Folder
 from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from runs import DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, inputs, test_target
+from runs import DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, inputs, p_term, test_target
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record
@@ -257,7 +257,7 @@ def target_findings(runs, game):
             yield Finding(NO_EVIDENCE, f"{logs} is too near the target {game.target}: {z:.5f} by the z-test, "
                           "the rule asks for 0.004")
         else:
-            p = f"p={test.p:.4f}" if test else "no test"
+            p = p_term(test.p) if test else "no test"
             yield Finding(FORMALITY, f"{logs} against {game.target}: {p}; p < 0.01 is waived for pure "
                           "systems changes only")
 

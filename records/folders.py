@@ -471,7 +471,7 @@ def render(folder):
     """README.md, made from the other files alone: (what stands before the notes, what after them)."""
     s, results = folder.submission, [folder.result(run) for run in folder.runs]
     lines = [
-        f"# {s['name']}", "", s["blurb"] or "(no description)", "",
+        f"# {s['name']}", "", s["blurb"], "",
         "## Result", "", *result_lines(folder), "",
         "## Runs", "", *run_lines(folder),
         "![loss](loss.png)", "",
@@ -485,7 +485,7 @@ def render(folder):
     return "\n".join(lines), "\nMade by `record.py new`; `record.py check` on this folder recomputes it.\n"
 
 
-def readme_of(folder, notes="\nNotes of the author go here.\n"):
+def readme_of(folder, notes="\nNone.\n"):
     """The whole README.md, with notes between its markers."""
     top, end = render(folder)
     return f"{top}\n{NOTES[0]}{notes}{NOTES[1]}\n{end}"

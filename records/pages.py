@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runs import describe, ends_with_validation, identity, score_kind, show, test_target
+from runs import (
+    describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target)
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the game; nothing in the
 # folder shows a claim; something of form
@@ -394,7 +395,7 @@ def printed_findings(name, values, part):
     if said:
         p = test_target(values, float(said[1]), "val_loss").p
         if not means(said[2], p):
-            yield Finding(CONTRADICTION, f"README: p={said[2]} on the page, its {name} give {p:.4f}")
+            yield Finding(CONTRADICTION, f"README: p={said[2]} on the page, its {name} give {show_p(p)}")
 
 
 def test_findings(readme, metric, values):
@@ -406,6 +407,6 @@ def test_findings(readme, metric, values):
     test = test_target(values, float(said[1]), metric)
     if not about(said[2], [abs(test.t)]):
         yield Finding(CONTRADICTION, f"README: t={said[2]} on the page, the logs give t={abs(test.t):.2f} "
-                      f"df={test.df:.0f} p={test.p:.4f}")
+                      f"df={test.df:.0f} {p_term(test.p)}")
     if said[4] and not about(said[4], [test.p]):
-        yield Finding(CONTRADICTION, f"README: p={said[4]} on the page, the logs give p={test.p:.4f}")
+        yield Finding(CONTRADICTION, f"README: p={said[4]} on the page, the logs give {p_term(test.p)}")

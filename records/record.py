@@ -45,7 +45,7 @@ from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, is_plain,
     open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
 from runs import (  # noqa: E402
-    DIGITS, FINAL, RULER, STEP, Refused, demand, describe, inputs, mean_curve, show)
+    DIGITS, Refused, demand, describe, inputs, mean_curve, show, show_p)
 
 
 # ------------------------------------------------------------ 1 new
@@ -143,6 +143,7 @@ def copy_files(folder, opened, baseline, models):
 
 def new(args, say):
     """Makes the record folder of finished runs. Returns its path."""
+    demand(args.blurb.strip(), "what does the record change? --blurb 'a sentence' says so on its page")
     # 1. which runs
     opened = sorted((open_run(path) for path in args.runs), key=lambda pair: pair[1]["seed"])
     check_alike(opened)
@@ -193,7 +194,7 @@ def new(args, say):
 
 
 # ------------------------------------------------------------ 2 board
-# A plain GPT within the limits of a game, as BENCH.md has it ("`tiny` on other text, times and sizes")
+# A plain GPT within the limits of a game, as docs/log.md has it ("tiny on other text, times and sizes")
 PLAIN = {"tiny": [{"name": "a plain GPT of 2 layers of 128", "metric": "val_bpb", "better": "lower",
                    "value": 1.6039, "about": "mean of 1.4594 and 1.7484, 2 threads of AMD EPYC"}]}
 
@@ -206,9 +207,13 @@ def verdict_of(folder):
 
 
 def board_table(name, folders, last_cell=verdict_of):
-    """A leaderboard: the best first, then what there was to start from."""
+    """A leaderboard: the best first, then what there was to start from. Where time is ranked, the metric that
+    had to be reached has a column; where that is CORE, which is noisy, val_bpb has one, too."""
     track, rows = RULES[NEWEST].tracks[name], []
     by = "time" if track.rank == "time" else track.metric
+    others = [] if by == track.metric else [track.metric]
+    if track.metric == "core":
+        others.append("val_bpb")
 
     def order(folder):      # where any hardware may play, only records on the same compare
         return "" if track.hardware else folder.hardware(), rank_key(folder)
@@ -219,16 +224,19 @@ def board_table(name, folders, last_cell=verdict_of):
         rows.append([
             f"[{folder.path.name}]({folder.path.parent.name}/{folder.path.name})",
             f"{show(by, s.mean)} {spread}",
-            show("val_bpb", describe(folder.values("val_bpb")).mean),
+            *(show(metric, describe(folder.values(metric)).mean) for metric in others),
             s.n,
-            f"{test.p:.4f}" if test else "first",
+            show_p(test.p) if test else "first",
             folder.hardware(),
             folder.submission["author"],
             last_cell(folder)])
     if track.start is not None:
-        rows.append([track.start_name, show(by, track.start), "", "", "", track.hardware, "", "the start"])
+        blank = [""] * len(others)
+        rows.append([track.start_name, show(by, track.start), *blank, "", "", track.hardware, "",
+                     "the start"])
     column = "time (s)" if by == "time" else by
-    return table(["record", f"{column}, mean and std", "val_bpb", "n", "p", "hardware", "by", "rules"], rows)
+    head = ["record", f"{column}, mean and std", *others, "n", "p", "hardware", "by", "rules"]
+    return table(head, rows)
 
 
 def rules_table(version):
@@ -271,19 +279,26 @@ def target_of(name, folders):
     return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve}
 
 
+def page_of(version):
+    """The page that has this version of the rules: today's on that of the boards, older ones apart."""
+    return HOME / "README.md" if version == NEWEST else HOME / "rules" / f"rules_{version}.md"
+
+
+def with_part(text, name, content, page):
+    """The text of a page with what stands between the markers of a part made anew."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    demand(text.count(start) == text.count(end) == 1, f"records/{page} has no block {start}")
+    top, _, rest = text.partition(start)
+    _, _, bottom = rest.partition(end)
+    return f"{top}{start}\n{content}\n{end}{bottom}"
+
+
 def board(say):
     """Rewrites what stands between the markers of records/README.md, and targets.json."""
     path = HOME / "README.md"
-    text = inputs.read_text(path)
-    parts = {f"rules version {version}": rules_table(version) for version in RULES}
+    text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST), path.name)
     for name in RULES[NEWEST].tracks:
-        parts[f"board {name}"] = board_table(name, records_of(name))
-    for name, content in parts.items():
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        demand(text.count(start) == text.count(end) == 1, f"records/README.md has no block {start}")
-        top, _, rest = text.partition(start)
-        _, _, bottom = rest.partition(end)
-        text = f"{top}{start}\n{content}\n{end}{bottom}"
+        text = with_part(text, f"board {name}", board_table(name, records_of(name)), path.name)
     path.write_text(text, encoding="utf-8")
     targets = {name: target_of(name, records_of(name)) for name in RULES[NEWEST].tracks}
     (HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
@@ -292,21 +307,22 @@ def board(say):
 
 @rule("strict", "rules and boards")
 def check_boards(folder, options):
-    """The tables of records/README.md are what rules and records make; verdicts and a record that the board
-    does not list yet apart."""
-    page, name = HOME / "README.md", folder.submission.get("track")
-    if not folder.ours or not page.exists() or options is LOOK_ONLY:      # with which board() asks
+    """The tables of records/README.md and of the older rules are what rules and records make; verdicts and a
+    record that the board does not list yet apart."""
+    name = folder.submission.get("track")
+    if not folder.ours or not page_of(NEWEST).exists() or options is LOOK_ONLY:      # with which board() asks
         return None
-    text = inputs.read_text(page)
+    text = inputs.read_text(page_of(NEWEST))
     records = {other: found for other, found in records_of(name).items()
                if other != folder.path.name or f"[{other}]" in text}
-    parts = {f"rules version {version}": rules_table(version) for version in RULES}
-    parts[f"board {name}"] = board_table(name, records, lambda folder: "")
-    for part, content in parts.items():
-        told = text.partition(f"<!-- {part} -->\n")[2].partition(f"\n<!-- /{part} -->")[0]
+    parts = [(page_of(version), f"rules version {version}", rules_table(version)) for version in RULES]
+    parts.append((page_of(NEWEST), f"board {name}", board_table(name, records, lambda folder: "")))
+    for page, part, content in parts:
+        told = inputs.read_text(page).partition(f"<!-- {part} -->\n")[2].partition(f"\n<!-- /{part} -->")[0]
         told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", told)
         found = first_difference(told, content)
-        require(not found, f"records/README.md, {part} (line, as it is, as it is recomputed): {found}")
+        where = f"records/{page.relative_to(HOME)}, {part}"
+        require(not found, f"{where} (line, as it is, as it is recomputed): {found}")
     return f"the rules and the board of {name} are what rules and records make"
 
 

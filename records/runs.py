@@ -597,11 +597,21 @@ def stats_line(metric, s):
     return text
 
 
+def show_p(p):
+    """A p-value with 4 decimals, or <1e-4 where these would all be 0."""
+    return "<1e-4" if p < 1e-4 else f"{p:.4f}"
+
+
+def p_term(p):
+    """The same with its name: p=0.0123 or p<1e-4."""
+    return f"p{show_p(p)}" if p < 1e-4 else f"p={show_p(p)}"
+
+
 def test_line(test):
     """A Test as text; None stands for a single run."""
     if test is None:
         return "one run, no test"
-    return f"t={test.t:.2f} df={test.df:.3g} p={test.p:.4f}"
+    return f"t={test.t:.2f} df={test.df:.3g} {p_term(test.p)}"
 
 
 def is_better(difference, metric):
@@ -657,7 +667,7 @@ def judge_lines(metric, found):
         power = f"a difference of {found['detectable']:.6f} nine times in ten"
     return [f"B - A: {found['difference']:+.6f} (95 %: {low:+.6f} to {high:+.6f}), "
             f"ratio {found['ratio']:.5f} ({ratio_low:.5f} to {ratio_high:.5f})",
-            f"Welch: t={found['t']:.2f} df={found['df']:.1f} p={found['p']:.4f}; so many runs find {power}",
+            f"Welch: t={found['t']:.2f} df={found['df']:.1f} {p_term(found['p'])}; so many runs find {power}",
             f"verdict: {found['verdict']}"]
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 from runs import (
     cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
-    load_runs, log_text, mean_curve, pick_metric, points_with, read_log, show, stats_line, test_line,
-    test_target, test_welch)
+    load_runs, log_text, mean_curve, p_term, pick_metric, points_with, read_log, show, stats_line,
+    test_line, test_target, test_welch)
 
 
 # ------------------------------------------------------------ running
@@ -120,7 +120,7 @@ def report_many(found, say):
         if p < 0.05:
             verdict = "better" if is_better(difference, metric) else "worse"
         say(f"{label}: {stats_line(metric, describe(side))}; difference {difference:+.6f} (95 %, for all at "
-            f"once: {low:+.6f} to {high:+.6f}) p={p:.4f}: {verdict}")
+            f"once: {low:+.6f} to {high:+.6f}) {p_term(p)}: {verdict}")
     return {"metric": metric, "values": values, "p": [float(p) for p in test.pvalue]}
 
 

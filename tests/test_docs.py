@@ -146,11 +146,32 @@ def test_the_commands_of_a_page(home, commands):
             assert "Traceback" not in said, (command, said)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "docs/testing.md", "records/README.md"])
-def test_links_lead_somewhere(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+def anchors_of(text):
+    """The anchors that a page's headings get on GitHub."""
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^ *```.*?^ *```", "", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page):
+    """Links of a page to files that are not there, or to headings that their page does not have."""
+    text, found = page.read_text(encoding="utf-8"), []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or anchor and anchor not in anchors_of(target.read_text(encoding="utf-8")):
+            found.append(link)
+    return found
+
+
+def test_links_lead_somewhere(tmp_path):
+    pages = [path for pattern in ("*.md", "docs/*.md", "records/**/*.md", ".github/**/*.md")
+             for path in ROOT.glob(pattern)]
+    assert {page: broken_links(page) for page in pages if broken_links(page)} == {}
+    planted = tmp_path / "page.md"
+    planted.write_text("# A b: c\n[x](page.md#a-b-c) [y](#a-b-c) [z](gone.md) [w](page.md#a-b)\n[v]: #b\n")
+    assert broken_links(planted) == ["gone.md", "page.md#a-b", "#b"]
 
 
 def takes(recipe, name, text):

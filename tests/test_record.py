@@ -267,7 +267,9 @@ def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, 
 
 def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
     page = folder / "README.md"
-    page.write_text(page.read_text().replace("Notes of the author go here.", "We tried 3.14 others.\n\n1 2"))
+    top, start, rest = page.read_text().partition(folders.NOTES[0])
+    end = rest.partition(folders.NOTES[1])[2]
+    page.write_text(f"{top}{start}\nWe tried 3.14 others.\n\n1 2\n{folders.NOTES[1]}{end}")
     opened, lines = folders.Folder(folder), []
     assert record.check(opened, checks.LOOK_ONLY, lines.append) == []
     for run in opened.runs:     # no evidence of what a foreign log may lack
@@ -447,7 +449,7 @@ def home(toy, tmp_path, monkeypatch):
 
 
 def make(tool, name, *words):
-    code, _, err = tool("new", "--name", name, "--author", "somebody", *words)
+    code, _, err = tool("new", "--name", name, "--author", "somebody", "--blurb", "a toy", *words)
     assert code == 0, err
     return next((folders.HOME / "track_tiny").glob(f"*_{name}"))
 
@@ -477,7 +479,7 @@ def test_files_beside_the_script_are_no_part_of_a_new_record(tool, home):
     renew(made)
     assert {"one script", "files"} <= failed_rules(tool("check", "--no-exec", made)[1])
     edit(home / "logs" / "a1" / "result.json", companions=beside)
-    code, _, err = tool("new", *THREE, "--name", "Other")
+    code, _, err = tool("new", *THREE, "--name", "Other", "--blurb", "a toy")
     assert code == 2 and "run a1 loaded files from beside its script" in err
 
 
@@ -598,11 +600,12 @@ def changed_result(**values):
     ("is no run folder", [*THREE, "logs/a9"], None),
     ("is no run folder", [*THREE, "--baseline", "logs/nowhere"], None),
     ("run a0 has no artifact", THREE, gone("a0/final_model.int8.ptz")),
-    ("is no record of track tiny", [*THREE, "--before", "Nobody"], None)])
+    ("is no record of track tiny", [*THREE, "--before", "Nobody"], None),
+    ("what does the record change?", [*THREE, "--blurb", " "], None)])
 def test_new_refuses_and_leaves_nothing(tool, home, sentence, words, damage):
     if damage:
         damage(home / "logs")
-    code, _, err = tool("new", "--name", "X", *words)
+    code, _, err = tool("new", "--name", "X", "--blurb", "a toy", *words)
     assert code == 2 and sentence in err and err.count("\n") == 1
     assert not list((home / "records").glob("*/*"))
 
@@ -631,6 +634,27 @@ def test_the_board_lists_records_best_first(tool, home):
     assert re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny) == [path.name for path in made]
     assert "version 5: fails data, runs" in tiny and "parameter-golf 2026-03-19_TrainingOptSeq4096" in text
     assert tool("board")[0] == 0 and page.read_text() == text
+
+
+@pytest.mark.parametrize("game, head", [
+    ("speedrun", "| record | time (s), mean and std | val_loss | n | p |"),
+    ("gpt2", "| record | time (s), mean and std | core | val_bpb | n | p |"),
+    ("golf", "| record | val_bpb, mean and std | n | p |")])
+def test_a_board_has_the_columns_of_its_game(game, head):
+    values = {"time": [99.0, 98.0], "val_loss": [3.27, 3.28], "core": [0.26, 0.27], "val_bpb": [0.75, 0.76]}
+    folder = SimpleNamespace(track=folders.RULES[folders.NEWEST].tracks[game], values=values.get,
+                             path=folders.HOME / f"track_{game}" / "2026-01-01_X", hardware=lambda: "8x H100",
+                             test=lambda: ("", SimpleNamespace(p=2e-9)), submission={"author": "me"})
+    table = record.board_table(game, {"X": folder}, lambda folder: "passes").splitlines()
+    assert table[0].startswith(head) and len({line.count(" |") for line in table}) == 1
+    assert "| 2 | <1e-4 | 8x H100 | me | passes |" in table[2]
+
+
+def test_published_records_say_what_they_change():
+    for path in RECORDS:
+        page = (path / "README.md").read_text()
+        notes = page.partition(folders.NOTES[0])[2].partition(folders.NOTES[1])[0]
+        assert json.loads((path / "submission.json").read_text())["blurb"].strip() and len(notes.split()) > 3
 
 
 def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):

@@ -175,6 +175,13 @@ def test_stats_of_golf(tool, golf):
     assert found["time"]["mean"] == pytest.approx(599.921)
 
 
+def test_a_small_p_is_not_printed_as_zero():
+    shown = [runs.show_p(p) for p in (0.66, 0.0123, 1.1e-4, 9.9e-5, 0.0)]
+    assert shown == ["0.6600", "0.0123", "0.0001", "<1e-4", "<1e-4"]
+    assert runs.test_line(runs.Test(9.0, 2.0, 0.006)) == "t=9.00 df=2 p=0.0060"
+    assert runs.test_line(runs.Test(90.0, 4.0, 1e-9)) == "t=90.00 df=4 p<1e-4"
+
+
 def test_stats_with_a_baseline(tool, tmp_path):
     for side, times in (("new", TIMES[:4]), ("old", OLD_TIMES)):
         speedrun_logs(tmp_path / side, [3.278 + i * 1e-4 for i in range(4)], times)
