@@ -41,7 +41,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import Counter
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path

@@ -3,7 +3,6 @@ and tests of what this set alone holds. Runs with test_golden.py."""
 import pytest
 import torch
 
-import train_gpt
 from golden_common import Seed, replace, set_fixture
 
 

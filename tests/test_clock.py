@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import train_gpt
 from helpers import TOY, tokens_of, toy_of, write_dataset, write_shard

@@ -1,0 +1,32 @@
+"""ruff over all sources, mypy over train_gpt.py, both as pyproject.toml says; each finds what is planted."""
+import subprocess
+import sys
+
+from helpers import ROOT
+
+
+def findings(*command):
+    """(exit code, what a checker printed)"""
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True,
+                          timeout=600)
+    assert "No module named" not in done.stderr, f"{command[0]} is missing: ./run.sh setup installs it"
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_ruff(tmp_path):
+    code, said = findings("ruff", "check", "--no-cache", "--output-format=concise", ".")
+    assert code == 0, said
+    planted = tmp_path / "planted.py"
+    planted.write_text("import os\nprint(undefined, 'x' is 'y')\n", encoding="utf-8")
+    code, said = findings("ruff", "check", "--no-cache", "--config=pyproject.toml", planted)
+    assert code == 1 and all(rule in said for rule in ("F401", "F821", "F632")), said
+
+
+def test_mypy(tmp_path):
+    """In one call, since most of its time goes to reading train_gpt.py."""
+    planted = tmp_path / "planted.py"
+    planted.write_text("def half(x: int) -> int:\n    return x.real.nothing\n\n\nhalf(1, 2)\n",
+                       encoding="utf-8")
+    code, said = findings("mypy", "--config-file=pyproject.toml", "train_gpt.py", planted)
+    assert code == 1 and "[attr-defined]" in said and "[call-arg]" in said, said
+    assert "\ntrain_gpt.py:" not in f"\n{said}", said
