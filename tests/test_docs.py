@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import yaml
 
 import fork_server
 import train_gpt
@@ -172,6 +173,18 @@ def test_links_lead_somewhere(tmp_path):
     planted = tmp_path / "page.md"
     planted.write_text("# A b: c\n[x](page.md#a-b-c) [y](#a-b-c) [z](gone.md) [w](page.md#a-b)\n[v]: #b\n")
     assert broken_links(planted) == ["gone.md", "page.md#a-b", "#b"]
+
+
+def test_forms_and_workflow_of_github():
+    """The forms have what GitHub asks for, and CI runs what .ci/run runs."""
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    assert ci["jobs"]["test"]["steps"][-1] == {"run": ".ci/run"} and os.access(ROOT / ".ci/run", os.X_OK)
+    for name in ("bug", "record"):
+        path = ROOT / f".github/ISSUE_TEMPLATE/{name}.yml"
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = {part["id"]: (part["type"], part["attributes"]["label"]) for part in form["body"]}
+        assert form["name"] and form["description"] and len(fields) == len(form["body"])
+        assert {kind for kind, _ in fields.values()} <= {"textarea", "input", "dropdown"}
 
 
 def takes(recipe, name, text):

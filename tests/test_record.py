@@ -400,7 +400,7 @@ WHOLE = PART | {"config": {"core_metric_max_per_task": "0"}}
     (checks.check_evaluation, fake_folder("gpt2", [0.26], result=WHOLE), "; bits per byte add up", ""),
     (checks.check_evaluation, fake_folder("gpt2", [0.26], result=PART), "FAIL", "CORE took only 100"),
     (checks.check_comparison, fake_folder("gpt2", [0.7490, 0.7491, 0.7489], before=BEFORE),
-     "0.749000, x 0.750100, Welch t=13.47", "p=0.0001"),
+     "0.749000, x 0.750100, Welch t=13.47", "p<1e-4"),
     (checks.check_comparison, fake_folder("tiny", [1.0]), "None", "")])
 def test_the_rules_of_each_game(rule, folder, begins, words):
     said = str(verdict(rule, folder))
