@@ -1,6 +1,6 @@
 """records/record.py: make, check and compare records. Offline; trains nothing unless asked to.
 
-    ./run.sh record new --name NAME RUN…          a record folder from finished run folders
+    ./run.sh record new --name NAME --blurb TEXT RUN…   a record folder from finished run folders
     ./run.sh record check FOLDER                  recompute whatever a record folder claims
     ./run.sh record audit DIR                     the same for a tree of folders, foreign ones too: a table
     ./run.sh record stats PATH…                   n, mean, std, tests of runs, records, logs of other projects

@@ -75,7 +75,8 @@ def checkout(tiny_data, tmp_path):
 def commands(home, port):
     """{name: (words, environment)} of what starts both nodes."""
     sky = yaml.safe_load((ROOT / "docs/cluster/sky.yaml").read_text())
-    assert sky["num_nodes"] == 2 and subprocess.run(["bash", "-n"], input=sky["setup"].encode()).returncode == 0
+    parsed = subprocess.run(["bash", "-n"], input=sky["setup"].encode())
+    assert sky["num_nodes"] == 2 and parsed.returncode == 0
     run = sky["run"].replace("29500", str(port))
     assert run != sky["run"]
     (home / "run.sh").write_text(run)
