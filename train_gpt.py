@@ -3995,7 +3995,7 @@ class Bank:
         size = math.prod(self.unit)
         self.shapes = [p.shape for p in params]
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
-        self.units = int(self.places[-1]) // size  # without the padding that makes shares equal
+        self.units = int(self.places[-1]) // size  # excludes the padding that makes shares equal
         total = math.ceil(self.units / world_size) * world_size * size
         grad_dtype = dtype if "embed" in row.group else torch.float32
         self.data = torch.zeros(total, dtype=dtype, device=params[0].device)
@@ -4041,7 +4041,7 @@ class Bank:
         for mine in (self.master, *self.state[2:]):
             mine.copy_(self.share(whole))
 
-    def reduce(self, group) -> "dist.Work | None":
+    def reduce(self, group: object) -> "dist.Work | None":
         """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
         if self.fresh:  # this rank had no rows
             self.grad.zero_()
@@ -4054,8 +4054,9 @@ class Optimizer:
     """Muon for matrices and Adam for everything else, as the parameter table says. The ranks of `group` share
     the work and the state. dtype: of the weights that the model reads from now on. muon_dtype: of Muon's
     matrix products; None: dtype."""
-    def __init__(self, model: Model, cfg: Config, rank: int = 0, world_size: int = 1, group=None,
-                 dtype: torch.dtype = torch.float32, muon_dtype: torch.dtype | None = None):
+    def __init__(self, model: Model, cfg: Config, rank: int = 0, world_size: int = 1,
+                 group: object = None, dtype: torch.dtype = torch.float32,
+                 muon_dtype: torch.dtype | None = None):
         self.cfg = cfg
         self.world_size = world_size
         self.group = group
@@ -4105,11 +4106,12 @@ class Optimizer:
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
         # 1. While tied, lm_head also gets the embedding's gradients, and is copied to it in 5.
         head = embed = None
-        for bank in banks if tied else ():
-            if "head" in bank.names:
-                head = bank
-            elif "embed" in bank.names:
-                embed = bank
+        if tied:
+            for bank in banks:
+                if "head" in bank.names:
+                    head = bank
+                elif "embed" in bank.names:
+                    embed = bank
         if head:
             head.grad.add_(embed.grad)
             banks.remove(embed)
@@ -4147,12 +4149,13 @@ class Optimizer:
                 mine.copy_(other)
             embed.fresh = True
         # 6. EMA of the weights, scales of fp8.
-        for bank in self.banks if cfg.ema_decay else ():
-            bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
+        if cfg.ema_decay:
+            for bank in self.banks:
+                bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
         if self.scales:
             self.scales.follow()
 
-    def muon_args(self, bank: Bank, grad_scale, momentum: float, lr_factor: float,
+    def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
                   decay_factor: float) -> tuple:
         """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one graph serves all
         steps. A tall matrix gets a higher learning rate: its rows then move as far as a square one's."""
@@ -4163,7 +4166,7 @@ class Optimizer:
         buffer, second = bank.state[:2]
         return bank.master, bank.my_grad, buffer, second, *numbers, self.muon_dtype
 
-    def adam_args(self, bank: Bank, grad_scale, lr_factor: float) -> tuple:
+    def adam_args(self, bank: Bank, grad_scale: float | Tensor, lr_factor: float) -> tuple:
         """Arguments of the recipe's adam_step(). Its step counts the updates of this bank."""
         row = bank.row
         decay = None
@@ -4177,7 +4180,9 @@ class Optimizer:
     @torch.no_grad()
     def take_mean(self) -> None:
         """With ema_decay, the weights become their EMA."""
-        for bank in self.banks if self.cfg.ema_decay else ():
+        if not self.cfg.ema_decay:
+            return
+        for bank in self.banks:
             mean = bank.whole(bank.state[2]).flatten()
             bank.load(dict(zip(bank.names, bank.views(mean))))
 
@@ -4192,7 +4197,7 @@ class Optimizer:
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-def all_reduce(tensor: Tensor, op: str = "SUM", group=None) -> Tensor:
+def all_reduce(tensor: Tensor, op: str = "SUM", group: object = None) -> Tensor:
     """The SUM or MAX over the ranks, in place; also returns it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
@@ -4269,7 +4274,7 @@ def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
             f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): rerun ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
-def check_tokens(tokens, vocab_size: int, name: str) -> None:
+def check_tokens(tokens: "np.ndarray | Shard", vocab_size: int, name: str) -> None:
     """Raises Refused for tokens (n,) beyond the vocabulary."""
     largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
@@ -4281,16 +4286,16 @@ class Shard:
         self.filename = path
         self.size = len(open_shard(path, tokens))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, place):
+    def __getitem__(self, place: int | slice) -> np.ndarray:
         return np.array(np.memmap(self.filename, "<u2", "r", 1024)[place])
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.fromfile(self.filename, "<u2", offset=1024).astype(dtype or "<u2", copy=False)
 
-    def max(self, initial: int):
+    def max(self, initial: int) -> int:
         return np.memmap(self.filename, "<u2", "r", 1024).max(initial=initial)
 
 class Data(NamedTuple):
@@ -4304,7 +4309,7 @@ class Data(NamedTuple):
     about: dict  # for result.json
     groups: dict = {}  # {shard's name: documents in each parquet row group}
 
-def decoded_bytes(sp, tokens: np.ndarray, bos: int) -> int:
+def decoded_bytes(sp: object, tokens: np.ndarray, bos: int) -> int:
     """UTF-8 bytes of a text, by definition: each document is decoded. tokens (n,)."""
     documents = np.split(tokens, np.flatnonzero(tokens == bos))
     return sum([len(sp.decode(document.tolist()).encode()) for document in documents])
@@ -4560,7 +4565,7 @@ class RankRows(Packer):
         raise NotImplementedError
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
-        first = position // self.team.world_size  # of this rank's rows
+        first = position // self.team.world_size  # counted in this rank's rows
         share = n // self.team.world_size
         if self.source is None or first < self.first_made:
             self.source = self.make_rows(T)
@@ -4676,7 +4681,7 @@ class Loader:
         require(enough or cfg.eval_from,
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
 
-    def file(self, i: int):
+    def file(self, i: int) -> io.BufferedReader:
         """The open file of shard i. Where too many are open, the one that was read longest ago is closed."""
         self.files[i] = self.files.pop(i, None) or open(self.shards[i].filename, "rb")
         if len(self.files) > self.MOST_FILES:
@@ -4698,7 +4703,9 @@ class Loader:
         raw = os.pread(self.file(i).fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
         require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
         part = np.frombuffer(raw, "<u2").astype(np.int64)
-        return np.concatenate([part, self.read(start + here, count - here)]) if here < count else part
+        if here == count:
+            return part
+        return np.concatenate([part, self.read(start + here, count - here)])
 
     def fetch(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[Tensor, int]:
         """(this rank's rows of a step of n, (rows, T + 1), and the position after the step)"""
@@ -4725,7 +4732,7 @@ class Loader:
         return tokens, targets
 
 # ---------- 9 evaluation
-def log_probs(model: Model, tokens: Tensor, context=None) -> Tensor:
+def log_probs(model: Model, tokens: Tensor, context: tuple | None = None) -> Tensor:
     """tokens int64 (B, T), any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
     default that of evaluation. All scores take the same two steps, the second one for the targets only."""
     context = context or model.context(tokens.size(1), model.embed.device)
@@ -4848,8 +4855,8 @@ def test_time_step(model: Model, optimizer: Optimizer, cfg: Config, tokens: np.n
     rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
     mine = torch.from_numpy(rows)[team.rank::team.world_size]
     context = model.context(T, team.device, team.dtype, cfg.stages()[-1])
-    for part in mine.split(max(1, TTT_TOKENS // T)) if len(mine) else ():
-        part = part.to(team.device)
+    for low in range(0, len(mine), max(1, TTT_TOKENS // T)):
+        part = mine[low:low + max(1, TTT_TOKENS // T)].to(team.device)
         loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), context)
         # the optimizer divides by the ranks
         optimizer.backward(loss * (len(part) * team.world_size / len(rows)))
@@ -5081,7 +5088,8 @@ def generate(model: Model, prompt: list[int], count: int, temperature: float, to
         context = model.context(len(ids), device, dtype)
         x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
         scores = model.logits(x).cpu()
-        best, which = scores.topk(min(top_k or len(scores), len(scores)) if temperature else 1)
+        choices = min(top_k or len(scores), len(scores))
+        best, which = scores.topk(choices if temperature else 1)
         ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
     return ids
 
@@ -5096,7 +5104,9 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
     if cfg.sample:
         prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
     torch.manual_seed(cfg.seed)
-    for i, prompt in enumerate(prompts if cfg.sample_tokens else (), 1):
+    if not cfg.sample_tokens:
+        return
+    for i, prompt in enumerate(prompts, 1):
         ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
         ids = [token for token in ids if token < sp.vocab_size()]  # the rest pads the vocabulary
         text = sp.decode(prompt)
@@ -5105,7 +5115,7 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
         log(f"sample {i}: {text}»{whole_lines or said}")
 
 # ---------- 10 artifact
-CLIP_PERCENTILE = 99.99984  # of the magnitudes in a row; larger ones are clipped
+CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
 # Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log (15,820,684 bytes),
@@ -5118,7 +5128,7 @@ def codec(cfg: Config) -> str:
     kind = cfg.artifact_codec
     if cfg.eval_from:  # by the file's name
         kind = "brotli" if ".brot." in cfg.eval_from else "zlib"
-    return "int8+zlib" if kind == "zlib" else kind
+    return "brotli" if kind == "brotli" else "int8+zlib"
 
 def compress(raw: bytes, kind: str) -> bytes:
     """kind: what codec() returns."""
@@ -5195,7 +5205,7 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
     sums = {}
     kernels = model.kernels
 
-    def record(x, weight):
+    def record(x: Tensor, weight: Tensor) -> Tensor:
         flat = x.flatten(0, -2).float()
         sums[names[weight]] = sums.get(names[weight], 0) + flat.T @ flat
         return linear(x, weight)
@@ -5284,7 +5294,7 @@ def to_payload(cfg: Config, tensors: dict[str, Tensor]) -> dict:
     views."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
-    # tuples that are one object are written once, which would tell a resumed run from another
+    # tuples are copied: of one that is shared torch.save writes a reference, but not in a resumed run
     shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
     return dict(shape=shape, tensors=tensors)
 
@@ -5315,8 +5325,10 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         check_config(cfg)
         model = cfg.make_model(Kernels())
         for name, p in model.named_parameters():
-            rows = tensors.pop(name + ".int8", None)
-            w = tensors.pop(name) if rows is None else rows.float() * tensors.pop(name + ".scale")[:, None]
+            if name + ".int8" in tensors:
+                w = tensors.pop(name + ".int8").float() * tensors.pop(name + ".scale")[:, None]
+            else:
+                w = tensors.pop(name)
             require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
             p.data.copy_(w)
         model.to(device)
@@ -5337,7 +5349,7 @@ def write_atomically(path: Path, write: Callable) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)  # the disk may be full: free space so that the log can say so
         while not isinstance(error, OSError) and error.__context__:
-            error = error.__context__  # torch raises its own error over that of the disk
+            error = error.__context__  # torch raises its own error on top of the disk's
         raise error
     os.replace(temporary, path)
 
@@ -5503,7 +5515,7 @@ class Saver:
         self.saved_step = state.step
         self.saved_at = state.seconds
 
-    def due(self, step: int, seconds: float, stop, done: str | None) -> bool:
+    def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
         """Is a checkpoint to be made before this step? stop: a signal came to some rank. done: why no step
         follows, in which case a run that saves at all does. While gradients wait for a bank's next update, a
         checkpoint waits with them."""
@@ -5585,7 +5597,7 @@ E4M3_MAX = 448  # the largest number of float8_e4m3fn
 CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
 MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
 
-def to_fp8(x: Tensor, scale, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def to_fp8(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x -> (fp8, the scale to multiply it by, 0-dim). scale: a number or 0-dim; None: max |x| fills the
     range."""
     x = x.float()
@@ -5610,7 +5622,7 @@ def fp8_product(x: Tensor, weight: Tensor, scales: tuple) -> tuple[Tensor, tuple
     w, scale_w = to_fp8(weight, scales[1], torch.float8_e4m3fn)
     return scaled_mm(x, w, scale_x, scale_w, fast=True), (x, w, scale_x, scale_w)
 
-def fp8_gradients(grad: Tensor, kept: Sequence, scale) -> tuple[Tensor, Tensor]:
+def fp8_gradients(grad: Tensor, kept: Sequence, scale: float | None) -> tuple[Tensor, Tensor]:
     """Gradients of x (N, K) and weight (M, K) by products with grad (N, M) in e5m2 (arXiv:2209.05433). grad
     may be in e5m2 already, divided by scale."""
     x, w, scale_x, scale_w = kept
@@ -5646,7 +5658,7 @@ class DelayedScales:
     own. What the backward pass returns as the gradient of `values` is these magnitudes."""
     NAME = "fp8 scales"  # in checkpoints
     FIRST = (8.0, 16.0, 1.0)  # magnitudes before the first step: of input, activations, their gradient
-    FLOORS = (1e-6, 1e-6, 1e-7)  # of the scales, so that nothing is divided by almost 0
+    FLOORS = (1e-6, 1e-6, 1e-7)  # least scales, so that nothing is divided by almost 0
     MARGIN = 1.25  # for what grows from one step to the next
 
     def __init__(self, layers: int):
@@ -5806,7 +5818,8 @@ def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
 
-def gpu_window_mask(window, T: int, documents: Tensor | None, device: torch.device):
+def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
+                    device: torch.device) -> BlockMask | Tensor | None:
     """window_mask() in compiled steps on a GPU: a BlockMask for flex attention if window is a tensor. The key
     blocks that a query block sees follow one another, and so do those that it sees whole, so their lists need
     no sort, which would compile for minutes (pytorch#182060). Not measured."""
@@ -5837,10 +5850,12 @@ def gpu_window_mask(window, T: int, documents: Tensor | None, device: torch.devi
 
     def mask_mod(b, h, query, key):
         near = (key <= query) & (query - key <= window)
-        return near if documents is None else near & (documents[b, query] == documents[b, key])
+        if documents is None:
+            return near
+        return near & (documents[b, query] == documents[b, key])
 
-    # How many blocks and which: the keys that a query block sees partly, its own last, and whole; the queries
-    # that see a key block partly, its own first, and whole.
+    # (count, blocks) each: the key blocks that a query block sees partly, its own last, and those that it
+    # sees whole; the query blocks that see a key block partly, its own first, and those that see it whole
     partly = first_whole - first
     seen_by = end - end_whole
     keys = (partly + 1, torch.where(i < partly, first + i, own))
@@ -5853,13 +5868,15 @@ def gpu_window_mask(window, T: int, documents: Tensor | None, device: torch.devi
         tables += [count[..., 0].int(), blocks.clamp(max=n - 1).int()]
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
-def kernel_window(cfg: Config, window: int, T: int, device: torch.device, cuts: bool = False):
+def kernel_window(cfg: Config, window: int, T: int, device: torch.device,
+                  cuts: bool = False) -> int | Tensor:
     """A window, in tokens before the query, as Kernels.window_mask takes it for rows of T tokens: a 0-dim
     tensor on a GPU where flex attention computes it, so that one compiled step serves all sizes; a number for
     FlashAttention 3 and torch's own attention. cuts: something else cuts rows, such as documents."""
-    if device.type != "cuda" or flash_attention_3(cfg) or T % FLEX_BLOCK:
+    everything = window >= T - 1 and not cuts
+    if device.type != "cuda" or flash_attention_3(cfg) or T % FLEX_BLOCK or everything:
         return window
-    return torch.tensor(window, device=device) if window < T - 1 or cuts else window
+    return torch.tensor(window, device=device)
 
 def kernel_windows(cfg: Config, kinds: Sequence[str], stage: Stage | None, T: int, device: torch.device,
                    cuts: bool = False) -> dict:
@@ -5872,14 +5889,14 @@ def kernel_windows(cfg: Config, kinds: Sequence[str], stage: Stage | None, T: in
         windows["S"] = kernel_window(cfg, sizes["short_window"], T, device, cuts)
     return windows
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
     """attention() by flex attention for block masks, else by the kernel that torch chooses. Not measured."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
     return attention(q, k, v, mask)
 
 @cache
-def flash_attention_3(cfg: Config):
+def flash_attention_3(cfg: Config) -> object:
     """The module of FlashAttention 3 (arXiv:2407.08608) if it is wanted and installed and the GPU is a
     Hopper, else None."""
     with suppress(ImportError, OSError):
@@ -5896,7 +5913,7 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
         begins = first.nonzero_static(size=len(first) + 1, fill_value=len(first))[:, 0].int()
     return (window if window < T - 1 else -1), begins
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple, module) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple, module: object) -> Tensor:
     """attention() by FlashAttention 3, for masks of flash_mask(). Queries and keys that are narrower than
     values are padded with zeros, since it takes two widths only up to 64. Not measured."""
     window, begins = mask
@@ -6062,8 +6079,8 @@ LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: o
 TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
 SLOWEST_STEPS = 5  # or this many times the slowest step of the rehearsal, if that is longer
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md), to estimate the time of a step
-H100_FLOPS = 989.4e12  # bf16 FLOP/s of an H100 or H200: mfu 1
-# glibc's mallopt(): its numbers of two settings, in bytes
+H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200, which mfu is relative to
+# what glibc's mallopt() calls these settings
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
@@ -6105,15 +6122,15 @@ class Team:
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
-        with suppress(AttributeError):  # glibc keeps freed memory: fresh pages take a sixth of a CPU's step
+        with suppress(AttributeError):  # glibc keeps freed memory: fresh pages would take a sixth of a step
             ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # but not of larger blocks
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
         if "RANK" in env and not dist.is_initialized():
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
 
-    def share(self, value):
+    def share(self, value: object) -> object:
         """Rank 0's object, on every rank, each of which raises it if it is a Refused."""
         box = [value]
         if self.world_size > 1:
@@ -6201,7 +6218,7 @@ def listed(table: Mapping) -> str:
 # ./run.sh static counted, up to 7 % off (docs/log.md).
 KEPT_BY_ATTENTION = 13
 KEPT_BY_MLP = 2.2  # times its width / model_dim
-KEPT_IN_FP8 = 0.68  # of both, where all products are in fp8
+KEPT_IN_FP8 = 0.68  # factor on both where all products are in fp8
 
 def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     """Estimate of the bytes that a rank needs for micro-steps of so many sequences, in the stage that needs
@@ -6212,11 +6229,11 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     part = cfg.fp8_part(team.on_gpu)
     longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
     tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
-    # 1. weights as the model reads them, gradients, their sums; a rank's share of gradients, masters, moments
+    # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments
     shared = 16 if team.world_size > 1 else 12
     if cfg.ema_decay:
         shared += 4
-    tables = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # their sums are no wider
+    tables = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # whose sums are as narrow
     held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / team.world_size)
     held -= (4 - width) * tables
     # 2. what layers keep for the backward pass
@@ -6303,7 +6320,9 @@ def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
         yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
     yield f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); {cap}"
-    size = planned_bytes(cfg) if cfg.artifact_bytes_limit and cfg.score_artifact else None
+    size = None
+    if cfg.artifact_bytes_limit and cfg.score_artifact:
+        size = planned_bytes(cfg)
     if size:
         yield (f"artifact: {size} bytes and {len(script_source())} of code (estimate), "
                f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
@@ -6425,8 +6444,8 @@ class Clock:
         reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
         return step > 0 and 0 < self.cap <= self.then + reserve
 
-def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context,
-               grad_factor: float, *schedule) -> Tensor:
+def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context: tuple,
+               grad_factor: float, *schedule: float) -> Tensor:
     """A step on tokens, targets and candidates, if there are any, (rows, T) each, at most `micro` rows at a
     time. grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
     rank's mean loss."""
@@ -6541,7 +6560,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
     saver = run.saver
     last = total_steps(cfg)
     began = counter()
-    if run.model.build(run.loader, run.log) and state.step == 0:  # a resumed run has paid for it
+    if run.model.build(run.loader, run.log) and state.step == 0:  # a resumed run has paid for it already
         state.seconds += counter() - began
     clock = Clock(cfg, team, state, counter)
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
@@ -6790,7 +6809,7 @@ def write_and_read_back(run: Run) -> dict:
             report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
         report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
         if run.cfg.score_artifact:
-            model.drop_state()  # room for that of the file
+            model.drop_state()  # makes room for the state in the file
             again, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
             model.take_state(again)
             model.load_state_dict(again.state_dict())
