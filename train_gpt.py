@@ -5612,8 +5612,9 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool
     """a (M, K) and b (N, K), fp8 -> (scale_a a) @ (scale_b b).T (M, N) in bf16. CUDA needs this layout; a CPU
     takes any. fast: less precise accumulation, for the forward pass."""
     assert not any([side % 16 for side in (*a.shape, *b.shape)]), "sides must be multiples of 16"
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), scale_a, scale_b, out_dtype=torch.bfloat16,
-                            use_fast_accum=fast)
+    a = a.contiguous()
+    b = b.contiguous().t()
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 def fp8_product(x: Tensor, weight: Tensor, scales: tuple) -> tuple[Tensor, tuple]:
     """x (N, K) @ weight (M, K).T in e4m3 -> (product (N, M), what fp8_gradients needs). scales: of x and
