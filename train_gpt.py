@@ -43,7 +43,7 @@ from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def require(condition: object, sentence: str, error: type[Refused] = Refused) ->
 
 # ---------- 3 run constants, flags, checks
 def option(default: object, doc: str, least: float = 0, most: float = 1e12, choices: tuple = (),
-           off: bool = False, model: bool = False, of: type | None = None) -> Field:
+           off: bool = False, model: bool = False, of: type | None = None) -> Any:
     """A constant: default, meaning with its unit, the range of its numbers or the choices of its text. off: 0
     turns it off. model: the forward pass depends on it. of: type of a list's entries, if the default has
     none."""
@@ -79,7 +79,7 @@ def option(default: object, doc: str, least: float = 0, most: float = 1e12, choi
     limits = dict(doc=doc, least=least, most=most, choices=choices, off=off, model=model, of=of)
     return field(default=default, metadata=limits)
 
-def optional(default: object, doc: str, least: float = 0, most: float = 1e12, model: bool = False) -> Field:
+def optional(default: object, doc: str, least: float = 0, most: float = 1e12, model: bool = False) -> Any:
     """A constant that 0 turns off or leaves to be derived; -1 means 0, as on nanochat's command lines."""
     return option(default, doc, least, most, off=True, model=model)
 
@@ -89,8 +89,8 @@ class Recipe:
     # constants of the game's public script that the recipe has no use for: {name: its only value, None: any}
     unused = {}
 
-    def stages(self) -> "list[Stage]":
-        """The table of stages, in order."""
+    def stages(self) -> list:
+        """The table of stages: [Stage], in order."""
         raise NotImplementedError
 
     def parameter_table(self) -> "dict[str, Row]":
@@ -122,7 +122,7 @@ class Recipe:
         """The class of Packer that cfg.packing names."""
         raise NotImplementedError
 
-    def layers(self, stage: "Stage | None" = None) -> "list[Layer]":
+    def layers(self, stage: Any = None) -> "list[Layer]":
         """What each layer costs, with the windows of this stage; None: of the last one."""
         raise NotImplementedError
 
@@ -136,46 +136,9 @@ class Recipe:
         on the rounding steps. hessian: what calibrate() found for this matrix."""
         raise NotImplementedError
 
-    # ----- constants
-    @classmethod
-    def of(cls, preset: str, given: dict) -> "Config":
-        """The recipe with given {constant: value} in place of its own."""
-        return cls(**given)
-
+    # ----- neutral defaults
     def check(self) -> None:
         """Raises Refused for constants that make no run together."""
-
-    @classmethod
-    def model_fields(cls) -> list[str]:
-        """The constants that the forward pass depends on; files of a model hold them."""
-        return [f.name for f in fields(cls) if f.metadata["model"]]
-
-    @classmethod
-    def of_file(cls, shape: dict, base: "Config | None") -> "Config":
-        """The recipe with a file's constants, the rest as in base if that is of this recipe, else what base
-        overrides. Its batch is a single row, since the file's rows may not divide any other batch."""
-        constants = {name: shape[name] for name in cls.model_fields()}
-        constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
-                          seq_schedule=())
-        if not isinstance(base, cls):
-            known = fields_of(cls)
-            given = {}
-            if base:
-                given = {name: getattr(base, name) for name in overrides(base) if name in known}
-            base = cls(**given)
-        return replace(base, **constants)
-
-    # ----- the run
-    def progress(self, step: int, seconds: float) -> float:
-        """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
-        is further."""
-        by_steps = step / total_steps(self)
-        by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
-        return min(1.0, max(by_steps, by_seconds))
-
-    def layer_order(self, stage: "Stage") -> list[int]:
-        """The layers in the order in which a stage runs them."""
-        return list(range(self.num_layers))
 
     def fp8_part(self, on_gpu: bool) -> str:
         """Which products of training are in fp8: off, head or all. Raises Refused."""
@@ -219,7 +182,7 @@ class Recipe:
         return False
 
     # ----- the plan
-    def windows(self, stage: "Stage | None", T: int) -> dict[str, int]:
+    def windows(self, stage: Any, T: int) -> dict[str, int]:
         """{name: tokens before its own that a token sees in a row of T}, for windows that may be shorter than
         the row; stage None: in scoring."""
         return {}
@@ -227,10 +190,6 @@ class Recipe:
     def marks(self) -> list[int]:
         """The steps at which the plan has a new row: where stages begin."""
         return sorted({stage.first_step for stage in self.stages()})
-
-    def top_lr(self, progress: float) -> float:
-        """LR factor before the warmdown."""
-        return stage_at(self, progress).lr
 
     def plan_columns(self) -> list[str]:
         """Further columns of stages, which the plan shows if they differ."""
@@ -332,12 +291,52 @@ class Config(Recipe):
         if self.shuffle and self.packing != "rows":
             raise Refused(f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
-def check_window_pattern(cfg: Config) -> None:
+    @classmethod
+    def of(cls, preset: str, given: dict) -> "Config":
+        """The recipe with given {constant: value} in place of its own."""
+        return cls(**given)
+
+    @classmethod
+    def model_fields(cls) -> list[str]:
+        """The constants that the forward pass depends on; files of a model hold them."""
+        return [f.name for f in fields(cls) if f.metadata["model"]]
+
+    @classmethod
+    def of_file(cls, shape: dict, base: "Config | None") -> "Config":
+        """The recipe with a file's constants, the rest as in base if that is of this recipe, else what base
+        overrides. Its batch is a single row, since the file's rows may not divide any other batch."""
+        constants = {name: shape[name] for name in cls.model_fields()}
+        constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
+                          seq_schedule=())
+        if not isinstance(base, cls):
+            known = fields_of(cls)
+            given = {}
+            if base:
+                given = {name: getattr(base, name) for name in overrides(base) if name in known}
+            base = cls(**given)
+        return replace(base, **constants)
+
+    def progress(self, step: int, seconds: float) -> float:
+        """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
+        is further."""
+        by_steps = step / total_steps(self)
+        by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
+        return min(1.0, max(by_steps, by_seconds))
+
+    def layer_order(self, stage: Any) -> list[int]:
+        """The layers in the order in which a stage runs them."""
+        return list(range(self.num_layers))
+
+    def top_lr(self, progress: float) -> float:
+        """LR factor before the warmdown."""
+        return stage_at(self, progress).lr
+
+def check_window_pattern(cfg: Any) -> None:
     """Raises Refused for a pattern that has anything but L and S."""
     if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
         raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
 
-def check_grouped_queries(cfg: Config) -> None:
+def check_grouped_queries(cfg: Any) -> None:
     """Raises Refused if num_kv_heads does not divide num_heads."""
     if cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads):
         raise Refused(f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
@@ -346,7 +345,7 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-def fields_of(recipe: type[Config]) -> dict[str, Field]:
+def fields_of(recipe: Any) -> dict[str, Field]:
     """{constant: dataclass field} of a recipe's class."""
     return {f.name: f for f in fields(recipe)}
 
@@ -357,8 +356,12 @@ def known_fields() -> dict[str, Field]:
         known = fields_of(recipe) | known
     return known
 
-def names_of(constants: Sequence[str]) -> dict[str, str]:
-    """{a name as it is typed: the constant that it means}, aliases included."""
+def known_names() -> dict[str, str]:
+    """{a name as it is typed: the constant that it means} of all recipes, aliases included."""
+    constants = [*KNOWN]
+    recipe: Any
+    for recipe in RECIPES.values():
+        constants += recipe.unused
     names = {name.upper(): name for name in constants}
     names |= {typed.upper(): name for typed, name in ALIASES.items() if name in constants}
     return names
@@ -400,7 +403,7 @@ def default_preset() -> str:
 def check_foreign(preset: str, name: str, text: str) -> None:
     """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
     game's public script has, unless it has the value that this recipe stands for."""
-    recipe = RECIPES[preset]
+    recipe: Any = RECIPES[preset]
     if name in recipe.unused:
         wanted = recipe.unused[name]
         if wanted not in (None, text):
@@ -417,7 +420,7 @@ def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
 
 def off_values(f: Field) -> list:
     """The values of a constant, by its dataclass field, that turn off what it is for."""
-    default = f.default
+    default: Any = f.default
     if isinstance(default, bool):
         return [False]
     if f.metadata["off"]:
@@ -438,7 +441,8 @@ def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Con
     Refused."""
     if preset not in RECIPES:
         raise Refused(f"preset={preset!r} is none of {', '.join(RECIPES)}")
-    cfg = RECIPES[preset].of(preset, dict(given or {}))
+    recipe: Any = RECIPES[preset]
+    cfg = recipe.of(preset, dict(given or {}))
     check_config(cfg)
     return cfg
 
@@ -446,7 +450,7 @@ def parse_value(name: str, text: str, f: Field | None = None) -> object:
     """Text -> a value of the constant's type. f: its dataclass field in a recipe; None: in the first recipe
     that has it. Raises Refused."""
     f = f or KNOWN[name]
-    default = f.default
+    default: Any = f.default
     try:
         text.encode()  # an environment may hold bytes that are no text
         if isinstance(default, tuple):
@@ -554,7 +558,7 @@ def depth_size(depth: int) -> dict:
     return dict(num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_pattern=pattern,
                 value_embed_layers=tuple(value_embed_layers))
 
-def check_horizons(cfg: Config) -> None:
+def check_horizons(cfg: Any) -> None:
     """Raises Refused if the depth dial lacks something that it needs, or something needs the dial and it is
     off."""
     if cfg.depth and not cfg.vocab_size:
@@ -565,7 +569,7 @@ def check_horizons(cfg: Config) -> None:
     if not cfg.train_batch_tokens:
         raise Refused("train_batch_tokens=0 needs depth")
 
-def depth_dial(cfg: Config, given: dict) -> Config:
+def depth_dial(cfg: Any, given: dict) -> Any:
     """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
     Refused."""
     # 1. One of three horizons. One that is given replaces the preset's.
@@ -874,7 +878,7 @@ def prefix_tokens(texts: list[bytes]) -> Tensor:
         stack.append(token)
     return torch.tensor(prefixes)
 
-def texts_of_tokens(cfg: Config, tokenizer: object) -> list[bytes]:
+def texts_of_tokens(cfg: Any, tokenizer: Any) -> list[bytes]:
     """The bytes of each token, b"" for none. Without a SentencePiece tokenizer they come from cfg.vocab_path,
     GPT-2's vocabulary. Raises Refused."""
     if tokenizer:
@@ -883,7 +887,7 @@ def texts_of_tokens(cfg: Config, tokenizer: object) -> list[bytes]:
         texts = gpt2_texts(cfg.vocab_path)
     return texts[:cfg.vocab_size] + [b""] * (cfg.vocab_size - len(texts))
 
-def piece_bytes(tokenizer: object, piece: int) -> bytes:
+def piece_bytes(tokenizer: Any, piece: int) -> bytes:
     """The bytes of a SentencePiece piece; b"" if it stands for no text."""
     text = tokenizer.id_to_piece(piece)
     if tokenizer.is_byte(piece):
@@ -1024,7 +1028,7 @@ def named_gates(values: Tensor, gates: list[MuddGate]) -> dict[tuple[str, int], 
 class Model(nn.Module):
     """What the rest of the file asks of a recipe's model, besides its attributes: cfg, the recipe's
     constants; embed and head, two (V, C) parameters; blocks."""
-    scales = None  # DelayedScales of fp8
+    scales: Any = None  # DelayedScales of fp8
 
     def use(self, kernels: Kernels) -> None:
         """From now on the model computes with these kernels."""
@@ -1032,12 +1036,12 @@ class Model(nn.Module):
             module.kernels = kernels
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: "Stage | None" = None) -> tuple:
+                stage: Any = None) -> Any:
         """What the forward pass needs besides tokens (B, T) and weights. stage None: for scoring. dtype: of
         activations; None: scoring_dtype()."""
         raise NotImplementedError
 
-    def training_context(self, T: int, device: torch.device, dtype: torch.dtype, stage: "Stage") -> tuple:
+    def training_context(self, T: int, device: torch.device, dtype: torch.dtype, stage: Any) -> Any:
         """The same for training steps."""
         return self.context(T, device, dtype, stage)
 
@@ -1045,12 +1049,11 @@ class Model(nn.Module):
         """{name: fp32} as the parameter table draws them -> as the model starts."""
         return values
 
-    def update_context(self, context: tuple, progress: float) -> None:
+    def update_context(self, context: Any, progress: float) -> None:
         """Writes what changes at every step into a training context, without waiting for the device."""
 
-    def hidden(self, tokens: Tensor, context: tuple, *inputs: Tensor) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C). inputs: what candidates()
-        gives."""
+    def hidden(self, tokens: Tensor, context: Any) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
@@ -1159,11 +1162,13 @@ class NgramCounts(nn.Module):
     """For each n-gram the two next tokens that most training documents have. There is a table per n, with an
     int64 where the n-gram's hash says: documents with the best token (8 bits), that token (16), both for the
     second token, documents with any token (8) and a check (8)."""
-    def __init__(self, cfg: Config) -> None:
+    tables: Tensor  # (orders, 2**count_bits), int64
+
+    def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
         self.text = np.zeros(0, np.uint16)
-        self.packed = b""
+        self.packed: bytes | bytearray = b""
         self.shift = KEY_BITS - cfg.count_bits  # key >> shift is a place in a table
         orders = [n for n in cfg.count_orders if n > 0]
         tables = np.zeros((len(orders), 1 << cfg.count_bits), np.int64)
@@ -1231,6 +1236,8 @@ class NgramCounts(nn.Module):
 
 class CountingModel(Model):
     """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
+    counts: NgramCounts
+
     def build(self, loader: "Loader", log: Callable) -> bool:
         if not any(self.cfg.count_orders):
             return False
@@ -1373,8 +1380,10 @@ class SeveralTargets(Model):
     """A model whose training loss has several targets per token: the next ones and the target's prefix token.
     It needs TargetStages, contexts with next_targets, prefixes and loss_weights, a buffer `prefixes` (V,),
     and cfg.loss_weights(), which gives the weights of the losses at a progress."""
+    prefixes: Tensor
+
     def training_context(self, T: int, device: torch.device, dtype: torch.dtype,
-                         stage: TargetStage) -> tuple:
+                         stage: TargetStage) -> Any:
         context = self.context(T, device, dtype, stage)
         n = len(stage.next_weights)
         prefixes = any(stage.prefix_weights)
@@ -1383,7 +1392,7 @@ class SeveralTargets(Model):
         weights = torch.ones(n + 1 if prefixes else n, device=device)
         return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
 
-    def update_context(self, context: tuple, progress: float) -> None:
+    def update_context(self, context: Any, progress: float) -> None:
         if context.loss_weights is not None:
             for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
                 weight.fill_(number)
@@ -1396,7 +1405,7 @@ class SeveralTargets(Model):
         log(f"prefix tokens: {(self.prefixes >= 0).sum().item()} of {self.cfg.vocab_size} tokens have one")
         return True
 
-    def targets_of(self, targets: Tensor, context: tuple) -> Tensor:
+    def targets_of(self, targets: Tensor, context: Any) -> Tensor:
         """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
         if context.loss_weights is None:
             return targets
@@ -1527,10 +1536,10 @@ class Tiny(Config):
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
-        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
-        table = partial(Row, group="value_embed", lr=self.embed_lr, **adam)
-        scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
+        table: Callable = partial(Row, group="value_embed", lr=self.embed_lr, **adam)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
         return by_kind([
             # kind                   first values
             matrix("query",          init="uniform", scale=1.0),
@@ -1819,10 +1828,10 @@ class Golf(Config):
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
-        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
-        scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
-        embed = partial(Row, group="embed", lr=self.tied_embed_lr, **adam)
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, **adam)
         return by_kind([
             # kind                   first values
             matrix("query",          init="uniform", scale=1.0),
@@ -2079,13 +2088,13 @@ class GolfPlus(Config):
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}. In the artifact matrices have 6 bits, the embedding has 8, scalars are fp16."""
-        matrix = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
-                         step=self.artifact_step)
-        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        embed = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
-                        step=self.artifact_embed_step, **adam)
-        scalar = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
-                         precision="fp16", **adam)
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
+                                   step=self.artifact_step)
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
+                                  step=self.artifact_embed_step, **adam)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
+                                   precision="fp16", **adam)
         decay = self.weight_decay * self.matrix_lr
         return by_kind([
             # kind                   weight decay  first values
@@ -2403,10 +2412,10 @@ class Speedrun(Config):
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
-        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
                     every=self.adam_every)
-        matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
-        scalar = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
         return by_kind([
             # kind                 first values; uniform ones have std 0.5 / sqrt(columns)
             matrix("query",        "matrix", init="uniform", scale=0.8660254, second="columns"),
@@ -2741,9 +2750,9 @@ class GPT2(Config):
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
-        adam = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
-        scalar = partial(Row, group="scalar", precision="fp32", **adam)
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar: Callable = partial(Row, group="scalar", precision="fp32", **adam)
         return by_kind([
             # kind                 first values
             matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
@@ -3037,9 +3046,9 @@ class GPT2Plus(Config):
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
         adam_decay = self.adam_weight_decay
-        adam = dict(optimizer="adam", beta1=self.beta1, eps=self.adam_eps)
-        matrix = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
-        scalar = partial(Row, group="scalar", precision="fp32", beta2=self.beta2, **adam)
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, eps=self.adam_eps)
+        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar: Callable = partial(Row, group="scalar", precision="fp32", beta2=self.beta2, **adam)
         return by_kind([
             # kind                 first values
             matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
@@ -3437,19 +3446,20 @@ class SpeedrunPlus(Config):
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         matrix_decay = self.weight_decay * self.matrix_lr
-        matrix = partial(Row, group="matrix", optimizer="muon", decay=matrix_decay)
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", decay=matrix_decay)
         pair = 2 * self.qk_dim if self.muon_pairs else 0
 
-        def adam(kind: str, group: str, lr: float, decay: float = 0.0, **columns: object) -> Row:
+        def adam(kind: str, group: str, lr: float, decay: float = 0.0, **columns: Any) -> Row:
             """A row whose decay is proportional to the square of its learning rate."""
             return Row(kind, group, "adam", lr, lr * self.adam_weight_decay * decay, decay_with_lr=True,
                        eps=self.adam_eps, every=self.adam_every, **columns)
 
-        gate = partial(adam, beta1=0.9, beta2=0.99)
-        scalar = partial(adam, group="scalar", beta1=0.9, precision="fp32")
-        table = partial(adam, lr=self.embed_lr, decay=5, beta1=0.75, beta2=0.95)
-        head = partial(adam, lr=self.head_lr, decay=150, beta1=0.5, beta2=0.95, init="normal", scale=0.005)
-        mudd = partial(gate, group="mudd", precision="fp16")
+        gate: Callable = partial(adam, beta1=0.9, beta2=0.99)
+        scalar: Callable = partial(adam, group="scalar", beta1=0.9, precision="fp32")
+        table: Callable = partial(adam, lr=self.embed_lr, decay=5, beta1=0.75, beta2=0.95)
+        head: Callable = partial(adam, lr=self.head_lr, decay=150, beta1=0.5, beta2=0.95, init="normal",
+                                 scale=0.005)
+        mudd: Callable = partial(gate, group="mudd", precision="fp16")
         lr = self.matrix_lr
         gate_lr = self.gate_lr
         wide = self.mlp_mult**0.5
@@ -3575,7 +3585,7 @@ class SpeedrunPlus(Config):
     def loss_weights(self, progress: float) -> list[float]:
         """Weights of the losses on the next targets at this progress, then of the loss on prefixes if the
         stage has one."""
-        stage = stage_at(self, progress)
+        stage: Any = stage_at(self, progress)
         later = [other.begins for other in self.stages() if other.begins > stage.begins]
         end = min([*later, 1.0])
         done = (progress - stage.begins) / (end - stage.begins or 1.0)
@@ -3612,7 +3622,7 @@ class SpeedrunPlus(Config):
 
     def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
         on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
-        chosen = {}
+        chosen: dict[str, Callable] = {}
         if on and self.fp8_qkv:
             chosen["qkv"] = fp8_qkv
         if on and self.fp8_mlp:
@@ -3764,7 +3774,7 @@ class SpeedrunPlusModel(SeveralTargets):
                 stage: TargetStage | None = None) -> SpeedrunPlusContext:
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
-        frequencies, attn_scale = cfg.rope(stage and stage.window)
+        frequencies, attn_scale = cfg.rope(stage.window if stage else None)
         rope = rope_tables(T, frequencies, device, dtype)
         pair_rope = pair_rope_tables(T, frequencies, device, dtype)
         sizes = cfg.windows(stage, T)
@@ -3887,7 +3897,7 @@ class SpeedrunPlusModel(SeveralTargets):
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
                gpt2=GPT2, gpt2_plus=GPT2Plus)
 KNOWN = known_fields()
-NAMES = names_of([*KNOWN, *[name for recipe in RECIPES.values() for name in recipe.unused]])
+NAMES = known_names()
 
 # ---------- 6 optimizer
 # (a, b, c) for each iteration x <- a x + (b g + c g g) x with g = x x'; the last ones repeat
@@ -4211,7 +4221,7 @@ class Schedule(NamedTuple):
     decay: float = 1.0  # factor on the weight decay of matrices
     tied: bool = False  # lm_head and the embedding are one matrix
 
-def stage_rows(cfg: Config, rows: list[Stage], **columns: str) -> list[Stage]:
+def stage_rows(cfg: Config, rows: list, **columns: str) -> list:
     """The stages of a recipe with the columns that cfg overrides. columns: {column that only this recipe has:
     the constant that overrides it}. An override of several entries splits a single row into equal stages.
     Raises Refused."""
@@ -6383,7 +6393,7 @@ class TrainState:
 class Run:
     """What the parts of one run share."""
     asked: Recipe  # before the dataset has its say
-    cfg: Recipe
+    cfg: Config
     team: Team
     log: Log
     saver: Saver
