@@ -195,6 +195,8 @@ case "${1:-}" in
             "-m static") static_setup ;;
             *) setup ;;
         esac
+        # Else each of some hundred programs would compile its modules again
+        unset PYTHONDONTWRITEBYTECODE
         # All tests, or the quick ones: in two processes, of which one takes over what is left of the other's.
         # Tests that are named run in one process, as pytest runs them. docs/testing.md
         processes=()

@@ -488,8 +488,9 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def near_misses(names: Sequence[str]) -> list[tuple[str, str]]:
     """[(a name that is no constant, the constant that it is one slip away from)]"""
-    near = [(typed, name) for typed in names for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
-    return [(typed, name) for typed, name in near if typed != name and abs(len(typed) - len(name)) < 2]
+    unknown = [typed for typed in names if typed not in NAMES]
+    near = [(typed, name) for typed in unknown for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
+    return [(typed, name) for typed, name in near if abs(len(typed) - len(name)) < 2]
 
 def show(value: object) -> str:
     """A constant as one types it; only the last part of an absolute path."""
@@ -604,6 +605,7 @@ def depth_dial(cfg: Any, given: dict) -> Any:
     derived["warmdown_frac"] = round(cfg.warmdown_frac * steps) / steps
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
 
+@cache
 def parameter_counts(cfg: Config) -> Counter:
     """{group of the parameter table: number of parameters}"""
     counts = Counter()

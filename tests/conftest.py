@@ -209,6 +209,27 @@ def go(root):
     return go
 
 
+# ---------------------------------------------------------------- two processes
+def pytest_configure(config):
+    """Processes that share the tests share one server of forks."""
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]
+    elif getattr(config.option, "numprocesses", None):
+        os.environ[fork_server.SHARED] = fork_server.start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """... and are forks of it themselves."""
+    for spec in specs:
+        spec.python = fork_server.start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["python"] = sys.executable
+
+
 # ---------------------------------------------------------------- which tests run
 LEFT_OUT = {"slow", "static"}       # unless -m names one of a test's markers
 QUICK = {       # a file, or a test of it with its cases

@@ -11,6 +11,7 @@ interpreter's options or torch's environment variables takes sys.executable inst
 """
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import io
@@ -36,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 PRELOAD = ["inject", "sentencepiece", "matplotlib.figure", "matplotlib.backends.backend_agg", "xml.etree",
            "torch.distributed.run", "torch._inductor.compile_fx", "torch._meta_registrations", "tqdm",
            "scipy.stats"]
+SHARED = "TRAIN_GPT_FORKS"      # in the environment: the stand-in of a server that another process has made
 OURS = ("inject", "train_gpt", "fork_server", "helpers")    # a copy of the project has its own
 
 STAND_IN = """#!{python} -IS
@@ -85,6 +87,8 @@ def start():
     driver forbids forks of a process that has looked for it: the real one."""
     if Path("/dev/nvidiactl").exists():
         return sys.executable
+    if SHARED in os.environ:
+        return os.environ[SHARED]
     folder = tempfile.mkdtemp(prefix="forks")
     address = f"{folder}/server"
     stand_in = Path(folder, "python")
@@ -278,7 +282,7 @@ def program(request):
         elif kind == "-c":
             run_as_main(compile(words[0], "<string>", "exec", dont_inherit=True), {})
         else:
-            run_as_main(compile(Path(kind).read_bytes(), kind, "exec", dont_inherit=True), {"__file__": kind})
+            run_as_main(code_of(kind), {"__file__": kind})
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -288,6 +292,12 @@ def program(request):
         traceback.print_exception(error)
         return 1
     return 0
+
+
+def code_of(path):
+    """Compiled; train_gpt.py, which most programs are, was compiled once, also for a copy of it."""
+    source = Path(path).read_bytes()
+    return TRAINER[1] if source == TRAINER[0] else compile(source, path, "exec", dont_inherit=True)
 
 
 def run_as_main(code, names):
@@ -313,6 +323,10 @@ if __name__ == "__main__":
     for name in PRELOAD:
         importlib.import_module(name)
     warm_up()
+    trainer = HERE.parent / "train_gpt.py"
+    TRAINER = trainer.read_bytes(), compile(trainer.read_bytes(), trainer, "exec", dont_inherit=True)
+    gc.collect()
+    gc.freeze()     # else the first collection in a fork writes to every object, so that all pages are copied
     asked, opened = serve(sys.argv[1])
     become(asked, opened)
     end(program(asked))

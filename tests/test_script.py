@@ -26,7 +26,7 @@ TOY_RUN = dict(
     golf_plus=dict(NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", TRAIN_SEQ_LEN="64",
                    TRAIN_BATCH_TOKENS="256", VOCAB_SIZE="512", LOOP_LAYERS="1,2", EMA_DECAY="0.9",
                    GPTQ_BATCHES="2", ARTIFACT_KEEP="1000", EVAL_SLIDING="48", VAL_LOSS_EVERY="5",
-                   TOKENIZER_PATH="data/tokenizers/toy.model"),
+                   ARTIFACT_BYTES_LIMIT="0", TOKENIZER_PATH="data/tokenizers/toy.model"),
     speedrun_plus=dict(MODEL_DIM="32", NUM_HEADS="2", QK_DIM="8", TRAIN_SEQ_LEN="64",
                        TRAIN_BATCH_TOKENS="128", VOCAB_SIZE="512", MAX_DOC_LEN="48",
                        DOC_SCHEDULE="24,48,48,48", DC_WINDOW="7",
