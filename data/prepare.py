@@ -1216,4 +1216,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    inputs.steady_output()
     sys.exit(main())

@@ -423,4 +423,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    inputs.steady_output()
     sys.exit(main(sys.argv[1:]))
