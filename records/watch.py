@@ -20,6 +20,10 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+try:
+    import numpy  # noqa: F401
+except ImportError:
+    sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
 sys.path.insert(0, str(Path(__file__).resolve().parent))    # which isolated modes of Python leave out
 from folders import HOME, track_of  # noqa: E402
 from runs import STEP, inputs  # noqa: E402

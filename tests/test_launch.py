@@ -2,6 +2,7 @@
 interpreters and environments. Each is a run like any other, or one sentence."""
 import ast
 import os
+import random
 import re
 import signal
 import socket
@@ -241,13 +242,13 @@ def test_a_port_in_use(silent, start):
 
 
 # -------------------------------------------------------------------------------- streams that nobody reads
-def run_program(words, cwd, env, shell, python=None):
+def run_program(words, cwd, env, shell, python="", timeout=300):
     """`python WORDS… SHELL` by bash, whose exit code is that of python -> code, out, err."""
     python = python or fork_server.start()
     command = f'"$PROGRAM" "$@" {shell}; exit ${{PIPESTATUS[0]}}'
     clean = dict(PATH=os.environ["PATH"], HOME=str(cwd), OMP_NUM_THREADS="1", PROGRAM=python) | env
     done = subprocess.run(["bash", "-c", command, "bash", *map(str, words)], cwd=cwd, env=clean,
-                          capture_output=True, timeout=300)
+                          capture_output=True, timeout=timeout)
     return SimpleNamespace(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
 
 
@@ -268,12 +269,12 @@ def same_run(folder, plain):
     assert steps[0] == steps[1] and len(steps[0]) > 3
 
 
-@pytest.mark.parametrize("words", [[SCRIPT], [ROOT / "records/watch.py", "PYTHON", SCRIPT]])
-@pytest.mark.parametrize("shell", ["| head -2", "| true", "> /dev/full", "> /dev/full 2>&1"])
-def test_a_run_goes_on_when_nobody_reads(words, shell, root, plain):
+@pytest.mark.parametrize("by_watch, shell", [
+    (False, "| head -2"), (False, "> /dev/full 2>&1"), (True, "| head -2"), (True, "> /dev/full 2>&1")])
+def test_a_run_goes_on_when_nobody_reads(by_watch, shell, root, plain):
     """Into train.log, to its end."""
-    run_id = f"r{len(words)}_{re.sub('[^a-z0-9]', '', shell)}"
-    words = [fork_server.start() if word == "PYTHON" else word for word in words]
+    run_id = f"r{by_watch}_{re.sub('[^a-z0-9]', '', shell)}"
+    words = [ROOT / "records/watch.py", fork_server.start(), SCRIPT] if by_watch else [SCRIPT]
     done = run_program(words, root, SMALL | dict(RUN_ID=run_id, PICTURE="0"), shell)
     assert (done.code, done.err) == (0, "")
     same_run(root / "logs" / run_id, plain)
@@ -287,7 +288,9 @@ def test_plans_and_refusals_that_nobody_reads(words, code, root):
 
 
 def test_a_record_tool_that_nobody_reads(root, plain):
-    done = run_program([ROOT / "records/record.py", "board", "--html"], root, {}, "| true")
+    words = [ROOT / "records/record.py", "stats", "logs/plain"]
+    assert run_program(words, root, {}, "").out
+    done = run_program(words, root, {}, "| true")
     assert (done.code, done.err) == (0, "")
 
 
@@ -296,7 +299,7 @@ ODD = dict(
     PYTHONOPTIMIZE="2", PYTHONWARNINGS="error", PYTHONUTF8="0", LC_ALL="C", PYTHONIOENCODING="ascii",
     PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1", PYTHONNOUSERSITE="1", PYTHONHASHSEED="7",
     PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONCOERCECLOCALE="0", OMP_NUM_THREADS="1",
-    TMPDIR="/nowhere/x", HOME="/nowhere/y", XDG_CACHE_HOME="", MPLCONFIGDIR="/proc/nowhere", TZ="Mars/Olympus",
+    TMPDIR="/nowhere/x", HOME="/nowhere/y", XDG_CACHE_HOME="", MPLCONFIGDIR="/proc/nowhere", TZ="Mars/Moon",
     COLUMNS="0", LINES="-1", TERM="odd", NO_COLOR="1", CUDA_VISIBLE_DEVICES="abc")
 
 
@@ -313,3 +316,83 @@ def test_odd_flags_and_closed_streams_change_nothing(root, plain):
     done = run_program(words, root, SMALL | dict(RUN_ID="flags"), "<&- >&- 2>&-", sys.executable)
     assert done.code == 0
     same_run(root / "logs/flags", plain)
+
+
+# -------------------------------------------------------------------------------- 300 drawn environments
+NUMBERS = ("0", "0", "1", "1", "2", "", "x", "-1", "1.0", " 1", "9" * 30, "½")
+DRAWN = {
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), NUMBERS),
+    "MASTER_ADDR": ("127.0.0.1", "", "nowhere.invalid", "192.0.2.1", "a b", "::1"),
+    "MASTER_PORT": ("29500", "1", "0", "65536", "x", "", "tcp://10.0.0.1:80"),
+    "TORCHELASTIC_USE_AGENT_STORE": ("False", "True", "x"), "CUDA_VISIBLE_DEVICES": ("", "-1", "abc", "0"),
+    "LANG": ("C", "xx_YY", ""), "LC_ALL": ("C", "POSIX", "de_DE.UTF-8", "x"), "TZ": ("", "x", ":/x"),
+    "HOME": ("/nowhere", "", "data", "a b"), "TMPDIR": ("/nowhere", "", "data", "/proc"),
+    "XDG_CACHE_HOME": ("/proc", ""), "TERM": ("", "dumb", "x"), "COLUMNS": ("0", "-1", "x", "1"),
+    "USER": ("", "a/b"), "PWD": ("/nowhere",), "SHELL": ("/nowhere",), "NO_COLOR": ("1",)}
+# What an interpreter or the libraries heed when they begin, so that a fork would not notice
+AT_THE_START = {
+    "OMP_NUM_THREADS": ("0", "", "abc", "-1", "4,2", "1.5"), "MKL_NUM_THREADS": ("0", "x"),
+    "OMP_SCHEDULE": ("x",), "OMP_PROC_BIND": ("x", "true"), "KMP_AFFINITY": ("x",), "OMP_DYNAMIC": ("x",),
+    "PYTHONOPTIMIZE": ("1", "2", "x"), "PYTHONWARNINGS": ("error", "always"), "PYTHONUTF8": ("0", "1"),
+    "PYTHONIOENCODING": ("ascii", "latin-1", ":strict"), "PYTHONSAFEPATH": ("1",), "PYTHONDEVMODE": ("1",),
+    "PYTHONHASHSEED": ("0", "77", "random"), "PYTHONDONTWRITEBYTECODE": ("1",), "PYTHONNOUSERSITE": ("1",),
+    "PYTHONUNBUFFERED": ("1", ""), "PYTHONFAULTHANDLER": ("1",), "PYTHONCOERCECLOCALE": ("0", "warn"),
+    "PYTHONPATH": ("/nowhere", ":::"), "PYTHONMALLOC": ("malloc", "debug"),
+    "PYTHONINTMAXSTRDIGITS": ("640",), "PYTHONWARNDEFAULTENCODING": ("1",), "PYTHONNODEBUGRANGES": ("1",)}
+CASES = range(300)
+FRESH = 20      # each such case has an interpreter of its own, the others are forks
+SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 28) + [40, 160]
+
+
+def drawn_environment(case):
+    """{name: text} of this number; for every twentieth what matters at the start, too."""
+    rng, table = random.Random(f"environment {case}"), DRAWN
+    if case % FRESH == 0:
+        table = {name: texts for name, texts in DRAWN.items() if rng.random() < 0.3} | AT_THE_START
+    names = rng.sample([*table], rng.randint(2, 12))
+    env = {name: rng.choice(table[name]) for name in names}
+    if case % 4 == 0:       # a launch of one process, or none
+        env = {name: text for name, text in env.items() if not re.search("RANK|WORLD|MASTER", name)}
+        env |= rng.choice(({}, dict(RANK="0", WORLD_SIZE="1"), TWO | dict(WORLD_SIZE="1")))
+    return env
+
+
+def is_one_process(env):
+    """Do the variables of a launch name one process, or nothing?"""
+    given = {name: env[name] for name in train_gpt.LAUNCH_NUMBERS if name in env}
+    if any(not re.fullmatch("[0-9]{1,9}", text) for text in given.values()):
+        return False
+    if not 0 < int(given.pop("MASTER_PORT", 1)) < 65536:
+        return False
+    alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    right = all(int(text) == alone[name] for name, text in given.items())
+    return not given or right and {"RANK", "WORLD_SIZE"} <= {*given}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("cases", [
+    pytest.param(SAMPLE, id="sample"), pytest.param(CASES, id="all", marks=pytest.mark.slow)])
+def test_drawn_environments(cases, root, plain):
+    """The same run, to the bit, or one sentence about the launch, within a minute: four on a busy machine,
+    where that begins with the import of torch."""
+    trained = 0
+    for case in cases:
+        env = drawn_environment(case)
+        print(f"drawn_environment({case}): {env}")
+        whole = SMALL | dict(RUN_ID=f"drawn{case}", PICTURE="0", OMP_NUM_THREADS="1") | env
+        fresh = case % FRESH == 0
+        words = [SCRIPT] if fresh else ["-c", TEAM, "0.3"]
+        paths = {} if fresh else {"PYTHONPATH": str(ROOT)}
+        python = sys.executable if fresh else ""
+        done = run_program(words, root, whole | paths, "", python, timeout=240 if fresh else 60)
+        assert "Traceback" not in done.err, done.err
+        if is_one_process(env):
+            assert done.code == 0, done.err
+            same_run(root / "logs" / f"drawn{case}", plain)
+            trained += 1
+        else:
+            said = [line for line in done.err.splitlines() if line.startswith("train_gpt: ")]
+            assert done.code == 2 and len(said) == 1 and done.out == "", (done.code, done.err)
+            assert re.search("RANK|WORLD_SIZE|MASTER_|ranks", said[0]), said
+            assert not (root / "logs" / f"drawn{case}").exists()
+    assert len(cases) / 10 < trained < len(cases) * 0.7
