@@ -713,4 +713,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    inputs.steady_output()
     sys.exit(main())

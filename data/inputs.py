@@ -57,6 +57,31 @@ def print_any_name():
             stream.reconfigure(errors="backslashreplace")
 
 
+class Outlet(io.FileIO):
+    """stdout or stderr of a program that goes on when nobody reads it any more or the disk there is full."""
+    def write(self, text):
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+
+def steady_output():
+    """For a program to call first: it neither ends nor complains when `| head` has seen enough, or where >&-
+    closes a stream, whose number the next file would get."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        try:
+            outlet = Outlet(number, "w", closefd=False)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            outlet = Outlet(number, "w", closefd=False)
+        encoding, by_lines = getattr(stream, "encoding", "utf-8"), getattr(stream, "line_buffering", False)
+        text = io.TextIOWrapper(io.BufferedWriter(outlet), encoding, "backslashreplace",
+                                line_buffering=by_lines)
+        setattr(sys, name, text)
+
+
 def open_binary(path):
     return open(path, "rb")
 

@@ -50,8 +50,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-import sentencepiece as spm
+try:
+    import numpy as np
+    import sentencepiece as spm
+except ImportError as error:
+    sys.exit(f"prepare: the package {error.name} is missing: ./run.sh setup")
 
 sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
 import inputs  # noqa: E402
@@ -1216,4 +1219,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    inputs.steady_output()
     sys.exit(main())

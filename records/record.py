@@ -31,7 +31,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("record: the package numpy is missing: ./run.sh setup")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import replay  # noqa: E402, F401  its rule, and those of evidence.py
@@ -423,4 +426,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    inputs.steady_output()
     sys.exit(main(sys.argv[1:]))

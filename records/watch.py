@@ -20,9 +20,14 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from folders import HOME, track_of
-from runs import STEP, inputs
-from trials import draw_run
+try:
+    import numpy  # noqa: F401
+except ImportError:
+    sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
+sys.path.insert(0, str(Path(__file__).resolve().parent))    # which isolated modes of Python leave out
+from folders import HOME, track_of  # noqa: E402
+from runs import STEP, inputs  # noqa: E402
+from trials import draw_run  # noqa: E402
 
 # How the line begins with which a stage of a run begins
 STAGES = {
@@ -369,4 +374,5 @@ def main(command):
 
 
 if __name__ == "__main__":
+    inputs.steady_output()
     sys.exit(main(sys.argv[1:]))

@@ -443,6 +443,31 @@ def gold(value):
     return lambda item: item | {"gold": value}
 
 
+def in_encoding(encoding, joined):
+    """Every file of the bundle in another encoding, with its mark; joined: with one within, too."""
+    for path in (Path("core.yaml"), Path(TABLE), *Path("eval_data").rglob("*.jsonl")):
+        text = path.read_text(encoding="utf-8")
+        if joined and path.suffix == ".jsonl":
+            text = text.replace("\n", "\r\n\ufeff", 1)
+        path.write_bytes(text.encode(encoding))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "utf-16-le", "utf-32-be"])
+def test_tasks_in_other_encodings(encoding, copy):
+    """The same tasks, by what the first bytes of each file say, whatever their line ends."""
+    plain = read_tasks(".")
+    in_encoding(encoding, joined=encoding == "utf-8-sig")
+    assert read_tasks(".") == plain
+
+
+def test_fewer_examples_than_shots(copy):
+    """Where CORE_METRIC_MAX_PER_TASK leaves too few, it is named, with what is enough; the file is whole."""
+    for most in (1, 2, 3):
+        with pytest.raises(Refused, match=f"core_metric_max_per_task={most}: an example of jeopardy has 3 "):
+            read_tasks(".", most)
+    assert {len(task.items) for task in read_tasks(".", 4)} == {4}
+
+
 COPA, TABLE = "eval_data/some_category/copa.jsonl", "eval_meta_data.csv"
 BAD_BUNDLES = {  # what happens to a good one: words of the sentence
     "no core.yaml": (lambda: Path("core.yaml").unlink(), ["core.yaml"]),

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import random
+import re
 import shutil
 import zlib
 from collections import Counter
@@ -85,6 +86,32 @@ def given(number):
     return argv, env | rng.choice(({}, {"PATH": "x", "MATRIXLR": "junk", "a": "\udcff", "HTTP_PROXY": ""}))
 
 
+def logged_again(cfg):
+    """The Config that the lines make which a run logs of another one; records read them like this."""
+    log = "".join(f"config {name}={show(value)}\n" for name, value in vars(cfg).items())
+    lines = re.findall(r"^config (\w+)=(.*)$", log, re.M)
+    assert [name for name, _ in lines] == [*vars(cfg)]
+    return load_config({name.upper(): text for name, text in lines})
+
+
+@pytest.mark.parametrize("preset", RECIPES)
+def test_a_config_repeats_itself(preset):
+    """The preset as it is, and with constants drawn: of texts also what a log shows in one line."""
+    rng, own = random.Random(preset), fields_of(RECIPES[preset])
+    assert logged_again(load_config({"PRESET": preset})) == load_config({"PRESET": preset})
+    texts = [name for name in ("sample", "core_bundle", "eval_from") if name in own]
+    accepted = 0
+    for _ in range(25):
+        given = {name: value_of(rng, own[name]) for name in rng.sample([*own], rng.randint(1, 3))}
+        given[rng.choice(texts)] = rng.choice(("é€", "a=b", "def f():\n    x", "a\n\nconfig seed=5", "#"))
+        env = {name.upper(): show(value) for name, value in given.items()}
+        with contextlib.suppress(Refused):
+            cfg = load_config(env | {"PRESET": preset})
+            assert logged_again(cfg) == cfg
+            accepted += 1
+    assert accepted > 5
+
+
 @sample_or_all
 def test_load_config_takes_any_mapping(times):
     """It returns a Config that its own constants, written down, make again, or it names what is wrong."""
@@ -99,9 +126,7 @@ def test_load_config_takes_any_mapping(times):
             assert named or any(word in str(refusal) for word in argv), refusal
             outcomes["refused"] += 1
             continue
-        given_again = {name: value for name, value in vars(cfg).items() if value != ()}
-        again = {name.upper(): show(value) for name, value in given_again.items()}
-        assert type(cfg) is RECIPES[cfg.preset] and load_config(again) == cfg
+        assert type(cfg) is RECIPES[cfg.preset] and logged_again(cfg) == cfg
         outcomes["accepted"] += 1
     assert 5 * min(outcomes["accepted"], outcomes["refused"]) > outcomes.total()
 

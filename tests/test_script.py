@@ -1,5 +1,6 @@
 """tools/script.py: a script with one recipe trains as the whole file does, to the bit, and holds no other."""
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import train_gpt
+from checks import OF_ONE_RUN, environment_of
 from helpers import ROOT, SCRIPT, TOY, look
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -135,6 +137,13 @@ def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thre
     assert alone.losses == whole.losses and len(alone.losses) >= 8 and alone.val_losses == whole.val_losses
     assert alone.weights == whole.weights and alone.artifact == whole.artifact
     assert alone.result["val_bpb"] == whole.result["val_bpb"]
+    # what the run logs of its constants makes the same ones again, as does what records take from result.json
+    logged = dict(re.findall(r"^config (\w+)=(.*)$", whole.log, re.M))
+    again = train_gpt.load_config({name.upper(): text for name, text in logged.items()})
+    shown = {name: train_gpt.show(value) for name, value in vars(again).items()}
+    assert logged == whole.result["config"] == shown
+    remade = train_gpt.load_config(environment_of(whole.result))
+    assert {**vars(remade), **{name: getattr(again, name) for name in OF_ONE_RUN}} == vars(again)
     assert alone.result["bytes_code"] == len(script.script(preset, whole_text()).encode())
 
 

@@ -48,8 +48,9 @@ from typing import NamedTuple
 
 import pytest
 
-from line_trace import TRACE
-from mutants import KINDS, Finder, Mutant, draw
+sys.path.insert(0, str(Path(__file__).resolve().parent))    # which isolated modes of Python leave out
+from line_trace import TRACE  # noqa: E402
+from mutants import KINDS, Finder, Mutant, draw  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_CHANGE = ("equivalent", "log text only", "GPU only")     # verdicts; the other one is "not tested"
@@ -459,7 +460,8 @@ def state_folder(root):
 
 def warm_up(source):
     """Imports what the script imports, so that no mutant pays for it."""
-    for node in ast.parse(source).body:
+    body = ast.parse(source).body
+    for node in body + [inner for node in body if isinstance(node, ast.Try) for inner in node.body]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module]

@@ -133,7 +133,7 @@ def script(preset, text):
 
 def main():
     if len(sys.argv) != 2:
-        raise SystemExit(__doc__.splitlines()[0])
+        raise SystemExit("script: one recipe is wanted: ./run.sh script PRESET")
     print(script(sys.argv[1], SOURCE.read_text(encoding="utf-8")), end="")
 
 

@@ -1,0 +1,398 @@
+"""How a run is launched: the variables of torchrun, ranks that do not meet, streams that nobody reads, odd
+interpreters and environments. Each is a run like any other, or one sentence."""
+import ast
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import fork_server
+import train_gpt
+from helpers import ROOT, SCRIPT, TOY, look
+from train_gpt import Ranks, Refused, read_ranks
+
+SMALL = TOY | dict(ITERATIONS="2", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="512", SAMPLE_TOKENS="2")
+MEETING = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+TWO = dict(RANK="0", WORLD_SIZE="2") | MEETING
+
+
+# -------------------------------------------------------------------------------- one parser
+WELL_FORMED = [
+    ({}, Ranks()), (MEETING, Ranks()), (dict(RANK="0", WORLD_SIZE="1"), Ranks()),
+    (dict(RANK="1", WORLD_SIZE="2"), Ranks(1, 2, 1, 2)), (TWO, Ranks(0, 2, 0, 2, "127.0.0.1", 29500)),
+    (dict(RANK="9", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8"), Ranks(9, 16, 1, 8)),
+    (dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4"), Ranks(9, 16, 3, 4)),
+    (dict(RANK="00", WORLD_SIZE="01", TORCHELASTIC_USE_AGENT_STORE="True"), Ranks(by_torchrun=True))]
+NO_NUMBERS = ("", " ", "x", "1.0", "-1", "+1", " 1", "1 ", "1_0", "0x1", "1e0", "½", "٣", "１", "nan", "None",
+              "4,2", "9" * 5000, "1\n", "\udcff", "tcp://10.0.0.1:2345", "70000000")
+MALFORMED = [   # variables, what the sentence names
+    *((TWO | {name: text}, name) for name in train_gpt.LAUNCH_NUMBERS for text in NO_NUMBERS),
+    (dict(RANK="0"), "WORLD_SIZE"), (dict(RANK="3"), "WORLD_SIZE"), (dict(WORLD_SIZE="2"), "RANK"),
+    (dict(WORLD_SIZE="1"), "RANK"), (dict(LOCAL_RANK="0"), "RANK"), (dict(LOCAL_WORLD_SIZE="2"), "RANK"),
+    (dict(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "WORLD_SIZE"),
+    (dict(RANK="0") | MEETING, "WORLD_SIZE"),
+    (dict(WORLD_SIZE="0"), "WORLD_SIZE='0'"), (TWO | dict(WORLD_SIZE="0"), "WORLD_SIZE='0'"),
+    (TWO | dict(RANK="2"), "RANK=2"), (TWO | dict(RANK="7"), "RANK=7"),
+    (TWO | dict(LOCAL_RANK="7"), "LOCAL_RANK=7"), (TWO | dict(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE=3"),
+    (TWO | dict(LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE"),
+    (TWO | dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="1"), "LOCAL_RANK=1"),
+    *((MEETING | dict(MASTER_PORT=port), "MASTER_PORT") for port in ("0", "65536", "99999"))]
+
+
+@pytest.mark.parametrize("env, ranks", WELL_FORMED)
+def test_ranks(env, ranks):
+    found = read_ranks(env)
+    assert found._replace(address=ranks.address, port=ranks.port) == ranks
+    assert found.address == env.get("MASTER_ADDR", "") * (found.world_size > 1) or not ranks.address
+
+
+def test_malformed_ranks_are_refused_in_one_sentence():
+    for env, word in MALFORMED:
+        with pytest.raises(Refused) as caught:
+            read_ranks(env)
+        sentence = str(caught.value)
+        assert word in sentence and len(sentence) < 250 and sentence.isprintable(), (env, sentence)
+
+
+@pytest.mark.parametrize("argv", [[], ["--dry-run"]])
+@pytest.mark.parametrize("env", [
+    dict(RANK=""), dict(RANK="0"), dict(WORLD_SIZE="2"), TWO | dict(RANK="2"), TWO | dict(RANK="x"),
+    dict(RANK="0", WORLD_SIZE="2"), dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"),
+    dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="", MASTER_PORT="29500")])
+def test_a_run_and_a_dry_run_refuse_alike(env, argv, root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    assert train_gpt.main(argv, SMALL | env) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("train_gpt: ") and err.count("\n") == 1, (out, err)
+    assert any(name in err for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+
+
+def test_one_process_needs_no_place_to_meet(train):
+    """RANK=0 WORLD_SIZE=1, as some set it by hand, also beside a MASTER_ADDR that is nowhere."""
+    plain = train(SMALL)
+    for more in ({}, dict(MASTER_ADDR="nowhere.invalid", MASTER_PORT="1", LOCAL_RANK="0")):
+        done = train(SMALL | dict(RANK="0", WORLD_SIZE="1") | more)
+        assert done.code == 0 and done.losses == plain.losses and done.weights == plain.weights
+
+
+def test_the_gpu_of_a_rank(monkeypatch):
+    """LOCAL_RANK, or what follows from RANK and LOCAL_WORLD_SIZE; never that of another rank."""
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 2)
+    for more, word in ((dict(WORLD_SIZE="4"), "4 ranks for 2 GPUs"),
+                       (dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), "4 ranks for 2 GPUs")):
+        with pytest.raises(Refused, match=word):
+            train_gpt.Team(train_gpt.load_config(SMALL | dict(DEVICE="cuda")), TWO | more)
+
+
+# Programs that a launcher's variables pass through; the trainers in record folders are what they were
+LAUNCHERS = [SCRIPT, ROOT / "run.sh", *(path for folder in ("data", "records", "tools")
+                                        for path in sorted(ROOT.glob(f"{folder}/*.py")))]
+LAUNCH_NAMES = "(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
+LAUNCH_WORDS = re.compile(rf"""(["']){LAUNCH_NAMES}\1|\$\{{?{LAUNCH_NAMES}\b""")
+
+
+def reads_around(text):
+    """Lines that name such a variable as a string or expand it, outside of read_ranks and its table; and
+    torch's own reader of them, init_process_group without a store."""
+    lines = text.split("\n")
+    if "def read_ranks" in text:
+        for node in ast.parse(text).body:
+            name = getattr(node, "name", "")
+            if isinstance(node, ast.Assign):
+                name = ast.unparse(node.targets[0])
+            if name in ("LAUNCH_NUMBERS", "read_ranks"):
+                lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    found = [line for line in lines if LAUNCH_WORDS.search(line)]
+    calls = re.findall(r"init_process_group\((?:[^()]|\([^()]*\))*\)", "\n".join(lines))
+    return found + [call for call in calls if "store=" not in call]
+
+
+def test_nothing_reads_the_launch_around_the_parser():
+    planted = ["env.get('RANK')", 'int(os.environ["WORLD_SIZE"])', "echo $RANK", "echo ${LOCAL_RANK:-0}",
+               "dist.init_process_group('gloo', timeout=timedelta(seconds=1))"]
+    assert [text for text in planted if not reads_around(text)] == []
+    assert reads_around("def read_ranks(env):\n    return env['RANK']\nself.rank = 0  # RANK=0\n") == []
+    assert [(path.name, line) for path in LAUNCHERS for line in reads_around(path.read_text("utf-8"))] == []
+
+
+# -------------------------------------------------------------------------------- ranks that do not meet
+TEAM = """
+import sys, train_gpt
+train_gpt.MEETING_TIMEOUT = float(sys.argv.pop(1))
+sys.exit(train_gpt.main(sys.argv[1:], train_gpt.os.environ))
+"""
+
+
+@pytest.fixture
+def start(root, tmp_path):
+    """Starts a dry run, as a fork -> Popen; its words are in tmp_path, NUMBER.out and NUMBER.err. What is
+    left ends with the test."""
+    started = []
+
+    def start(env, patience=20.0, *argv):
+        path = tmp_path / str(len(started))
+        with open(f"{path}.out", "wb") as out, open(f"{path}.err", "wb") as err:
+            process = fork_server.popen(["-c", TEAM, str(patience), *argv], root, SMALL | env | {
+                "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, out, err)
+        process.said = lambda: Path(f"{path}.err").read_text()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return str(place.getsockname()[1])
+
+
+def ended(process, seconds=30):
+    until = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return process.poll()
+
+
+@pytest.mark.parametrize("address", [
+    "127.0.0.1", "192.0.2.1", "nowhere.invalid", "a..b", "x" * 300])
+def test_an_address_that_does_not_answer(address, start):
+    """Refused after the time that is given it, by a rank that torchrun starts and by one that it does not.
+    192.0.2.1 is of a network that nobody has."""
+    env = TWO | dict(RANK="1", MASTER_ADDR=address, MASTER_PORT=free_port())
+    by_torchrun = env | dict(TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_RANK="0")
+    for process in (start(env, 0.5, "--dry-run"), start(by_torchrun, 0.5)):
+        assert ended(process) == 2
+        assert process.said().startswith("train_gpt: MASTER_ADDR=") and process.said().count("\n") == 1
+        assert "does not answer" in process.said()
+
+
+@pytest.fixture
+def silent():
+    """The port of something that takes connections and says nothing, as a wrong port often does."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield str(listener.getsockname()[1])
+
+
+def test_something_else_answers(silent, start):
+    process = start(TWO | dict(RANK="1", MASTER_PORT=silent), 0.5, "--dry-run")
+    assert ended(process) == 2 and process.said() == (
+        f"train_gpt: MASTER_ADDR=127.0.0.1 MASTER_PORT={silent} does not answer\n")
+
+
+def test_ranks_that_never_come(start):
+    """Rank 0 of two, alone; and with a rank 1 that says it is one of four."""
+    port = free_port()
+    env = MEETING | dict(MASTER_PORT=port, TRAIN_BATCH_TOKENS="256")
+    first = start(env | dict(RANK="0", WORLD_SIZE="2"), 1.0)
+    other = start(env | dict(RANK="1", WORLD_SIZE="4"), 1.0)
+    for process, count in ((first, 2), (other, 4)):
+        assert ended(process) == 2 and process.said().count("\n") == 1
+        assert f"only 1 of {count} ranks came" in process.said() or "does not answer" in process.said()
+
+
+@pytest.mark.parametrize("how", ["no answer", "silence", "alone"])
+def test_a_rank_that_waits_stops_at_once(how, silent, start):
+    port = silent if how == "silence" else free_port()
+    process = start(TWO | dict(RANK="0" if how == "alone" else "1", MASTER_PORT=port))
+    while threads_of(process) == 1:     # the second one waits for the network
+        time.sleep(0.02)
+    time.sleep(0.3)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    assert ended(process) == 1 and time.monotonic() - began < 5
+    assert process.said() == "train_gpt: interrupted\n"
+
+
+def threads_of(process):
+    return len(os.listdir(f"/proc/{process.pid}/task"))
+
+
+def test_two_ranks_without_torchrun(start):
+    """As Slurm starts them: RANK and WORLD_SIZE, nothing of this machine. A third one that calls itself rank
+    1 is turned away, and the two go on."""
+    port = free_port()
+    env = TWO | dict(MASTER_PORT=port)
+    second = start(env | dict(RANK="1"), 20, "--dry-run")
+    impostor = start(env | dict(RANK="1"), 20, "--dry-run")
+    first = start(env, 20, "--dry-run")
+    codes = {ended(second), ended(impostor)}
+    assert ended(first) == 0 and codes == {0, 2}, first.said()
+    assert "there is another process of RANK=1" in second.said() + impostor.said()
+
+
+def test_a_port_in_use(silent, start):
+    process = start(TWO | dict(MASTER_PORT=silent))
+    assert ended(process) == 2 and process.said() == (
+        "train_gpt: MASTER_PORT is in use: give torchrun --standalone or another --master-port\n")
+
+
+# -------------------------------------------------------------------------------- streams that nobody reads
+def run_program(words, cwd, env, shell, python="", timeout=300):
+    """`python WORDS… SHELL` by bash, whose exit code is that of python -> code, out, err."""
+    python = python or fork_server.start()
+    command = f'"$PROGRAM" "$@" {shell}; exit ${{PIPESTATUS[0]}}'
+    clean = dict(PATH=os.environ["PATH"], HOME=str(cwd), OMP_NUM_THREADS="1", PROGRAM=python) | env
+    done = subprocess.run(["bash", "-c", command, "bash", *map(str, words)], cwd=cwd, env=clean,
+                          capture_output=True, timeout=timeout)
+    return SimpleNamespace(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
+
+
+@pytest.fixture(scope="module")
+def plain(root):
+    """The run that no environment may change."""
+    done = run_program([SCRIPT], root, SMALL | dict(RUN_ID="plain", PICTURE="0"), "")
+    assert done.code == 0, done.err
+    return look(root / "logs/plain")
+
+
+def same_run(folder, plain):
+    found = look(folder)
+    assert found.losses == plain.losses and found.weights == plain.weights
+    assert found.artifact == plain.artifact
+    assert found.result["val_loss_partial"] == plain.result["val_loss_partial"]
+    steps = [re.findall(r"^(step:\S+ \S+|sample \d.*)", run.log, re.M) for run in (found, plain)]
+    assert steps[0] == steps[1] and len(steps[0]) > 3
+
+
+@pytest.mark.parametrize("by_watch, shell", [
+    (False, "| head -2"), (False, "> /dev/full 2>&1"), (True, "| head -2"), (True, "> /dev/full 2>&1")])
+def test_a_run_goes_on_when_nobody_reads(by_watch, shell, root, plain):
+    """Into train.log, to its end."""
+    run_id = f"r{by_watch}_{re.sub('[^a-z0-9]', '', shell)}"
+    words = [ROOT / "records/watch.py", fork_server.start(), SCRIPT] if by_watch else [SCRIPT]
+    done = run_program(words, root, SMALL | dict(RUN_ID=run_id, PICTURE="0"), shell)
+    assert (done.code, done.err) == (0, "")
+    same_run(root / "logs" / run_id, plain)
+
+
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["--dry-run"], 0), (["--nonsense"], 2)])
+def test_plans_and_refusals_that_nobody_reads(words, code, root):
+    for shell in ("| true", "> /dev/full 2>&1"):
+        done = run_program([SCRIPT, *words], root, SMALL, shell)
+        assert done.code == code and "Traceback" not in done.err and done.err.count("\n") <= 1, done.err
+
+
+def test_a_record_tool_that_nobody_reads(root, plain):
+    words = [ROOT / "records/record.py", "stats", "logs/plain"]
+    assert run_program(words, root, {}, "").out
+    done = run_program(words, root, {}, "| true")
+    assert (done.code, done.err) == (0, "")
+
+
+# -------------------------------------------------------------------------------- interpreters, environments
+ODD = dict(
+    PYTHONOPTIMIZE="2", PYTHONWARNINGS="error", PYTHONUTF8="0", LC_ALL="C", PYTHONIOENCODING="ascii",
+    PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1", PYTHONNOUSERSITE="1", PYTHONHASHSEED="7",
+    PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONCOERCECLOCALE="0", OMP_NUM_THREADS="1",
+    TMPDIR="/nowhere/x", HOME="/nowhere/y", XDG_CACHE_HOME="", MPLCONFIGDIR="/proc/nowhere", TZ="Mars/Moon",
+    COLUMNS="0", LINES="-1", TERM="odd", NO_COLOR="1", CUDA_VISIBLE_DEVICES="abc")
+
+
+def test_an_odd_environment_changes_nothing(root, plain):
+    """A run by watch.py in all of it, its reader gone."""
+    words, env = [ROOT / "records/watch.py", sys.executable, SCRIPT], SMALL | ODD | dict(RUN_ID="odd")
+    done = run_program(words, root, env, "| head -3", sys.executable)
+    assert done.code == 0 and "Traceback" not in done.err, done.err
+    same_run(root / "logs/odd", plain)
+
+
+def test_odd_flags_and_closed_streams_change_nothing(root, plain):
+    words = ["-OOIbb", "-W", "error", "-X", "dev", SCRIPT]
+    done = run_program(words, root, SMALL | dict(RUN_ID="flags"), "<&- >&- 2>&-", sys.executable)
+    assert done.code == 0
+    same_run(root / "logs/flags", plain)
+
+
+# -------------------------------------------------------------------------------- 300 drawn environments
+NUMBERS = ("0", "0", "1", "1", "2", "", "x", "-1", "1.0", " 1", "9" * 30, "½")
+DRAWN = {
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), NUMBERS),
+    "MASTER_ADDR": ("127.0.0.1", "", "nowhere.invalid", "192.0.2.1", "a b", "::1"),
+    "MASTER_PORT": ("29500", "1", "0", "65536", "x", "", "tcp://10.0.0.1:80"),
+    "TORCHELASTIC_USE_AGENT_STORE": ("False", "True", "x"), "CUDA_VISIBLE_DEVICES": ("", "-1", "abc", "0"),
+    "LANG": ("C", "xx_YY", ""), "LC_ALL": ("C", "POSIX", "de_DE.UTF-8", "x"), "TZ": ("", "x", ":/x"),
+    "HOME": ("/nowhere", "", "data", "a b"), "TMPDIR": ("/nowhere", "", "data", "/proc"),
+    "XDG_CACHE_HOME": ("/proc", ""), "TERM": ("", "dumb", "x"), "COLUMNS": ("0", "-1", "x", "1"),
+    "USER": ("", "a/b"), "PWD": ("/nowhere",), "SHELL": ("/nowhere",), "NO_COLOR": ("1",)}
+# What an interpreter or the libraries heed when they begin, so that a fork would not notice
+AT_THE_START = {
+    "OMP_NUM_THREADS": ("0", "", "abc", "-1", "4,2", "1.5"), "MKL_NUM_THREADS": ("0", "x"),
+    "OMP_SCHEDULE": ("x",), "OMP_PROC_BIND": ("x", "true"), "KMP_AFFINITY": ("x",), "OMP_DYNAMIC": ("x",),
+    "PYTHONOPTIMIZE": ("1", "2", "x"), "PYTHONWARNINGS": ("error", "always"), "PYTHONUTF8": ("0", "1"),
+    "PYTHONIOENCODING": ("ascii", "latin-1", ":strict"), "PYTHONSAFEPATH": ("1",), "PYTHONDEVMODE": ("1",),
+    "PYTHONHASHSEED": ("0", "77", "random"), "PYTHONDONTWRITEBYTECODE": ("1",), "PYTHONNOUSERSITE": ("1",),
+    "PYTHONUNBUFFERED": ("1", ""), "PYTHONFAULTHANDLER": ("1",), "PYTHONCOERCECLOCALE": ("0", "warn"),
+    "PYTHONPATH": ("/nowhere", ":::"), "PYTHONMALLOC": ("malloc", "debug"),
+    "PYTHONINTMAXSTRDIGITS": ("640",), "PYTHONWARNDEFAULTENCODING": ("1",), "PYTHONNODEBUGRANGES": ("1",)}
+CASES = range(300)
+FRESH = 20      # each such case has an interpreter of its own, the others are forks
+SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 28) + [40, 160]
+
+
+def drawn_environment(case):
+    """{name: text} of this number; for every twentieth what matters at the start, too."""
+    rng, table = random.Random(f"environment {case}"), DRAWN
+    if case % FRESH == 0:
+        table = {name: texts for name, texts in DRAWN.items() if rng.random() < 0.3} | AT_THE_START
+    names = rng.sample([*table], rng.randint(2, 12))
+    env = {name: rng.choice(table[name]) for name in names}
+    if case % 4 == 0:       # a launch of one process, or none
+        env = {name: text for name, text in env.items() if not re.search("RANK|WORLD|MASTER", name)}
+        env |= rng.choice(({}, dict(RANK="0", WORLD_SIZE="1"), TWO | dict(WORLD_SIZE="1")))
+    return env
+
+
+def is_one_process(env):
+    """Do the variables of a launch name one process, or nothing?"""
+    given = {name: env[name] for name in train_gpt.LAUNCH_NUMBERS if name in env}
+    if any(not re.fullmatch("[0-9]{1,9}", text) for text in given.values()):
+        return False
+    if not 0 < int(given.pop("MASTER_PORT", 1)) < 65536:
+        return False
+    alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    right = all(int(text) == alone[name] for name, text in given.items())
+    return not given or right and {"RANK", "WORLD_SIZE"} <= {*given}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("cases", [
+    pytest.param(SAMPLE, id="sample"), pytest.param(CASES, id="all", marks=pytest.mark.slow)])
+def test_drawn_environments(cases, root, plain):
+    """The same run, to the bit, or one sentence about the launch, within a minute: four on a busy machine,
+    where that begins with the import of torch."""
+    trained = 0
+    for case in cases:
+        env = drawn_environment(case)
+        print(f"drawn_environment({case}): {env}")
+        whole = SMALL | dict(RUN_ID=f"drawn{case}", PICTURE="0", OMP_NUM_THREADS="1") | env
+        fresh = case % FRESH == 0
+        words = [SCRIPT] if fresh else ["-c", TEAM, "0.3"]
+        paths = {} if fresh else {"PYTHONPATH": str(ROOT)}
+        python = sys.executable if fresh else ""
+        done = run_program(words, root, whole | paths, "", python, timeout=240 if fresh else 60)
+        assert "Traceback" not in done.err, done.err
+        if is_one_process(env):
+            assert done.code == 0, done.err
+            same_run(root / "logs" / f"drawn{case}", plain)
+            trained += 1
+        else:
+            said = [line for line in done.err.splitlines() if line.startswith("train_gpt: ")]
+            assert done.code == 2 and len(said) == 1 and done.out == "", (done.code, done.err)
+            assert re.search("RANK|WORLD_SIZE|MASTER_|ranks", said[0]), said
+            assert not (root / "logs" / f"drawn{case}").exists()
+    assert len(cases) / 10 < trained < len(cases) * 0.7
