@@ -35,7 +35,7 @@ import traceback
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
@@ -63,13 +63,13 @@ class Refused(Exception):
 class Missing(Refused):
     """Data that has not been downloaded or prepared yet."""
 
-def require(condition: object, sentence: str, error: type[Refused] = Refused) -> None:
+def require(condition: object, sentence: str, error: type[Exception] = Refused) -> None:
     """Raises Refused, or the given kind of it, with this sentence unless the condition holds."""
     if not condition:
         raise error(sentence)
 
 # ---------- 3 run constants, flags, checks
-def option(default: object, doc: str, least: float = 0, most: float = 1e12, choices: tuple = (),
+def option(default: Any, doc: str, least: float = 0, most: float = 1e12, choices: tuple = (),
            off: bool = False, model: bool = False, of: type | None = None) -> Any:
     """A constant: default, meaning with its unit, the range of its numbers or the choices of its text. off: 0
     turns it off. model: the forward pass depends on it. of: type of a list's entries, if the default has
@@ -292,17 +292,17 @@ class Config(Recipe):
             raise Refused(f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
     @classmethod
-    def of(cls, preset: str, given: dict) -> "Config":
+    def of(cls: "type[Config]", preset: str, given: dict) -> "Config":
         """The recipe with given {constant: value} in place of its own."""
         return cls(**given)
 
     @classmethod
-    def model_fields(cls) -> list[str]:
+    def model_fields(cls: "type[Config]") -> list[str]:
         """The constants that the forward pass depends on; files of a model hold them."""
         return [f.name for f in fields(cls) if f.metadata["model"]]
 
     @classmethod
-    def of_file(cls, shape: dict, base: "Config | None") -> "Config":
+    def of_file(cls: "type[Config]", shape: dict, base: "Config | None") -> "Config":
         """The recipe with a file's constants, the rest as in base if that is of this recipe, else what base
         overrides. Its batch is a single row, since the file's rows may not divide any other batch."""
         constants = {name: shape[name] for name in cls.model_fields()}
@@ -316,7 +316,7 @@ class Config(Recipe):
             base = cls(**given)
         return replace(base, **constants)
 
-    def progress(self, step: int, seconds: float) -> float:
+    def progress(self: "Config", step: int, seconds: float) -> float:
         """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
         is further."""
         by_steps = step / total_steps(self)
@@ -327,7 +327,7 @@ class Config(Recipe):
         """The layers in the order in which a stage runs them."""
         return list(range(self.num_layers))
 
-    def top_lr(self, progress: float) -> float:
+    def top_lr(self: "Config", progress: float) -> float:
         """LR factor before the warmdown."""
         return stage_at(self, progress).lr
 
@@ -486,7 +486,7 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
                 raise Refused(f"{flag} needs a value")
         yield name, text
 
-def near_misses(names: Sequence[str]) -> list[tuple[str, str]]:
+def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
     """[(a name that is no constant, the constant that it is one slip away from)]"""
     unknown = [typed for typed in names if typed not in NAMES]
     near = [(typed, name) for typed in unknown for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
@@ -576,7 +576,8 @@ def depth_dial(cfg: Any, given: dict) -> Any:
     # 1. One of three horizons. One that is given replaces the preset's.
     horizons = [name for name in HORIZONS if given.get(name)]
     if horizons:
-        cfg = replace(cfg, **{name: 0.0 for name in HORIZONS[1:] if name not in horizons})
+        others: dict[str, Any] = {name: 0.0 for name in HORIZONS[1:] if name not in horizons}
+        cfg = replace(cfg, **others)
     # 2. The size of this model and of the reference model.
     reference = replace(cfg, **cfg.size_of_depth(REFERENCE_DEPTH))
     cfg = replace(cfg, **cfg.size_of_depth(cfg.depth) | given)
@@ -1179,7 +1180,7 @@ class NgramCounts(nn.Module):
     def count(self, text: np.ndarray) -> None:
         """Makes the tables from all training tokens in order, uint16 (n,)."""
         self.text = text
-        self.packed = b""
+        self.packed: bytes | bytearray = b""
         tables = np.empty(self.tables.shape, np.int64)
         torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
         tokens = torch.from_numpy(text).long()
@@ -2415,7 +2416,7 @@ class Speedrun(Config):
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
         adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
-                    every=self.adam_every)
+                          every=self.adam_every)
         matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
         scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
         return by_kind([
@@ -2724,7 +2725,7 @@ class GPT2(Config):
 
     @classmethod
     def of(cls, preset: str, given: dict) -> Config:
-        cfg = cls(**given)
+        cfg: Config = cls(**given)
         check_ranges(cfg)
         check_window_pattern(cfg)
         if cfg.depth:
@@ -3015,7 +3016,7 @@ class GPT2Plus(Config):
 
     @classmethod
     def of(cls, preset: str, given: dict) -> Config:
-        cfg = cls(**given)
+        cfg: Config = cls(**given)
         check_ranges(cfg)
         check_window_pattern(cfg)
         if cfg.depth:
@@ -3897,7 +3898,7 @@ class SpeedrunPlusModel(SeveralTargets):
 
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
-               gpt2=GPT2, gpt2_plus=GPT2Plus)
+               gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
 KNOWN = known_fields()
 NAMES = known_names()
 
@@ -3993,7 +3994,7 @@ class Bank:
     which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
     for embedding tables. my_data, my_grad: this rank's share. state: momentum or Adam's moments, then the EMA
     of weights. fresh: the next gradients replace what grad holds."""
-    def __init__(self, row: Row, names: list[str], params: list[nn.Parameter], rank: int, world_size: int,
+    def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
         self.names = names
@@ -4001,7 +4002,7 @@ class Bank:
         self.world_size = world_size
         self.state = []
         self.fresh = True
-        self.unit = (64,)
+        self.unit: tuple = (64,)
         if row.optimizer == "muon":
             self.unit = (row.unit_rows or len(params[0]), params[0].size(1))
         size = math.prod(self.unit)
@@ -4568,7 +4569,7 @@ class RankRows(Packer):
     """Rows that each rank makes on its own, in order. The position counts rows of all ranks."""
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
-        self.source = None
+        self.source: Iterator[list] | None = None
         self.made = []
         self.first_made = 0
 
@@ -4968,7 +4969,7 @@ def read_item(kind: str, line: str, delimiter: str) -> Item:
         return Item([question + row["continuation"]], 0, question)
     return Item(texts, range(len(texts)).index(row["gold"]), None)
 
-def read_tasks(folder: str, most: int = 0) -> list[Task]:
+def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
     """The tasks of a bundle, each with its first `most` examples after shuffling; 0: all. Raises Refused."""
     import yaml
     folder = Path(folder)
@@ -5454,7 +5455,7 @@ def resume(cfg: Config, team: "Team", log: Callable) -> tuple:
     """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 needs the
     file; the others get a checkpoint without tensors. Raises Refused."""
     payload = None
-    small = None
+    small: Any = None
     if team.rank == 0:
         try:
             payload = find_checkpoint(cfg, log)
@@ -6122,7 +6123,8 @@ class Team:
         if self.on_gpu:
             has_bf16 = torch.cuda.is_bf16_supported(False)  # not by emulation
         else:
-            has_bf16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
+            features: dict = getattr(torch.cpu, "get_capabilities", dict)()
+            has_bf16 = features.get("avx512_bf16")
         self.dtype = torch.bfloat16 if has_bf16 else torch.float32
         if cfg.dtype != "auto":
             self.dtype = getattr(torch, cfg.dtype)
@@ -6143,7 +6145,7 @@ class Team:
         if "RANK" in env and not dist.is_initialized():
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
 
-    def share(self, value: object) -> object:
+    def share(self, value: Any) -> Any:
         """Rank 0's object, on every rank, each of which raises it if it is a Refused."""
         box = [value]
         if self.world_size > 1:
@@ -6168,8 +6170,8 @@ class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log."""
     def __init__(self, lead: bool):
         self.lead = lead
-        self.file = io.StringIO()
-        self.path = None
+        self.file: Any = io.StringIO()
+        self.path: Path | None = None
 
     def __call__(self, *lines, echo: bool = True) -> None:
         files = [sys.stdout, self.file] if self.lead and echo else [self.file]
@@ -6251,7 +6253,7 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     held -= (4 - width) * tables
     # 2. what layers keep for the backward pass
     layers = cfg.layers()
-    kept = 0
+    kept: float = 0
     for i in max([cfg.layer_order(stage) for stage in stages], key=len):
         by_attention = KEPT_BY_ATTENTION if layers[i].window > 0 else 0
         kept += by_attention + KEPT_BY_MLP * layers[i].mlp_mult
@@ -6394,7 +6396,7 @@ class TrainState:
 @dataclass
 class Run:
     """What the parts of one run share."""
-    asked: Recipe  # before the dataset has its say
+    asked: Config  # before the dataset has its say
     cfg: Config
     team: Team
     log: Log
@@ -6646,7 +6648,7 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, lr_fact
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s")
 
 def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None, further: list[Callable],
-             samples: bool) -> Score:
+             samples: int) -> Score:
     """Off the clock: val_loss with the windows and loops of a stage, None: those of evaluation; further
     evaluations and samples if asked for. done: why no step follows, or None."""
     cfg = run.cfg

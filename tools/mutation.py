@@ -461,7 +461,7 @@ def state_folder(root):
 def warm_up(source):
     """Imports what the script imports, so that no mutant pays for it."""
     body = ast.parse(source).body
-    for node in body + [inner for node in body if isinstance(node, ast.Try) for inner in node.body]:
+    for node in body + [inner for block in body if isinstance(block, ast.Try) for inner in block.body]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module]
