@@ -29,14 +29,17 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
+import threading
 import time
 import traceback
+import warnings
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
@@ -45,12 +48,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+if __name__ == "__main__":  # `python -W error` would make errors of torch's own warnings
+    warnings.filters[:] = [rule for rule in warnings.filters if rule[0] != "error"]
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+except ImportError as error:
+    print(f"train_gpt: {error}: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 triton = None  # CPU builds of torch ship without it
 with suppress(ImportError):
@@ -220,7 +229,7 @@ class Config(Recipe):
     save_every: int = optional(0, "steps between checkpoints; 0: none")
     save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
     sample_every: int = optional(0, "steps between samples; 0: at the end only")
-    sample: str = option("", "prompts separated by '|'; empty: beginnings of val documents")
+    sample: str = option("", "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
     sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.8, "0: greedy", 0, 10)
     sample_top_k: int = optional(0, "sample from the k likeliest tokens; 0: from all", 0, 65_536)
@@ -458,6 +467,8 @@ def parse_value(name: str, text: str, f: Field | None = None) -> object:
             return tuple(map(number, text.split(","))) if text else ()
         if isinstance(default, bool):
             return BOOLEANS[text.lower()]
+        if isinstance(default, str):
+            return text.replace("\\n", "\n")  # the inverse of show()
         if text == "-1" and f.metadata["off"]:
             return type(default)(0)
         return type(default)(text)
@@ -493,14 +504,14 @@ def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(typed, name) for typed, name in near if abs(len(typed) - len(name)) < 2]
 
 def show(value: object) -> str:
-    """A constant as one types it; only the last part of an absolute path."""
+    """A constant as one types it, in one line; only the last part of an absolute path."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, str) and os.path.isabs(value):
-        return Path(value).name
-    return str(value)
+        value = Path(value).name
+    return str(value).replace("\n", "\\n")
 
 def overrides(cfg: Config) -> dict[str, list[str]]:
     """{name: [text of the preset's value, text of the value in force]} where the two differ."""
@@ -909,7 +920,7 @@ def gpt2_texts(path: str) -> list[bytes]:
     byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
     why = f"prefix_weight needs GPT-2's vocabulary at {path!r}: get it with `./run.sh data gpt2-vocab`"
     try:
-        tokens = json.loads(Path(path).read_text("utf-8"))
+        tokens = json.loads(Path(path).read_bytes())
         texts = [b""] * len(tokens)
         for characters, token in tokens.items():
             if characters != "<|endoftext|>":
@@ -2719,7 +2730,7 @@ class GPT2(Config):
     core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
     sample: str = option(
         "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts separated by '|'; empty: beginnings of val documents")
+        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
     sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
@@ -3010,7 +3021,7 @@ class GPT2Plus(Config):
     core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
     sample: str = option(
         "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts separated by '|'; empty: beginnings of val documents")
+        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
     sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
@@ -4373,7 +4384,7 @@ def read_manifest(folder: Path, get_it: str, log: Callable) -> dict:
     """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin of the folder."""
     path = folder / "manifest.json"
     if path.exists():
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     shards = sorted(folder.glob("*_*_*.bin"))
     if shards and folder.name in DATA_ARGUMENTS:
         log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
@@ -4959,7 +4970,7 @@ class Item(NamedTuple):
 
 def read_item(kind: str, line: str, delimiter: str) -> Item:
     """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
-    row = json.loads(line)
+    row = json.loads(line.lstrip("\ufeff"))  # joined files have byte order marks within
     if kind == "multiple_choice":
         texts = [row["query"] + delimiter + choice for choice in row["choices"]]
     elif kind == "schema":
@@ -4969,6 +4980,15 @@ def read_item(kind: str, line: str, delimiter: str) -> Item:
         return Item([question + row["continuation"]], 0, question)
     return Item(texts, range(len(texts)).index(row["gold"]), None)
 
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, UTF-16 or UTF-32, whichever its first bytes tell."""
+    raw = path.read_bytes()
+    return raw.decode(json.detect_encoding(raw))
+
+def text_lines(path: Path) -> io.StringIO:
+    """The lines of a file, ended by LF, CR or both."""
+    return io.StringIO(read_text(path), newline=None)
+
 def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
     """The tasks of a bundle, each with its first `most` examples after shuffling; 0: all. Raises Refused."""
     import yaml
@@ -4977,9 +4997,9 @@ def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
     tasks = []
     place = "core.yaml or eval_meta_data.csv"
     try:
-        with open(folder / "eval_meta_data.csv", encoding="utf-8") as file:
-            bases = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
-        for about in yaml.safe_load((folder / "core.yaml").read_text("utf-8"))["icl_tasks"]:
+        table = csv.DictReader(text_lines(folder / "eval_meta_data.csv"))
+        bases = {row["Eval Task"]: row["Random baseline"] for row in table}
+        for about in yaml.safe_load(read_text(folder / "core.yaml"))["icl_tasks"]:
             label = about["label"]
             kind = about["icl_task_type"]
             shots = about["num_fewshot"][0]
@@ -4987,18 +5007,19 @@ def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
             base = float(bases[label])
             require(kind in CORE_KINDS and shots >= 0 and base < 100, f"{kind}, {shots} shots, {base} %")
             items = []
-            with open(folder / "eval_data" / about["dataset_uri"], encoding="utf-8") as file:
-                for n, line in enumerate(file, 1):
-                    place = f"{about['dataset_uri']} line {n}"
-                    if line.strip():
-                        items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
+            for n, line in enumerate(text_lines(folder / "eval_data" / about["dataset_uri"]), 1):
+                place = f"{about['dataset_uri']} line {n}"
+                if line.strip():
+                    items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
             random.Random(CORE_ORDER_SEED).shuffle(items)
-            items = items[:most or None]
             require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots")
-            tasks.append(Task(label, kind, shots, base, items))
+            tasks.append(Task(label, kind, shots, base, items[:most or None]))
         require(tasks, "no tasks")
     except Exception as error:  # a damaged file may raise anything
         raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
+    for task in tasks:
+        require(len(task.items) > task.shots, f"core_metric_max_per_task={most}: {task.label} shows "
+                f"{task.shots} examples as shots, so give more than {task.shots}, or 0 for all")
     return tasks
 
 def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) -> list[tuple]:
@@ -6089,6 +6110,8 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
     return Kernels(window_mask=gpu_window_mask, attention=gpu_attention, **chosen)
 
 # ---------- 13 ranks, log, memory, plan
+LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+MEETING_TIMEOUT = 45  # seconds until all ranks are there; not under torchrun, which ends what hangs
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
 SLOWEST_STEPS = 5  # or this many times the slowest step of the rehearsal, if that is longer
@@ -6098,12 +6121,90 @@ H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200, which mfu is relat
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
+class Ranks(NamedTuple):
+    """What torchrun says about this process."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # also the number of its GPU
+    ranks_here: int = 1
+    where: tuple = ("", 0)  # MASTER_ADDR, MASTER_PORT
+    by_torchrun: bool = False  # which holds the store where the ranks meet
+
+def read_ranks(env: Mapping) -> Ranks:
+    """The only reader of torchrun's variables; without them there is one process. Raises Refused."""
+    numbers = {}
+    for name in LAUNCH_NUMBERS:
+        if name in env:
+            text = env[name]
+            require(re.fullmatch("[0-9]{1,6}", text), f"{name}={text[:40]!r} must be a whole number")
+            numbers[name] = int(env[name])
+    port = numbers.pop("MASTER_PORT", 1)
+    require(0 < port < 65_536, f"MASTER_PORT={port} must be from 1 to 65535")
+    if not numbers:
+        return Ranks()
+    for name in ("RANK", "WORLD_SIZE"):
+        require(name in numbers, f"{name} is missing beside {listed(numbers)}: torchrun "
+                "--nproc_per_node=GPUS sets both, a run of one process needs neither")
+    rank = numbers["RANK"]
+    world_size = numbers["WORLD_SIZE"]
+    ranks_here = numbers.get("LOCAL_WORLD_SIZE", world_size)
+    right = rank < world_size and 0 < ranks_here <= world_size
+    local_rank = numbers.get("LOCAL_RANK", rank % ranks_here if right else 0)
+    require(right and local_rank < ranks_here, f"no such rank, as they count from 0: {listed(numbers)}")
+    where = (env.get("MASTER_ADDR", ""), port if "MASTER_PORT" in env else 0)
+    by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Ranks(rank, world_size, local_rank, ranks_here, where, by_torchrun)
+
+def meet(ranks: Ranks) -> dist.Store:
+    """The store through which the ranks find each other, once all are there. Raises Refused."""
+    require(all(ranks.where), f"{ranks.world_size} ranks need MASTER_ADDR and MASTER_PORT, where they meet")
+    patience = LONG_TIMEOUT if ranks.by_torchrun else MEETING_TIMEOUT
+    found: Future = Future()
+    # In another thread: one that waits for the network is deaf to signals
+    threading.Thread(target=find_store, args=(ranks, patience, found), daemon=True).start()
+    try:
+        return found.result(patience + 5)
+    except TimeoutError:
+        raise Refused(f"{ranks.where} does not answer") from None
+    except dist.DistError as error:
+        in_use = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
+        raise Refused(in_use if "EADDRINUSE" in str(error) else brief(error)) from None
+
+def find_store(ranks: Ranks, patience: float, found: Future) -> None:
+    """Puts what meet() returns or raises into a Future."""
+    began = time.monotonic()
+    host, port = ranks.where
+    try:
+        is_host = ranks.rank == 0 and not ranks.by_torchrun
+        while not is_host:
+            try:
+                socket.create_connection(ranks.where, MEETING_TIMEOUT).close()
+                break
+            except (OSError, UnicodeError) as error:
+                late = time.monotonic() - began > MEETING_TIMEOUT
+                require(not late, f"MASTER_ADDR={host} MASTER_PORT={port} does not answer ({error})")
+                time.sleep(0.2)
+        store = dist.TCPStore("localhost" if is_host else host, port, is_master=is_host,
+                              wait_for_workers=False, timeout=timedelta(seconds=LONG_TIMEOUT))
+        meeting = dist.PrefixStore(f"{ranks.world_size} ranks", store)
+        require(meeting.add(f"rank {ranks.rank}", 1) == 1, f"another process has RANK={ranks.rank}, too")
+        there = meeting.add("there", 1)
+        while there < ranks.world_size:
+            late = time.monotonic() - began > patience
+            require(not late, f"only {there} of {ranks.world_size} ranks came within {patience} s")
+            time.sleep(0.02)
+            there = meeting.add("there", 0)
+        found.set_result(store)
+    except Exception as error:
+        found.set_exception(error)
+
 class Team:
     """The ranks, and the device of this one. Raises Refused, such as for fewer GPUs than ranks."""
     def __init__(self, cfg: Config, env: Mapping):
-        self.rank = int(env.get("RANK", 0))
-        self.world_size = int(env.get("WORLD_SIZE", 1))
-        self.ranks_here = int(env.get("LOCAL_WORLD_SIZE", 1))
+        ranks = read_ranks(env)
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.ranks_here = ranks.ranks_here
         self.group = None
         # 1. the device
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -6118,7 +6219,7 @@ class Team:
         sequences = cfg.train_batch_tokens // cfg.train_seq_len
         require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
                 f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
-        self.device = torch.device(f"cuda:{env.get('LOCAL_RANK', 0)}" if self.on_gpu else "cpu")
+        self.device = torch.device(f"cuda:{ranks.local_rank}" if self.on_gpu else "cpu")
         # 2. the dtype of activations: bf16 where the hardware has it
         if self.on_gpu:
             has_bf16 = torch.cuda.is_bf16_supported(False)  # not by emulation
@@ -6132,6 +6233,10 @@ class Team:
         device_module = torch.cuda if self.on_gpu else torch.cpu
         device_module.set_device(self.device)
         self.wait = device_module.synchronize  # until the device has done everything
+        try:
+            os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "."), exist_ok=True)
+        except OSError:  # the next line imports torch's compiler, which fails without this folder
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         torch.use_deterministic_algorithms(not self.on_gpu)  # for compiled embedding gradients
         torch.utils.deterministic.fill_uninitialized_memory = False
         for dtype in (np.float32, np.float64):
@@ -6142,8 +6247,9 @@ class Team:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
-        if "RANK" in env and not dist.is_initialized():
-            dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT))
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT), store=meet(ranks),
+                                    rank=self.rank, world_size=self.world_size)
 
     def share(self, value: Any) -> Any:
         """Rank 0's object, on every rank, each of which raises it if it is a Refused."""
@@ -6305,7 +6411,7 @@ def peak_memory(team: Team, log: Callable) -> str:
 def help_text(preset: str) -> Iterator[str]:
     """Yields lines: the constants of a preset and no others."""
     cfg = preset_config(preset)
-    yield __doc__
+    yield script_source().decode().split('"""')[1]  # `python -OO` leaves out __doc__
     yield f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]"
     for name, f in fields_of(type(cfg)).items():
         limits = f.metadata
@@ -6942,9 +7048,12 @@ def main(argv: Sequence[str], env: Mapping) -> int:
     if "--help" in argv or "-h" in argv:
         print(*help_text(preset_of(env, argv)), sep="\n")
         return 0
-    log = Log(lead=env.get("RANK", "0") == "0")
+    log = Log(lead=True)
     saver = Saver()
+    ranks = Ranks()
     try:
+        ranks = read_ranks(env)
+        log.lead = ranks.rank == 0
         run_once(argv, env, log, saver)
         saver.release()
         saver.wait()
@@ -6955,7 +7064,7 @@ def main(argv: Sequence[str], env: Mapping) -> int:
         code, why = explain(error, log, saver)
     with suppress(OSError):  # the disk may be full
         log.last_line(why)
-    if code == 1 or env.get("LOCAL_RANK", "0") == "0":  # ranks refuse alike
+    if code == 1 or ranks.local_rank == 0 or not ranks.by_torchrun:  # its ranks refuse alike
         print(f"train_gpt: {why}", file=sys.stderr, flush=True)
     if dist.is_initialized():  # without waiting for the others in a collective
         os._exit(code)
@@ -6976,8 +7085,6 @@ def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
         why = "out of memory: lower DEVICE_BATCH_SIZE"
     elif "No space left" in str(error):
         why = "the disk is full: free some GB"
-    elif "EADDRINUSE" in str(error):
-        why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
     elif lost_peer(error):
         why = f"another rank is gone or hangs ({brief(error)})"
     elif not (refused or interrupted or isinstance(error, OSError)):
@@ -6986,6 +7093,25 @@ def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
         why = f"rank {run.team.rank}: {why}"
     return code, saver.verdict(why, error)
 
+class Outlet(io.FileIO):
+    """stdout or stderr, for a run that goes on if nobody reads it any more or the disk there is full."""
+    def __init__(self, number: int):
+        with suppress(OSError):
+            return super().__init__(number, "w", closefd=False)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # closed; no file of the run may get its number
+        super().__init__(number, "w", closefd=False)
+
+    def write(self, text: object) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+def outlet(number: int, stream: object) -> io.TextIOWrapper:
+    """The same stream as one that does not fail."""
+    encoding = getattr(stream, "encoding", "utf-8")
+    return io.TextIOWrapper(io.BufferedWriter(Outlet(number)), encoding, "replace", line_buffering=True)
+
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # samples may hold what the terminal cannot show
+    sys.stdout = outlet(1, sys.stdout)
+    sys.stderr = outlet(2, sys.stderr)
     sys.exit(main(sys.argv[1:], os.environ))

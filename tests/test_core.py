@@ -463,7 +463,7 @@ def test_tasks_in_other_encodings(encoding, copy):
 def test_fewer_examples_than_shots(copy):
     """Where CORE_METRIC_MAX_PER_TASK leaves too few, it is named, with what is enough; the file is whole."""
     for most in (1, 2, 3):
-        with pytest.raises(Refused, match=f"core_metric_max_per_task={most}: an example of jeopardy has 3 "):
+        with pytest.raises(Refused, match=f"core_metric_max_per_task={most}: jeopardy shows 3 "):
             read_tasks(".", most)
     assert {len(task.items) for task in read_tasks(".", 4)} == {4}
 
