@@ -6165,7 +6165,7 @@ def meet(ranks: Ranks) -> dist.Store:
     try:
         return found.result(patience + 5)
     except TimeoutError:
-        raise Refused(f"{ranks.where} does not answer") from None
+        raise Refused("what is at MASTER_ADDR={} MASTER_PORT={} does not answer".format(*ranks.where)) from None
     except dist.DistError as error:
         in_use = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
         raise Refused(in_use if "EADDRINUSE" in str(error) else brief(error)) from None

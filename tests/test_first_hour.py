@@ -75,7 +75,7 @@ def test_a_port_in_use(place):
         env = TOY | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2",
                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
         done = run_cli(place, env=env)
-    assert done.code == 1 and "Traceback" not in done.err, done.err
+    assert done.code == 2 and "Traceback" not in done.err, done.err
     assert done.err.splitlines()[-1] == (
         "train_gpt: MASTER_PORT is in use: give torchrun --standalone or another --master-port")
 

@@ -27,7 +27,7 @@ TWO = dict(RANK="0", WORLD_SIZE="2") | MEETING
 # -------------------------------------------------------------------------------- one parser
 WELL_FORMED = [
     ({}, Ranks()), (MEETING, Ranks()), (dict(RANK="0", WORLD_SIZE="1"), Ranks()),
-    (dict(RANK="1", WORLD_SIZE="2"), Ranks(1, 2, 1, 2)), (TWO, Ranks(0, 2, 0, 2, "127.0.0.1", 29500)),
+    (dict(RANK="1", WORLD_SIZE="2"), Ranks(1, 2, 1, 2)), (TWO, Ranks(0, 2, 0, 2, ("127.0.0.1", 29500))),
     (dict(RANK="9", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8"), Ranks(9, 16, 1, 8)),
     (dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4"), Ranks(9, 16, 3, 4)),
     (dict(RANK="00", WORLD_SIZE="01", TORCHELASTIC_USE_AGENT_STORE="True"), Ranks(by_torchrun=True))]
@@ -39,19 +39,17 @@ MALFORMED = [   # variables, what the sentence names
     (dict(WORLD_SIZE="1"), "RANK"), (dict(LOCAL_RANK="0"), "RANK"), (dict(LOCAL_WORLD_SIZE="2"), "RANK"),
     (dict(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "WORLD_SIZE"),
     (dict(RANK="0") | MEETING, "WORLD_SIZE"),
-    (dict(WORLD_SIZE="0"), "WORLD_SIZE='0'"), (TWO | dict(WORLD_SIZE="0"), "WORLD_SIZE='0'"),
-    (TWO | dict(RANK="2"), "RANK=2"), (TWO | dict(RANK="7"), "RANK=7"),
-    (TWO | dict(LOCAL_RANK="7"), "LOCAL_RANK=7"), (TWO | dict(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE=3"),
+    (dict(WORLD_SIZE="0"), "RANK is missing"), (TWO | dict(WORLD_SIZE="0"), "WORLD_SIZE:0"),
+    (TWO | dict(RANK="2"), "RANK:2"), (TWO | dict(RANK="7"), "RANK:7"),
+    (TWO | dict(LOCAL_RANK="7"), "LOCAL_RANK:7"), (TWO | dict(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE:3"),
     (TWO | dict(LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE"),
-    (TWO | dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="1"), "LOCAL_RANK=1"),
+    (TWO | dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="1"), "LOCAL_RANK:1"),
     *((MEETING | dict(MASTER_PORT=port), "MASTER_PORT") for port in ("0", "65536", "99999"))]
 
 
 @pytest.mark.parametrize("env, ranks", WELL_FORMED)
 def test_ranks(env, ranks):
-    found = read_ranks(env)
-    assert found._replace(address=ranks.address, port=ranks.port) == ranks
-    assert found.address == env.get("MASTER_ADDR", "") * (found.world_size > 1) or not ranks.address
+    assert read_ranks(env) == ranks
 
 
 def test_malformed_ranks_are_refused_in_one_sentence():
@@ -191,7 +189,7 @@ def silent():
 def test_something_else_answers(silent, start):
     process = start(TWO | dict(RANK="1", MASTER_PORT=silent), 0.5, "--dry-run")
     assert ended(process) == 2 and process.said() == (
-        f"train_gpt: MASTER_ADDR=127.0.0.1 MASTER_PORT={silent} does not answer\n")
+        f"train_gpt: what is at MASTER_ADDR=127.0.0.1 MASTER_PORT={silent} does not answer\n")
 
 
 def test_ranks_that_never_come(start):
@@ -232,7 +230,7 @@ def test_two_ranks_without_torchrun(start):
     first = start(env, 20, "--dry-run")
     codes = {ended(second), ended(impostor)}
     assert ended(first) == 0 and codes == {0, 2}, first.said()
-    assert "there is another process of RANK=1" in second.said() + impostor.said()
+    assert "another process has RANK=1, too" in second.said() + impostor.said()
 
 
 def test_a_port_in_use(silent, start):
