@@ -5369,7 +5369,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         model.load_state(tensors)
         require(not tensors, f"unknown {list(tensors)[:1]}")
     except Exception as error:  # a damaged file may raise anything
-        raise Refused(f"{show(str(path))} is damaged or no model of this trainer ({brief(error)})") from None
+        raise Refused(f"{Path(path).name} is damaged or no model of this trainer ({brief(error)})") from None
     return model.eval(), cfg
 
 def write_atomically(path: Path, write: Callable) -> None:
@@ -6165,7 +6165,7 @@ def meet(ranks: Ranks) -> dist.Store:
     try:
         return found.result(patience + 5)
     except TimeoutError:
-        raise Refused("what is at MASTER_ADDR={} MASTER_PORT={} does not answer".format(*ranks.where)) from None
+        raise Refused(f"something else than our ranks listens at port {ranks.where[1]}") from None
     except dist.DistError as error:
         in_use = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
         raise Refused(in_use if "EADDRINUSE" in str(error) else brief(error)) from None
