@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # `python -W error` would make errors of torch's own warnings
-    warnings.filters[:] = [rule for rule in warnings.filters if rule[0] != "error"]
+    warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
 try:
     import numpy as np
     import torch
@@ -7095,21 +7095,20 @@ def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
 
 class Outlet(io.FileIO):
     """stdout or stderr, for a run that goes on if nobody reads it any more or the disk there is full."""
-    def __init__(self, number: int):
-        with suppress(OSError):
-            return super().__init__(number, "w", closefd=False)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # closed; no file of the run may get its number
-        super().__init__(number, "w", closefd=False)
-
-    def write(self, text: object) -> int:
+    def write(self, text):
         with suppress(OSError):
             return super().write(text)
         return len(text)
 
 def outlet(number: int, stream: object) -> io.TextIOWrapper:
     """The same stream as one that does not fail."""
+    try:
+        os.fstat(number)
+    except OSError:  # closed, as by >&-; no file of the run may get its number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    raw = Outlet(number, "w", closefd=False)
     encoding = getattr(stream, "encoding", "utf-8")
-    return io.TextIOWrapper(io.BufferedWriter(Outlet(number)), encoding, "replace", line_buffering=True)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "replace", line_buffering=True)
 
 if __name__ == "__main__":
     sys.stdout = outlet(1, sys.stdout)
