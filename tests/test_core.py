@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,6 +459,19 @@ def test_tasks_in_other_encodings(encoding, copy):
     plain = read_tasks(".")
     in_encoding(encoding, joined=encoding == "utf-8-sig")
     assert read_tasks(".") == plain
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_json_with_a_mark(encoding, tiny_data, tmp_path):
+    """A manifest and GPT-2's vocabulary."""
+    shutil.copytree(tiny_data / "data", tmp_path / "data")
+    cfg = toy_config(tmp_path)
+    manifest = Path(cfg.data_path, "manifest.json")
+    manifest.write_text(manifest.read_text("utf-8"), encoding=encoding)
+    assert len(train_gpt.open_data(cfg, quiet).train) == 3
+    vocabulary = tmp_path / "vocabulary.json"
+    vocabulary.write_text('{"a": 1, "b": 0}', encoding=encoding)
+    assert train_gpt.gpt2_texts(str(vocabulary)) == [b"b", b"a"]
 
 
 def test_fewer_examples_than_shots(copy):

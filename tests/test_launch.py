@@ -122,6 +122,26 @@ def test_nothing_reads_the_launch_around_the_parser():
     assert [(path.name, line) for path in LAUNCHERS for line in reads_around(path.read_text("utf-8"))] == []
 
 
+def undecoded(text):
+    """Calls that read text by themselves, as by the encoding of the locale."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            modes = {part.value for part in node.args[1:] if isinstance(part, ast.Constant)}
+            if name.endswith(".read_text") or name.endswith("open") and not modes & {"rb", "wb", "a"}:
+                if name not in ("os.open", "log.open"):
+                    found.append(name)
+    return found
+
+
+def test_text_comes_in_through_one_decoder():
+    """read_text(), or json.loads() of bytes, which decodes alike."""
+    planted = "path.read_text('utf-8')\nopen(path)\nio.open(x, 'r')\n"
+    assert undecoded(planted) == ["path.read_text", "open", "io.open"]
+    assert undecoded(SCRIPT.read_text("utf-8")) == []
+
+
 # -------------------------------------------------------------------------------- ranks that do not meet
 TEAM = """
 import sys, train_gpt
@@ -298,7 +318,17 @@ ODD = dict(
     PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1", PYTHONNOUSERSITE="1", PYTHONHASHSEED="7",
     PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONCOERCECLOCALE="0", OMP_NUM_THREADS="1",
     TMPDIR="/nowhere/x", HOME="/nowhere/y", XDG_CACHE_HOME="", MPLCONFIGDIR="/proc/nowhere", TZ="Mars/Moon",
-    COLUMNS="0", LINES="-1", TERM="odd", NO_COLOR="1", CUDA_VISIBLE_DEVICES="abc")
+    TORCHINDUCTOR_CACHE_DIR="/proc/nowhere", COLUMNS="0", LINES="-1", TERM="odd", NO_COLOR="1",
+    CUDA_VISIBLE_DEVICES="abc")
+
+
+@pytest.mark.parametrize("folder, stays", [("", False), ("/proc/nowhere", False), ("cache", True)])
+def test_the_cache_of_the_compiler(folder, stays, tmp_path, monkeypatch):
+    """Torch imports its compiler for every run, which fails where this folder cannot be made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    train_gpt.Team(train_gpt.load_config(SMALL), {})
+    assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == stays == Path("cache").is_dir()
 
 
 def test_an_odd_environment_changes_nothing(root, plain):
@@ -339,7 +369,7 @@ AT_THE_START = {
     "PYTHONINTMAXSTRDIGITS": ("640",), "PYTHONWARNDEFAULTENCODING": ("1",), "PYTHONNODEBUGRANGES": ("1",)}
 CASES = range(300)
 FRESH = 20      # each such case has an interpreter of its own, the others are forks
-SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 28) + [40, 160]
+SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 28) + [160, 240]
 
 
 def drawn_environment(case):
