@@ -1595,7 +1595,7 @@ class Tiny(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """Muon. p (N, R, C) and buffer, a mean of gradients, change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
@@ -1884,7 +1884,7 @@ class Golf(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """Muon. p (N, R, C) and buffer, a sum of gradients, change in place."""
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
@@ -2154,7 +2154,7 @@ class GolfPlus(Config):
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
         if self.muon_row_norm:
             update = normalize_rows(update)
-        update = orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype)
         p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
         p.sub_(lr * update)
 
@@ -2475,7 +2475,7 @@ class Speedrun(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
+        update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -2811,7 +2811,7 @@ class GPT2(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
+        update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -3119,7 +3119,7 @@ class GPT2Plus(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
+        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -3541,7 +3541,7 @@ class SpeedrunPlus(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
+        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -3950,31 +3950,23 @@ NAMES = known_names()
 
 # ---------- 6 optimizer
 # (a, b, c) for each iteration x <- a x + (b g + c g g) x with g = x x'; the last ones repeat
-ORTHOGONALIZERS = {
-    # Muon: kellerjordan.github.io/posts/muon
-    "newton_schulz": [(3.4445, -4.7750, 2.0315)],
-    # Polar Express: arXiv:2505.16932
-    "polar_express": [(8.156554524902461, -22.48329292557795, 15.878769915207462),
-                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)]  # Muon: kellerjordan.github.io/posts/muon
+POLAR_EXPRESS = [  # arXiv:2505.16932
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
 
-def orthogonalize(g: Tensor, steps: int, method: str = "newton_schulz", dtype: torch.dtype = torch.float32,
-                  safety_factor: float = 1.02) -> Tensor:
-    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values of 0.6 to 1.3. dtype: of the matrix
-    products. safety_factor: Polar Express also divides by this, since bf16 may round a norm below the
-    largest singular value."""
+def orthogonalize(g: Tensor, steps: int, table: list = NEWTON_SCHULZ, dtype: torch.dtype = torch.float32,
+                  safety_factor: float = 1.0, eps: float = 1e-7) -> Tensor:
+    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values of 0.6 to 1.3. table: the iterations.
+    dtype: of the matrix products. g is divided by safety_factor times its norm, and eps."""
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    norm = x.norm(dim=(-2, -1), keepdim=True)
-    if method == "polar_express":
-        x = x / (safety_factor * norm + 1e-6)
-    else:
-        x = x / (norm + 1e-7)
-    table = ORTHOGONALIZERS[method]
+    x = x / (safety_factor * x.norm(dim=(-2, -1), keepdim=True) + eps)
     for i in range(steps):
         a, b, c = table[min(i, len(table) - 1)]
         gram = x @ x.mT
@@ -3982,6 +3974,12 @@ def orthogonalize(g: Tensor, steps: int, method: str = "newton_schulz", dtype: t
     if tall:
         x = x.mT
     return x.to(g.dtype)
+
+def polar_express(g: Tensor, steps: int, dtype: torch.dtype = torch.float32,
+                  safety_factor: float = 1.02) -> Tensor:
+    """orthogonalize() by Polar Express, with singular values of 0.7 to 1.2. safety_factor: bf16 may round a
+    norm below the largest singular value."""
+    return orthogonalize(g, steps, POLAR_EXPRESS, dtype, safety_factor, eps=1e-6)
 
 def normuon_scale(update: Tensor, v: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491): divides each row of update (N, R, C), or each column, by its running rms,
