@@ -183,9 +183,6 @@ def recipe_lines(trainer, recipe, own, reach, constants):
     for piece in reach.recipe_methods().values():
         method = lines[piece.first:piece.last + 1]
         out += method if not method[0].strip() else ["", *method]
-    for base in reach.bases[1:]:
-        if base in reach.names:
-            out += ["", f"{base} = {recipe}"]
     return out
 
 
@@ -213,11 +210,16 @@ def model_script(preset, text, constants, has_counts):
     definitions = by_name(trainer, loader, module_of(load))
     reach = Reach(definitions, bases_of(trainer.tree, recipe))
     own = definitions[recipe][0]
-    kept = {definition.part for definition in (own, *reach.kept())}
+    in_hints = [name for name in reach.bases[1:] if name in reach.names]
+    written = [definitions[name][0].part for name in (recipe, *in_hints)]
+    kept = {*written, *[definition.part for definition in reach.kept()]}
     # 2. the trainer's part, in which the recipe's class and the docstring are written anew
     lines, dropped = [*trainer.lines], dropped_lines(trainer, reach, kept)
-    dropped |= set(range(own.part.first + 1, own.part.last + 1))
+    for part in written:
+        dropped |= set(range(part.first + 1, part.last + 1))
     dropped |= set(range(1, trainer.tree.body[0].end_lineno))
+    for name, part in zip(in_hints, written[1:]):
+        lines[part.first] = f"{name} = object  # in type hints: {recipe}, below"
     lines[own.part.first] = "\n".join(recipe_lines(trainer, recipe, own, reach, constants))
     lines[0] = ABOUT.format(preset=preset)
     out = [without_lines(lines, dropped, kept), "# ---------- load"]
