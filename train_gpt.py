@@ -160,10 +160,6 @@ class Recipe:
     def check_data(self, data: "Data") -> None:
         """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
 
-    def masks_documents(self) -> bool:
-        """Does attention stay within a document?"""
-        return False
-
     def document_limit(self) -> int:
         """Maximum document length in tokens; 0: no limit."""
         return 0
@@ -735,12 +731,11 @@ def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> T
     return mlp(x, fc, proj)
 
 def no_scales(layers: int) -> None:
-    """The scales of so many layers, for delayed_mlp()."""
+    """For delayed_mlp()."""
     return None
 
 def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int:
-    """A window, in tokens before the query, as Kernels.window_mask takes it for rows of T tokens. cuts:
-    something else cuts rows, such as documents."""
+    """A window, in tokens before the query, for window_mask(). cuts: documents cut rows, too."""
     return window
 
 class Kernels(NamedTuple):
@@ -2437,9 +2432,6 @@ class Speedrun(Config):
     def packer(self) -> "type[Packer]":
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
 
-    def masks_documents(self) -> bool:
-        return self.max_doc_len > 0
-
     def document_limit(self) -> int:
         return self.max_doc_len
 
@@ -3637,9 +3629,6 @@ class SpeedrunPlus(Config):
         if any(stage.prefix_weights):
             pairs.append(stage.prefix_weights)
         return [first + (last - first) * done for first, last in pairs]
-
-    def masks_documents(self) -> bool:
-        return True
 
     def document_limit(self) -> int:
         return self.max_doc_len
@@ -5960,9 +5949,8 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
     return (window if window < T - 1 else -1), begins
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module: object) -> Tensor:
-    """attention() by FlashAttention 3, for masks of flash_mask(); None: every token sees all before it.
-    Queries and keys that are narrower than values are padded with zeros, since it takes two widths only up to
-    64. Not measured."""
+    """attention() by FlashAttention 3, for masks of flash_mask() or None. Queries and keys that are narrower
+    than values are padded with zeros, since it takes two widths only up to 64. Not measured."""
     window, begins = mask or (-1, None)
     T = q.size(2)
     q = q.transpose(1, 2)
@@ -5980,7 +5968,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module:
     return y.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-    """{field of Kernels: function} of attention where every token sees all before it."""
+    """Kernels of attention where every token sees all tokens before it."""
     if not on_gpu:
         return dict(attention=cpu_attention)
     module = flash_attention_3(cfg)
@@ -5988,7 +5976,7 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Calla
     return dict(attention=partial(flash_attention, module=module)) if module else {}
 
 def window_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-    """{field of Kernels: function} of attention with windows, or that stays in a document."""
+    """Kernels of attention with windows, or that stays in a document."""
     if not on_gpu:
         return dict(attention=cpu_attention)
     module = flash_attention_3(cfg)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "train_gpt.py"
 BANNER = "# ---------- "
+ASKED_FOR = ("load_config", "load_model", "log_probs")  # by other programs, the leak probe among them
 
 
 class Part(NamedTuple):
@@ -69,12 +70,13 @@ def parts_of(text):
 
 
 def reached(parts):
-    """The parts that run when the module does: those that define nothing, and whatever they reach."""
+    """The parts that run when the module does, those that define nothing; what other programs ask for; and
+    whatever these reach."""
     owners = {}
     for part in parts:
         for name in part.binds:
             owners.setdefault(name, []).append(part)
-    kept, waiting = set(), [part for part in parts if not part.binds]
+    kept, waiting = set(), [part for part in parts if not part.binds or part.binds & {*ASKED_FOR}]
     while waiting:
         part = waiting.pop()
         if part in kept:
