@@ -1191,7 +1191,7 @@ class NgramCounts(nn.Module):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
-        self.text: np.ndarray | bytes = b""
+        self.text: Any = b""  # uint16 (n,)
         self.packed: bytes | bytearray = b""
         self.shift = KEY_BITS  # key >> shift is a place in a table: of one entry until they are counted
         orders = [n for n in cfg.count_orders if n > 0]
