@@ -157,6 +157,10 @@ class Recipe:
         """linear() of the blocks and of lm_head, and the loss that computes its logits like the latter."""
         return linear, linear, fused_loss
 
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        """{field of Kernels: function} of attention and its masks."""
+        raise NotImplementedError
+
     def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
         """{field of Kernels: function} for what the recipe has a faster version of."""
         return {}
@@ -164,10 +168,6 @@ class Recipe:
     # ----- data, scores, artifact
     def check_data(self, data: "Data") -> None:
         """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
-
-    def masks_documents(self) -> bool:
-        """Does attention stay within a document?"""
-        return False
 
     def document_limit(self) -> int:
         """Maximum document length in tokens; 0: no limit."""
@@ -741,15 +741,36 @@ def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> T
     """mlp() with the arguments of fp8_mlp(). scales (3,): its delayed scales, which are not needed here."""
     return mlp(x, fc, proj)
 
+def no_scales(layers: int) -> None:
+    """For delayed_mlp()."""
+    return None
+
+def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int:
+    """A window, in tokens before the query, for window_mask(). cuts: documents cut rows, too."""
+    return window
+
 class Kernels(NamedTuple):
     """The functions that have faster versions in section 12; these are the readable ones."""
     linear: Callable = linear  # in the blocks
     head_linear: Callable = linear
+    window: Callable = plain_window
     window_mask: Callable = window_mask
     attention: Callable = attention
     loss: Callable = lm_loss
     qkv: Callable = qkv_linear  # query, key and value in one product
     mlp: Callable = delayed_mlp  # an MLP whose fp8 version has delayed scales
+    mlp_scales: Callable = no_scales
+
+def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
+                   window: Callable, cuts: bool = False) -> dict:
+    """{L or S: its window in rows of T tokens} for the kinds that layers have. window: of Kernels."""
+    sizes = cfg.windows(stage, T)
+    windows = {}
+    if "L" in kinds:
+        windows["L"] = window(sizes["long_window"], T, device, cuts)
+    if "S" in kinds:
+        windows["S"] = window(sizes["short_window"], T, device, cuts)
+    return windows
 
 def rope_spectrum(head_dim: int, base: float, fraction: float = 1.0) -> Tensor:
     """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
@@ -1181,18 +1202,18 @@ class NgramCounts(nn.Module):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
-        self.text = np.zeros(0, np.uint16)
+        self.text: Any = b""  # uint16 (n,)
         self.packed: bytes | bytearray = b""
-        self.shift = KEY_BITS - cfg.count_bits  # key >> shift is a place in a table
+        self.shift = KEY_BITS  # key >> shift is a place in a table: of one entry until they are counted
         orders = [n for n in cfg.count_orders if n > 0]
-        tables = np.zeros((len(orders), 1 << cfg.count_bits), np.int64)
-        self.register_buffer("tables", torch.from_numpy(tables))  # takes no memory until it is written
+        self.register_buffer("tables", torch.zeros(len(orders), 1, dtype=torch.int64), persistent=False)
 
     def count(self, text: np.ndarray) -> None:
         """Makes the tables from all training tokens in order, uint16 (n,)."""
         self.text = text
-        self.packed: bytes | bytearray = b""
-        tables = np.empty(self.tables.shape, np.int64)
+        self.packed = b""
+        self.shift = KEY_BITS - self.cfg.count_bits
+        tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int64)
         torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
         tokens = torch.from_numpy(text).long()
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
@@ -1217,7 +1238,7 @@ class NgramCounts(nn.Module):
         """(is there a candidate, its token, its class), each (orders, B, T). keys: see stacked_keys().
         targets (B, T), in training: what comes next, so that a row's own document does not count."""
         key, enough = stacked_keys(keys, self.cfg.count_orders)
-        place = torch.arange(len(key), device=key.device).view(-1, 1, 1) << self.cfg.count_bits
+        place = torch.arange(len(key), device=key.device).view(-1, 1, 1) << (KEY_BITS - self.shift)
         entries = self.tables.view(-1)[place + (key >> self.shift)]
         best, second, total, check = unpacked_entries(entries)
         if targets is not None:
@@ -1580,7 +1601,7 @@ class Tiny(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """Muon. p (N, R, C) and buffer, a mean of gradients, change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
@@ -1626,6 +1647,9 @@ class Tiny(Config):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
 
     def make_model(self, kernels: Kernels) -> Model:
         return TinyModel(self, kernels)
@@ -1719,7 +1743,7 @@ class TinyModel(CountingModel):
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
         return TinyContext(rope, windows, dtype)
 
     def hidden(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
@@ -1866,7 +1890,7 @@ class Golf(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """Muon. p (N, R, C) and buffer, a sum of gradients, change in place."""
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype))
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
@@ -1904,6 +1928,9 @@ class Golf(Config):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
 
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return dense_attention(self, on_gpu, log)
+
     def make_model(self, kernels: Kernels) -> Model:
         return GolfModel(self, kernels)
 
@@ -1931,15 +1958,15 @@ class GolfBlock(nn.Module):
         self.x0_lambda = parameter(C)
         self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
 
-    def forward(self, x: Tensor, x0: Tensor, mask: object, context: GolfContext) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, context: GolfContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
-        x = x + attn_scale * self.attend(rms_norm(x), mask, context)
+        x = x + attn_scale * self.attend(rms_norm(x), context)
         return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h: Tensor, mask: object, context: GolfContext) -> Tensor:
+    def attend(self, h: Tensor, context: GolfContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
@@ -1949,7 +1976,7 @@ class GolfBlock(nn.Module):
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        y = attend_heads(q, k, v, None, self.kernels.attention)  # every token sees all before it
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfModel(Model):
@@ -1971,18 +1998,16 @@ class GolfModel(Model):
 
     def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        T = tokens.size(1)
-        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all tokens before it
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         half = len(self.blocks) // 2
         outputs = []
         for block in self.blocks[:half]:
-            x = block(x, x0, mask, context)
+            x = block(x, x0, context)
             outputs.append(x)
         for i, block in enumerate(self.blocks[half:]):
             if outputs:
                 x = x + self.skip_weights[i].to(x.dtype) * outputs.pop()
-            x = block(x, x0, mask, context)
+            x = block(x, x0, context)
         return rms_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -2135,7 +2160,7 @@ class GolfPlus(Config):
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
         if self.muon_row_norm:
             update = normalize_rows(update)
-        update = orthogonalize(update, self.muon_backend_steps, "newton_schulz", dtype)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype)
         p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
         p.sub_(lr * update)
 
@@ -2181,6 +2206,9 @@ class GolfPlus(Config):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
 
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return dense_attention(self, on_gpu, log)
+
     def make_model(self, kernels: Kernels) -> Model:
         return GolfPlusModel(self, kernels)
 
@@ -2211,16 +2239,16 @@ class GolfPlusBlock(nn.Module):
         self.x0_lambda = parameter(C)
         self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
 
-    def forward(self, x: Tensor, x0: Tensor, mask: object, context: GolfPlusContext) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, context: GolfPlusContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
-        x = x + attn_scale * self.attend(rms_norm(x) * self.ln_scale, mask, context)
+        x = x + attn_scale * self.attend(rms_norm(x) * self.ln_scale, context)
         h = rms_norm(x) * self.ln_scale
         return x + mlp_scale * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.cfg.mlp_slope)
 
-    def attend(self, h: Tensor, mask: object, context: GolfPlusContext) -> Tensor:
+    def attend(self, h: Tensor, context: GolfPlusContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q = split_heads(linear(h, self.query), self.head_dim)
@@ -2230,7 +2258,7 @@ class GolfPlusBlock(nn.Module):
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        y = attend_heads(q, k, v, None, self.kernels.attention)  # every token sees all before it
         if self.cfg.exclusive:
             y = remove_own_value(y, v)
         return linear(y.flatten(2), self.attn_proj)
@@ -2261,19 +2289,17 @@ class GolfPlusModel(Model):
     def hidden(self, tokens: Tensor, context: GolfPlusContext) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
         cfg = self.cfg
-        T = tokens.size(1)
-        mask = self.kernels.window_mask(T, T, None, tokens.device)  # every token sees all tokens before it
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         order = looped_order(cfg.num_layers, cfg.loop_layers, context.loops)
         half = len(order) // 2
         outputs = []
         for layer in order[:half]:
-            x = self.blocks[layer](x, x0, mask, context)
+            x = self.blocks[layer](x, x0, context)
             outputs.append(x)
         for i, layer in enumerate(order[half:]):
             if outputs:
                 x = self.skip(x, outputs.pop(), i)
-            x = self.blocks[layer](x, x0, mask, context)
+            x = self.blocks[layer](x, x0, context)
         return rms_norm(x)
 
     def skip(self, x: Tensor, earlier: Tensor, i: int) -> Tensor:
@@ -2417,9 +2443,6 @@ class Speedrun(Config):
     def packer(self) -> "type[Packer]":
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
 
-    def masks_documents(self) -> bool:
-        return self.max_doc_len > 0
-
     def document_limit(self) -> int:
         return self.max_doc_len
 
@@ -2455,7 +2478,7 @@ class Speedrun(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
+        update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -2533,6 +2556,9 @@ class Speedrun(Config):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
 
     def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunModel(self, kernels)
@@ -2620,7 +2646,8 @@ class SpeedrunModel(Model):
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, cuts=cfg.max_doc_len > 0)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window,
+                                 cuts=cfg.max_doc_len > 0)
         rope = rope_tables(T, frequencies, device, dtype)
         return SpeedrunContext(rope, torch.tensor(scale, device=device), windows, dtype)
 
@@ -2787,7 +2814,7 @@ class GPT2(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype)
+        update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -2839,6 +2866,9 @@ class GPT2(Config):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
 
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2Model(self, kernels)
@@ -2913,7 +2943,7 @@ class GPT2Model(Model):
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
         return GPT2Context(rope, windows, dtype)
 
     def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
@@ -3092,7 +3122,7 @@ class GPT2Plus(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
+        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -3153,6 +3183,9 @@ class GPT2Plus(Config):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
 
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2PlusModel(self, kernels)
@@ -3231,7 +3264,7 @@ class GPT2PlusModel(Model):
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
         return GPT2PlusContext(rope, windows, dtype)
 
     def hidden(self, tokens: Tensor, context: GPT2PlusContext) -> Tensor:
@@ -3511,7 +3544,7 @@ class SpeedrunPlus(Config):
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
         """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = orthogonalize(update, self.muon_backend_steps, "polar_express", dtype, self.polar_margin)
+        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
         cautious_decay(p, update, lr, decay)
         p.sub_(lr * update)
@@ -3608,9 +3641,6 @@ class SpeedrunPlus(Config):
             pairs.append(stage.prefix_weights)
         return [first + (last - first) * done for first, last in pairs]
 
-    def masks_documents(self) -> bool:
-        return True
-
     def document_limit(self) -> int:
         return self.max_doc_len
 
@@ -3641,6 +3671,7 @@ class SpeedrunPlus(Config):
             chosen["qkv"] = fp8_qkv
         if on and self.fp8_mlp:
             chosen["mlp"] = fp8_mlp
+            chosen["mlp_scales"] = DelayedScales
         return chosen
 
     def check_data(self, data: "Data") -> None:
@@ -3650,6 +3681,9 @@ class SpeedrunPlus(Config):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
 
     def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunPlusModel(self, kernels)
@@ -3664,7 +3698,7 @@ class SpeedrunPlusContext(NamedTuple):
     rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
     pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
     attn_scale: Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {L, S or P: tokens before its own that a token sees in such a layer}, see kernel_window()
+    windows: dict  # {L, S or P: tokens before its own that a token sees in such a layer}, see Kernels.window
     dtype: torch.dtype  # the activations'
     # in training only
     next_targets: int = 1  # targets per token
@@ -3769,7 +3803,7 @@ class SpeedrunPlusModel(SeveralTargets):
         self.mudd_gate_scale = parameter(1)
         self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
         self.register_buffer("prefixes", torch.full((V,), -1), persistent=False)
-        self.scales = DelayedScales(cfg.num_layers) if kernels.mlp is fp8_mlp else None
+        self.scales = kernels.mlp_scales(cfg.num_layers)
         self.use(kernels)
 
     def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -3792,9 +3826,10 @@ class SpeedrunPlusModel(SeveralTargets):
         rope = rope_tables(T, frequencies, device, dtype)
         pair_rope = pair_rope_tables(T, frequencies, device, dtype)
         sizes = cfg.windows(stage, T)
-        windows = dict(L=kernel_window(cfg, sizes["long_window"], T, device, cuts=True),
-                       S=kernel_window(cfg, sizes["short_window"], T, device, cuts=True),
-                       P=kernel_window(cfg, sizes["short_window"], 2 * T, device, cuts=True))
+        window = self.kernels.window
+        windows = dict(L=window(sizes["long_window"], T, device, cuts=True),
+                       S=window(sizes["short_window"], T, device, cuts=True),
+                       P=window(sizes["short_window"], 2 * T, device, cuts=True))
         return SpeedrunPlusContext(rope, pair_rope, torch.tensor(attn_scale, device=device), windows, dtype)
 
     def masks(self, tokens: Tensor, context: SpeedrunPlusContext) -> dict[str, object]:
@@ -3915,31 +3950,23 @@ NAMES = known_names()
 
 # ---------- 6 optimizer
 # (a, b, c) for each iteration x <- a x + (b g + c g g) x with g = x x'; the last ones repeat
-ORTHOGONALIZERS = {
-    # Muon: kellerjordan.github.io/posts/muon
-    "newton_schulz": [(3.4445, -4.7750, 2.0315)],
-    # Polar Express: arXiv:2505.16932
-    "polar_express": [(8.156554524902461, -22.48329292557795, 15.878769915207462),
-                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)]  # Muon: kellerjordan.github.io/posts/muon
+POLAR_EXPRESS = [  # arXiv:2505.16932
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
 
-def orthogonalize(g: Tensor, steps: int, method: str = "newton_schulz", dtype: torch.dtype = torch.float32,
-                  safety_factor: float = 1.02) -> Tensor:
-    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values of 0.6 to 1.3. dtype: of the matrix
-    products. safety_factor: Polar Express also divides by this, since bf16 may round a norm below the
-    largest singular value."""
+def orthogonalize(g: Tensor, steps: int, table: list = NEWTON_SCHULZ, dtype: torch.dtype = torch.float32,
+                  safety_factor: float = 1.0, eps: float = 1e-7) -> Tensor:
+    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values of 0.6 to 1.3. table: the iterations.
+    dtype: of the matrix products. g is divided by safety_factor times its norm, and eps."""
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    norm = x.norm(dim=(-2, -1), keepdim=True)
-    if method == "polar_express":
-        x = x / (safety_factor * norm + 1e-6)
-    else:
-        x = x / (norm + 1e-7)
-    table = ORTHOGONALIZERS[method]
+    x = x / (safety_factor * x.norm(dim=(-2, -1), keepdim=True) + eps)
     for i in range(steps):
         a, b, c = table[min(i, len(table) - 1)]
         gram = x @ x.mT
@@ -3947,6 +3974,12 @@ def orthogonalize(g: Tensor, steps: int, method: str = "newton_schulz", dtype: t
     if tall:
         x = x.mT
     return x.to(g.dtype)
+
+def polar_express(g: Tensor, steps: int, dtype: torch.dtype = torch.float32,
+                  safety_factor: float = 1.02) -> Tensor:
+    """orthogonalize() by Polar Express, with singular values of 0.7 to 1.2. safety_factor: bf16 may round a
+    norm below the largest singular value."""
+    return orthogonalize(g, steps, POLAR_EXPRESS, dtype, safety_factor, eps=1e-6)
 
 def normuon_scale(update: Tensor, v: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491): divides each row of update (N, R, C), or each column, by its running rms,
@@ -4899,6 +4932,7 @@ def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "
     """target_nats() of a copy of the model that trains on what it has scored."""
     nats = np.zeros(len(tokens))
     copied = cfg.make_model(Kernels()).to(team.device)
+    copied.take_state(model)
     copied.load_state_dict(model.state_dict())
     optimizer = Optimizer(copied, replace(cfg, ema_decay=0.0), team.rank, team.world_size)
     waiting = []  # rows to score
@@ -5903,26 +5937,13 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
         tables += [count[..., 0].int(), blocks.clamp(max=n - 1).int()]
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
-def kernel_window(cfg: Config, window: int, T: int, device: torch.device,
-                  cuts: bool = False) -> int | Tensor:
-    """A window, in tokens before the query, as Kernels.window_mask takes it for rows of T tokens: a 0-dim
-    tensor on a GPU where flex attention computes it, so that one compiled step serves all sizes; a number for
-    FlashAttention 3 and torch's own attention. cuts: something else cuts rows, such as documents."""
+def gpu_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int | Tensor:
+    """plain_window() for gpu_window_mask(): a 0-dim tensor where flex attention computes it, so that one
+    compiled step serves all sizes; a number for torch's own attention."""
     everything = window >= T - 1 and not cuts
-    if device.type != "cuda" or flash_attention_3(cfg) or T % FLEX_BLOCK or everything:
+    if T % FLEX_BLOCK or everything:
         return window
     return torch.tensor(window, device=device)
-
-def kernel_windows(cfg: Config, kinds: Sequence[str], stage: Stage | None, T: int, device: torch.device,
-                   cuts: bool = False) -> dict:
-    """{L or S: kernel_window() in rows of T tokens} for the kinds that layers have."""
-    sizes = cfg.windows(stage, T)
-    windows = {}
-    if "L" in kinds:
-        windows["L"] = kernel_window(cfg, sizes["long_window"], T, device, cuts)
-    if "S" in kinds:
-        windows["S"] = kernel_window(cfg, sizes["short_window"], T, device, cuts)
-    return windows
 
 def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
     """attention() by flex attention for block masks, else by the kernel that torch chooses. Not measured."""
@@ -5948,10 +5969,10 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
         begins = first.nonzero_static(size=len(first) + 1, fill_value=len(first))[:, 0].int()
     return (window if window < T - 1 else -1), begins
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple, module: object) -> Tensor:
-    """attention() by FlashAttention 3, for masks of flash_mask(). Queries and keys that are narrower than
-    values are padded with zeros, since it takes two widths only up to 64. Not measured."""
-    window, begins = mask
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module: object) -> Tensor:
+    """attention() by FlashAttention 3, for masks of flash_mask() or None. Queries and keys that are narrower
+    than values are padded with zeros, since it takes two widths only up to 64. Not measured."""
+    window, begins = mask or (-1, None)
     T = q.size(2)
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
@@ -5966,6 +5987,24 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple, module: object
     y = module.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), begins, begins, T, T,
                                       **options)
     return y.unflatten(0, q.shape[:2]).transpose(1, 2)
+
+def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+    """Kernels of attention where every token sees all tokens before it."""
+    if not on_gpu:
+        return dict(attention=cpu_attention)
+    module = flash_attention_3(cfg)
+    log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
+    return dict(attention=partial(flash_attention, module=module)) if module else {}
+
+def window_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+    """Kernels of attention with windows, or that stays in a document."""
+    if not on_gpu:
+        return dict(attention=cpu_attention)
+    module = flash_attention_3(cfg)
+    log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
+    if module:
+        return dict(window_mask=flash_mask, attention=partial(flash_attention, module=module))
+    return dict(window=gpu_window, window_mask=gpu_window_mask, attention=gpu_attention)
 
 if triton:
     @triton.jit
@@ -6099,15 +6138,12 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
     """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
     block_linear, head_linear, loss = cfg.linears(on_gpu, log)
     chosen = dict(linear=block_linear, head_linear=head_linear, **cfg.further_kernels(on_gpu))
+    chosen |= cfg.attention_kernels(on_gpu, log)
     if not on_gpu:
-        return Kernels(attention=cpu_attention, loss=loss, **chosen)
-    if cfg.triton_kernels and triton:
+        chosen["loss"] = loss
+    elif cfg.triton_kernels and triton:
         chosen["loss"] = partial(loss, row_losses=kernel_losses)
-    module = flash_attention_3(cfg)
-    log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
-    if module:
-        return Kernels(window_mask=flash_mask, attention=partial(flash_attention, module=module), **chosen)
-    return Kernels(window_mask=gpu_window_mask, attention=gpu_attention, **chosen)
+    return Kernels(**chosen)
 
 # ---------- 13 ranks, log, memory, plan
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")

@@ -18,6 +18,7 @@ import numpy as np
 
 import leak_probe
 import pages
+import scripts
 import source
 from folders import (
     KEYS, NEWEST, NOTES, ROOT, RULES, best_before, change_text, code_diff, computed, read_json, records_of,
@@ -643,12 +644,16 @@ def check_before(folder, options):
     for key, value in summary_of(name, others[name]).items():
         same("submission.json", f"before: {key}", before[key], name, value)
     text = inputs.read_text(folder.path / "changes.diff")
-    same("changes.diff", "text", text, "the two scripts", code_diff(others[name].script, folder.script))
     told = folder.submission["code_change"]
     same("submission.json", "code_change", told, "changes.diff", change_text(text))
     check_same_machine(folder, before)
     if folder.baseline:
         check_baseline(folder, before)
+    try:
+        compared = scripts.of_one_kind(scripts.source_of(others[name]), scripts.source_of(folder))
+    except Refused as why:
+        raise LeftOut(f"changes.diff: {why}") from None
+    same("changes.diff", "text", text, "the two scripts", code_diff(*compared))
     return f"{name}, on the same machine and torch build"
 
 

@@ -2,11 +2,9 @@
 copies of one another, names, dates, texts, and the picture. Whoever alters a number must alter all that
 follow from it; a log that is made up consistently from end to end passes (README.md: what raises its price).
 """
-import contextlib
 import hashlib
 import itertools
 import re
-import subprocess
 import tempfile
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
@@ -16,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 import leak_probe
+import scripts
 import trials
 from checks import OF_ONE_RUN, LeftOut, artifacts_of, our_runs, require, rule, same
 from folders import NOTES, ROOT, is_plain, records_of, sha256
@@ -312,22 +311,19 @@ def check_dates(folder, options):
 
 @rule("strict", "git commit")
 def check_commit(folder, options):
-    """The commit holds the script, where this repository knows it."""
+    """The commit holds the script, or the tool makes it of the commit for the run's preset, where this
+    repository knows it."""
     our_runs(folder)
     commit = folder.submission["git_commit"]
     if commit == "not committed":
         return None
     require(re.fullmatch(r"[0-9a-f]{40}", commit), f"submission.json: git_commit {commit!r} is no commit")
-
-    def git(*words, **more):
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, **more)
-
-    with contextlib.suppress(OSError):      # no git here
-        if git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
-            return None                     # another repository
-        there = git("show", f"{commit}:train_gpt.py").stdout
-        same("submission.json", f"train_gpt.py of {commit[:9]}", sha256(there), "the folder",
-             sha256(folder.script))
+    if not scripts.is_known(commit):        # another repository, or no git here
+        return None
+    preset = scripts.source_of(folder).preset
+    require(scripts.is_made_at(commit, folder.script, preset),
+            f"submission.json: {commit[:9]} has another train_gpt.py than the folder, and so has what "
+            f"`./run.sh script {preset}` makes of it")
     return f"{commit[:9]} holds the script"
 
 

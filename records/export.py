@@ -1,18 +1,13 @@
-"""A trained model for other programs: ./run.sh record export RUN writes safetensors and config.json."""
+"""A trained model for other programs: ./run.sh record export RUN writes its weights as safetensors,
+config.json, and model.py, the recipe's model and load(folder) with torch alone."""
 import json
+import lzma
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from folders import ROOT
 from runs import Refused
-
-
-# Constants of tiny that docs/load_model.py takes at any value but 0 where tiny has another one; the others,
-# and the preset, it takes as tiny has them
-SIZES = {"vocab_size", "train_seq_len", "bos_id", "num_layers", "model_dim", "num_heads", "mlp_mult",
-         "logit_softcap", "qk_gain_init", "rope_base", "bigram_rows", "count_orders", "count_bits",
-         "copy_orders", "window_schedule"}
 
 
 def model_file(run):
@@ -25,37 +20,80 @@ def model_file(run):
     raise Refused(f"{run} holds no model: give a run folder, a record folder or a model file")
 
 
-def export(args, say):
-    """model.safetensors and config.json beside the model, or in --out. Returns their folder."""
+def tensors_of(model, cfg):
+    """{name: tensor} of a model: its parameters, and the training text that its n-grams are counted from."""
+    import torch
+    # A tied head is the embedding, which named_parameters() lists once
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    if cfg.keeps_text():
+        tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
+    return tensors
+
+
+def read_older(train_gpt, path, why):
+    """({name: tensor}, constants) of a file by a script without recipes. Raises Refused: why, where it is not
+    such a file."""
     try:
-        import torch
+        raw = path.read_bytes()
+        if raw[:2] != b"PK":
+            raw = lzma.decompress(raw) if raw[:1] == b"\xfd" else train_gpt.decompress(raw)
+        payload = train_gpt.read_zip(raw)
+        stored, shape, tensors = payload["tensors"], payload["shape"], {}
+        known = [set(recipe.model_fields()) for recipe in train_gpt.RECIPES.values()]
+        for name, tensor in stored.items():
+            if name.endswith(".int8"):
+                stem = name.removesuffix(".int8")
+                tensors[stem] = tensor.float() * stored[f"{stem}.scale"].float()[:, None]
+            elif not name.endswith(".scale"):
+                tensors[name] = tensor.contiguous() if name.startswith("counts.") else tensor.float()
+    except Exception:       # a damaged file may raise anything
+        raise Refused(why) from None
+    if set(shape) in known:     # by a script of today
+        raise Refused(why)
+    return tensors, shape
+
+
+def write_weights(folder, tensors, shape, save_file):
+    """model.safetensors and config.json, with the constants that a model depends on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+
+
+def constants_of(cfg, fields):
+    """{constant: (value, what it means)} of a run. fields: {constant: dataclass field}."""
+    return {name: (value, fields[name].metadata["doc"]) for name, value in asdict(cfg).items()}
+
+
+def export(args, say):
+    """model.safetensors, config.json and model.py beside the model, or in --out. Returns their folder."""
+    try:
         from safetensors.torch import save_file
     except ImportError:
         raise Refused("export needs safetensors: pip install -r requirements.txt") from None
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     import train_gpt
+    from model_script import model_script
     path = model_file(args.run)
+    folder = Path(args.out or path.parent / "export")
     try:
         model, cfg = train_gpt.load_model(path)
     except train_gpt.Refused as error:
-        raise Refused(str(error)) from None
-    folder = Path(args.out or path.parent / "export")
-    folder.mkdir(parents=True, exist_ok=True)
-    # A tied head is the embedding, which named_parameters() lists once
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    counts, text = dict(model.named_modules()).get("counts"), 0
-    if counts and any(cfg.count_orders):
-        tensors["counts.text"] = torch.from_numpy(counts.text.view("<i2").copy())
-        text = len(counts.text)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
-    tiny = asdict(train_gpt.load_config({}))
-    unlike = [name for name, value in shape.items()
-              if value != tiny.get(name) and (name not in SIZES or not value)]
-    shape |= dict(scoring_window=cfg.scoring_window(), unlike_tiny=unlike)
-    (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+        tensors, shape = read_older(train_gpt, path, str(error))
+        write_weights(folder, tensors, shape, save_file)
+        say(f"wrote {folder}/model.safetensors and config.json; no model.py: the train_gpt.py that made this "
+            "model is older than recipes, and only that script has its code")
+        return str(folder)
+    tensors = tensors_of(model, cfg)
+    shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
+    write_weights(folder, tensors, shape | dict(scoring_window=cfg.scoring_window()), save_file)
+    trainer = Path(train_gpt.__file__).read_text(encoding="utf-8")
+    constants = constants_of(cfg, train_gpt.fields_of(type(cfg)))
+    script = model_script(cfg.preset, trainer, constants, cfg.keeps_text())
+    (folder / "model.py").write_text(script, encoding="utf-8")
     weights = sum(p.numel() for p in model.parameters())
+    text = len(tensors.get("counts.text", ()))
     counted = f" and the {text:,} training tokens that n-grams are counted from" if text else ""
-    say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}) and config.json; "
-        "docs/load_model.py " + (f"lacks {', '.join(unlike)}" if unlike else "reads them"))
+    say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}), config.json and model.py, which "
+        "reads them with torch alone")
     return str(folder)

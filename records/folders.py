@@ -350,9 +350,9 @@ def open_run(path):
 
 
 def code_diff(before, after):
-    """Unified diff of two scripts, no context."""
-    lines = [inputs.decode(raw, "replace").splitlines(keepends=True) for raw in (before, after)]
-    return "".join(difflib.unified_diff(*lines, "before/train_gpt.py", "train_gpt.py", n=0))
+    """Unified diff of two scripts, each (name, bytes), no context."""
+    lines = [inputs.decode(raw, "replace").splitlines(keepends=True) for _, raw in (before, after)]
+    return "".join(difflib.unified_diff(*lines, before[0], after[0], n=0))
 
 
 def change_text(diff):

@@ -11,12 +11,13 @@
     ./run.sh record plot PATH…                    curves of any logs: --by seconds, tokens or step
     ./run.sh record board                         the leaderboards of records/README.md
     ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
-    ./run.sh record export RUN                    the model as safetensors and config.json
+    ./run.sh record export RUN                    the weights as safetensors, and model.py, which reads them
 
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
 themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README),
 runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects),
-pages.py (claims of their pages), source.py (what a script shows without running it), leak_probe.py;
+pages.py (claims of their pages), source.py (what a script shows without running it), scripts.py (scripts by
+commit and preset), leak_probe.py;
 board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh shows of a
 run), depths.py (./run.sh depths). Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
@@ -26,7 +27,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -49,6 +49,7 @@ from folders import (  # noqa: E402
     open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
 from runs import (  # noqa: E402
     DIGITS, Refused, demand, describe, inputs, mean_curve, show, show_p)
+from scripts import Source, git_commit, of_one_kind, source_of  # noqa: E402
 
 
 # ------------------------------------------------------------ 1 new
@@ -65,25 +66,6 @@ def siblings(paths, chosen, first):
                 if result["run_id"] not in chosen and result["steps"] and alike:
                     found[result["run_id"]] = result
     return found
-
-
-def git_commit(script):
-    """The newest commit whose train_gpt.py is script, or "not committed"."""
-    def git(*words, **options):
-        try:
-            done = subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **options)
-        except FileNotFoundError:       # a machine without git
-            return []
-        return done.stdout.decode().splitlines()
-
-    blob = git("hash-object", "--stdin", input=script)
-    commits = git("log", "--format=%H", "-n", "500", "--", "train_gpt.py")
-    asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
-    blobs = git("cat-file", "--batch-check=%(objectname)", input=asked.encode())
-    for commit, found in zip(commits, blobs):
-        if [found] == blob:
-            return commit
-    return "not committed"
 
 
 def check_alike(opened):
@@ -174,14 +156,16 @@ def new(args, say):
     folder.mkdir(parents=True)
     copy_files(folder, opened, baseline, models)
     script = inputs.read_bytes(folder / "train_gpt.py")
+    commit = git_commit(script, first["preset"])
     submission = dict(
         author=args.author, github_id=args.github_id, name=args.name, blurb=args.blurb, date=date,
-        track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=git_commit(script),
+        track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=commit,
         systems_change=args.systems_change, artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None,
         code_change="", excluded=excluded)
     curves = {args.name: [run for run, _ in opened]}
     if before != "none":
-        diff, curves = code_diff(earlier[before].script, script), {before: earlier[before].runs} | curves
+        diff = code_diff(*of_one_kind(source_of(earlier[before]), Source(script, commit, first["preset"])))
+        curves = {before: earlier[before].runs} | curves
         (folder / "changes.diff").write_text(diff, encoding="utf-8")
         submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
     trials.draw(curves, folder / "loss.png", f"{first['preset']}: {args.name}")

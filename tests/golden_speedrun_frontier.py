@@ -345,7 +345,7 @@ def test_frontier_polar_express(speedrun_frontier):
     for shape in shapes:
         g = speedrun_frontier.tensor(f"unit.polar_{shape}.in")
         several = g if g.dim() == 3 else g[None]
-        ours = train_gpt.orthogonalize(several, cfg.muon_backend_steps, "polar_express",
+        ours = train_gpt.polar_express(several, cfg.muon_backend_steps,
                                        safety_factor=cfg.polar_margin).view_as(g)
         assert difference(ours, speedrun_frontier.tensor(f"unit.polar_{shape}.out")) < UNIT, shape
 

@@ -251,7 +251,7 @@ def window_pairs(trainer, cfg, stage):
     it. Documents, which make them fewer, are not known here."""
     T, unit, pairs = stage.row_tokens, 128, 0
     for layer in cfg.layers(stage):
-        if layer.window and (layer.window < T - 1 or cfg.masks_documents()):
+        if layer.window and (layer.window < T - 1 or cfg.document_limit()):
             firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
             pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
     return pairs

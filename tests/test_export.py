@@ -1,7 +1,10 @@
-"""A model outside of the trainer: the export, docs/load_model.py, the eight lines of README."""
+"""A model outside of the trainer: the export, its model.py with torch alone, the eight lines of README."""
+import argparse
+import ast
 import json
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,11 +12,10 @@ import pytest
 import torch
 
 import export
+import model_loader
 import train_gpt
-from helpers import ROOT, init_parameters, toy_environment
-
-sys.path.insert(0, str(ROOT / "docs"))
-import load_model  # noqa: E402
+from helpers import ROOT, SCRIPT, init_parameters, toy_environment
+from test_script import TOY_RUN
 
 
 def save(path, **settings):
@@ -32,27 +34,130 @@ def save(path, **settings):
     return path
 
 
-SHAPES = [{}, dict(WINDOW_SCHEDULE="0", LOGIT_SOFTCAP="30"), dict(NUM_LAYERS="5", WINDOW_SCHEDULE="128,64"),
-          dict(NUM_HEADS="4", QK_GAIN_INIT="1", MLP_MULT="4"),
-          dict(COUNT_ORDERS="0", COPY_ORDERS="0"), dict(COUNT_ORDERS="3,1")]
+MODELS = {preset: dict(PRESET=preset) | {name: text for name, text in settings.items() if name != "FP8"}
+          for preset, settings in TOY_RUN.items()}
+MODELS |= {
+    "tiny, its own size": {}, "tiny, all tokens": dict(WINDOW_SCHEDULE="0", LOGIT_SOFTCAP="30"),
+    "tiny, five layers": dict(NUM_LAYERS="5", WINDOW_SCHEDULE="128,64", WINDOW_PATTERN="SL"),
+    "tiny, more heads": dict(NUM_HEADS="4", QK_GAIN_INIT="1", MLP_MULT="4", KEY_OFFSET="0"),
+    "tiny, no candidates": dict(COUNT_ORDERS="0", COPY_ORDERS="0", BIGRAM_ROWS="0", VALUE_EMBED_LAYERS="0"),
+    "tiny, two orders": dict(COUNT_ORDERS="3,1", UNET_SKIPS="0"),
+    "golf, wide": dict(PRESET="golf", NUM_LAYERS="1", MODEL_DIM="64", NUM_HEADS="2", NUM_KV_HEADS="0"),
+    "golf_plus, plain": MODELS["golf_plus"] | dict(LOOP_LAYERS="0", EXCLUSIVE="0", SKIP_MIX="0"),
+    "speedrun, no documents": MODELS["speedrun"] | dict(MAX_DOC_LEN="0", SMEAR_DIM="0"),
+    "speedrun_plus, no DC": MODELS["speedrun_plus"] | dict(DC_WINDOW="0", BIGRAM_SIGN_ROWS="0")}
+LENGTHS = (1, 2, 17, 129, 300)
+
+# In an interpreter of its own, with torch and the standard library and without numpy: folders -> log_probs.pt
+CHILD = """
+import importlib.util, sys
+sys.modules["numpy"] = None
+import torch
+allowed = sys.stdlib_module_names | {"torch"}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in allowed:
+            raise ImportError(f"{name} is neither torch nor of the standard library")
+
+sys.meta_path.insert(0, Refuse())
+torch.set_num_threads(1)
+tokens = torch.load(sys.argv[1])
+for folder in sys.argv[2:]:
+    spec = importlib.util.spec_from_file_location("model", folder + "/model.py")
+    module = sys.modules["model"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.load(folder)
+    with torch.no_grad():
+        torch.save([module.log_probs(model, rows) for rows in tokens], folder + "/log_probs.pt")
+"""
 
 
-@pytest.mark.parametrize("settings", SHAPES, ids=[
-    "tiny", "all tokens", "five layers", "more heads", "no candidates", "two orders"])
-def test_the_loader_gives_the_same_log_probs(tool, tmp_path, one_thread, settings):
-    path = save(tmp_path / "run" / "final_model.pt", **settings)
-    code, out, err = tool("export", path.parent)
-    assert code == 0 and out.strip().endswith("docs/load_model.py reads them"), (out, err)
-    model, _ = train_gpt.load_model(path)
-    loaded = load_model.load(path.parent / "export")
-    for T in (1, 2, 129, 300, 700):
-        tokens = torch.randint(40, (2, T), generator=torch.Generator().manual_seed(T))
+def some_tokens():
+    """[(2, T)] of several T, with some documents in a row."""
+    rows = [torch.randint(1, 40, (2, T), generator=torch.Generator().manual_seed(T)) for T in LENGTHS]
+    rows[-1][:, 100::70] = 1
+    return rows
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """{name: folder of the export}, in which model.py has written log_probs.pt."""
+    root, folders = tmp_path_factory.mktemp("exported"), {}
+    for number, (name, settings) in enumerate(MODELS.items()):
+        path = save(root / f"{number}" / "final_model.pt", **settings)
+        said = []
+        folders[name] = Path(export.export(argparse.Namespace(run=path, out=""), said.append))
+        assert "and model.py, which reads them with torch alone" in said[0]
+    torch.save(some_tokens(), root / "tokens.pt")
+    done = subprocess.run([sys.executable, "-I", "-c", CHILD, root / "tokens.pt", *folders.values()],
+                          capture_output=True, text=True, timeout=600, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return folders
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_model_gives_the_same_log_probs(exported, one_thread, name):
+    """To the bit."""
+    folder = exported[name]
+    model, _ = train_gpt.load_model(folder.parent / "final_model.pt")
+    found = torch.load(folder / "log_probs.pt")
+    for tokens, ours in zip(some_tokens(), found, strict=True):
         with torch.no_grad():
             want = train_gpt.log_probs(model, tokens)
-        assert torch.allclose(loaded(tokens), want, atol=2e-5), (T, (loaded(tokens) - want).abs().max())
-        changed = tokens.clone()
-        changed[:, -1] = (changed[:, -1] + 1) % 512
-        assert T == 1 or not torch.allclose(loaded(changed), want, atol=2e-2)
+        assert torch.equal(ours, want), (tokens.shape, (ours - want).abs().max())
+    # every log-probability depends on the weights: another model has others
+    for p in model.parameters():
+        p.data *= 1.01
+    with torch.no_grad():
+        assert not torch.allclose(train_gpt.log_probs(model, some_tokens()[-1]), found[-1], atol=1e-4)
+
+
+def segments(path):
+    """{name, or class.method: source} of a module's functions, classes without methods apart."""
+    text, found = path.read_text(encoding="utf-8"), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.get_source_segment(text, node)
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                name = getattr(member, "name", "")
+                found[f"{node.name}.{name}"] = ast.get_source_segment(text, member)
+    return found
+
+
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
+def test_model_py_is_the_trainers_text(exported, preset):
+    """Verbatim, apart from the constants and load(); neither training nor fast kernels come along."""
+    known, found = segments(SCRIPT) | segments(ROOT / "tools/model_loader.py"), segments(
+        exported[preset] / "model.py")
+    recipe = train_gpt.RECIPES[preset].__name__
+    assert {f"{recipe}Model.hidden", f"{recipe}Model.logits", "log_probs", "read_safetensors"} <= {*found}
+    for name, source in found.items():
+        owner, _, member = name.partition(".")
+        if owner == recipe and member:      # of the class that is made anew, some are Config's
+            bases = [base.__name__ for base in train_gpt.RECIPES[preset].__mro__]
+            assert source in [known.get(f"{base}.{member}") for base in bases], name
+        elif owner != recipe and name != "load":
+            assert source == known[name], name
+    fast = "fp8|flash|flex|gpu|cpu|Fused|kernel_losses|muon|adam|train|Loader|Optimizer|build"
+    assert not [name for name in found if re.search(fast, name)]
+    assert ("NgramCounts.forward" in found) == ("fill_counts" in found) == (preset == "tiny")
+    text = (exported[preset] / "model.py").read_text()
+    modules = {*re.findall(r"(?m)^ *(?:import|from) (\w+)", text.partition('"""\n')[2])}
+    assert modules - sys.stdlib_module_names == {"torch"} and "import numpy" not in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_the_counts_of_model_py_are_the_trainers(one_thread):
+    """Its tables are NgramCounts.count()'s to the bit, entries that several n-grams share included."""
+    cfg = train_gpt.load_config(dict(VOCAB_SIZE="65535", BOS_ID="1", COUNT_BITS="8", COUNT_ORDERS="1,2,4"))
+    for vocabulary, size in ((6, 3000), (400, 20_000), (65_535, 3000)):
+        text = torch.randint(vocabulary, (size,), generator=torch.Generator().manual_seed(size))
+        ours, theirs = train_gpt.NgramCounts(cfg), train_gpt.NgramCounts(cfg)
+        theirs.count(text.numpy().astype("uint16"))
+        model_loader.fill_counts(ours, text.to(torch.int16))
+        assert torch.equal(ours.tables, theirs.tables) and theirs.tables.count_nonzero() > 50
 
 
 def test_a_folder_without_a_model_hides_no_run(tmp_path, monkeypatch):
@@ -71,33 +176,18 @@ def test_the_files(tool, tmp_path):
     path = save(tmp_path / "final_model.pt")
     assert tool("export", path, "--out", tmp_path / "out")[0] == 0
     theirs, ours = (read(tmp_path / "out/model.safetensors") for read in (
-        load_file, load_model.read_safetensors))
+        load_file, model_loader.read_safetensors))
     model, cfg = train_gpt.load_model(path)
     assert {*theirs} == {*ours} == {"counts.text", *dict(model.named_parameters())}
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config.pop("unlike_tiny") == [] and config.pop("scoring_window") == 128
+    assert config.pop("scoring_window") == 128
     assert {name: getattr(cfg, name) for name in cfg.model_fields()} == {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     size = struct.unpack("<Q", (tmp_path / "out/model.safetensors").read_bytes()[:8])[0]
     assert size % 8 == 0
-
-
-def test_the_loader_needs_torch_only_and_refuses_what_it_leaves_out(tool, tmp_path):
-    lines = (ROOT / "docs/load_model.py").read_text().splitlines()
-    assert len(lines) <= 60
-    text = "\n".join([*lines, (ROOT / "docs/load_candidates.py").read_text()])
-    assert max(map(len, text.splitlines())) <= 110
-    modules = {*re.findall(r"(?m)^(?:import|from) (\w+)", text)}
-    assert modules == {"json", "pathlib", "torch", "load_candidates"}
-    for name, value in (("KEY_OFFSET", "0"), ("BIGRAM_ROWS", "0"), ("VALUE_EMBED_LAYERS", "0"),
-                        ("UNET_SKIPS", "0"), ("WINDOW_PATTERN", "SL"), ("LOGIT_SOFTCAP", "0"),
-                        ("PRESET", "golf")):
-        path = save(tmp_path / name / "final_model.pt", **{name: value})
-        code, out, _ = tool("export", path)
-        assert code == 0 and f"docs/load_model.py lacks {name.lower()}" in out
-        with pytest.raises(AssertionError, match=name.lower()):
-            load_model.load(path.parent / "export")
+    with pytest.raises(ValueError, match="embed is"):
+        model_loader.fill(model, ours | {"embed": ours["head"][1:]})
 
 
 def test_what_is_no_model(tool, tmp_path):

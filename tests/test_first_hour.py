@@ -13,7 +13,7 @@ import pytest
 import first_hour
 import folders
 import fork_server
-import record
+import scripts
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY, run_cli
 from test_train import LEAN
@@ -150,8 +150,8 @@ def test_no_git(monkeypatch):
     def run(command, **_):
         raise FileNotFoundError(2, "No such file or directory", command[0])
 
-    monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=run))
-    assert record.git_commit(b"x") == "not committed"
+    monkeypatch.setattr(scripts, "subprocess", SimpleNamespace(run=run))
+    assert scripts.git_commit(b"x", "tiny") == "not committed"
 
 
 def test_no_git_and_no_nvidia_smi_for_a_run(place):

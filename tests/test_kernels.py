@@ -144,7 +144,7 @@ def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch)
     want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        limit = window if window >= T - 1 and not with_documents else torch.tensor(window)  # kernel_window()
+        limit = window if window >= T - 1 and not with_documents else torch.tensor(window)  # gpu_window()
         mask = train_gpt.gpu_window_mask(limit, T, documents, "cpu")
     assert (mask is None) == (window >= T - 1 and not with_documents)
     torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask), want, atol=1e-5, rtol=1e-4)
@@ -321,7 +321,8 @@ def test_fused_loss_leaves_the_rest_to_the_reference(cap, compiled, fused, monke
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("preset, fp8, in_fp8", [
     ("speedrun", "off", set()), ("speedrun", "head", {"head_linear"}),
-    ("gpt2", "all", {"linear", "head_linear"}), ("speedrun_plus", "all", {"head_linear", "qkv", "mlp"})])
+    ("gpt2", "all", {"linear", "head_linear"}),
+    ("speedrun_plus", "all", {"head_linear", "qkv", "mlp", "mlp_scales"})])
 def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, in_fp8, monkeypatch):
     """The same arguments in the same order, any other has a default; and each device gets its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -336,7 +337,7 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
         assert all(found[more].default is not inspect.Parameter.empty for more in found.keys() - {*arguments})
         if mine is not readable:
             replaced.add(name)
-    assert replaced == in_fp8 | {"attention", "loss"} | ({"window_mask"} if on_gpu else set())
+    assert replaced == in_fp8 | {"attention", "loss"} | ({"window", "window_mask"} if on_gpu else set())
 
 
 @pytest.mark.parametrize("triton, constant", [(None, True), (True, False)])

@@ -381,7 +381,7 @@ def test_each_part_of_fp8_is_a_constant(part, monkeypatch):
     off = {name: False for name in ("fp8_head", "fp8_qkv", "fp8_mlp")}
     kernels = [train_gpt.choose_kernels(small(fp8="all", **off | {part: on}), False, lambda line: None)
                for on in (False, True)]
-    fields = dict(fp8_head=["head_linear", "loss"], fp8_qkv=["qkv"], fp8_mlp=["mlp"])
+    fields = dict(fp8_head=["head_linear", "loss"], fp8_qkv=["qkv"], fp8_mlp=["mlp", "mlp_scales"])
     changed = [name for name in Kernels._fields if getattr(kernels[0], name) != getattr(kernels[1], name)]
     assert changed == fields[part]
     assert kernels[0] == train_gpt.choose_kernels(small(fp8="auto-all"), False, lambda line: None)

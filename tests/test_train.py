@@ -244,9 +244,9 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtyp
     """On a CPU, where the weights are in fp32."""
     real, seen = train_gpt.orthogonalize, set()
 
-    def orthogonalize(g, steps, method, given):
+    def orthogonalize(g, steps, table, given):
         seen.add((g.dtype, given))
-        return real(g, steps, method, given)
+        return real(g, steps, table, given)
 
     monkeypatch.setattr(train_gpt, "orthogonalize", orthogonalize)
     assert train(TOY, DTYPE=dtype, ITERATIONS="2").code == 0

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "train_gpt.py"
 BANNER = "# ---------- "
+ASKED_FOR = ("load_config", "load_model", "log_probs")  # by other programs, the leak probe among them
 
 
 class Part(NamedTuple):
@@ -69,12 +70,13 @@ def parts_of(text):
 
 
 def reached(parts):
-    """The parts that run when the module does: those that define nothing, and whatever they reach."""
+    """The parts that run when the module does, those that define nothing; what other programs ask for; and
+    whatever these reach."""
     owners = {}
     for part in parts:
         for name in part.binds:
             owners.setdefault(name, []).append(part)
-    kept, waiting = set(), [part for part in parts if not part.binds]
+    kept, waiting = set(), [part for part in parts if not part.binds or part.binds & {*ASKED_FOR}]
     while waiting:
         part = waiting.pop()
         if part in kept:
@@ -86,18 +88,24 @@ def reached(parts):
 
 
 def without_unreached(text):
-    """The module's text less what nothing reaches. A banner goes with the last part of its section."""
-    lines, parts = text.splitlines(), parts_of(text)
+    """The module's text less what nothing reaches."""
+    parts = parts_of(text)
     kept = reached(parts)
     dropped = set()
     for part in parts:
         if part not in kept:
             dropped |= set(range(part.first, part.last + 1))
+    return without_lines(text.splitlines(), dropped, kept)
+
+
+def without_lines(lines, dropped, kept):
+    """The text of lines less those whose numbers are dropped. kept: the parts that stay. A banner goes with
+    the last part of its section."""
     banners = [i for i, line in enumerate(lines) if line.startswith(BANNER)]
     for start, end in zip(banners, [*banners[1:], len(lines)]):
         if not any(start < part.first < end for part in kept):
             # the section is empty: its banner and its comments go, too
-            dropped |= set(range(start, end))
+            dropped = dropped | set(range(start, end))
     out = []
     for i, line in enumerate(lines):
         blank = not line.strip()
@@ -107,12 +115,17 @@ def without_unreached(text):
     return "\n".join(out).rstrip() + "\n"
 
 
+def registry_of(tree):
+    """The statement that makes the registry of recipes, and {preset: name of its class}."""
+    registry = next(node for node in tree.body if isinstance(node, ast.Assign)
+                    and ast.unparse(node.targets[0]) == "RECIPES")
+    return registry, {keyword.arg: ast.unparse(keyword.value) for keyword in registry.value.keywords}
+
+
 def with_one_recipe(text, preset):
     """The module's text with a registry and a docstring of that preset alone. Raises SystemExit."""
     tree, lines = ast.parse(text), text.splitlines()
-    registry = next(node for node in tree.body if isinstance(node, ast.Assign)
-                    and ast.unparse(node.targets[0]) == "RECIPES")
-    recipes = {keyword.arg: ast.unparse(keyword.value) for keyword in registry.value.keywords}
+    registry, recipes = registry_of(tree)
     if preset not in recipes:
         raise SystemExit(f"script: {preset!r} is none of {', '.join(recipes)}")
     lines[registry.lineno - 1:registry.end_lineno] = [f"RECIPES = dict({preset}={recipes[preset]})"]

@@ -1,0 +1,228 @@
+"""Scripts by commit and preset, diffs of scripts of one kind; the generations of scripts that our records
+hold and today's two kinds, each trained at toy size: replay, leak probe and export open them."""
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checks
+import evidence
+import folders
+import leak_probe
+import replay
+import runs
+import scripts
+from helpers import ROOT, SCRIPT
+from test_record import (BASELINE, LONG, RECORDS, SETTINGS, THREE, WITH_COMPANION, draw_once, edit,
+                         failed_rules, few_data, forked_programs, home, make, sealed, toy)
+
+import script  # of tools
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
+WHOLE = SCRIPT.read_text(encoding="utf-8")
+LATER = WHOLE.replace('matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)\n    tied',
+                      'matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)\n    tied')
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """(folder, its commits): train_gpt.py and tools/ of today, then with another rate of the two golfs."""
+    folder, commits = tmp_path_factory.mktemp("repository"), []
+    shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def git(*words):
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x", *words]
+        return subprocess.run(command, cwd=folder, check=True, capture_output=True).stdout.decode()
+
+    git("init", "-q")
+    for text in (WHOLE, LATER):
+        (folder / "train_gpt.py").write_text(text, encoding="utf-8")
+        git("add", ".")
+        git("commit", "-q", "-m", "x")
+        commits.append(git("rev-parse", "HEAD").strip())
+    return folder, commits
+
+
+@pytest.fixture
+def here(repository, monkeypatch):
+    """The commits of the repository, which the tools take for ours."""
+    monkeypatch.setattr(scripts, "ROOT", repository[0])
+    scripts.made_at.cache_clear()
+    yield repository[1]
+    scripts.made_at.cache_clear()
+
+
+@cache
+def of(preset, text=WHOLE):
+    """What the tool makes of a whole script for a preset."""
+    return script.script(preset, text).encode()
+
+
+def test_the_commit_of_a_script(here):
+    """Whole or with a single recipe; of equal ones the newest."""
+    first, second = here
+    assert LATER != WHOLE and of("golf", LATER) != of("golf")
+    assert scripts.git_commit(WHOLE.encode(), "golf") == first
+    assert scripts.git_commit(LATER.encode(), "tiny") == second
+    assert scripts.git_commit(of("golf", LATER), "golf") == second
+    assert scripts.git_commit(of("golf"), "golf") == first
+    assert scripts.git_commit(of("speedrun"), "speedrun") == second
+    for unknown in (WHOLE.encode() + b"#", of("golf") + b"#", BASELINE.joinpath("train_gpt.py").read_bytes()):
+        assert scripts.git_commit(unknown, "golf") == "not committed"
+    assert scripts.git_commit(of("golf"), "golf_plus") == "not committed"
+
+
+def test_check_makes_the_script_again(here, monkeypatch):
+    """By the tool of the commit for the preset of the run."""
+    first, second = here
+    monkeypatch.setattr(evidence, "our_runs", lambda folder: [])
+    for made, preset, commit, fine in ((of("golf"), "golf", first, True), (of("golf"), "golf", second, False),
+                                       (of("golf"), "golf_plus", first, False),
+                                       (of("golf") + b"\n", "golf", first, False),
+                                       (WHOLE.encode(), "golf", first, True), (b"", "golf", first, False),
+                                       (of("golf"), "golf", "0" * 40, None)):
+        folder = SimpleNamespace(script=made, submission={"git_commit": commit}, runs=[None],
+                                 result=lambda run: {"preset": preset})
+        if fine is False:
+            with pytest.raises(checks.Broken, match="has another train_gpt.py than the folder"):
+                evidence.check_commit(folder, None)
+        else:
+            assert bool(evidence.check_commit(folder, None)) == bool(fine)
+
+
+def changed_lines(before, after):
+    compared = scripts.of_one_kind(scripts.Source(*before), scripts.Source(*after))
+    diff = folders.code_diff(*compared)
+    return [line for line in diff.splitlines() if line[0] in "+-"]
+
+
+def test_diffs_compare_scripts_of_one_kind(here):
+    first, second = here
+    old = WITH_COMPANION.joinpath("train_gpt.py").read_bytes()
+    rates = ['-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)',
+             '+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)']
+    # both whole, both of one recipe
+    for before, after, twice in ((WHOLE.encode(), LATER.encode(), 2), (of("golf"), of("golf", LATER), 1)):
+        lines = changed_lines((before, first, "golf"), (after, second, "golf"))
+        assert lines == ["--- before/train_gpt.py", "+++ train_gpt.py", *rates * twice][:2 + 2 * twice]
+    # a whole one against one of a recipe, either way
+    lines = changed_lines((WHOLE.encode(), first, "golf"), (of("golf", LATER), second, "golf"))
+    assert lines == [f"--- before/train_gpt.py, golf of {first[:9]}", "+++ train_gpt.py", *rates]
+    lines = changed_lines((of("golf"), first, "golf"), (LATER.encode(), second, "golf"))
+    assert lines == ["--- before/train_gpt.py", f"+++ train_gpt.py, golf of {second[:9]}", *rates]
+    # an older file has no recipes: whole with whole
+    compared = scripts.of_one_kind(scripts.Source(old, "not committed", "tiny"),
+                                   scripts.Source(of("tiny"), first, "tiny"))
+    whole = f"train_gpt.py, whole, of {first[:9]}", WHOLE.encode()
+    assert compared == [("before/train_gpt.py", old), whole]
+    with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):
+        changed_lines((old, "not committed", "tiny"), (of("tiny"), "not committed", "tiny"))
+
+
+def test_a_record_of_one_recipe_after_a_whole_one(tool, home, here):
+    """Made by the tool, bound by commit and preset, shown against what the tool makes of the one before."""
+    first = make(tool, "First", *THREE)
+    made = of("tiny")
+    for run in (home / "logs/b0", home / "logs/b1"):
+        result, log = json.loads((run / "result.json").read_text()), (run / "train.log").read_bytes()
+        old = (run / "train_gpt.py").read_bytes()
+        total = result["bytes_model"] + len(made)
+        for words, others in ((f"Code size: {len(old)}", f"Code size: {len(made)}"),
+                              (f"{result['bytes_total']}", f"{total}"),
+                              (folders.sha256(old), folders.sha256(made))):
+            log = log.replace(words.encode(), others.encode())
+        (run / "train_gpt.py").write_bytes(made)
+        (run / "train.log").write_bytes(sealed(log.replace(old, made)))
+        edit(run / "result.json", code_sha256=folders.sha256(made), bytes_code=len(made),
+             bytes_total=total)
+    second = make(tool, "Second", "logs/b0", "logs/b1")
+    assert f"`{first.name}`" in (second / "README.md").read_text()
+    submission = json.loads((second / "submission.json").read_text())
+    assert submission["git_commit"] in here and submission["code_change"] == "unchanged"
+    out = tool("check", "--no-exec", "--verbose", second)[1]
+    assert failed_rules(out) <= {"data", "runs", "score"}, out
+    assert f"{submission['git_commit'][:9]} holds the script" in out
+    (second / "changes.diff").write_text("-x\n")
+    edit(second / "submission.json", code_change="+0 -1 lines, see changes.diff")
+    assert "record before" in failed_rules(tool("check", "--no-exec", second)[1])
+
+
+# ------------------------------------------------------------ generations
+LATEST = RECORDS[-1]
+GENERATIONS = {     # folder of a record, or what to train of today's
+    "one that must be told the length": BASELINE, "one with a file beside it": WITH_COMPANION,
+    "one class for all presets": LATEST, "recipes": "tiny",
+    "one recipe": "golf"}
+ENVIRONMENT = SETTINGS | dict(ITERATIONS="10", VAL_LOSS_EVERY="5", TRAIN_BATCH_TOKENS="256",
+                              VAL_TOKENS="1024", EVAL_SLIDING="0", EVAL_TTT="0", SEED="3", RUN_ID="first")
+GOLF = dict(PRESET="golf", VOCAB_SIZE="512", NUM_KV_HEADS="1", TOKENIZER_PATH="data/tokenizers/toy.model")
+
+
+@pytest.fixture(scope="module", params=GENERATIONS)
+def trained(request, few_data, tmp_path_factory):
+    """A script's folder, a run of it in a process of its own, and what the tools ask of a record."""
+    root = tmp_path_factory.mktemp("generation")
+    (root / "data").symlink_to(few_data / "data")
+    source, env = GENERATIONS[request.param], dict(ENVIRONMENT)
+    if source == "tiny":
+        shutil.copy(SCRIPT, root)
+    elif source == "golf":
+        (root / "train_gpt.py").write_bytes(of("golf"))
+        env |= GOLF
+    else:
+        for path in source.glob("*.py"):
+            shutil.copy(path, root)
+    env = {name: value for name, value in env.items() if value} | leak_probe.clean_environment()
+    done = subprocess.run([sys.executable, "train_gpt.py"], cwd=root, env=env | {"OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = root / "logs/first"
+    folder = SimpleNamespace(path=root, companions=lambda: [path.name for path in root.glob("*.py")
+                                                            if path.name != "train_gpt.py"])
+    return SimpleNamespace(name=request.param, root=root, run=run, folder=folder, env=env,
+                           result=json.loads((run / "result.json").read_text()))
+
+
+def test_replay_trains_it_again(trained, few_data, tmp_path, monkeypatch):
+    """To the printed digits; another loss is found."""
+    monkeypatch.setattr(replay, "ROOT", few_data)
+    lines = (trained.run / "train.log").read_text().split("\n")
+    again = replay.train_again(trained.folder, trained.result, 1, 1, 10, LONG, tmp_path)
+    assert re.match(r"1\d losses up to step 10 are the same", replay.compare("train.log", lines, again, 10))
+    lines = [line.replace("train_loss:", "train_loss:1") if "step:7/" in line else line for line in lines]
+    with pytest.raises(checks.Broken, match="step 7"):
+        replay.compare("train.log", lines, again, 10)
+
+
+def test_the_leak_probe_opens_it(trained, monkeypatch):
+    monkeypatch.setattr(leak_probe, "SHORT_ROW", 64)
+    env = {name: value for name, value in trained.env.items() if name not in ("RUN_ID", "DATA_PATH")}
+    artifact = next(trained.run.glob("final_model.*.ptz"))
+    script_file = trained.root / "train_gpt.py"
+    said = leak_probe.judge(script_file, artifact, env, seconds=LONG, seed=0)
+    assert "the artifact: the largest effect on an earlier log-probability is 0," in said
+    assert leak_probe.configurations(script_file, [{"MATRIX_LR": "0.5"}], LONG)[0]["matrix_lr"] == "0.5"
+
+
+def test_export_opens_it(trained, tool, tmp_path):
+    """Older scripts have no recipes, so no model.py can be made; but their weights are there."""
+    code, out, err = tool("export", trained.run, "--out", tmp_path / "out")
+    assert code == 0, err
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    weights = torch.load(trained.run / "final_model.pt")["tensors"]
+    assert weights.keys() == tensors.keys()
+    for name, w in weights.items():
+        if w.is_floating_point():
+            assert tensors[name].shape == w.shape
+            assert (tensors[name] - w).abs().max() < 0.02 * w.abs().max() + 1e-3
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["model_dim"] == 32 and config["vocab_size"] == 512
+    has_recipes = trained.name in ("recipes", "one recipe")
+    assert (tmp_path / "out/model.py").exists() == has_recipes != ("no model.py" in out)
