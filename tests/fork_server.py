@@ -1,10 +1,11 @@
 """Starts Python programs as forks of one process that has imported torch already, for tests.
 
 An import of torch and of what the trainer needs besides takes seconds, and the tests start some two hundred
-programs. start() makes a server and returns the path of a stand-in for `python`: it hands its arguments,
-environment, folder, stdin, stdout and stderr to the server, which forks; the fork runs the program as
-`python` would. The stand-in passes signals on, and ends with the program's exit code or by its signal. What
-is no `SCRIPT …`, `-m MODULE …` or `-c CODE …` goes to the real interpreter.
+programs; pytest's own processes are forks, too, where there are several. start() makes a server and returns
+the path of a stand-in for `python`: it hands its arguments, environment, folder, stdin, stdout and stderr to
+the server, which forks; the fork runs the program as `python` would. The stand-in passes signals on, and ends
+with the program's exit code or by its signal. What is no `SCRIPT …`, `-m MODULE …` or `-c CODE …` goes to the
+real interpreter.
 
 The fork has the imported modules of the server, and its number of threads (one). A test about imports, the
 interpreter's options or torch's environment variables takes sys.executable instead.
