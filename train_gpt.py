@@ -38,7 +38,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
@@ -6581,6 +6581,19 @@ def rehearse_stages(run: Run) -> float:
             slowest = max(slowest, (time.perf_counter() - began) * share / rows)
     return slowest
 
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Python's garbage collector stops: it has paused single ranks for 0.6 s, and with them all others
+    (modded-nanogpt's logs). train() calls it off the clock."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
 def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) -> tuple[Score, str]:
     """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
     for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
@@ -6596,11 +6609,6 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
     recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)
     reported = False
     context_stage = None
-    # Python's collections have paused single ranks for 0.6 s (modded-nanogpt's logs): from here on they come
-    # off the clock only
-    gc.collect()
-    gc.freeze()
-    gc.disable()
     team.wait()
     clock.start(state.seconds)
     while True:
@@ -6634,8 +6642,6 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             score = validate(run, state, None if done else stage, done, further, samples)
             gc.collect()
             if done:
-                gc.enable()
-                gc.unfreeze()
                 return score, done
             clock.start(state.seconds)
         # 4. a step
@@ -6836,7 +6842,8 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     run.optimizer.group = team.group
     run.optimizer.connect()
     run.saver.begin(run, state)
-    score, stop_reason = train(run, state)
+    with garbage_kept():
+        score, stop_reason = train(run, state)
     team.group = None
     run.optimizer.group = None
     # 4. the fp32 weights that it made
