@@ -19,6 +19,7 @@ if sys.version_info < (3, 11):  # datetime.UTC and others are new in 3.11
     sys.exit(2)
 import csv
 import ctypes
+import gc
 import hashlib
 import io
 import json
@@ -40,7 +41,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
@@ -4137,6 +4138,17 @@ class Optimizer:
             self.banks.append(Bank(rows[0], names, params, rank, world_size, dtype, cfg.ema_decay > 0))
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
+    def connect(self) -> None:
+        """Runs every collective of a step once, at its size, without effect: NCCL makes the connections of a
+        group with the first ones, which takes 0.5 to 2.5 s. All ranks call it together."""
+        for bank in self.banks:
+            if self.world_size > 1:
+                sums = torch.empty_like(bank.my_data)
+                reduce_scatter(sums.view(-1), torch.zeros_like(bank.data), group=self.group)
+                all_gather(torch.empty_like(bank.data), bank.my_data.view(-1), group=self.group)
+        for device in {"cpu", self.banks[0].data.device.type}:
+            all_reduce(torch.zeros(3, device=device), group=self.group)
+
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of a micro-step's loss to those before."""
         wanted = [*self.params]
@@ -6534,6 +6546,8 @@ class TrainState:
     seconds: float = 0.0  # on the clock
     curves: dict = field(default_factory=lambda: {"train": [], "val": []})  # [(step, seconds, loss)]
     laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
+    loss_sum: float = 0.0  # losses of the steps since the last train_loss line, mean of the ranks
+    loss_steps: int = 0  # how many they are
 
 @dataclass
 class Run:
@@ -6709,6 +6723,19 @@ def rehearse_stages(run: Run) -> float:
             slowest = max(slowest, (time.perf_counter() - began) * share / rows)
     return slowest
 
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Python's garbage collector stops: it has paused single ranks for 0.6 s, and with them all others
+    (modded-nanogpt's logs). train() calls it off the clock."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
 def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) -> tuple[Score, str]:
     """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
     for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
@@ -6721,6 +6748,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         state.seconds += counter() - began
     clock = Clock(cfg, team, state, counter)
     broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
+    recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)
     reported = False
     context_stage = None
     team.wait()
@@ -6739,6 +6767,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             done = "iterations"
         # 2. a checkpoint; the last step's is off the clock
         if saver.due(step, state.seconds, clock.stop_asked or team.world_size == 1 and saver.signals, done):
+            state.loss_sum = mean_of_ranks(recent, team)
             saver.save(state)
             if done:
                 clock.start(state.seconds)
@@ -6753,6 +6782,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             if done:
                 run.optimizer.take_mean()
             score = validate(run, state, None if done else stage, done, further, samples)
+            gc.collect()
             if done:
                 return score, done
             clock.start(state.seconds)
@@ -6768,6 +6798,8 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
         loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, *schedule)
         broken += 0 * loss
+        recent += loss
+        state.loss_steps += 1
         if team.on_gpu and clock.cap:
             clock.under_way.append(torch.cuda.current_stream().record_event())
         state.tokens += stage.batch_tokens
@@ -6775,19 +6807,28 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         # 5. a report
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
-            report_step(run, state, clock, loss + broken, schedule.lr)
+            report_step(run, state, clock, loss + broken, recent, schedule.lr)
+            recent.zero_()
+            state.loss_steps = 0
 
-def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, lr_factor: float) -> None:
-    """Logs the mean loss of the ranks, for which it waits. Raises Refused if that is not finite."""
+def mean_of_ranks(loss: Tensor, team: Team) -> float:
+    """The mean over the ranks of a 0-dim tensor, for which it waits."""
+    return all_reduce(loss / team.world_size, group=team.group).item()
+
+def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent: Tensor,
+                lr_factor: float) -> None:
+    """Logs the loss of the last step and the mean since the line before. recent: the sum that it is the mean
+    of. Raises Refused if the loss is not finite."""
     cfg = run.cfg
-    mean = all_reduce(loss / run.team.world_size, group=run.team.group).item()
+    last = mean_of_ranks(loss, run.team)
+    mean = mean_of_ranks(recent, run.team) / state.loss_steps
     step = state.step
     now = clock.seconds()
     state.curves["train"].append((step, now, mean))
-    check_finite(mean, "train_loss", step, state.curves["train"])
+    check_finite(last, "train_loss", step, state.curves["train"])
     left = now / cfg.progress(step, now) - now
-    run.log(f"step:{step}/{total_steps(cfg)} train_loss:{mean:.4f} {time_text(now, step)} "
-            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s")
+    run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
+            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}")
 
 def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None, further: list[Callable],
              samples: int) -> Score:
@@ -6941,8 +6982,10 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     state = restore(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
     run.optimizer.group = team.group
+    run.optimizer.connect()
     run.saver.begin(run, state)
-    score, stop_reason = train(run, state)
+    with garbage_kept():
+        score, stop_reason = train(run, state)
     team.group = None
     run.optimizer.group = None
     # 4. the fp32 weights that it made

@@ -193,7 +193,7 @@ def curves_part(rows, colors):
             if not points:
                 continue
             source = ColumnDataSource(dict(
-                seconds=[point.seconds for point in points], loss=[point.loss for point in points],
+                seconds=[point.seconds for point in points], loss=[point.smooth for point in points],
                 step=[point.step for point in points], run=[row.name] * len(points),
                 split=[split] * len(points)))
             style = dict(color=colors[row.group], alpha=0.8)

@@ -22,7 +22,8 @@ from runs import DATE, inputs, log_text, split_log
 
 STEP_LINE = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
-    r"step_avg:(\d+\.\d\d)ms(?: tok/s:(\d+) lr_factor:\d\.\d{3} eta:(\d+)s)?")
+    r"step_avg:(\d+\.\d\d)ms"
+    r"(?: tok/s:(\d+) lr_factor:\d\.\d{3} eta:(\d+)s(?: mean_loss:(\d+\.\d{4}))?)?")
 RESUMED = re.compile(r"resume: from step (\d+) at train_time:(\d+)ms")
 # A run says these once; a resumed one says those of SAID_AGAIN again
 SAID_ONCE = re.compile(
@@ -55,6 +56,7 @@ class Step(NamedTuple):
     average: float
     rate: int | None
     eta: int | None
+    mean: float | None = None       # of the steps since the line before; older scripts don't tell it
 
 
 def lines_of(run):
@@ -71,10 +73,11 @@ def segments_of(run, log):
         elif re.match(r"step:\d", line):
             parts = STEP_LINE.fullmatch(line)
             require(parts, f"{log}: no run writes the line {line[:80]!r}")
-            step, total, kind, loss, bpb, ms, average, rate, eta = parts.groups()
+            step, total, kind, loss, bpb, ms, average, rate, eta, mean = parts.groups()
             found[-1][1].append(Step(
                 int(step), int(total), kind, float(loss), float(bpb) if bpb else None, int(ms),
-                float(average), int(rate) if rate else None, int(eta) if eta else None))
+                float(average), int(rate) if rate else None, int(eta) if eta else None,
+                float(mean) if mean else None))
     return found
 
 
@@ -107,6 +110,7 @@ def check_lines(run, log, result):
     for begin, steps in segments:
         check_order(log, begin, steps)
         check_reports(log, begin[0], steps, result)
+        check_means(log, begin[0], steps)
         for step in steps:
             check_rates(f"{log}, step {step.step}", step, result)
     return segments
@@ -141,6 +145,17 @@ def check_reports(log, first, steps, result):
     odd = sorted(odd - {first, result["steps"]})
     require(not odd, f"{log}: val_loss of step {odd and odd[0]} is missing, or is no step to be validated "
             f"(VAL_LOSS_EVERY={every})")
+
+
+def check_means(log, first, steps):
+    """Where a line reports a single step, the mean since the line before is that step's loss."""
+    before = first
+    for step in steps:
+        if step.kind != "train":
+            continue
+        if step.mean is not None and step.step == before + 1:
+            same(f"{log}, step {step.step}", "mean_loss", step.mean, "its train_loss", step.loss)
+        before = step.step
 
 
 def check_rates(where, step, result):

@@ -48,10 +48,11 @@ MAX_LOGS = 3000                 # logs in one call
 DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")     # how the folder of a record begins
 HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
 NUMBER = r"(?:\d+(?:\.\d+)?|nan|inf)(?=[\s,;]|$)"       # else it may be a part of a damaged one
-STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s
+STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s, mean loss
     rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
     rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER}))? ?(?:val_bpb: ?({NUMBER}))?"
-    r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?", re.M)
+    r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?"
+    rf"(?:.* mean_loss:({NUMBER})$)?", re.M)
 LLMC = re.compile(rf"^s:(\d+) (tel|trl):({NUMBER})", re.M)         # of llm.c: loss of val, of train
 FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
     rf"^(\S*(?:final|exact|quantized|ttt)\S*)(?: [a-z_]+:\S+)*? (val_loss(?:_partial)?): ?({NUMBER})"
@@ -104,6 +105,12 @@ class Point(NamedTuple):
     seconds: float              # of training
     loss: float
     tokens: float | None        # read so far, where the log tells the rate
+    mean: float | None = None   # of the steps since the line before, where the log tells it
+
+    @property
+    def smooth(self):
+        """What pictures show: the mean where there is one, since single batches differ."""
+        return self.loss if self.mean is None else self.mean
 
 
 @dataclasses.dataclass
@@ -297,7 +304,7 @@ def read_curves(run, body):
     seconds = 0.0
     at = 0
     for found in STEP.finditer(body):
-        step, _, kind, loss, bpb, time, unit, rate = found.groups()
+        step, _, kind, loss, bpb, time, unit, rate, mean = found.groups()
         step, at = int(step), found.start()
         run.steps = max(run.steps, step)
         if time:
@@ -306,7 +313,8 @@ def read_curves(run, body):
             curve = run.curves["val" if kind.startswith("val") else "train"]
             if curve and step <= curve[-1].step:
                 run.steps_repeat = True
-            curve.append(Point(step, seconds, float(loss), int(rate) * seconds if rate else None))
+            tokens = int(rate) * seconds if rate else None
+            curve.append(Point(step, seconds, float(loss), tokens, float(mean) if mean else None))
         if bpb:
             run.facts["last_bpb"] = float(bpb)
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
@@ -684,7 +692,7 @@ def mean_curve(runs, split, axis, grid):
         if len(points) < 2:
             return None
         places = np.array([getattr(point, axis) for point in points], float)
-        losses = np.array([point.loss for point in points])
+        losses = np.array([point.smooth for point in points])
         if split == "train":    # single batches are noisy: each with its neighbours
             losses = np.convolve(np.pad(losses, 1, "edge"), np.ones(3) / 3, "valid")
         rows.append(np.interp(grid, places, losses))

@@ -353,14 +353,14 @@ def draw(curves, path, title, by="seconds", grey=()):
 
 
 def draw_run(folder, record=()):
-    """A finished run's loss.png: train_loss raw and smoothed, val_loss, stages as bands, the LR factor; and
-    in grey the record of its game, [(seconds, loss)]."""
+    """A finished run's loss.png: mean train_loss between its lines, or of older logs train_loss raw and
+    smoothed; val_loss, stages as bands, the LR factor; in grey the record of its game, [(seconds, loss)]."""
     from matplotlib.figure import Figure
     run = read_log(folder / "train.log")
     text = log_text(run.path)
-    rows = re.findall(r"^step:(\d+)/.* train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s$", text, re.M)
+    rows = re.findall(r"^step:(\d+)/.* train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s", text, re.M)
     steps, ms, rates, eta = np.array(rows, float).T
-    seconds, losses = np.array([(point.seconds, point.loss) for point in run.curves["train"]]).T
+    seconds, losses = np.array([(point.seconds, point.smooth) for point in run.curves["train"]]).T
     last = float(re.search(r"^limits: at most (\d+) steps", text, re.M)[1])
     starts = [int(step) / last for step in re.findall(r"^ {3,}(\d+) +\d+ +\d+ +\d+ +\d+ +\S+$", text, re.M)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -368,10 +368,13 @@ def draw_run(folder, record=()):
     right = axes.twinx()
     if record:
         axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
-    width = len(losses) // 20 * 2 + 3           # points
-    smooth = np.convolve(np.pad(losses, width // 2, "edge"), np.full(width, 1 / width), "valid")
-    axes.plot(seconds, losses, ".", color="tab:blue", alpha=0.35, label="train")
-    axes.plot(seconds, smooth, color="tab:blue", label="train, smoothed")
+    if run.curves["train"][0].mean is None:
+        width = len(losses) // 20 * 2 + 3           # points
+        smooth = np.convolve(np.pad(losses, width // 2, "edge"), np.full(width, 1 / width), "valid")
+        axes.plot(seconds, losses, ".", color="tab:blue", alpha=0.35, label="train")
+        axes.plot(seconds, smooth, color="tab:blue", label="train, smoothed")
+    else:
+        axes.plot(seconds, losses, color="tab:blue", label="train, mean of the steps between lines")
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
     axes.plot(*zip(*val), "o-", color="tab:red", label=f"val, at the end {val[-1][1]:.4f}")
     right.plot(ms / 1e3, rates, ":", color="tab:green")

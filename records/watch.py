@@ -100,7 +100,7 @@ class Progress:
             self.enter("writing the model" if self.trained else "training")
         elif found[6] and left:
             self.enter("training")
-            self.losses.append((self.at[0], float(found[4])))
+            self.losses.append((self.at[0], float(found[9] or found[4])))
             self.step = self.at[0], float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
 
     def beginning(self, line):

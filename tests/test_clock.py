@@ -1,5 +1,6 @@
 """Honest clocks and scores, on a simulated clock: what counts as train_time, the cap, the host ahead of a
 GPU, which text trains. No test here depends on how fast the machine is."""
+import gc
 import json
 import re
 import threading
@@ -191,6 +192,45 @@ def test_a_capped_run_goes_on_from_its_clock(train, paced, monkeypatch):
     assert re.search(r"^step:13/\S+ train_loss:\S+ train_time:1875ms", done.out, re.M)
     assert done.weights == want.weights and done.losses == want.losses
     assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
+
+
+def test_mean_loss_goes_on_in_a_resumed_run(train, paced):
+    """It covers steps 11 to 18 although the run was interrupted in step 12."""
+    def seconds(*_):
+        steps.append(1)
+        if len(steps) == interrupted_in:
+            clock.run.saver.on_signal()
+        return STEP
+
+    steps, interrupted_in = [], 0
+    clock = paced(seconds)
+    settings = TOY | dict(ITERATIONS="18", TRAIN_LOG_EVERY="9")
+    want = train(settings)
+    each = train(settings, TRAIN_LOG_EVERY="1")
+    steps, interrupted_in = [], 12
+    first = train(settings)
+    assert first.last == f"RESUME={first.run_id}"
+    done = train({}, RESUME=first.run_id)
+    said = [re.search(r"^step:18/18 train_loss.* mean_loss:(\S+)$", run.log, re.M)[1] for run in (want, done)]
+    assert said[0] == said[1]
+    assert float(said[0]) == pytest.approx(np.mean([each.losses[step] for step in range(11, 19)]), abs=1e-4)
+
+
+def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
+    """It runs at validations, and as before once training is over or has failed."""
+    step, when = train_gpt.train_step, []
+
+    def train_step(*args):
+        when.append(gc.isenabled())
+        if fails and len(when) > fails:
+            raise train_gpt.Refused("no more")
+        return step(*args)
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    for fails, code in ((0, 0), (3, 1)):
+        when.clear()
+        assert train(SIX).code == code
+        assert len(when) > 3 and not any(when) and gc.isenabled() and not gc.get_freeze_count()
 
 
 def test_checkpoints_by_the_clock(train, paced, monkeypatch):

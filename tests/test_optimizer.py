@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -483,6 +484,38 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     monkeypatch.setattr(train_gpt, "all_reduce", lambda tensor, group: groups.append(group) or tensor)
     Optimizer(model, replace(TINY, grad_clip_norm=1.0), 0, 2, "G").step(1.0, 0.9)
     assert groups == ["G"]
+
+
+def test_collectives_of_a_step_run_once_before_the_clock(monkeypatch):
+    """connect() has them all, with their sizes, dtypes and group, so that NCCL makes no connection later; it
+    changes neither weights nor gradients."""
+    seen = set()
+
+    def collective(kind):
+        def run(output, given, group, async_op=False):
+            whole = max(output, given, key=len)
+            seen.add((kind, len(whole), whole.dtype, group))
+            return SimpleNamespace(wait=lambda: None)
+        return run
+
+    def all_reduce(tensor, op="SUM", group=None):
+        seen.add(("all", tensor.device.type, group))
+        return tensor
+
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(train_gpt, name, collective(name))
+    monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
+    cfg = replace(TINY, grad_clip_norm=1.0)
+    model = randomised(cfg)
+    optimizer = Optimizer(model, cfg, 0, 2, "G", dtype=torch.bfloat16)
+    add_gradients(optimizer, some_gradients(model, 0))
+    before = [tensor.clone() for bank in optimizer.banks for tensor in (bank.data, bank.grad, bank.master)]
+    optimizer.connect()
+    after = [tensor for bank in optimizer.banks for tensor in (bank.data, bank.grad, bank.master)]
+    assert all(map(torch.equal, before, after))
+    connected, seen = seen, set()
+    optimizer.step(1.0, 0.9)
+    assert {kind for kind, *_ in seen} == {"reduce_scatter", "all_gather", "all"} and len(seen) > 3 and seen <= connected
 
 
 RANK_CONFIGS = [

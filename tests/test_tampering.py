@@ -126,7 +126,7 @@ def submission(**values):
 
 
 STEP = re.compile(r"(?m)^step:(\d+)/(\d+) (\w+):(\d\.\d{4})( val_bpb:\S+)? train_time:(\d+)ms step_avg:\S+ms"
-                  r"(?: tok/s:\d+ (lr_factor:\S+) eta:\d+s)?$")
+                  r"(?: tok/s:\d+ (lr_factor:\S+) eta:\d+s(?: mean_loss:(\S+))?)?$")
 
 
 def result_of(log):
@@ -152,6 +152,8 @@ def step_lines(name, change):
                 part = max(step / total, ms / 1e3 / cap if cap else 0)
                 eta = ms / 1e3 / part - ms / 1e3
                 said += f" tok/s:{step * batch / ms * 1e3:.0f} {found[7]} eta:{eta:.0f}s"
+                if found[8]:
+                    said += f" mean_loss:{float(found[8]) * loss / float(found[4]):.4f}"
             return said
 
         (folder / name).write_text(STEP.sub(line, text))
@@ -356,6 +358,7 @@ FIND = [
         r"^(step:10/20 val_loss:\S+ val_bpb:)\S+", r"\g<1>1.5000"), STEPS, "toy"),
     Case("a validation on the way is taken out", in_files(r"^step:10/20 val_loss.*\n", ""),
          STEPS, "toy"),
+    Case("the mean loss of a single step", in_files(r"^(step:3/.* mean_loss:).*$", r"\g<1>1.0000"), STEPS, "toy"),
     # scores
     Case("the artifacts' scores 1 % lower", lowered("artifact"), STEPS),
     Case("all final scores and validations 1 % lower", lowered("trained", "artifact"), SCORE, "toy"),

@@ -269,6 +269,18 @@ def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
     assert steps == [11, 10] and "RESUME" not in done.log
 
 
+def test_the_training_group_is_connected_before_the_clock(train, monkeypatch):
+    events = []
+    for owner, name in ((train_gpt.Team, "begin_training"), (train_gpt.Optimizer, "connect"),
+                        (train_gpt.Clock, "start")):
+        def noted(*args, name=name, call=getattr(owner, name), **kw):
+            events.append(name)
+            return call(*args, **kw)
+        monkeypatch.setattr(owner, name, noted)
+    assert train(TOY, ITERATIONS="2").code == 0
+    assert events[:3] == ["begin_training", "connect", "start"] and events.count("connect") == 1
+
+
 def test_ranks_rehearse_alike(tiny_data, monkeypatch):
     """A rank tells the others what went wrong, memory above all, and raises what went wrong with another."""
     cfg, told, answer = toy_config(tiny_data, vocab_size=512), [], 0
