@@ -358,7 +358,8 @@ FIND = [
         r"^(step:10/20 val_loss:\S+ val_bpb:)\S+", r"\g<1>1.5000"), STEPS, "toy"),
     Case("a validation on the way is taken out", in_files(r"^step:10/20 val_loss.*\n", ""),
          STEPS, "toy"),
-    Case("the mean loss of a single step", in_files(r"^(step:3/.* mean_loss:).*$", r"\g<1>1.0000"), STEPS, "toy"),
+    Case("the mean loss of a single step", in_files(r"^(step:3/.* mean_loss:).*$", r"\g<1>1.0000"),
+         STEPS, "toy"),
     # scores
     Case("the artifacts' scores 1 % lower", lowered("artifact"), STEPS),
     Case("all final scores and validations 1 % lower", lowered("trained", "artifact"), SCORE, "toy"),
