@@ -1849,9 +1849,6 @@ class Golf(Config):
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
     artifact_scale_floor: float = optional(1 / 127, "least scale of an int8 row; 0: none", 0, 1)
-    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
-    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
 
     unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
 
@@ -1925,9 +1922,6 @@ class Golf(Config):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        return [named_scores] if step is None else []
 
     def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
         return dense_attention(self, on_gpu, log)
@@ -4869,13 +4863,15 @@ def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Ten
     return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
 def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None,
-             protocol: str = "plain") -> Score:
+             protocol: Callable | None = None) -> Score:
     """Score of the first val_tokens targets, with sums in fp64. stage: whose windows and loops apply; None:
-    those of evaluation. protocol: plain or one of PROTOCOLS; plain rows of eval_context tokens score their
-    last eval_stride targets, the first row all of them."""
+    those of evaluation. protocol: what makes their nats of (model, cfg, tokens, team=team) in place of
+    plain_nats()."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
-    compiled = protocol == "plain" and team.on_gpu and cfg.compile
-    nats = target_nats(model, cfg, tokens, protocol, team, stage, compiled)
+    if protocol:
+        nats = protocol(model, cfg, tokens, team=team)
+    else:
+        nats = plain_nats(model, cfg, tokens, team, stage)
     sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
     total, without_bos = sums.tolist()
     val_loss = total / (len(tokens) - 1)
@@ -4892,6 +4888,39 @@ def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
     bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
     return f"{loss_name(cfg)}:{score.val_loss:.{digits}f}{bpb}"
 
+def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
+    """How so many tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
+    first to last. The first row scores all that it holds, each of the others `stride` tokens; 0: all."""
+    context = cfg.eval_context or cfg.train_seq_len
+    rows = []
+    first = 1
+    size = context
+    while first < count:
+        rows.append((max(0, first + size - 1 - context), first, min(count, first + size) - 1))
+        first += size
+        size = min(stride or context, context)
+    return rows
+
+def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
+                stage: Stage | None = None, compiled: bool = False) -> None:
+    """Writes the nats of the targets of this rank's share of rows, as evaluation_rows() has them, into
+    nats."""
+    mine = rows[team.rank::team.world_size]
+    asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
+    for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
+        _, first, last = mine[i]
+        nats[first:last + 1] = found
+
+def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
+               stage: Stage | None = None) -> np.ndarray:
+    """fp64 (len(tokens),): nats of each token given those before it in rows of eval_context tokens, which
+    score their last eval_stride ones, the first row all; 0 for the first token and for the targets of other
+    ranks. stage: see score_rows()."""
+    nats = np.zeros(len(tokens))
+    rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
+    score_share(nats, rows, model, cfg, tokens, team, stage, compiled=team.on_gpu and cfg.compile)
+    return nats
+
 # Named scores: the same text by other protocols, each under its own name. Every token but the first is a
 # target once and is scored by log_probs given earlier tokens in its row.
 #   sliding    EVAL_SLIDING=n: rows of eval_context tokens that start n apart, each scores its last n.
@@ -4900,22 +4929,6 @@ def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
 #              trains on whole rows of them. No weight that scores a token has seen it or anything after it.
 PROTOCOLS = ("sliding", "ttt")
 TTT_TOKENS = 16_384  # tokens per micro-step of test-time training, which fit beside a model of golf's size
-
-def protocol_rows(cfg: Config, protocol: str, count: int) -> list[tuple]:
-    """How so many tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
-    first to last. The first row scores all that it holds, each of the others `stride` tokens."""
-    context = cfg.eval_context or cfg.train_seq_len
-    stride = cfg.eval_stride or context
-    if protocol != "plain" and cfg.eval_sliding:
-        stride = cfg.eval_sliding
-    rows = []
-    first = 1
-    size = context
-    while first < count:
-        rows.append((max(0, first + size - 1 - context), first, min(count, first + size) - 1))
-        first += size
-        size = min(stride, context)
-    return rows
 
 def test_time_step(model: Model, optimizer: Optimizer, cfg: Config, tokens: np.ndarray, team: "Team") -> None:
     """An optimizer step on tokens (n * train_seq_len + 1,) as n rows. Unlike in train_step the rows need not
@@ -4930,15 +4943,6 @@ def test_time_step(model: Model, optimizer: Optimizer, cfg: Config, tokens: np.n
         # the optimizer divides by the ranks
         optimizer.backward(loss * (len(part) * team.world_size / len(rows)))
     optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
-
-def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
-                stage: Stage | None = None, compiled: bool = False) -> None:
-    """Writes the nats of the targets of this rank's share of rows, as protocol_rows() has them, into nats."""
-    mine = rows[team.rank::team.world_size]
-    asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
-    for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
-        _, first, last = mine[i]
-        nats[first:last + 1] = found
 
 def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "Team") -> np.ndarray:
     """target_nats() of a copy of the model that trains on what it has scored."""
@@ -4963,15 +4967,15 @@ def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "
             trained += full
     return nats
 
-def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, team: "Team",
-                stage: Stage | None = None, compiled: bool = False) -> np.ndarray:
-    """fp64 (len(tokens),): nats of each token given those before it, by a protocol; 0 for the first token and
-    for the targets of other ranks. The model stays as it is. stage, compiled: see score_rows()."""
-    rows = protocol_rows(cfg, protocol, len(tokens))
+def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, team: "Team") -> np.ndarray:
+    """plain_nats() by a protocol: plain or one of PROTOCOLS. The model stays as it is."""
+    if protocol == "plain":
+        return plain_nats(model, cfg, tokens, team)
+    rows = evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)
     if protocol == "ttt":
         return score_ttt(model, cfg, tokens, rows, team)
     nats = np.zeros(len(tokens))
-    score_share(nats, rows, model, cfg, tokens, team, stage, compiled)
+    score_share(nats, rows, model, cfg, tokens, team)
     return nats
 
 def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
@@ -4983,7 +4987,7 @@ def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
             continue
         log(f"evaluating {protocol}")
         start = time.perf_counter()
-        loss, bpb, _ = evaluate(model, cfg, data, team, protocol=protocol)
+        loss, bpb, _ = evaluate(model, cfg, data, team, protocol=partial(target_nats, protocol=protocol))
         if not math.isfinite(loss):
             log(f"final_{protocol}: the loss is {loss}, so there is no score: lower EVAL_TTT_LR")
             continue

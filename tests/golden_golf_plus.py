@@ -136,7 +136,7 @@ def test_golf_plus_validation(golf_plus):
     model, tokens = golf_plus.model(), golf_plus.array("validation.tokens").astype(np.int64)
     edges = golf_plus.array("validation.sliding_edges")
     cfg = replace(golf_plus.cfg, eval_sliding=int(edges[1, 0]), eval_stride=0)
-    rows = train_gpt.protocol_rows(cfg, "sliding", len(tokens))
+    rows = train_gpt.evaluation_rows(cfg, len(tokens), cfg.eval_sliding)
     assert [[low, last, first - low - 1] for low, first, last in rows] == edges.tolist()
     for protocol, name in (("plain", "rows"), ("sliding", "sliding")):
         theirs = golf_plus.array(f"validation.{name}_result")[0]

@@ -49,7 +49,7 @@ RECIPES = {
         muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=1500,
         muon_backend_steps=5, beta1=0.9, beta2=0.95, adam_eps=1e-8, iterations=20_000,
         max_wallclock_seconds=600.0, warmdown_iters=3000, warmup_steps=20, artifact_bytes_limit=16_000_000,
-        artifact_scale_floor=1 / 127, eval_sliding=0, eval_ttt=0, eval_ttt_lr=0.05),
+        artifact_scale_floor=1 / 127),
     "speedrun": RUN | dict(
         preset='speedrun', train_log_every=50, val_loss_every=250, data_path='data/datasets/fineweb10B_gpt2',
         tokenizer_path='', vocab_size=50304, train_seq_len=16384, train_batch_tokens=131072,

@@ -23,8 +23,11 @@ PROTOCOLS = {
 Row = namedtuple("Row", "low first last")
 
 
-def rows_of(*args):
-    return [Row(*row) for row in train_gpt.protocol_rows(*args)]
+def rows_of(cfg, name, count):
+    stride = cfg.eval_stride
+    if name != "plain" and cfg.eval_sliding:
+        stride = cfg.eval_sliding
+    return [Row(*row) for row in train_gpt.evaluation_rows(cfg, count, stride)]
 
 
 def team_of(rank=0, ranks=1):
@@ -207,9 +210,8 @@ PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its pl
     "trains the model that it was given": (
         "ttt", "    copied.load_state_dict(model.state_dict())\n", "    copied = model\n", "a leak"),
     "rows that the whole text decides": (
-        "sliding", "protocol_rows(cfg, protocol, len(tokens))",
-        "protocol_rows(replace(cfg, eval_sliding=cfg.eval_sliding - int(tokens.astype(int).sum() % 3)), "
-        "protocol, len(tokens))", "a leak"),
+        "sliding", "evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)",
+        "evaluation_rows(cfg, len(tokens), cfg.eval_sliding - int(tokens.astype(int).sum() % 3))", "a leak"),
     "fewer nats after the first rows": (
         "sliding", "    return nats\n\ndef named",
         "    nats[3 * cfg.train_seq_len:] -= 1e-3\n    return nats\n\ndef named", SUM),
