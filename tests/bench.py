@@ -254,6 +254,15 @@ def read_arm(text):
     return trainer, folder, settings
 
 
+@contextmanager
+def without_bytecode():
+    """A record's folder holds what its page lists, and no __pycache__."""
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    yield
+    sys.dont_write_bytecode = before
+
+
 @cache
 def load_trainer(folder):
     """train_gpt.py of a checkout, under a module name of its own."""
@@ -262,7 +271,8 @@ def load_trainer(folder):
     name = f"train_gpt_{load_trainer.cache_info().currsize}"
     spec = importlib.util.spec_from_file_location(name, folder / "train_gpt.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with without_bytecode():
+        spec.loader.exec_module(module)
     return module
 
 
@@ -273,7 +283,8 @@ def companions_of(folder):
         if (folder / f"{name}.py").exists():
             sys.modules.pop(name, None)
     sys.path.insert(0, str(folder))
-    yield
+    with without_bytecode():
+        yield
     sys.path.remove(str(folder))
 
 
