@@ -6219,8 +6219,10 @@ def meet(ranks: Ranks) -> dist.Store:
     except TimeoutError:
         raise Refused(f"something else than our ranks listens at port {ranks.where[1]}") from None
     except dist.DistError as error:
-        in_use = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
-        raise Refused(in_use if "EADDRINUSE" in str(error) else brief(error)) from None
+        why = f"rank 0 is gone ({brief(error)})"
+        if "EADDRINUSE" in str(error):
+            why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
+        raise Refused(why) from None
 
 def find_store(ranks: Ranks, patience: float, found: Future) -> None:
     """Puts what meet() returns or raises into a Future."""

@@ -19,7 +19,9 @@ import train_gpt
 from helpers import ROOT, SCRIPT, TOY, look
 from train_gpt import Ranks, Refused, read_ranks
 
-SMALL = TOY | dict(ITERATIONS="2", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="512", SAMPLE_TOKENS="2")
+SMALL = TOY | dict(
+    ITERATIONS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="256", SAMPLE_TOKENS="2",
+    NUM_LAYERS="1", MODEL_DIM="16", NUM_HEADS="1", VALUE_EMBED_LAYERS="0", COUNT_ORDERS="0", COPY_ORDERS="0")
 MEETING = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 TWO = dict(RANK="0", WORLD_SIZE="2") | MEETING
 
@@ -216,11 +218,11 @@ def test_ranks_that_never_come(start):
     """Rank 0 of two, alone; and with a rank 1 that says it is one of four."""
     port = free_port()
     env = MEETING | dict(MASTER_PORT=port, TRAIN_BATCH_TOKENS="256")
-    first = start(env | dict(RANK="0", WORLD_SIZE="2"), 1.0)
-    other = start(env | dict(RANK="1", WORLD_SIZE="4"), 1.0)
-    for process, count in ((first, 2), (other, 4)):
+    first = start(env | dict(RANK="0", WORLD_SIZE="2"), 6.0)      # holds the store until the other has ended
+    other = start(env | dict(RANK="1", WORLD_SIZE="4"), 0.5)
+    for process, count in ((other, 4), (first, 2)):
         assert ended(process) == 2 and process.said().count("\n") == 1
-        assert f"only 1 of {count} ranks came" in process.said() or "does not answer" in process.said()
+        assert f"only 1 of {count} ranks came" in process.said()
 
 
 @pytest.mark.parametrize("how", ["no answer", "silence", "alone"])
@@ -288,7 +290,7 @@ def same_run(folder, plain):
 
 
 @pytest.mark.parametrize("by_watch, shell", [
-    (False, "| head -2"), (False, "> /dev/full 2>&1"), (True, "| head -2"), (True, "> /dev/full 2>&1")])
+    (False, "| head -2"), (False, "> /dev/full 2>&1"), (True, "| head -2")])
 def test_a_run_goes_on_when_nobody_reads(by_watch, shell, root, plain):
     """Into train.log, to its end."""
     run_id = f"r{by_watch}_{re.sub('[^a-z0-9]', '', shell)}"
@@ -369,7 +371,7 @@ AT_THE_START = {
     "PYTHONINTMAXSTRDIGITS": ("640",), "PYTHONWARNDEFAULTENCODING": ("1",), "PYTHONNODEBUGRANGES": ("1",)}
 CASES = range(300)
 FRESH = 20      # each such case has an interpreter of its own, the others are forks
-SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 28) + [160, 240]
+SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 28) + [160]
 
 
 def drawn_environment(case):
