@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,16 +114,18 @@ def test_its_model_gives_the_same_log_probs(exported, one_thread, name):
         assert not torch.allclose(train_gpt.log_probs(model, some_tokens()[-1]), found[-1], atol=1e-4)
 
 
+@cache
 def segments(path):
-    """{name, or class.method: source} of a module's functions, classes without methods apart."""
+    """{name, or class.method: its lines} of a module's functions, classes without methods apart."""
     text, found = path.read_text(encoding="utf-8"), {}
+    lines = text.splitlines()
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = ast.get_source_segment(text, node)
+            found[node.name] = lines[node.lineno - 1:node.end_lineno]
         elif isinstance(node, ast.ClassDef):
             for member in node.body:
                 name = getattr(member, "name", "")
-                found[f"{node.name}.{name}"] = ast.get_source_segment(text, member)
+                found[f"{node.name}.{name}"] = lines[member.lineno - 1:member.end_lineno]
     return found
 
 

@@ -7,6 +7,7 @@ recipe's class stands one with those constants of the run that the model depends
 import ast
 import copy
 import functools
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,11 +180,25 @@ def recipe_lines(trainer, recipe, own, reach, constants):
     for name, (value, about) in constants.items():
         if name in reach.constants:
             line = f"    {name} = {value!r}  # {about}"
-            out += [line] if len(line) <= 110 else [f"    # {about}", f"    {name} = {value!r}"]
+            if len(line) > 110:
+                line = textwrap.fill(about, 110, initial_indent="    # ", subsequent_indent="    # ")
+                line += f"\n    {name} = {value!r}"
+            out.append(line)
     for piece in reach.recipe_methods().values():
         method = lines[piece.first:piece.last + 1]
         out += method if not method[0].strip() else ["", *method]
     return out
+
+
+def imports_of(node, names):
+    """The imports below a `try` statement whose names are reached, without what it does where they fail."""
+    out = []
+    for statement in node.body:
+        statement.names = [alias for alias in statement.names
+                           if (alias.asname or alias.name.split(".")[0]) in names]
+        if statement.names:
+            out.append(ast.unparse(statement))
+    return "\n".join(out)
 
 
 def dropped_lines(module, reach, kept):
@@ -221,6 +236,10 @@ def model_script(preset, text, constants, has_counts):
     for name, part in zip(in_hints, written[1:]):
         lines[part.first] = f"{name} = object  # in type hints: {recipe}, below"
     lines[own.part.first] = "\n".join(recipe_lines(trainer, recipe, own, reach, constants))
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Try) and isinstance(node.body[0], ast.Import):
+            lines[node.lineno - 1] = imports_of(node, reach.names)
+            dropped |= set(range(node.lineno, node.end_lineno))
     lines[0] = ABOUT.format(preset=preset)
     out = [without_lines(lines, dropped, kept), "# ---------- load"]
     # 3. the loader's, whose imports the trainer has, too
