@@ -6534,9 +6534,9 @@ def plot_curves(curves: dict, title: str, path: Path, log: Callable) -> None:
         from matplotlib.figure import Figure
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
-        for split, points in curves.items():
-            _, seconds, losses = zip(*points)
-            axes.plot(seconds, losses, "o-" if split == "val" else "-", label=split)
+        for curve, label, line in (("mean", "train", "-"), ("val", "val", "o-")):
+            _, seconds, losses = zip(*curves[curve])
+            axes.plot(seconds, losses, line, label=label)
         axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log")
         axes.legend()
         figure.savefig(path, dpi=110)
@@ -6550,7 +6550,8 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0  # on the clock
-    curves: dict = field(default_factory=lambda: {"train": [], "val": []})  # [(step, seconds, loss)]
+    # {train: losses of single steps, mean: of the steps between two lines, val}: [(step, seconds, loss)]
+    curves: dict = field(default_factory=lambda: {"train": [], "mean": [], "val": []})
     laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
     loss_sum: float = 0.0  # losses of the steps since the last train_loss line, mean of the ranks
     loss_steps: int = 0  # how many they are
@@ -6830,7 +6831,8 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
     mean = mean_of_ranks(recent, run.team) / state.loss_steps
     step = state.step
     now = clock.seconds()
-    state.curves["train"].append((step, now, mean))
+    state.curves["train"].append((step, now, last))
+    state.curves["mean"].append((step, now, mean))
     check_finite(last, "train_loss", step, state.curves["train"])
     left = now / cfg.progress(step, now) - now
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "

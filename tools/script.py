@@ -9,6 +9,7 @@ import ast
 import dis
 import sys
 import types
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,9 +43,14 @@ def names_bound(node):
 
 
 def names_used(node):
-    """Global names that a statement reads, in functions and classes of it, too. Compiling it tells them from
-    local variables of the same name."""
-    waiting = [compile(ast.Module([node], []), "train_gpt.py", "exec")]
+    """Global names that a statement reads, in functions and classes of it, too."""
+    return global_names(ast.unparse(node))
+
+
+@cache
+def global_names(text):
+    """Those of a statement's text. Compiling it tells them from local variables of the same name."""
+    waiting = [compile(text, "train_gpt.py", "exec")]
     found = set()
     while waiting:
         code = waiting.pop()
