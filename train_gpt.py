@@ -57,6 +57,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 except ImportError as error:
     print(f"train_gpt: {error}: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
@@ -220,8 +221,9 @@ class Config(Recipe):
     device: str = option("auto", "where to train; auto: all GPUs there are", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
                         choices=("auto", "float32", "bfloat16"))
-    sdpa_backend: str = option("flash3", "on a GPU: FlashAttention 3 if it is there; auto: flex and torch's",
-                               choices=("flash3", "auto"))
+    sdpa_backend: str = option("auto", "attention on a GPU; auto: flex for windows and documents, else what "
+                               "torch chooses; flash3: FlashAttention 3 if it is there; torch: masks",
+                               choices=("auto", "flash3", "torch"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
     triton_kernels: bool = option(True, "our own Triton kernels on a GPU; 0: what torch.compile generates")
     dry_run: bool = option(False, "print the plan only")
@@ -5962,10 +5964,14 @@ def gpu_window(window: int, T: int, device: torch.device, cuts: bool = False) ->
     return torch.tensor(window, device=device)
 
 def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
-    """attention() by flex attention for block masks, else by the kernel that torch chooses. Not measured."""
+    """attention() by flex attention for block masks, else by the kernel that torch chooses; with an explicit
+    mask not by cuDNN's, which has given NaN gradients at some lengths. Not measured."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
-    return attention(q, k, v, mask)
+    if mask is None:
+        return attention(q, k, v, None)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return attention(q, k, v, mask)
 
 @cache
 def flash_attention_3(cfg: Config) -> object:
@@ -6017,9 +6023,13 @@ def window_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Call
     if not on_gpu:
         return dict(attention=cpu_attention)
     module = flash_attention_3(cfg)
-    log("attention: " + ("FlashAttention 3" if module else "flex, of the whole past torch's choice"))
     if module:
+        log("attention: FlashAttention 3")
         return dict(window_mask=flash_mask, attention=partial(flash_attention, module=module))
+    if cfg.sdpa_backend == "torch":
+        log("attention: torch's, with explicit masks")
+        return dict(attention=gpu_attention)
+    log("attention: flex; torch's where every token sees all tokens before it")
     return dict(window=gpu_window, window_mask=gpu_window_mask, attention=gpu_attention)
 
 if triton:
@@ -6660,8 +6670,9 @@ def compile_step(run: Run, compiled: bool) -> None:
 def rehearse(run: Run) -> float:
     """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, then
     draws the first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a
-    smaller one, the compiled step by the eager one. Sets run.loss_fn and the optimizer's rules; returns the
-    seconds of the slowest step that was compiled already."""
+    smaller one, our kernels on a GPU by torch's, the compiled step on a CPU by the eager one. Sets
+    run.loss_fn and the optimizer's rules; returns the seconds of the slowest step that was compiled
+    already."""
     optimizer = run.optimizer
     compiled = run.cfg.compile
     changing = []
@@ -6679,9 +6690,15 @@ def rehearse(run: Run) -> float:
                 run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
             elif out_of_memory(error) or not compiled:
                 raise
-            else:
+            elif not run.team.on_gpu:
                 compiled = False
                 run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
+            elif run.cfg.sdpa_backend != "torch":
+                run.log(f"compile: failed ({brief(error)}); once more with torch's attention and loss")
+                use_torch_kernels(run)
+            else:
+                raise Refused(f"the step cannot be compiled here ({brief(error)}); COMPILE=0 trains "
+                              "uncompiled, several times slower") from error
         torch._dynamo.reset()
         torch.cuda.empty_cache()
     torch._foreach_zero_(changing)
@@ -6692,6 +6709,13 @@ def rehearse(run: Run) -> float:
     for bank in optimizer.banks:
         bank.load(values)
     return slowest
+
+def use_torch_kernels(run: Run) -> None:
+    """On a GPU: attention by torch with explicit masks, and the loss as Inductor makes it. Slower, but they
+    may compile where flex attention or Triton's kernel do not."""
+    run.cfg = replace(run.cfg, sdpa_backend="torch", triton_kernels=False)
+    run.kernels = choose_kernels(run.cfg, True, run.log)
+    run.model.use(run.kernels)
 
 def rehearse_stages(run: Run) -> float:
     """A micro-step of each stage in turn, warmup_steps of them or more -> what rehearse() returns. If one

@@ -18,7 +18,7 @@ from train_gpt import ALIASES, Refused, load_config, near_misses, overrides, sho
 # Every constant of every recipe, by name and value: records rely on them. What all share, and each, whole. A
 # change here is a decision.
 RUN = dict(
-    run_id="", seed=1337, device="auto", dtype="auto", sdpa_backend="flash3", compile=True,
+    run_id="", seed=1337, device="auto", dtype="auto", sdpa_backend="auto", compile=True,
     triton_kernels=True, dry_run=False, eval_from="", resume="", save_every=0, save_every_seconds=0.0,
     sample_every=0, sample="",
     sample_tokens=96, sample_temperature=0.8, sample_top_k=0, data_fingerprint="", bos_id=0, stage_starts=(),

@@ -187,6 +187,24 @@ def test_flash_attention_equals_the_reference(window, with_documents):
         torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
 
 
+def test_no_cudnn_attention_with_a_mask(monkeypatch):
+    """Its gradients have been NaN at some lengths. Without a mask torch may choose it."""
+    backends = []
+
+    def kernel(q, *args, **kw):
+        backends.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(q, *args, **kw)
+
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(train_gpt.attention, "__defaults__", (kernel,))
+    q, k, v = tensors(1, 2, 2, 64, 16)
+    documents = torch.arange(64)[None] // 9
+    for mask in (None, window_mask(8, 64, None, "cpu"), window_mask(63, 64, documents, "cpu")):
+        got = train_gpt.gpu_attention(q, k, v, mask)
+        torch.testing.assert_close(got, attention(q, k, v, mask))
+    assert backends[::2] == [True, False, False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_flash_attention_is_for_hopper(monkeypatch):
     """Chosen where the library and such a GPU are there, and the constant says so, which the log tells."""
     cfg = preset_config("tiny")
@@ -198,7 +216,7 @@ def test_flash_attention_is_for_hopper(monkeypatch):
         kernels = train_gpt.choose_kernels(replace(cfg, sdpa_backend=wanted), True, said.append)
         on = (capability, wanted) == ((9, 0), "flash3")
         assert (kernels.window_mask is train_gpt.flash_mask) == on
-        flex = "attention: flex, of the whole past torch's choice"
+        flex = "attention: flex; torch's where every token sees all tokens before it"
         assert said == ["attention: FlashAttention 3" if on else flex]
     train_gpt.flash_attention_3.cache_clear()
 

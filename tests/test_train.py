@@ -312,6 +312,46 @@ def test_ranks_rehearse_alike(tiny_data, monkeypatch):
         assert type(fails()) is kind and told.pop() == 0
 
 
+@pytest.mark.parametrize("fails, ending", [
+    (0, None), (1, None), (2, "the step cannot be compiled here (RuntimeError: no registers left); COMPILE=0 "
+                           "trains uncompiled, several times slower")])
+def test_a_step_that_does_not_compile_on_a_gpu(fails, ending, tiny_data, monkeypatch):
+    """It is compiled once more with torch's kernels, then refused: uncompiled it would take several times as
+    long. A CPU goes on uncompiled (test_first_hour)."""
+    cfg, said, compiled = toy_config(tiny_data, vocab_size=512, compile=True), [], []
+    model = cfg.make_model(Kernels())
+    team = train_gpt.Team(cfg, {})
+    run = train_gpt.Run(cfg, cfg, team, said.append, None, "", micro=4, model=model,
+                        optimizer=train_gpt.Optimizer(model, cfg))
+    team.on_gpu = True
+
+    def compile_step(run, on):
+        compiled.append((on, run.cfg.sdpa_backend, run.cfg.triton_kernels, run.model.kernels.window_mask))
+
+    def rehearse_stages(run):
+        if len(compiled) <= fails:
+            raise RuntimeError("no registers left")
+        return 1.0
+
+    for name, stand_in in dict(compile_step=compile_step, rehearse_stages=rehearse_stages).items():
+        monkeypatch.setattr(train_gpt, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    if ending:
+        with pytest.raises(train_gpt.Refused) as refused:
+            train_gpt.rehearse(run)
+        assert str(refused.value) == ending
+    else:
+        assert train_gpt.rehearse(run) == 1.0
+    backends = [(on, backend, kernels) for on, backend, kernels, _ in compiled]
+    assert backends == [(True, "auto", True), (True, "torch", False)][:len(compiled)]
+    assert len(compiled) == min(2, fails + 1)
+    if fails:
+        assert compiled[1][3] is train_gpt.window_mask
+        assert said[0] == ("compile: failed (RuntimeError: no registers left); once more with torch's "
+                           "attention and loss")
+
+
 # -------------------------------------------------------------------------------- memory
 def memory_for(monkeypatch, sequences):
     """A model that runs out of memory with more than so many sequences at a time."""
