@@ -97,7 +97,7 @@ def optional(default: object, doc: str, least: float = 0, most: float = 1e12, mo
 class Recipe:
     """What the rest of the file asks of a recipe besides its constants. Every recipe provides the methods of
     the first group; the others have neutral defaults. Golf is the shortest example."""
-    # constants of the game's public script that the recipe has no use for: {name: its only value, None: any}
+    # constants of the game's public script that the recipe has no use for: {name: its one value, None: any}
     unused = {}
 
     def stages(self) -> list:
@@ -149,7 +149,7 @@ class Recipe:
 
     # ----- neutral defaults
     def check(self) -> None:
-        """Raises Refused for constants that make no run together."""
+        """Raises Refused for constants that contradict each other."""
 
     def fp8_part(self, on_gpu: bool) -> str:
         """Which products of training are in fp8: off, head or all. Raises Refused."""
@@ -194,7 +194,7 @@ class Recipe:
 
     # ----- the plan
     def windows(self, stage: Any, T: int) -> dict[str, int]:
-        """{name: tokens before its own that a token sees in a row of T}, for windows that may be shorter than
+        """{name: how many earlier tokens a token sees in a row of T}, for windows that may be shorter than
         the row; stage None: in scoring."""
         return {}
 
@@ -236,7 +236,7 @@ class Config(Recipe):
     sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.8, "0: greedy", 0, 10)
     sample_top_k: int = optional(0, "sample from the k likeliest tokens; 0: from all", 0, 65_536)
-    train_log_every: int = optional(0, "steps between train_loss lines after the tenth; 0: 100")
+    train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: 100")
     val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
     # data and batch
     data_path: str = option("", "folder of token shards")
@@ -265,8 +265,8 @@ class Config(Recipe):
     # optimizer and length
     grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
     ema_decay: float = optional(0.0, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
-    loss_sum_ranks: int = optional(0, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
-    iterations: int = option(1, "steps at most", 1, 10**9)
+    loss_sum_ranks: int = optional(0, "gradients: of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    iterations: int = option(1, "maximum number of steps", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
     warmup_steps: int = optional(2, "warmup steps before the clock starts, undone afterwards", 0, 1000)
@@ -277,7 +277,7 @@ class Config(Recipe):
     artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
 
     def check(self) -> None:
-        """Raises Refused for constants that make no run together."""
+        """Raises Refused for constants that contradict each other."""
         batch = self.train_batch_tokens
         T = self.train_seq_len
         if batch % T:
@@ -541,7 +541,7 @@ def check_ranges(cfg: Config) -> None:
                 raise Refused(f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
 
 def check_config(cfg: Config) -> None:
-    """Raises Refused for numbers out of range, then for constants that make no run together."""
+    """Raises Refused for numbers out of range, then for constants that contradict each other."""
     check_ranges(cfg)
     for name in (cfg.run_id, cfg.resume):
         if not re.fullmatch(r"(\w[\w.,=+-]*)?", name):
@@ -599,7 +599,7 @@ def depth_dial(cfg: Any, given: dict) -> Any:
     growth = weights / horizon_weights(reference)
     # 3. Batch: it grows with a power of the tokens, which grow as the weights do; the nearest power of 2.
     batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
-    # 4. Steps: until the FLOPs are spent, or so many tokens per weight are read (arXiv:2203.15556).
+    # 4. Steps: until the FLOPs are spent, or this many tokens per weight are read (arXiv:2203.15556).
     derived = {}
     tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
     if tokens:
@@ -701,7 +701,7 @@ def window_mask(window: int | Tensor, T: int, documents: Tensor | None, device: 
         width = T
     blocks = math.ceil(T / width)
     keys = min(T, 2 * width)
-    arange = partial(torch.arange, device=device, dtype=torch.int32)  # a CPU compares these faster
+    arange = partial(torch.arange, device=device, dtype=torch.int32)  # CPUs compare int32 faster than int64
     start = arange(0, blocks * width, width).view(1, blocks, 1, 1)
     query = start + arange(width)[:, None]
     key = start + arange(width - keys, width)
@@ -718,7 +718,7 @@ def mlp(x: Tensor, fc: Tensor, proj: Tensor, linear: Callable = linear, slope: f
     return linear(F.leaky_relu(linear(x, fc), slope).square(), proj)
 
 def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) -> Tensor:
-    """cap * tanh((logits + shift) / width), any shape; width 0: cap; cap 0: logits unchanged."""
+    """cap * tanh((logits + shift) / width), any shape. A width of 0 means cap; a cap of 0 changes nothing."""
     if not cap:
         return logits
     return cap * torch.tanh((logits + shift) / (width or cap))
@@ -726,30 +726,16 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
             weights: Tensor | None = None) -> Tensor:
     """Mean cross-entropy in nats. x (B, T, C), head (V, C), targets (B, T). cap: cap, shift and width of
-    softcap(). With weights (n,) each token has n targets (B, T, n), where -1 is none, and its loss is the
-    weighted sum of theirs."""
+    softcap(). With weights (n,) each token has n targets (B, T, n), -1 meaning none, and its loss is their
+    weighted sum."""
     logits = softcap(linear(x, head).float(), *cap)
     if weights is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     losses = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets.clamp(min=0))
     return (losses * (targets >= 0) * weights).sum() / targets[..., 0].numel()
 
-def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values (B, T, n) of x (B, T, C) in one product with their matrices (n, C), which are
-    multiplied by factor (1,)."""
-    packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
-    return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
-
-def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
-    """mlp() with the arguments of fp8_mlp(). scales (3,): its delayed scales, which are not needed here."""
-    return mlp(x, fc, proj)
-
-def no_scales(layers: int) -> None:
-    """For delayed_mlp()."""
-    return None
-
 def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int:
-    """A window, in tokens before the query, for window_mask(). cuts: documents cut rows, too."""
+    """The window as window_mask() takes it: in tokens before the query. cuts: documents split rows, too."""
     return window
 
 class Kernels(NamedTuple):
@@ -760,13 +746,14 @@ class Kernels(NamedTuple):
     window_mask: Callable = window_mask
     attention: Callable = attention
     loss: Callable = lm_loss
-    qkv: Callable = qkv_linear  # query, key and value in one product
-    mlp: Callable = delayed_mlp  # an MLP whose fp8 version has delayed scales
-    mlp_scales: Callable = no_scales
+    # of speedrun_plus alone, whose model has the readable ones
+    qkv: Callable | None = None  # query, key and value in one product
+    mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
+    mlp_scales: Callable | None = None
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable, cuts: bool = False) -> dict:
-    """{L or S: its window in rows of T tokens} for the kinds that layers have. window: of Kernels."""
+    """{L or S: its window in rows of T tokens} for the kinds that layers have. window: Kernels.window."""
     sizes = cfg.windows(stage, T)
     windows = {}
     if "L" in kinds:
@@ -791,9 +778,9 @@ def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor
 
 def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor, float]:
     """Frequencies (pairs,) and the factor on q @ k after a window has grown from old to new tokens. Pairs of
-    channels that turn less than once in the old window are slowed down by old / new, those that turn over 32
-    times stay as they are, and attention gets sharper (YaRN, arXiv:2309.00071; modded-nanogpt#122: -3.7
-    s)."""
+    channels that turn less than once in the old window are slowed down by old / new, those that turn more
+    than 32 times stay as they are, and attention gets sharper (YaRN, arXiv:2309.00071;
+    modded-nanogpt#122: -3.7 s)."""
     turns = old * frequencies / (2 * math.pi)
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
@@ -1006,15 +993,15 @@ def per_layer(values: Sequence, num_layers: int) -> list:
     return [values[i % len(values)] for i in range(num_layers)]
 
 def parameter(*shape: int, on: object = True) -> nn.Parameter | None:
-    """A parameter without values yet; None where the model does without it."""
+    """A parameter, not initialized yet; None if the model has no use for it."""
     return nn.Parameter(torch.empty(shape)) if on else None
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
-    """Gates from 0 to 1 (B, T, n), made of the first channels of x (B, T, C). weight (n, channels)."""
+    """Gates from 0 to 1 (B, T, n), computed from the first channels of x (B, T, C). weight (n, channels)."""
     return torch.sigmoid(linear(x[..., :weight.size(1)], weight))
 
 def smear(x: Tensor, weight: Tensor, gate_weight: Tensor) -> Tensor:
-    """Adds to each token a gated part of the one before (modded-nanogpt#130: -1.1 s). x (B, T, C), weight
+    """Adds to each token a gated part of the one before it (modded-nanogpt#130: -1.1 s). x (B, T, C), weight
     (1, 1), gate_weight (1, channels)."""
     before = F.pad(x, (0, 0, 1, -1))
     return x + weight.to(x.dtype) * gate(x, gate_weight) * before
@@ -1037,7 +1024,7 @@ def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, 
     return unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, kernel))
 
 def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
-    """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, which is made of the first channels
+    """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, computed from the first channels
     of the stream and of the embedding itself (modded-nanogpt#55: -1.3 s). h (B, T, C), weight (H, channels
     of both together)."""
     half = weight.size(1) // 2
@@ -1064,8 +1051,8 @@ def named_gates(values: Tensor, gates: list[MuddGate]) -> dict[tuple[str, int], 
     return {(g.name, g.layer): part for g, part in zip(gates, parts)}
 
 class Model(nn.Module):
-    """What the rest of the file asks of a recipe's model, besides its attributes: cfg, the recipe's
-    constants; embed and head, two (V, C) parameters; blocks."""
+    """What the rest of the file asks of a recipe's model. It also needs the attributes cfg (the recipe's
+    constants), embed and head (two (V, C) parameters) and blocks."""
     scales: Any = None  # DelayedScales of fp8
 
     def use(self, kernels: Kernels) -> None:
@@ -1084,7 +1071,7 @@ class Model(nn.Module):
         return self.context(T, device, dtype, stage)
 
     def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """{name: fp32} as the parameter table draws them -> as the model starts."""
+        """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
         return values
 
     def update_context(self, context: Any, progress: float) -> None:
@@ -1103,7 +1090,7 @@ class Model(nn.Module):
         return []
 
     def build(self, loader: "Loader", log: Callable) -> bool:
-        """Makes state from the training tokens, on the clock -> whether the model has any."""
+        """Builds the state that comes from training tokens, on the clock. Returns whether there is any."""
         return False
 
     def state(self) -> dict[str, Tensor]:
@@ -1139,7 +1126,7 @@ CHECK_BITS = 8  # lowest bits of the hash, which tell n-grams in the same place 
 TALLY_BITS = 8  # number of documents, 255 at most
 
 def low_bits(bits: int) -> int:
-    """A mask of so many low bits."""
+    """A mask of this many low bits."""
     return (1 << bits) - 1
 
 def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -1355,21 +1342,21 @@ class Row(NamedTuple):
     group: str  # kinds of one group may share buffers in the optimizer; the plan counts by group
     optimizer: str  # muon (whole matrices) or adam
     lr: float  # at an LR factor of 1
-    decay: float = 0.0  # weight decay, times the learning rate and the schedule's factor
+    decay: float = 0.0  # weight decay; a step multiplies it by the learning rate and the schedule's factor
     decay_with_lr: bool = False  # Adam's decay is multiplied by the LR factor, too
     beta1: float = 0.0  # Adam
     beta2: float = 0.0  # Adam
     eps: float = 0.0  # Adam
-    second: str = "long"  # NorMuon's mean squares, per row or per column; long: per row unless it is wide
+    second: str = "long"  # NorMuon's mean squares: per rows or columns; long: rows unless the matrix is wide
     every: int = 1  # steps whose gradients add up to one update
     # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; orthogonal; constant: scale
     init: str = "constant"
     scale: float = 0.0
-    change: float = 0.0  # constant: what the last layer has more than the first, linear in between
+    change: float = 0.0  # constant: what the last layer has on top of the first; linear in between
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
     levels: float = 127.0  # int8: the largest rounded number
     step: float = 0.0  # int8: rounding step / rms of a row; 0: its maximum / levels
-    unit_rows: int = 0  # Muon orthogonalizes so many rows at a time; 0: the whole matrix
+    unit_rows: int = 0  # Muon orthogonalizes this many rows at a time; 0: the whole matrix
 
 @dataclass(frozen=True)
 class Stage:
@@ -1379,13 +1366,13 @@ class Stage:
     row_tokens: int  # tokens per row
     lr: float = 1.0  # factor on learning rates before the warmdown
     doc_len: int = 0  # maximum document length in tokens; 0: max_doc_len
-    begins: float = 0.0  # the same as a fraction of the whole run, extension included; set by stage_rows()
-    first_step: int = 0  # and as a step, if the clock does not end the run; set by stage_rows()
+    begins: float = 0.0  # start as a fraction of the whole run, extension included; set by stage_rows()
+    first_step: int = 0  # start as a step, unless the clock ends the run first; set by stage_rows()
 
 @dataclass(frozen=True)
 class WindowStage(Stage):
     """A stage of a recipe with windows."""
-    window: int = 0  # tokens before its own that a token sees in long layers; 0: train_seq_len
+    window: int = 0  # how many earlier tokens a token sees in long layers; 0: train_seq_len
 
 @dataclass(frozen=True)
 class LoopStage(Stage):
@@ -1526,22 +1513,22 @@ class Tiny(Config):
     shuffle: bool = option(True, "training rows in one random order; 0: in order")
     packing: str = option("rows", "how training rows are cut from the stream: see Rows and Spans",
                           choices=("rows", "spans"))
-    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
     # optimizer
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams and candidates", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
     scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
     muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
     bigram_every: int = option(2, "steps whose gradients add up to an update of the bigram embedding", 1, 99)
     beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length: the clock ends the run
-    iterations: int = option(100_000, "steps at most", 1, 10**9)
+    iterations: int = option(100_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
@@ -1561,7 +1548,7 @@ class Tiny(Config):
         return stage_rows(self, rows, window="window_schedule")
 
     def check(self) -> None:
-        """Raises Refused for constants that make no run together."""
+        """Raises Refused for constants that contradict each other."""
         super().check()
         if not self.window_pattern or set(self.window_pattern) - set("LS-"):
             raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
@@ -1660,7 +1647,7 @@ class Tiny(Config):
 class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     dtype: torch.dtype  # the activations'
 
 class TinyBlock(nn.Module):
@@ -1704,7 +1691,7 @@ class TinyBlock(nn.Module):
         if value_embed is not None:
             v = v + value_embed
         v = split_heads(v, self.head_dim)
-        # expanded over tokens, so that the kernel of the norm sums the gain's gradient, too
+        # expanded over tokens, so that the norm's kernel also sums the gain's gradient
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -1808,10 +1795,10 @@ class TinyModel(CountingModel):
 @dataclass(frozen=True)
 class Golf(Config):
     """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. Every token sees all
-    tokens before it in its row, across documents."""
+    tokens before it in its row, other documents' included."""
     preset: str = option("golf", "the recipe", model=True)
     # size
-    num_layers: int = option(9, "blocks; the second half reads the first", 1, 1000, model=True)
+    num_layers: int = option(9, "blocks; the first half skips to the second", 1, 1000, model=True)
     model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(8, "query heads", 1, 4096, model=True)
     num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
@@ -1826,31 +1813,30 @@ class Golf(Config):
     # parameter-golf 2026-03-19_TrainingOptSeq4096: -0.023 bpb, with Muon's rate and momentum retuned
     train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(393_216, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("spans", "how training rows are cut from the stream: see Spans and Rows",
-                          choices=("spans", "rows"))
+    packing: str = option("spans", "how training rows are cut from the stream: see Spans", choices=("spans",))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(1000, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(200, "steps between train_loss lines after the tenth; 0: 100")
+    train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: 100")
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
     tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
     tied_embed_init_std: float = option(0.005, "std of the embedding's first values", 0, 100)
     scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
     muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.92, "momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(1500, "steps; 0: no warmup")
+    muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(1500, "steps of that warmup; 0: none")
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length: the clock ends the run, and the warmdown follows the clock
-    iterations: int = option(20_000, "steps at most", 1, 10**9)
+    iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
-    warmdown_iters: int = optional(3000, "last steps, in which LR falls to 0; 0: none")
+    warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
     warmup_steps: int = optional(20, "warmup steps before the clock starts, undone afterwards", 0, 1000)
     # artifact and scores
-    artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
-    artifact_scale_floor: float = optional(1 / 127, "least scale of an int8 row; 0: none", 0, 1)
+    artifact_bytes_limit: int = optional(16_000_000, "most bytes of artifact and script; 0: no limit")
+    artifact_scale_floor: float = optional(1 / 127, "smallest scale of an int8 row; 0: no floor", 0, 1)
 
     unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
 
@@ -1859,7 +1845,7 @@ class Golf(Config):
         check_grouped_queries(self)
 
     def packer(self) -> "type[Packer]":
-        return dict(spans=Spans, rows=Rows)[self.packing]
+        return Spans
 
     def stages(self) -> list[Stage]:
         return stage_rows(self, [Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
@@ -1898,14 +1884,14 @@ class Golf(Config):
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
     def progress(self, step: int, seconds: float) -> float:
-        """By the clock alone if there is a cap, as in the public script: if iterations run out first, LR has
-        not fallen to 0."""
+        """Progress by the clock alone, if there is a cap, as in the public script: if iterations run out
+        first, LR has not fallen to 0."""
         if self.max_wallclock_seconds and self.warmdown_iters:
             return min(1.0, seconds / self.max_wallclock_seconds)
         return super().progress(step, seconds)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1 until the last warmdown_iters steps, at the pace so far, then it falls linearly to 0."""
+        """LR is 1, then falls linearly to 0 over the last warmdown_iters steps, judged by the pace so far."""
         warmdown = self.warmdown_iters * progress / max(step, 1)  # its length as a fraction of the run
         lr = 1.0
         if warmdown:
@@ -1969,7 +1955,7 @@ class GolfBlock(nn.Module):
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
         v = split_heads(linear(h, self.value), self.head_dim)
-        # expanded over tokens, so that the kernel of the norm sums the gain's gradient, too
+        # expanded over tokens, so that the norm's kernel also sums the gain's gradient
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -1977,7 +1963,7 @@ class GolfBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfModel(Model):
-    """The second half of the blocks adds the outputs of the first half, the last one first (U-Net)."""
+    """Blocks of the second half add the outputs of the first half, in reverse order (U-Net)."""
     def __init__(self, cfg: Golf, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         self.cfg = cfg
@@ -2061,15 +2047,15 @@ class GolfPlus(Config):
                           choices=("shards", "spans", "rows"))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(500, "steps between train_loss lines after the tenth; 0: 100")
+    train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: 100")
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
     tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
     tied_embed_init_std: float = option(0.005, "std of the embedding's first values", 0, 100)
     scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
     muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.92, "momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(1500, "steps; 0: no warmup")
+    muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(1500, "steps of that warmup; 0: none")
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
     muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
                                  "(MuonEq-R); 0: don't")
@@ -2082,12 +2068,12 @@ class GolfPlus(Config):
     grad_clip_norm: float = optional(0.3, "largest global gradient norm; 0: no clipping", 0, 1e6)
     ema_decay: float = optional(0.997, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
     # length: the clock ends the run; GPTQ's calibration gets the 12 s that are left of 600
-    iterations: int = option(20_000, "steps at most", 1, 10**9)
+    iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
     warmup_steps: int = optional(40, "warmup steps before the clock starts, undone afterwards", 0, 1000)
     # artifact and scores
-    artifact_bytes_limit: int = optional(16_000_000, "bytes of artifact and script; 0: no limit")
+    artifact_bytes_limit: int = optional(16_000_000, "most bytes of artifact and script; 0: no limit")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
     artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
                                     0, 10)
@@ -2251,7 +2237,7 @@ class GolfPlusBlock(nn.Module):
         q = split_heads(linear(h, self.query), self.head_dim)
         k = split_heads(linear(h, self.key), self.head_dim)
         v = split_heads(linear(h, self.value), self.head_dim)
-        # expanded over tokens, so that the kernel of the norm sums the gain's gradient, too
+        # expanded over tokens, so that the norm's kernel also sums the gain's gradient
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2335,7 +2321,7 @@ class Speedrun(Config):
     window_block: int = option(128, "windows are multiples of this many tokens", 1, model=True)
     eval_window: int = optional(2560, "long window in evaluation, tokens; 0: that of the last stage",
                                 model=True)
-    max_doc_len: int = optional(2048, "maximum document length; also masks attention across documents; "
+    max_doc_len: int = optional(2048, "maximum document length; also keeps attention within documents; "
                                 "0: off", model=True)
     attn_scale: float = option(0.1, "factor on q @ k in the first stage", 0, 100, model=True)
     rope_base: float = optional(1024.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
@@ -2347,9 +2333,9 @@ class Speedrun(Config):
     attn_gate_dim: int = optional(12, "channels that gate each head's output; 0: no gate", 0, 1 << 16,
                                   model=True)
     # modded-nanogpt#130: -1.1 s
-    smear_dim: int = optional(12, "channels that gate what is added of the token before; 0: none", 0, 1 << 16,
-                              model=True)
-    skip_layers: tuple = option((4, 7), "skip connections: pairs of the layers from and to; 0: none", 0, 1000,
+    smear_dim: int = optional(12, "channels that gate how much of the token before is added; 0: none",
+                              0, 1 << 16, model=True)
+    skip_layers: tuple = option((4, 7), "skip connections, as pairs: from layer, to layer; 0: none", 0, 1000,
                                 model=True)
     # modded-nanogpt#140: -5.3 s, with tuned rates
     backout_layer: int = optional(8, "layer whose output is partly subtracted at the end; 0: none",
@@ -2367,29 +2353,29 @@ class Speedrun(Config):
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
-    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
-    fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: on a GPU that can",
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: if the GPU has it",
                       choices=("off", "head", "auto-head"))
     fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
                                   "weight, and gradient of the summed loss", 0, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "gradients: of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
     embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
     scalar_lr: float = option(0.04, "Adam: lambdas, skip weights, smear, backout", 0, 10)
     muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at step 0 and at the end", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
-    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: none")
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: no cooldown")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     # modded-nanogpt#144: -0.8 s; with tuned rates modded-nanogpt#146: -1.9 s
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
     # modded-nanogpt#154: -1.7 s
-    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the squared LR factor",
+    weight_decay: float = optional(1.2, "Muon: cautious; a step takes this * (matrix_lr * LR factor)**2 off",
                                    0, 1e6)
     # modded-nanogpt#136: -1.7 s, with a smaller batch
-    adam_every: int = option(2, "steps whose gradients add up to an update by Adam", 1, 1000)
+    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
     beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the uncorrected second moment", 1e-20, 1)
@@ -2415,7 +2401,7 @@ class Speedrun(Config):
         return stage_rows(self, rows, window="window_schedule")
 
     def check(self) -> None:
-        """Raises Refused for constants that make no run together."""
+        """Raises Refused for constants that contradict each other."""
         super().check()
         if max(self.attn_gate_dim, self.smear_dim) > self.model_dim:
             raise Refused(f"attn_gate_dim={self.attn_gate_dim}, smear_dim={self.smear_dim}: neither may "
@@ -2473,7 +2459,7 @@ class Speedrun(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
+        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -2492,8 +2478,8 @@ class Speedrun(Config):
         return begun[-1]
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR falls linearly from its factor in lr_schedule to lr_floor, and weight decay with it. Momentum
-        warms up by steps done and cools down by steps left at the pace so far."""
+        """LR falls linearly from its lr_schedule factor to lr_floor, and weight decay falls with it. Momentum
+        warms up over the first steps and cools down over the last ones, judged by the pace so far."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
         warmth = warmup_done(step, self.muon_momentum_warmup_steps)
@@ -2504,7 +2490,7 @@ class Speedrun(Config):
         return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
 
     def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
 
     def marks(self) -> list[int]:
         switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
@@ -2514,7 +2500,7 @@ class Speedrun(Config):
         return self.eval_window or self.stages()[-1].window
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        """In evaluation long windows are longer than in the last stage, short ones are not."""
+        """In evaluation, long windows are longer than in the last stage; short ones stay as they were."""
         last = self.stages()[-1].window or self.train_seq_len
         long = self.scoring_window() if stage is None else stage.window
         short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
@@ -2530,7 +2516,7 @@ class Speedrun(Config):
 
     def rope(self, window: int) -> tuple[Tensor, float]:
         """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after long
-        windows have grown to this one."""
+        windows have grown to this one, or through all stages if none has it (evaluation)."""
         head_dim = self.model_dim // self.num_heads
         frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
         scale = self.attn_scale
@@ -2564,7 +2550,7 @@ class SpeedrunContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
-    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     dtype: torch.dtype  # the activations'
 
 class SpeedrunBlock(nn.Module):
@@ -2725,8 +2711,8 @@ class GPT2(Config):
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
-    fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can (+17 % tok/s)",
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks, gates", 0, 10)
@@ -2734,8 +2720,8 @@ class GPT2(Config):
     head_lr: float = option(0.004, "Adam: lm_head", 0, 10)
     scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
     muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
     weight_decay: float = optional(10.0, "Muon: cautious, times matrix_lr; falls linearly to 0", 0, 1e6)
@@ -2809,7 +2795,7 @@ class GPT2(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
+        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -2873,7 +2859,7 @@ class GPT2(Config):
 class GPT2Context(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     dtype: torch.dtype  # the activations'
 
 class GPT2Block(nn.Module):
@@ -3000,8 +2986,8 @@ class GPT2Plus(Config):
     value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
     value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
                                       0, 100, model=True)
-    smear_dim: int = optional(24, "channels that gate what is added of the token before; 0: none", 0, 1 << 16,
-                              model=True)
+    smear_dim: int = optional(24, "channels that gate how much of the token before is added; 0: none",
+                              0, 1 << 16, model=True)
     backout_layer: int = optional(12, "layer whose output is partly subtracted at the end; 0: none",
                                   0, 1000, model=True)
     # data and batch
@@ -3013,8 +2999,8 @@ class GPT2Plus(Config):
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(50, "steps between train_loss lines after the tenth; 0: 100")
-    fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can (+17 % tok/s)",
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks, value gates", 0, 10)
@@ -3023,8 +3009,8 @@ class GPT2Plus(Config):
     scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
     gate_lr: float = option(0.2, "Adam: smear, its gate, backout; the same at any depth", 0, 10)
     muon_momentum: float = option(0.97, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(400, "steps; 0: no warmup")
+    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(400, "steps of that warmup; 0: none")
     muon_momentum_end: float = optional(0.9, "momentum at the end of LR's warmdown; 0: it does not fall", 0,
                                         0.9999)
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
@@ -3117,7 +3103,7 @@ class GPT2Plus(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
+        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -3190,7 +3176,7 @@ class GPT2Plus(Config):
 class GPT2PlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: tokens before its own that a token sees in such a layer}, see kernel_windows()
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     dtype: torch.dtype  # the activations'
 
 class GPT2PlusBlock(nn.Module):
@@ -3379,7 +3365,7 @@ class SpeedrunPlus(Config):
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
     # fp8, in training only
-    fp8: str = option("auto-all", "products of training in fp8; auto-all: on a GPU that can",
+    fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it",
                       choices=("off", "all", "auto-all"))
     fp8_head: bool = option(True, "lm_head's products in fp8, where fp8 is on; 0: bf16")
     # modded-nanogpt#344: -3.8 s, together with qk_dim and the MLP's backward products
@@ -3389,7 +3375,7 @@ class SpeedrunPlus(Config):
     fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
                                   "of the summed loss", 1e-9, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "gradients of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "gradients: of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
@@ -3399,16 +3385,17 @@ class SpeedrunPlus(Config):
                               "(modded-nanogpt#80: -0.3 s); 0: all heads together")
     muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps; 0: no warmup")
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
     muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the first value; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
     normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
-    weight_decay: float = optional(1.2, "Muon: cautious, times matrix_lr and the squared LR factor", 0, 1e6)
+    weight_decay: float = optional(1.2, "Muon: cautious; a step takes this * (matrix_lr * LR factor)**2 off",
+                                   0, 1e6)
     adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the factor in a row "
                                         "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
     adam_eps: float = option(1e-10, "Adam: added to the root of the second moment", 1e-20, 1)
-    adam_every: int = option(2, "steps whose gradients add up to an update by Adam", 1, 1000)
+    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
     # length
     iterations: int = option(1270, "scheduled steps", 1, 10**9)
     extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
@@ -3420,7 +3407,7 @@ class SpeedrunPlus(Config):
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
 
     def check(self) -> None:
-        """Raises Refused for constants that make no run together."""
+        """Raises Refused for constants that contradict each other."""
         super().check()
         self.check_topology()
         if self.num_heads % 2 or self.qk_dim % 4:
@@ -3539,7 +3526,7 @@ class SpeedrunPlus(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer, a mean of gradients, and second change in place."""
+        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -3690,12 +3677,26 @@ MUDD_SCALE = 0.1  # factor on MUDD's output, for which its last weights and bias
 LAST_MUDD = 14  # before the last layer
 END_MUDD = 5  # after it
 
+def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values (B, T, n) of x (B, T, C) in one product with their matrices (n, C), which are
+    multiplied by factor (1,)."""
+    packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
+    return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
+
+def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
+    """mlp() with the arguments of fp8_mlp(), whose delayed scales (3,) are not needed here."""
+    return mlp(x, fc, proj)
+
+def no_scales(layers: int) -> None:
+    """The delayed scales of delayed_mlp(): it has none."""
+    return None
+
 class SpeedrunPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
     pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
     attn_scale: Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {L, S or P: tokens before its own that a token sees in such a layer}, see Kernels.window
+    windows: dict  # {L, S or P: how many earlier tokens a token sees in such a layer}, see Kernels.window
     dtype: torch.dtype  # the activations'
     # in training only
     next_targets: int = 1  # targets per token
@@ -3800,8 +3801,16 @@ class SpeedrunPlusModel(SeveralTargets):
         self.mudd_gate_scale = parameter(1)
         self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
         self.register_buffer("prefixes", torch.full((V,), -1), persistent=False)
-        self.scales = kernels.mlp_scales(cfg.num_layers)
         self.use(kernels)
+        self.scales = self.kernels.mlp_scales(cfg.num_layers)
+
+    def use(self, kernels: Kernels) -> None:
+        readable = dict(qkv=qkv_linear, mlp=delayed_mlp, mlp_scales=no_scales)
+        missing: dict[str, Any] = {}
+        for name, version in readable.items():
+            if getattr(kernels, name) is None:
+                missing[name] = version
+        super().use(kernels._replace(**missing))
 
     def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The embedding starts as lm_head; queries, keys and values start at half."""
@@ -3957,8 +3966,8 @@ POLAR_EXPRESS = [  # arXiv:2505.16932
 
 def orthogonalize(g: Tensor, steps: int, table: list = NEWTON_SCHULZ, dtype: torch.dtype = torch.float32,
                   safety_factor: float = 1.0, eps: float = 1e-7) -> Tensor:
-    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values of 0.6 to 1.3. table: the iterations.
-    dtype: of the matrix products. g is divided by safety_factor times its norm, and eps."""
+    """g (N, R, C) -> nearly semi-orthogonal matrices: singular values from 0.6 to 1.3. table: the iterations.
+    dtype: of the matrix products. g is first divided by safety_factor * its norm + eps."""
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
@@ -3974,7 +3983,7 @@ def orthogonalize(g: Tensor, steps: int, table: list = NEWTON_SCHULZ, dtype: tor
 
 def polar_express(g: Tensor, steps: int, dtype: torch.dtype = torch.float32,
                   safety_factor: float = 1.02) -> Tensor:
-    """orthogonalize() by Polar Express, with singular values of 0.7 to 1.2. safety_factor: bf16 may round a
+    """orthogonalize() by Polar Express, with singular values from 0.7 to 1.2. safety_factor: bf16 may round a
     norm below the largest singular value."""
     return orthogonalize(g, steps, POLAR_EXPRESS, dtype, safety_factor, eps=1e-6)
 
@@ -3993,15 +4002,16 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
     return {row.kind: row for row in rows}
 
 def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
-    """Nesterov momentum with a buffer that sums gradients and changes; all (N, R, C)."""
+    """Nesterov momentum; buffer, a decaying sum of gradients, changes in place. All (N, R, C)."""
     return grad + momentum * buffer.mul_(momentum).add_(grad)
 
 def nesterov_of_mean(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
-    """Nesterov momentum with a buffer that averages gradients and changes; all (N, R, C)."""
+    """Nesterov momentum; buffer, a running mean of gradients, changes in place. All (N, R, C)."""
     return grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
 
 def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """Weight decay only where the update shrinks the weight, too (arXiv:2411.16085). p (N, R, C) changes."""
+    """Weight decay, only where the update shrinks the weight as well (arXiv:2411.16085). p (N, R, C) changes
+    in place."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
 def normalize_rows(update: Tensor) -> Tensor:
@@ -4012,7 +4022,7 @@ def normalize_rows(update: Tensor) -> Tensor:
 def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
                 eps: float) -> Tensor:
     """Adam's update (arXiv:1412.6980) at a learning rate of 1. As in torch, eps is added to the root of the
-    corrected second moment. step counts from 1; m and v change; all others are (n,)."""
+    corrected second moment. step counts from 1. grad, m and v have one shape; m and v change in place."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     root = (v / (1 - beta2**step)).sqrt() + eps
@@ -4121,7 +4131,7 @@ class Optimizer:
         self.step_count = 0
         table = cfg.parameter_table()
         known = dict(model.named_parameters())
-        alike = {}  # {(update rule, shape if by Muon): [(row, name, parameter)]}
+        alike = {}  # {(update rule, shape if Muon): [(row, name, parameter)]}
         for name, p in known.items():
             row = table[kind_of(name)]
             shape = p.shape if row.optimizer == "muon" else None
@@ -4135,8 +4145,8 @@ class Optimizer:
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
     def connect(self) -> None:
-        """Runs every collective of a step once, at its size, without effect: NCCL makes the connections of a
-        group with the first ones, which takes 0.5 to 2.5 s. All ranks call it together."""
+        """Runs each collective of a step once, at full size and without effect: NCCL connects a group at its
+        first ones, which takes 0.5 to 2.5 s. All ranks call it together."""
         for bank in self.banks:
             if self.world_size > 1:
                 sums = torch.empty_like(bank.my_data)
@@ -4146,7 +4156,7 @@ class Optimizer:
             all_reduce(torch.zeros(3, device=device), group=self.group)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a micro-step's loss to those before."""
+        """Adds the gradients of a micro-step's loss to those of the micro-steps before."""
         wanted = [*self.params]
         if self.scales:
             wanted.append(self.scales.values)
@@ -4164,12 +4174,12 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float, decay_factor: float = 1.0, tied: bool = False) -> None:
         """Averages the gradients over ranks and updates the weights. tied: embedding and lm_head are one
-        matrix, which learns from both gradients. A bank whose row has every=n takes a step every n-th time,
-        on the sum of the gradients since."""
+        matrix, which learns from both gradients. A bank whose row has every=n is updated at every n-th step
+        only, with the sum of its gradients since the last update."""
         self.step_count += 1
         cfg = self.cfg
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
-        # 1. While tied, lm_head also gets the embedding's gradients, and is copied to it in 5.
+        # 1. While tied, lm_head also gets the embedding's gradients; 5. copies it back to the embedding.
         head = embed = None
         if tied:
             for bank in banks:
@@ -4182,8 +4192,8 @@ class Optimizer:
             banks.remove(embed)
         # 2. All gradients are sent at once.
         jobs = [bank.reduce(self.group) for bank in banks]
+        grad_scale = 1 / self.world_size  # the jobs sum over ranks; this makes it a mean
         # 3. Clipping waits for all of them.
-        grad_scale = 1 / self.world_size
         if cfg.grad_clip_norm and banks:
             for job in jobs:
                 if job:
@@ -4191,7 +4201,7 @@ class Optimizer:
             squares = sum([bank.my_grad.float().square().sum() for bank in banks])
             norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
             grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
-        # 4. Each bank is updated once its gradients are here; its weights go out during the next update.
+        # 4. A bank is updated as soon as its gradients are here; its weights go out during the next update.
         gathers = []
         for bank, job in zip(banks, jobs):
             if job:
@@ -4207,13 +4217,13 @@ class Optimizer:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
         for gather in gathers:
             gather.wait()
-        # 5. The tied embedding also takes over Adam's moments, for the time after it is untied.
+        # 5. The embedding takes lm_head's weights and Adam moments, to go on from once untied.
         if head:
             embed.data.copy_(head.data)
             for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
                 mine.copy_(other)
             embed.fresh = True
-        # 6. EMA of the weights, scales of fp8.
+        # 6. the EMA of the weights, and the fp8 scales
         if cfg.ema_decay:
             for bank in self.banks:
                 bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
@@ -4222,8 +4232,8 @@ class Optimizer:
 
     def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
                   decay_factor: float) -> tuple:
-        """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one graph serves all
-        steps. A tall matrix gets a higher learning rate: its rows then move as far as a square one's."""
+        """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one compiled graph serves
+        all steps. A tall matrix gets a higher learning rate, so that its rows move as far as a square's."""
         R, C = bank.unit
         lr = bank.row.lr * lr_factor * max(1, R / C) ** 0.5
         decay = bank.row.decay * decay_factor
@@ -4258,7 +4268,7 @@ class Optimizer:
             found |= zip(bank.names, bank.views(bank.whole(bank.master).flatten()))
         return found
 
-# torch's names of these collectives since 2.13, and before
+# torch 2.13 renamed these collectives
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -4270,7 +4280,7 @@ def all_reduce(tensor: Tensor, op: str = "SUM", group: object = None) -> Tensor:
 
 # ---------- 7 schedules
 class Schedule(NamedTuple):
-    """What a step is done with."""
+    """What the schedule gives a step."""
     lr: float  # factor on every learning rate
     momentum: float  # Muon's
     decay: float = 1.0  # factor on the weight decay of matrices
@@ -4317,11 +4327,11 @@ def scheduled_progress(cfg: Config, progress: float) -> float:
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
 
 def warmup_done(step: int, steps: int) -> float:
-    """How much of a warmup of so many steps is done, 0 to 1; steps 0: there is none."""
+    """How much of a warmup of this many steps is done, 0 to 1; 1 if there is none (steps 0)."""
     return min(1.0, step / steps) if steps else 1.0
 
 def warmdown_done(progress: float, part: float) -> float:
-    """How much of the warmdown is done, 0 to 1, if it is the last `part` of the run; 0: there is none."""
+    """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
 
 # ---------- 8 data
@@ -4390,7 +4400,7 @@ PROBES = 8  # places of each train shard at which documents are looked up in val
 PROBE_TOKENS = 1 << 14
 
 def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
-    """The first BEGINNING tokens of each document that has so many. tokens (n,)."""
+    """The first BEGINNING tokens of each document that has this many. tokens (n,)."""
     starts = np.flatnonzero(tokens == bos)
     ends = np.append(starts[1:], len(tokens))
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
@@ -4662,7 +4672,7 @@ class BestFit(RankRows):
         groups = max(map(len, self.groups))
         require(groups >= self.team.world_size,
                 "packing=best_fit deals groups of documents to the ranks, but no shard has "
-                f"more than {groups}: take at most so many ranks or another packing")
+                f"more than {groups}: take at most this many ranks or another packing")
 
     def make_rows(self, T: int) -> Iterator[list]:
         """Yields the pieces of each row."""
@@ -4891,7 +4901,7 @@ def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
     return f"{loss_name(cfg)}:{score.val_loss:.{digits}f}{bpb}"
 
 def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
-    """How so many tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
+    """How `count` tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
     first to last. The first row scores all that it holds, each of the others `stride` tokens; 0: all."""
     context = cfg.eval_context or cfg.train_seq_len
     rows = []
@@ -5309,7 +5319,7 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
 
 def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
                    coarser: float = 1.0) -> dict[str, Tensor]:
-    """What the artifact holds for a parameter of so many numbers, {end of its name: tensor}: int8 rows and
+    """What the artifact holds for a parameter of this many numbers, {end of its name: tensor}: int8 rows and
     their scales, fp16 if it is small, fp32 for scalars. w: the parameter or some of its rows. row: its row of
     the parameter table. coarser: factor on the rounding steps."""
     if row.precision == "fp32":
@@ -5356,7 +5366,7 @@ def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1
     return compress(to_bytes(cfg, tensors), codec(cfg))
 
 def fitting_artifact(model: Model, most: int, log: Callable, hessians: dict | None = None) -> bytes:
-    """pack_artifact() in at most so many bytes, 0: any number, by rounding steps up to 4 times as wide; as it
+    """pack_artifact() in at most `most` bytes, 0: any number, by rounding steps up to 4 times as wide; as it
     is if that does not help. It needs no training data, so no training time."""
     packed = pack_artifact(model, hessians)
     weights = sum([p.numel() for p in model.parameters()])
@@ -6406,7 +6416,7 @@ KEPT_BY_MLP = 2.2  # times its width / model_dim
 KEPT_IN_FP8 = 0.68  # factor on both where all products are in fp8
 
 def step_memory(cfg: Config, team: Team, sequences: int) -> int:
-    """Estimate of the bytes that a rank needs for micro-steps of so many sequences, in the stage that needs
+    """Estimate of the bytes that a rank needs for micro-steps of this many sequences, in the stage that needs
     most."""
     counts = parameter_counts(cfg)
     width = team.dtype.itemsize
@@ -6564,7 +6574,7 @@ class TrainState:
     curves: dict = field(default_factory=lambda: {"train": [], "mean": [], "val": []})
     laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
     loss_sum: float = 0.0  # losses of the steps since the last train_loss line, mean of the ranks
-    loss_steps: int = 0  # how many they are
+    loss_steps: int = 0  # how many of them
 
 @dataclass
 class Run:
@@ -6602,14 +6612,15 @@ class Clock:
         self.stop_asked = 0  # signals that came to some rank
 
     def start(self, seconds: float) -> None:
-        """Starts the clock, or restarts it, at so many training seconds."""
+        """Starts or restarts the clock, with this many training seconds on it."""
         self.started = self.counter() - seconds
 
     def seconds(self) -> float:
         return self.counter() - self.started
 
     def agree(self, step: int, exactly: bool, signals: int) -> float:
-        """Training seconds at this step, the same on all ranks. exactly: the device was just waited for."""
+        """Training seconds at this step, the same on all ranks. exactly: the host has just waited for the
+        device."""
         if exactly or step % self.every == 0:
             while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
                 self.under_way.pop(0).synchronize()
@@ -6623,7 +6634,7 @@ class Clock:
         return self.then + (step - self.at) * self.pace(0.5) * self.multiple
 
     def pace(self, quantile: float) -> float:
-        """Seconds per step and batch multiple, over the last 100 laps."""
+        """That quantile of the seconds per step and batch multiple, over the last 100 laps."""
         paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
         return paces[int(len(paces) * quantile)]
 
@@ -6634,8 +6645,8 @@ class Clock:
 
 def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context: tuple,
                grad_factor: float, *schedule: float) -> Tensor:
-    """A step on tokens, targets and candidates, if there are any, (rows, T) each, at most `micro` rows at a
-    time. grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
+    """A step on (tokens, targets, *candidates), which have the same rows, at most `micro` rows at a time.
+    grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
     rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
@@ -6756,8 +6767,8 @@ def rehearse_stages(run: Run) -> float:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Python's garbage collector stops: it has paused single ranks for 0.6 s, and with them all others
-    (modded-nanogpt's logs). train() calls it off the clock."""
+    """The Python garbage collector is off: it has paused single ranks for 0.6 s, and with them all others
+    (modded-nanogpt's logs). train() collects off the clock."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -6768,8 +6779,9 @@ def garbage_kept() -> Iterator[None]:
         gc.unfreeze()
 
 def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) -> tuple[Score, str]:
-    """The training loop. On the clock: reading batches, steps, log lines, copying a checkpoint and waiting
-    for the one before; off it: validation, CORE, samples. Returns the last Score and why training stopped."""
+    """The training loop. On the clock: what build() makes, reading batches, steps, log lines, copying a
+    checkpoint and waiting for the one before; off it: compiling (done before), validation, CORE, samples.
+    Returns the last Score and why training stopped."""
     cfg = run.cfg
     team = run.team
     saver = run.saver
@@ -6778,7 +6790,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
     if run.model.build(run.loader, run.log) and state.step == 0:  # a resumed run has paid for it already
         state.seconds += counter() - began
     clock = Clock(cfg, team, state, counter)
-    broken = torch.zeros((), device=team.device)  # nan once a loss was not finite
+    broken = torch.zeros((), device=team.device)  # NaN as soon as one loss was not finite
     recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)
     reported = False
     context_stage = None
@@ -6820,7 +6832,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         # 4. a step
         batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
         batch = (*batch, *run.model.candidates(*batch))
-        if stage != context_stage:  # its tables go to the device, for which the host waits
+        if stage != context_stage:  # the host waits while the stage's tables go to the device
             context_stage = stage
             context = run.model.training_context(batch[0].size(1), team.device, team.dtype, stage)
         run.model.update_context(context, progress)
@@ -6843,13 +6855,13 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             state.loss_steps = 0
 
 def mean_of_ranks(loss: Tensor, team: Team) -> float:
-    """The mean over the ranks of a 0-dim tensor, for which it waits."""
+    """The mean of a 0-dim tensor over ranks. The host waits for it."""
     return all_reduce(loss / team.world_size, group=team.group).item()
 
 def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent: Tensor,
                 lr_factor: float) -> None:
-    """Logs the loss of the last step and the mean since the line before. recent: the sum that it is the mean
-    of. Raises Refused if the loss is not finite."""
+    """Logs the loss of the last step and the mean since the last such line. recent: the sum of the losses
+    since then. Raises Refused if the loss is not finite."""
     cfg = run.cfg
     last = mean_of_ranks(loss, run.team)
     mean = mean_of_ranks(recent, run.team) / state.loss_steps
@@ -6864,8 +6876,8 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
 
 def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None, further: list[Callable],
              samples: int) -> Score:
-    """Off the clock: val_loss with the windows and loops of a stage, None: those of evaluation; further
-    evaluations and samples if asked for. done: why no step follows, or None."""
+    """Off the clock: val_loss, with the windows and loops of `stage` (None: those of evaluation), then the
+    further evaluations and samples that are due. done: why no step follows, or None."""
     cfg = run.cfg
     log = run.log
     step = state.step
@@ -6882,7 +6894,7 @@ def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None,
             evaluation(run.model, cfg, run.data, run.team, log)
         if samples:
             show_samples(run.model, cfg, run.data, run.team, log)
-    run.team.share(None)  # as in Saver.save
+    run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
     return score
 
 def time_text(seconds: float, step: int) -> str:

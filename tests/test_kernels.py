@@ -348,7 +348,11 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
     cfg, replaced = replace(preset_config(preset), fp8=fp8), set()
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
     fast = train_gpt.choose_kernels(cfg, on_gpu, lambda line: None)
-    for name, mine, readable in zip(Kernels._fields, fast, Kernels()):
+    plain = Kernels(qkv=train_gpt.qkv_linear, mlp=train_gpt.delayed_mlp, mlp_scales=train_gpt.no_scales)
+    for name, mine, readable in zip(Kernels._fields, fast, plain):
+        if mine is None and preset != "speedrun_plus":
+            continue
+        mine = mine or readable
         arguments = [argument for argument in inspect.signature(readable).parameters if argument not in own]
         found = inspect.signature(mine).parameters
         assert list(found)[:len(arguments)] == arguments, name
