@@ -3826,6 +3826,7 @@ class SpeedrunPlusModel(SeveralTargets):
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
                 stage: TargetStage | None = None) -> SpeedrunPlusContext:
+        """See Model.context()."""
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
         frequencies, attn_scale = cfg.rope(stage.window if stage else None)
@@ -6790,8 +6791,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
     if run.model.build(run.loader, run.log) and state.step == 0:  # a resumed run has paid for it already
         state.seconds += counter() - began
     clock = Clock(cfg, team, state, counter)
-    broken = torch.zeros((), device=team.device)  # NaN as soon as one loss was not finite
-    recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)
+    recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)  # sum since the last line
     reported = False
     context_stage = None
     team.wait()
@@ -6825,7 +6825,6 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             if done:
                 run.optimizer.take_mean()
             score = validate(run, state, None if done else stage, done, further, samples)
-            gc.collect()
             if done:
                 return score, done
             clock.start(state.seconds)
@@ -6840,7 +6839,6 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         grad_factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
         loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, *schedule)
-        broken += 0 * loss
         recent += loss
         state.loss_steps += 1
         if team.on_gpu and clock.cap:
@@ -6850,9 +6848,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         # 5. a report
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
-            report_step(run, state, clock, loss + broken, recent, schedule.lr)
-            recent.zero_()
-            state.loss_steps = 0
+            report_step(run, state, clock, loss, recent, schedule.lr)
 
 def mean_of_ranks(loss: Tensor, team: Team) -> float:
     """The mean of a 0-dim tensor over ranks. The host waits for it."""
@@ -6861,10 +6857,12 @@ def mean_of_ranks(loss: Tensor, team: Team) -> float:
 def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent: Tensor,
                 lr_factor: float) -> None:
     """Logs the loss of the last step and the mean since the last such line. recent: the sum of the losses
-    since then. Raises Refused if the loss is not finite."""
+    since then, which begins anew. Raises Refused if one of them is not finite."""
     cfg = run.cfg
-    last = mean_of_ranks(loss, run.team)
+    last = mean_of_ranks(loss + (0 * recent).to(loss.dtype), run.team)  # NaN if any of them is not finite
     mean = mean_of_ranks(recent, run.team) / state.loss_steps
+    recent.zero_()
+    state.loss_steps = 0
     step = state.step
     now = clock.seconds()
     state.curves["train"].append((step, now, last))
@@ -6894,6 +6892,7 @@ def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None,
             evaluation(run.model, cfg, run.data, run.team, log)
         if samples:
             show_samples(run.model, cfg, run.data, run.team, log)
+    gc.collect()
     run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
     return score
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from folders import ROOT
-from runs import Refused
+from runs import Refused, inputs
 
 
 def model_file(run):
@@ -34,7 +34,7 @@ def read_older(train_gpt, path, why):
     """({name: tensor}, constants) of a file by a script without recipes. Raises Refused: why, where it is not
     such a file."""
     try:
-        raw = path.read_bytes()
+        raw = inputs.read_bytes(path)
         if raw[:2] != b"PK":
             raw = lzma.decompress(raw) if raw[:1] == b"\xfd" else train_gpt.decompress(raw)
         payload = train_gpt.read_zip(raw)
@@ -87,7 +87,7 @@ def export(args, say):
     tensors = tensors_of(model, cfg)
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
     write_weights(folder, tensors, shape | dict(scoring_window=cfg.scoring_window()), save_file)
-    trainer = Path(train_gpt.__file__).read_text(encoding="utf-8")
+    trainer = inputs.read_text(Path(train_gpt.__file__))
     constants = constants_of(cfg, train_gpt.fields_of(type(cfg)))
     script = model_script(cfg.preset, trainer, constants, cfg.keeps_text())
     (folder / "model.py").write_text(script, encoding="utf-8")

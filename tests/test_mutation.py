@@ -194,7 +194,7 @@ def test_tests_that_fail_without_a_change(tmp_path):
         "sys.path.insert(0, str(ROOT))\nimport toy\n\ndef test_the_third_time():\n"
         "    with (ROOT / 'times').open('a') as file:\n        file.write('x')\n"
         "    assert toy.double(2) == 4 and len((ROOT / 'times').read_text()) < 3\n")
-    done = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(tmp_path, "--jobs", "1"), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("the tests fail without a change: tests/test_toy.py::test_the_third_time")
 

@@ -66,10 +66,10 @@ def test_a_run_of_one_step(drawn):
 
 def test_the_trainers_own_picture(tmp_path):
     """Of a run without run.sh; what cannot be drawn is said."""
-    said = []
-    train_gpt.plot_curves({"train": TRAIN, "val": VAL}, "a title", tmp_path / "loss.png", said.append)
-    assert (tmp_path / "loss.png").stat().st_size > 5000 and not said
-    train_gpt.plot_curves({"train": [], "val": VAL}, "a title", tmp_path / "loss.png", said.append)
+    said, path = [], tmp_path / "loss.png"
+    train_gpt.plot_curves({"train": [], "mean": TRAIN, "val": VAL}, "a title", path, said.append)
+    assert path.stat().st_size > 5000 and not said
+    train_gpt.plot_curves({"train": TRAIN, "mean": [], "val": VAL}, "a title", path, said.append)
     assert said[0].startswith("loss.png: not drawn")
 
 

@@ -771,7 +771,7 @@ def test_the_probe_tries_every_alignment_and_window_edge():
 
 def planted(tmp_path, code):
     """train_gpt.py with code added before it starts."""
-    text, start = SCRIPT.read_text(), 'if __name__ == "__main__":'
+    text, start = SCRIPT.read_text(), 'if __name__ == "__main__":\n    sys.stdout'
     assert text.count(start) == 1
     (tmp_path / "train_gpt.py").write_text(text.replace(start, f"_log_probs = log_probs\n{code}\n{start}"))
     return tmp_path / "train_gpt.py"

@@ -323,11 +323,13 @@ class Case:
         self.name, self.alter, self.rule, self.base, self.sealed = name, alter, rule, base, sealed
 
 
+START = '\nif __name__ == "__main__":\n    sys.stdout'     # how the last lines of a script begin
 LOOKS_AHEAD = """
 honest = log_probs
 def log_probs(model, tokens):
     return honest(model, tokens.roll(-1, 1))
-if __name__"""
+if __name__ == "__main__":
+    sys.stdout"""
 STEPS, SCORE, CONFIG, COPIES = ("steps and times", "score of the artifact", "one configuration",
                                 "independent runs")
 LOG, ALL = ("train.log",), ("train*.log", "result*.json")
@@ -392,8 +394,8 @@ FIND = [
     Case("the artifact of another seed", lambda folder: shutil.copy(
         folder / "final_model_seed2.int8.ptz", folder / "final_model.int8.ptz"), SCORE, "toy"),
     Case("one bit of the artifact", bit("final_model.int8.ptz"), SCORE, "toy"),
-    Case("a script that looks ahead", script("\nif __name__", LOOKS_AHEAD), "leak probe", "toy"),
-    Case("a packed script", script("\nif __name__", "\nexec(zlib.decompress(b''))\nif __name__"),
+    Case("a script that looks ahead", script(START, LOOKS_AHEAD), "leak probe", "toy"),
+    Case("a packed script", script(START, "\nexec(zlib.decompress(b''))" + START),
          "readable", "toy"),
     Case("rules version 1, and no digests", version_1, "dates", "toy"),
     # seeds, names, overrides

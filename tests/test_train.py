@@ -100,7 +100,8 @@ def test_two_nodes_agree_with_one(alone, root, tmp_path):
 
 def test_every_rank_scores_the_artifact(go):
     """Not the weights that it trained: two ranks get what one gets for the file. Wide: its rows are int8."""
-    wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "6", "EMBED_LR": "3", "VAL_BATCH_SIZE": "512"}
+    wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "6", "EMBED_LR": "3", "MATRIX_LR": "0.1",
+                  "VAL_BATCH_SIZE": "512"}
     two = go(wide, ranks=2)
     one = go(wide, EVAL_FROM=f"logs/{two.run_id}/final_model.int8.ptz")
     assert two.code == one.code == 0, two.err + one.err
