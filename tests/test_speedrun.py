@@ -59,7 +59,7 @@ def test_every_step_of_the_schedules():
     told = re.findall(r"^ *(\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+\.\d{4})$", "\n".join(lines), re.M)
     assert [(int(row[0]), int(row[1]), int(row[3]), int(row[4]), float(row[5])) for row in told] == rows
     assert all(8 * int(row[2]) == int(row[1]) for row in told)
-    assert lines[-2] == "warmdown: in the last 55% of the run lr_factor falls to 0.1"
+    assert lines[-2] == "warmdown: in the last 55% of iterations lr_factor falls to 0.1"
     assert lines[-1] == ("evaluation: 10485760 val tokens, rows of 262144, long_window:2560 short_window:768")
     assert [row[0] for row in rows] == [0, 700, 707, 1400, 1414, 2120]
 
