@@ -380,7 +380,7 @@ def outside(model, bank):
     return mask
 
 
-@pytest.mark.parametrize("column", [dict(eps=1e-4), dict(decay_with_lr=True), dict(beta1=0.5), dict(lr=1.0)])
+@pytest.mark.parametrize("column", [dict(eps=1e-4), dict(decay_with_lr=True), dict(lr=1.0)])
 def test_rows_of_one_group_that_differ_share_no_bank(column):
     """A bank is updated by one row."""
     def banks(cfg):
