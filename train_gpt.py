@@ -4136,8 +4136,8 @@ class Optimizer:
         for name, p in known.items():
             row = table[kind_of(name)]
             shape = p.shape if row.optimizer == "muon" else None
-            rule = (row.group, row.optimizer, row.lr, row.decay, row.beta1, row.beta2, row.second,
-                    row.unit_rows, row.every)
+            rule = (row.group, row.optimizer, row.lr, row.decay, row.decay_with_lr, row.beta1, row.beta2,
+                    row.eps, row.second, row.unit_rows, row.every)
             alike.setdefault((rule, shape), []).append((row, name, p))
         self.banks = []
         for members in alike.values():
@@ -6816,15 +6816,15 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
                 clock.start(state.seconds)
             continue
         # 3. validation, off the clock
-        validates = cfg.val_loss_every and step % cfg.val_loss_every == 0
-        samples = cfg.sample_every and step and step % cfg.sample_every == 0
+        validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
+        samples_due = bool(cfg.sample_every and step and step % cfg.sample_every == 0)
         further = cfg.evaluations(step)
-        if done or validates or further or samples:
+        if done or validation_due or further or samples_due:
             team.wait()
             state.seconds = clock.seconds()
             if done:
                 run.optimizer.take_mean()
-            score = validate(run, state, None if done else stage, done, further, samples)
+            score = validate(run, state, None if done else stage, done, further, samples_due)
             if done:
                 return score, done
             clock.start(state.seconds)

@@ -380,6 +380,19 @@ def outside(model, bank):
     return mask
 
 
+@pytest.mark.parametrize("column", [dict(eps=1e-4), dict(decay_with_lr=True), dict(lr=1.0)])
+def test_rows_of_one_group_that_differ_share_no_bank(column):
+    """A bank is updated by one row."""
+    def banks(cfg):
+        optimizer = Optimizer(randomised(cfg), cfg)
+        return [[kind_of(name) for name in bank.names] for bank in optimizer.banks]
+
+    together = next(kinds for kinds in banks(TINY) if "resid_lambda" in kinds)
+    assert "x0_lambda" in together
+    apart = next(kinds for kinds in banks(with_columns(TINY, resid_lambda=column)) if "resid_lambda" in kinds)
+    assert {*apart} == {"resid_lambda"}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_banks_cover_the_model(world_size):
     model = randomised(TINY)
