@@ -51,6 +51,11 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # `python -W error` would make errors of torch's own warnings
     warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
+    try:
+        os.getcwd()  # without one, MKL ends the process
+    except OSError:
+        print("train_gpt: the working folder is gone", file=sys.stderr)
+        sys.exit(2)
 try:
     import numpy as np
     import torch
@@ -464,7 +469,7 @@ def parse_value(name: str, text: str, f: Field | None = None) -> object:
     f = f or KNOWN[name]
     default: Any = f.default
     try:
-        text.encode()  # an environment may hold bytes that are no text
+        text = os.fsencode(text).decode()  # UTF-8, whatever the locale makes of it
         if isinstance(default, tuple):
             number = f.metadata["of"]
             return tuple(map(number, text.split(","))) if text else ()
@@ -476,7 +481,7 @@ def parse_value(name: str, text: str, f: Field | None = None) -> object:
             return type(default)(0)
         return type(default)(text)
     except (AttributeError, KeyError, ValueError):
-        raise Refused(f"{name}={text!r} must be written like {show(default)}") from None
+        raise Refused(f"{name}={text!r} must be written like {show(default) or 'text in UTF-8'}") from None
 
 def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03 and a bare --compile. Raises
@@ -6943,6 +6948,8 @@ def open_folder(run: Run, again: bool) -> None:
         except OSError as error:
             why = "exists" if isinstance(error, FileExistsError) else f"cannot be written ({error.strerror})"
             problem = Refused(f"run_id={run_id!r}: {folder} {why}")
+        except UnicodeError:
+            problem = Refused(f"run_id={run_id!r}: this locale cannot write it")
     team.share(problem)
     log.path = folder / "train.log"
     run.folder = folder

@@ -387,6 +387,31 @@ def drawn_environment(case):
     return env
 
 
+def test_text_is_utf8_whatever_the_locale():
+    """A C locale without Python's UTF-8 mode hands its bytes on undecoded."""
+    raw = "é😀".encode()
+    assert train_gpt.load_config({"SAMPLE": raw.decode("ascii", "surrogateescape")}).sample == "é😀"
+    with pytest.raises(Refused, match=r"^sample='.*' must be written like text in UTF-8$"):
+        train_gpt.load_config({"SAMPLE": b"\xe9".decode("ascii", "surrogateescape")})
+
+
+def test_a_name_that_the_locale_cannot_write(root, plain, monkeypatch, capsys):
+    def mkdir(path, **_):
+        str(path).encode("ascii")
+
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert train_gpt.main([], SMALL | dict(RUN_ID="naïve")) == 2
+    assert capsys.readouterr().err == "train_gpt: run_id='naïve': this locale cannot write it\n"
+
+
+def test_a_working_folder_that_is_gone(tmp_path):
+    """MKL would end the process, in words of its own."""
+    script = f'cd "{tmp_path}" && mkdir gone && cd gone && rmdir "{tmp_path}/gone" && exec "$0" "$1"'
+    done = subprocess.run(["bash", "-c", script, sys.executable, SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "train_gpt: the working folder is gone\n")
+
+
 def is_one_process(env):
     """Do the variables of a launch name one process, or nothing?"""
     given = {name: env[name] for name in train_gpt.LAUNCH_NUMBERS if name in env}
