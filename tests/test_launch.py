@@ -269,7 +269,9 @@ def run_program(words, cwd, env, shell, python="", timeout=300):
     clean = dict(PATH=os.environ["PATH"], HOME=str(cwd), OMP_NUM_THREADS="1", PROGRAM=python) | env
     done = subprocess.run(["bash", "-c", command, "bash", *map(str, words)], cwd=cwd, env=clean,
                           capture_output=True, timeout=timeout)
-    return SimpleNamespace(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
+    # in another encoding where PYTHONIOENCODING asks for one
+    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    return SimpleNamespace(code=done.returncode, out=out, err=err)
 
 
 @pytest.fixture(scope="module")
