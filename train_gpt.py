@@ -480,7 +480,7 @@ def parse_value(name: str, text: str, f: Field | None = None) -> object:
         if text == "-1" and f.metadata["off"]:
             return type(default)(0)
         return type(default)(text)
-    except (AttributeError, KeyError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise Refused(f"{name}={text!r} must be written like {show(default) or 'text in UTF-8'}") from None
 
 def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -245,14 +245,17 @@ def threads_of(process):
 def test_two_ranks_without_torchrun(start):
     """As Slurm starts them: RANK and WORLD_SIZE, nothing of this machine. A third one that calls itself rank
     1 is turned away, and the two go on."""
-    port = free_port()
-    env = TWO | dict(MASTER_PORT=port)
-    second = start(env | dict(RANK="1"), 20, "--dry-run")
-    impostor = start(env | dict(RANK="1"), 20, "--dry-run")
-    first = start(env, 20, "--dry-run")
-    codes = {ended(second), ended(impostor)}
-    assert ended(first) == 0 and codes == {0, 2}, first.said()
-    assert "another process has RANK=1, too" in second.said() + impostor.said()
+    for _ in range(4):
+        env = TWO | dict(MASTER_PORT=free_port())
+        second = start(env | dict(RANK="1"), 20, "--dry-run")
+        impostor = start(env | dict(RANK="1"), 20, "--dry-run")
+        first = start(env, 20, "--dry-run")
+        codes = {ended(second), ended(impostor)}
+        assert ended(first) == 0 and codes == {0, 2}, first.said()
+        said = second.said() + impostor.said()
+        if "does not answer" not in said:   # or the third came when the two were done, on a busy machine
+            break
+    assert "another process has RANK=1, too" in said
 
 
 def test_a_port_in_use(silent, start):
