@@ -6864,7 +6864,7 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
     """Logs the loss of the last step and the mean since the last such line. recent: the sum of the losses
     since then, which begins anew. Raises Refused if one of them is not finite."""
     cfg = run.cfg
-    last = mean_of_ranks(loss + (0 * recent).to(loss.dtype), run.team)  # NaN if any of them is not finite
+    last = mean_of_ranks(loss, run.team)
     mean = mean_of_ranks(recent, run.team) / state.loss_steps
     recent.zero_()
     state.loss_steps = 0
@@ -6872,7 +6872,7 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
     now = clock.seconds()
     state.curves["train"].append((step, now, last))
     state.curves["mean"].append((step, now, mean))
-    check_finite(last, "train_loss", step, state.curves["train"])
+    check_finite(mean, "train_loss", step, state.curves["train"])  # the mean has every loss in it
     left = now / cfg.progress(step, now) - now
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}")

@@ -64,8 +64,8 @@ def whole_at(commit):
 
 @functools.cache
 def made_at(commit, preset):
-    """What `./run.sh script PRESET` prints at a commit; b"" where this repository lacks the commit, or this
-    such a tool or preset."""
+    """What `./run.sh script PRESET` prints at a commit; b"" where this repository lacks the commit, or the
+    commit lacks the tool or the preset."""
     if not git("cat-file", "-t", f"{commit}:tools/script.py"):
         return b""
     archive = git("archive", "--format=tar", commit, "train_gpt.py", "tools")

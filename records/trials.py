@@ -353,8 +353,8 @@ def draw(curves, path, title, by="seconds", grey=()):
 
 
 def draw_run(folder, record=()):
-    """A finished run's loss.png: mean train_loss between its lines, or of older logs train_loss raw and
-    smoothed; val_loss, stages as bands, the LR factor; in grey the record of its game, [(seconds, loss)]."""
+    """A finished run's loss.png: the mean train_loss between two lines, val_loss, stages as bands, the LR
+    factor; in grey the record of its game, [(seconds, loss)]."""
     from matplotlib.figure import Figure
     run = read_log(folder / "train.log")
     text = log_text(run.path)
@@ -368,13 +368,7 @@ def draw_run(folder, record=()):
     right = axes.twinx()
     if record:
         axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
-    if run.curves["train"][0].mean is None:
-        width = len(losses) // 20 * 2 + 3           # points
-        smooth = np.convolve(np.pad(losses, width // 2, "edge"), np.full(width, 1 / width), "valid")
-        axes.plot(seconds, losses, ".", color="tab:blue", alpha=0.35, label="train")
-        axes.plot(seconds, smooth, color="tab:blue", label="train, smoothed")
-    else:
-        axes.plot(seconds, losses, color="tab:blue", label="train, mean of the steps between lines")
+    axes.plot(seconds, losses, color="tab:blue", label="train, mean between two lines")
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
     axes.plot(*zip(*val), "o-", color="tab:red", label=f"val, at the end {val[-1][1]:.4f}")
     right.plot(ms / 1e3, rates, ":", color="tab:green")

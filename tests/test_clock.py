@@ -31,6 +31,19 @@ def paced(clock, monkeypatch):
     return paced
 
 
+@pytest.fixture
+def interrupted(paced):
+    """The simulated clock, and the step of each run in which a signal comes, which a test sets; 0: none."""
+    def seconds(loss_fn, optimizer, *_):
+        if optimizer.step_count + 1 == interrupted.step:
+            interrupted.step = 0
+            interrupted.clock.run.saver.on_signal()
+        return STEP
+
+    interrupted = SimpleNamespace(clock=paced(seconds), step=0)
+    return interrupted
+
+
 # -------------------------------------------------------------------------------- what counts
 def once(when):
     """Seconds of a call: PAUSE at the first one that finds when(...) true."""
@@ -169,22 +182,15 @@ def test_a_cap_counts_the_copies_of_checkpoints(copy, save_every, steps, seconds
     assert (done.result["steps"], done.result["train_time_ms"]) == (steps, 1e3 * seconds)
 
 
-def test_a_capped_run_goes_on_from_its_clock(train, paced, monkeypatch):
+def test_a_capped_run_goes_on_from_its_clock(train, interrupted, monkeypatch):
     """Interrupted in step 12 and resumed: both parts together are the uninterrupted run, to the bit and the
     millisecond, with learning rates that follow the time; its n-grams are counted twice and cost once."""
-    def seconds(*_):
-        steps.append(1)
-        if len(steps) == interrupted_in:
-            clock.run.saver.on_signal()
-        return STEP
-
-    steps, interrupted_in = [], 0
-    clock = paced(seconds)
-    monkeypatch.setattr(train_gpt.NgramCounts, "count", clock.passes(train_gpt.NgramCounts.count, 0.25))
+    count = train_gpt.NgramCounts.count
+    monkeypatch.setattr(train_gpt.NgramCounts, "count", interrupted.clock.passes(count, 0.25))
     settings = CAPPED | dict(MAX_WALLCLOCK_SECONDS="4", WARMDOWN_FRAC="0.8", TRAIN_LOG_EVERY="1")
     want = train(settings)
     assert want.result["steps"] == 29 and want.result["train_time_ms"] == 3875
-    steps, interrupted_in = [], 12
+    interrupted.step = 12
     first = train(settings)
     assert first.code == 1 and first.last == f"RESUME={first.run_id}" and max(first.losses) == 12
     done = train({}, RESUME=first.run_id)
@@ -194,20 +200,12 @@ def test_a_capped_run_goes_on_from_its_clock(train, paced, monkeypatch):
     assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
 
 
-def test_mean_loss_goes_on_in_a_resumed_run(train, paced):
+def test_mean_loss_goes_on_in_a_resumed_run(train, interrupted):
     """It covers steps 11 to 18 although the run was interrupted in step 12."""
-    def seconds(*_):
-        steps.append(1)
-        if len(steps) == interrupted_in:
-            clock.run.saver.on_signal()
-        return STEP
-
-    steps, interrupted_in = [], 0
-    clock = paced(seconds)
     settings = TOY | dict(ITERATIONS="18", TRAIN_LOG_EVERY="9")
     want = train(settings)
     each = train(settings, TRAIN_LOG_EVERY="1")
-    steps, interrupted_in = [], 12
+    interrupted.step = 12
     first = train(settings)
     assert first.last == f"RESUME={first.run_id}"
     done = train({}, RESUME=first.run_id)

@@ -24,7 +24,7 @@ def drawn(monkeypatch, tmp_path):
         for step, seconds, loss in train:
             lr = cfg.schedule(step, step / last).lr
             lines.append(f"step:{step}/{last} train_loss:{loss:.4f} {train_gpt.time_text(seconds, step)} "
-                         f"tok/s:9 lr_factor:{lr:.3f} eta:{length - seconds:.0f}s")
+                         f"tok/s:9 lr_factor:{lr:.3f} eta:{length - seconds:.0f}s mean_loss:{loss + 0.5:.4f}")
         lines += [f"step:{step}/{last} val_loss:{loss:.4f} {train_gpt.time_text(seconds, step)}"
                   for step, seconds, loss in val]
         (tmp_path / "train.log").write_text("\n".join([*lines, "final_model val_loss:3.27", ""]))
@@ -40,13 +40,13 @@ def labels(axes):
 
 def test_a_run_with_stages(drawn):
     axes, right = drawn(PRESET="speedrun")
-    assert labels(axes) == ["train", "train, smoothed", "val, at the end 3.2700"]
+    assert labels(axes) == ["train, mean between two lines", "val, at the end 3.2700"]
     (low, high), (left, end) = axes.get_ylim(), axes.get_xlim()
     for line in axes.get_lines():
         assert low < min(line.get_ydata()) and max(line.get_ydata()) < high
         assert left <= min(line.get_xdata()) and max(line.get_xdata()) < end
-    raw, smooth, _ = (line.get_ydata() for line in axes.get_lines())
-    assert list(raw) == [loss for *_, loss in TRAIN] and smooth[1] == pytest.approx((10.9 + 9.0 + 4.5) / 3)
+    means, _ = (line.get_ydata() for line in axes.get_lines())
+    assert list(means) == pytest.approx([loss + 0.5 for *_, loss in TRAIN])
     # the second and the fourth of four stages are shaded: from the first log line in each to that of the next
     spans = [(band.get_x(), band.get_x() + band.get_width()) for band in axes.patches]
     assert spans == [pytest.approx((23.8, 66.0)), pytest.approx((129.0, 132.0))]
@@ -61,7 +61,7 @@ def test_the_record_is_grey(drawn):
 
 def test_a_run_of_one_step(drawn):
     axes, _ = drawn([(1, 0.1, 7.0)], [(1, 0.1, 6.0)], ITERATIONS="1")
-    assert len(axes.get_lines()) == 3
+    assert len(axes.get_lines()) == 2
 
 
 def test_the_trainers_own_picture(tmp_path):
