@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
+# ./run.sh PRESET --proxy[=WIDTH]                     the recipe at another width, for any machine: docs/proxy.md
 # ./run.sh [PRESET] --help                            every constant, with its unit and the presets' values
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
 # ./run.sh script PRESET                              train_gpt.py with that recipe only, to the terminal
@@ -134,7 +135,7 @@ one_recipe() {
 }
 
 train() {
-    local script=train_gpt.py flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" argument n word=""
+    local script=train_gpt.py flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" proxy="" argument n word=""
     for argument in "$@"; do
         case $argument in
             --*) ;;
@@ -148,6 +149,7 @@ train() {
             --data-path=*) path=${argument#*=} ;;
             --dry-run | --dry-run=1) plan_only=1 ;;
             --help) plan_only=1 device=cpu ;;
+            --proxy | --proxy=*) proxy=1 ;;
         esac
         flags+=("$argument")
     done
@@ -156,14 +158,16 @@ train() {
     if grep -qs AuthenticAMD /proc/cpuinfo && [ -z "${NPY_ENABLE_CPU_FEATURES:-}" ]; then
         export NPY_DISABLE_CPU_FEATURES="${NPY_DISABLE_CPU_FEATURES-AVX512F}"
     fi
-    case $preset in
+    case $preset$proxy in
         golf | golf_plus) one_recipe "$preset" ;;
     esac
     local run=("$PYTHON" records/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
-    [ "$preset" != tiny ] || n=$((n > 0))       # its step is one row, then two
-    if [ -z "$path$plan_only" ]; then
+    [ "$preset" != tiny ] && [ -z "$proxy" ] || n=$((n > 0))     # a step has few rows
+    if [ -n "$proxy" ]; then
+        [ -n "$path$plan_only" ] || preset_data tiny    # any text will do
+    elif [ -z "$path$plan_only" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
         if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then
             machine=$("$PYTHON" "$script" ${flags[@]+"${flags[@]}"} --dry-run) || {
@@ -186,7 +190,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help | help) sed -n '2,9s/^# //p' run.sh ;;
+    -h | --help | help) sed -n '2,10s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)

@@ -289,7 +289,7 @@ def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     words = "sp1024", "climbmix", "core", "depths", "PYTHON="
-    assert len(lines) == 8 and all(word in done.stdout for word in words)
+    assert len(lines) == 9 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])

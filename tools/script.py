@@ -1,9 +1,9 @@
 """Prints train_gpt.py with one recipe only: ./run.sh script PRESET
 
 Top-level definitions that the recipe does not reach are left out; the rest is kept verbatim, comments
-included. Only the registry of recipes and the docstring are edited. The default preset is that recipe. The
-script trains bit-identically to the whole file, is a legal script of a record, and its bytes are what golf
-counts.
+included. Only the registry of recipes and the docstring are edited, and the flag --proxy is taken out. The
+default preset is that recipe. The script trains bit-identically to the whole file, is a legal script of a
+record, and its bytes are what golf counts.
 """
 import ast
 import dis
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "train_gpt.py"
 BANNER = "# ---------- "
+PROXY_HOOK = "REWRITERS.append(expand_proxy)"
 ASKED_FOR = ("load_config", "load_model", "log_probs")  # by other programs, the leak probe among them
 
 
@@ -135,9 +136,12 @@ def with_one_recipe(text, preset):
     if preset not in recipes:
         raise SystemExit(f"script: {preset!r} is none of {', '.join(recipes)}")
     lines[registry.lineno - 1:registry.end_lineno] = [f"RECIPES = dict({preset}={recipes[preset]})"]
+    for node in tree.body:  # what adds --proxy; all that serves it is no longer reached
+        if ast.unparse(node) == PROXY_HOOK:
+            lines[node.lineno - 1] = ""
     docstring = tree.body[0]
     about = lines[docstring.lineno - 1:docstring.end_lineno]
-    others = [f"--preset={name} " for name in recipes if name != preset]
+    others = ["--proxy", *[f"--preset={name} " for name in recipes if name != preset]]
     about = [line for line in about if not any(other in line for other in others)]
     end = '"""' if len(about) == 1 else ""
     about[0] = f'"""train_gpt: the recipe {preset} alone, made by `./run.sh script {preset}`.{end}'

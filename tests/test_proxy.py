@@ -1,0 +1,109 @@
+"""--proxy: recipes scaled down by rules."""
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from helpers import look
+from train_gpt import (
+    PROXIES, Refused, expand_proxy, horizon_weights, load_config, planned_tokens, preset_config)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = {"DEVICE": "cpu"}
+# tokens per weight, and what the recipe takes in steps
+LENGTH = dict(golf=(20, 8394), golf_plus=(20, 4988), speedrun=(5.0, 2160), speedrun_plus=(3.15, 1315),
+              gpt2=(7.25, 12_700), gpt2_plus=(8, 5568))
+
+
+def scaled(*argv, **env):
+    """Config of a command line with --proxy, and what it logged."""
+    lines = []
+    flags = expand_proxy(argv, CPU | env, lambda *more: lines.extend(more))
+    return load_config(CPU | env, flags), lines
+
+
+@pytest.mark.parametrize("preset", [*PROXIES])
+def test_sizes_follow_the_rules(preset):
+    """At three widths: layers and stages are the recipe's, tokens per weight and steps as stated."""
+    full = preset_config(preset)
+    ratio, steps = LENGTH[preset]
+    before = 0.0
+    for width in (32, 64, 128):
+        cfg, lines = scaled(f"--preset={preset}", f"--proxy={width}")
+        assert (cfg.model_dim, cfg.preset, cfg.vocab_size) == (width, preset, 1024)
+        assert cfg.num_heads % 2 == 0 and cfg.model_dim % cfg.num_heads == 0
+        took = train_gpt.total_steps(cfg)
+        assert took == pytest.approx(steps / 4, rel=0.01)
+        # the batch is a whole number of rows, of which there may be few
+        slack = 1.5 * cfg.train_seq_len * planned_tokens(cfg) / cfg.train_batch_tokens
+        assert abs(planned_tokens(cfg) - ratio * horizon_weights(cfg)) < slack
+        assert planned_tokens(cfg) > before
+        before = planned_tokens(cfg)
+        assert len(cfg.stages()) == len(full.stages())
+        assert [s.batch_tokens / cfg.train_batch_tokens for s in cfg.stages()] == [
+            s.batch_tokens / full.train_batch_tokens for s in full.stages()]
+        if "gpt2" not in preset:
+            assert cfg.num_layers == full.num_layers
+        assert cfg.matrix_lr == type(full)().matrix_lr
+        assert lines[0] == f"proxy: {preset} at width {width} instead of {full.model_dim}"
+        assert f"proxy model_dim={width}: the width of the proxy" in lines
+
+
+def test_the_speedruns_keep_their_proportions():
+    full = preset_config("speedrun_plus")
+    cfg, lines = scaled("--preset=speedrun_plus", "--proxy=96")
+    assert [stage.window / cfg.window_block for stage in cfg.stages()] == [3, 7, 11, 13]
+    assert [stage.doc_len / cfg.window_block for stage in cfg.stages()] == [7, 16, 16, 16]
+    assert (cfg.window_block, cfg.eval_window, cfg.qk_dim, cfg.num_heads) == (16, 320, 36, 2)
+    assert cfg.bigram_rows / cfg.vocab_size == pytest.approx(full.bigram_rows / full.vocab_size, rel=1e-3)
+    assert cfg.head_lr == pytest.approx(full.head_lr * 8**0.5, rel=1e-3)
+    assert cfg.window_pattern == full.window_pattern and cfg.untie_at == full.untie_at
+    assert any(line.startswith("proxy weight_decay=4.8: ") for line in lines)
+
+
+def test_what_is_given_stays_as_given():
+    """Flags and environment beat the rules; rules do not follow what a flag changes."""
+    plain, _ = scaled("--preset=speedrun", "--proxy=64")
+    cfg, lines = scaled("--proxy", "64", "--preset", "speedrun", "--mlp-mult=3", HEAD_LR="0.008")
+    assert (cfg.mlp_mult, cfg.head_lr) == (3, 0.008) and not [line for line in lines if "head_lr" in line]
+    assert planned_tokens(cfg) == planned_tokens(plain)
+    cfg, _ = scaled("--preset=gpt2", "--proxy=64", "--depth=6")
+    assert (cfg.num_layers, cfg.window_pattern, cfg.model_dim) == (6, "SSSLSL", 64)
+    assert scaled("--preset=gpt2", "--proxy=512")[0].num_layers == 8
+    assert expand_proxy(["--preset=tiny"], {}) == ["--preset=tiny"]
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--proxy=64"], "tiny has no proxy"), (["--preset=golf", "--proxy=60"], "a width in steps of 16"),
+    (["--preset=golf", "--proxy=512"], "from 32 to 496"), (["--preset=golf", "--proxy=small"], "proxy=small"),
+    (["--preset=golf", "--proxy=64", "--matrx-lr=1"], "matrix-lr")])
+def test_bad_widths_are_refused(argv, sentence):
+    with pytest.raises(Refused, match=sentence):
+        expand_proxy(argv, CPU, lambda *lines: None)
+
+
+def test_a_bare_proxy_takes_the_largest_width_that_is_fast_enough(monkeypatch):
+    monkeypatch.setattr(train_gpt, "proxy_seconds", lambda cfg, env: cfg.model_dim**2 / 20)
+    cfg, lines = scaled("--preset=speedrun_plus", "--proxy")
+    assert cfg.model_dim == 64 and "about 320 s here" in lines[3] and "width 64 is the largest" in lines[4]
+
+
+def test_seconds_are_measured_by_real_steps(monkeypatch):
+    cfg, _ = scaled("--preset=speedrun_plus", "--proxy=32")
+    assert 2 < train_gpt.proxy_seconds(cfg, CPU) < 3000
+
+
+@pytest.mark.parametrize("preset", [*PROXIES])
+def test_a_proxy_trains(preset, root, monkeypatch):
+    """On any prepared text; its log has the rules, its model is read like any other."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
+    argv = [f"--preset={preset}", "--proxy=32", "--data-path=data/datasets/toy", "--iterations=8",
+            "--val-tokens=2048", f"--run-id=proxy_{preset}"]
+    if hasattr(train_gpt.RECIPES[preset], "extension_iterations"):
+        argv.append("--extension-iterations=0")
+    assert train_gpt.main(argv, CPU) == 0
+    run = look(Path("logs", f"proxy_{preset}"))
+    assert "\nproxy vocab_size=512: that of the text\n" in run.log and run.result["trained"]["val_loss"] < 9
+    assert run.result["config"]["model_dim"] == "32" and len(run.losses) == 8
+    assert max(run.losses.values()) < 20
