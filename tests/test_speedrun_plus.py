@@ -128,7 +128,8 @@ def test_dynamic_attention_equals_its_definition(T, window):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     inputs = q, k, v, mix, spread
     for mine, exact in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (got, want))):
-        torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
+        # sums of many terms: what is near 0 has the error of the largest one
+        torch.testing.assert_close(mine, exact, atol=1e-5 * exact.abs().max().item(), rtol=1e-4)
     assert mask.numel() <= 2 * 2 * window * (T + 2 * window)
 
 
