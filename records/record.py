@@ -8,6 +8,8 @@
     ./run.sh record sweep NAME=a,b,c -n K         settings against the first of them, interleaved
     ./run.sh record ablate RUN -n K               each changed constant reverted alone, interleaved
     ./run.sh record noise PRESET -n K             the spread, and what n runs can detect
+    ./run.sh record try "what it is"              the working tree against HEAD on a proxy, and a ledger
+    ./run.sh record rank CHANGE…                  changes at several widths and on several texts
     ./run.sh record plot PATH…                    curves of any logs: --by seconds, tokens or step
     ./run.sh record board                         the leaderboards of records/README.md
     ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
@@ -15,7 +17,8 @@
 
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
 themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README),
-runs.py (logs, statistics), trials.py (what trains or compares), audit.py (trees of other projects),
+runs.py (logs, statistics), trials.py (what trains or compares), tries.py (changes on proxies),
+sequential.py (their statistics), audit.py (trees of other projects),
 pages.py (claims of their pages), source.py (what a script shows without running it), scripts.py (scripts by
 commit and preset), leak_probe.py;
 board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh shows of a
@@ -39,6 +42,7 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import replay  # noqa: E402, F401  its rule, and those of evidence.py
 import trials  # noqa: E402
+import tries  # noqa: E402
 from audit import audit  # noqa: E402
 from board_page import write_page  # noqa: E402
 from checks import (  # noqa: E402
@@ -315,6 +319,7 @@ def check_boards(folder, options):
 
 # ------------------------------------------------------------ 3 main
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
+            "try": tries.try_change, "rank": tries.rank,
             "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot, "export": export}
 
 
@@ -347,6 +352,15 @@ def parse(argv):
     add("sweep", ("settings", {"nargs": "+"}), count, as_json, ("--command", text), seed)
     add("ablate", ("run", {}), count, ("--before", text), as_json, seed)
     add("noise", ("preset", {}), count, metric, as_json, seed)
+    place = ("--preset", {"default": "speedrun_plus"}), ("--workers", {"type": int, "default": 0})
+    width = {"type": int, "default": 0, "metavar": "WIDTH"}
+    add("try", ("words", {"nargs": "*"}), *place, ("--proxy", width),
+        ("--text", {"default": "data/datasets/embedded"}), ("--ledger", {"default": tries.LEDGER}), as_json,
+        ("--pairs", {"type": int, "default": tries.MOST_PAIRS}), ("--same", on), ("--outside", on))
+    add("rank", ("changes", {"nargs": "*"}), *place, ("--name", {"default": "changes"}),
+        ("--widths", {"type": int, "nargs": "+", "default": [32, 48]}), as_json, seed,
+        ("--texts", {"nargs": "+", "default": ["data/datasets/embedded"]}),
+        ("--rounds", {"type": int, "default": 6}), ("--out", text))
     add("plot", paths, ("--out", {"default": "loss.png"}),
         ("--by", {"choices": [*trials.AXES], "default": "seconds"}))
     add("board", ("paths", {"nargs": "*"}), ("--html", on), ("--out", {"default": "board.html"}))

@@ -1,0 +1,484 @@
+"""Changes of a recipe on its proxies: `record try` tests one, `record rank` several at several widths.
+
+Every run has a name that says all it depends on, and one that is finished is read, never trained again: what
+was killed goes on where it ended. sequential.py has the tests.
+"""
+import csv
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sequential
+from folders import ROOT, sha256
+from runs import Refused, Run, demand, read_log
+from sequential import Noise, Series
+from trials import last_line, run_once, training_command
+
+LEDGER = "logs/tries.tsv"
+COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "text", "tokens", "pairs", "gain",
+           "low", "high", "std", "evidence", "needed", "verdict", "kept", "seconds")
+MOST_PAIRS = 10         # of a try
+FIRST_SEED = 100_000    # each try has a hundred seeds of its own, above those that people use
+RANK_ALPHA = 0.05       # of a ranking: probability that any change without a gain is called one
+# Sections of train_gpt.py that a try may edit besides its recipe's
+FREE_SECTIONS = ("4 techniques", "6 optimizer", "7 schedules")
+BANNER = "# ---------- "
+
+
+class Proxy(NamedTuple):
+    """Where a change is tried."""
+    preset: str
+    width: int
+    text: str           # folder of a dataset
+
+
+class Change(NamedTuple):
+    """A script, and flags on top of the proxy's."""
+    name: str
+    script: Path
+    flags: dict
+
+
+# ------------------------------------------------------------ running
+def proxy_command(change: Change, proxy: Proxy) -> str:
+    """A shell command that trains the change on the proxy."""
+    settings = {"preset": proxy.preset, "proxy": proxy.width, "data_path": proxy.text} | change.flags
+    return training_command(settings, change.script)
+
+
+def run_name(change: Change, proxy: Proxy, seed: int) -> str:
+    """The folder of a run: proxy, seed, and a hash of the script and the flags."""
+    made_of = json.dumps([sha256(change.script.read_bytes()), sorted(change.flags.items())])
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:10]
+    return f"proxy_{proxy.preset}_{proxy.width}_{Path(proxy.text).name}_{digest}_seed{seed}"
+
+
+def finished(name: str) -> Run | None:
+    """The run of that name, if it has ended."""
+    log = Path("logs", name, "train.log")
+    if not Path("logs", name, "result.json").exists() or not log.exists():
+        return None
+    run = read_log(log)
+    return run if run.finished else None
+
+
+def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
+    """The run of a change, trained if it is not there yet. Raises Refused when it fails."""
+    name = run_name(change, proxy, seed)
+    if run := finished(name):
+        return run
+    shutil.rmtree(Path("logs", name), ignore_errors=True)       # of a run that was killed
+    command = f"export OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=PASSIVE; exec {proxy_command(change, proxy)}"
+    return run_once(change.name, command, name, seed)
+
+
+def loss_of(run: Run) -> float:
+    """What is compared: the final val_loss, in nats per token. Raises Refused for one that is not finite."""
+    loss = run.value("val_loss")
+    demand(loss is not None and abs(loss) < 1e6, f"{run.path.parent.name} has no finite val_loss")
+    return float(loss)      # type: ignore[arg-type]
+
+
+def side_by_side(jobs: list, workers: int) -> list:
+    """The runs of [(change, proxy, seed)], some at a time; for one that fails the Refused that says why."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+
+    def work(job: tuple) -> Any:
+        try:
+            return run_or_read(*job, threads)
+        except Refused as error:
+            return error
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, jobs))
+
+
+def workers_of(args: Any) -> int:
+    """How many runs at a time: one on a GPU, else one a core, since a proxy is too small for two threads."""
+    if args.workers:
+        return int(args.workers)
+    return 1 if shutil.which("nvidia-smi") else os.cpu_count() or 1
+
+
+def planned(change: Change, proxy: Proxy) -> tuple[int, int]:
+    """Width and tokens of a run, by a dry run of it. A width of 0 is a bare --proxy. Raises Refused."""
+    command = proxy_command(change, proxy)
+    if not proxy.width:
+        command = command.replace("--proxy=0", "--proxy")
+    done = subprocess.run(["bash", "-c", f"{command} --dry-run"], capture_output=True, text=True,
+                          errors="replace")
+    demand(done.returncode == 0, f"{change.name}: {last_line(done)}")
+    width = re.search(r"^proxy: \w+ at width (\d+)", done.stdout, re.M)
+    tokens = re.search(r"^limits: .*\((\d+) tokens\)", done.stdout, re.M)
+    demand(width and tokens, f"{change.name}: its train_gpt.py knows no --proxy")
+    return int(width[1]), int(tokens[1])        # type: ignore[index]
+
+
+# ------------------------------------------------------------ what is tried
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, errors="replace")
+    demand(done.returncode == 0, f"git {words[0]}: {last_line(done)}")
+    return done.stdout
+
+
+def sections(text: str) -> dict[str, str]:
+    """{title: text} of the sections of a train_gpt.py."""
+    found = {"1 docstring": ""}
+    title = "1 docstring"
+    for line in text.splitlines(keepends=True):
+        if line.startswith(BANNER):
+            title = line.removeprefix(BANNER).strip()
+            found[title] = ""
+        found[title] += line
+    return found
+
+
+def forbidden_edits(before: str, after: str, preset: str) -> list[str]:
+    """Titles of the sections that differ and that a try of this recipe leaves alone."""
+    old = sections(before)
+    new = sections(after)
+    titles = [title for title in {**old, **new} if old.get(title) != new.get(title)]
+    return [title for title in titles if title not in FREE_SECTIONS and not title.startswith(f"{preset}:")]
+
+
+def frozen(text: str, folder: Path) -> Path:
+    """Writes a script where later edits do not reach it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "train_gpt.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def flags_of(words: list[str]) -> dict:
+    """["NAME=value", ...] -> {name: value}. Raises Refused."""
+    flags = {}
+    for word in words:
+        name, given, value = word.partition("=")
+        demand(given and name, f"{word!r} is no NAME=value")
+        flags[name.lower()] = value
+    return flags
+
+
+# ------------------------------------------------------------ the ledger
+def read_ledger(path: str | Path) -> list[dict]:
+    """The tries so far."""
+    if not Path(path).exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def add_to_ledger(path: str | Path, row: dict) -> None:
+    """Adds a line in one write, so that a kill leaves none or all of it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    head = "" if Path(path).exists() else "\t".join(COLUMNS) + "\n"
+    cells = [re.sub(r"\s+", " ", str(row.get(name, ""))) for name in COLUMNS]
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(head + "\t".join(cells) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def noise_of(tries: list[dict], proxy: Proxy) -> Noise:
+    """What earlier tries on this proxy tell about the deviation of a difference."""
+    squares = 0.0
+    df = 0
+    for row in tries:
+        same = (row["preset"], row["width"], row["text"]) == (proxy.preset, str(proxy.width), proxy.text)
+        if same and row["std"] and int(row["pairs"]) > 1:
+            squares += float(row["std"]) ** 2 * (int(row["pairs"]) - 1)
+            df += int(row["pairs"]) - 1
+    return Noise(squares, df)
+
+
+# ------------------------------------------------------------ try
+def try_change(args: Any, say: Callable) -> dict:
+    """The working tree, or a setting, against HEAD on the proxy, until the verdict stands."""
+    began = time.monotonic()
+    tries = read_ledger(args.ledger)
+    number = len(tries) + 1
+    # 1. the two scripts
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    head_text = git("show", "HEAD:train_gpt.py")
+    tree_text = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    settings = [word for word in args.words if re.match(r"[A-Za-z]\w*=\S", word)]
+    flags = flags_of(settings)
+    demand(args.same or flags or tree_text != head_text,
+           "train_gpt.py is as in HEAD: edit the recipe's section, give NAME=value, or --same to try nothing")
+    outside = forbidden_edits(head_text, tree_text, args.preset)
+    demand(args.outside or not outside, f"the change reaches beyond {args.preset}'s section: "
+           f"{', '.join(outside)}; --outside tries it nevertheless")
+    folder = Path("logs", "tries", f"{number:04d}")
+    head = Change(f"HEAD {commit}", frozen(head_text, folder / "head"), {})
+    yours = Change("yours", frozen(head_text if args.same else tree_text, folder), flags)
+    # 2. the proxy
+    proxy = proxy_of(args, tries, head)
+    tokens = planned(head, proxy)[1]
+    tokens_here = planned(yours, proxy)[1]
+    what = " ".join([word for word in args.words if word not in settings] or settings) or "an edit"
+    say(f"try {number}: {what}, against {head.name} on {proxy.preset} at width {proxy.width}, {proxy.text}, "
+        f"{tokens} tokens a run")
+    if tokens != tokens_here:
+        say(f"warning: yours trains {tokens_here} tokens")
+    # 3. the pairs
+    noise = noise_of(tries, proxy)
+    found = sum([row["verdict"] == "gains" for row in tries])
+    needed = sequential.needed_evidence(number, found)
+    row = dict(number=number, commit=commit, script=sha256(yours.script.read_bytes())[:12], what=what,
+               preset=proxy.preset, width=proxy.width, text=proxy.text, tokens=tokens_here,
+               needed=f"{needed:.4g}")
+    row |= pairs_of(head, yours, proxy, number, noise, needed, args, say)
+    row |= dict(when=f"{datetime.now(UTC):%FT%TZ}", seconds=round(time.monotonic() - began))
+    add_to_ledger(args.ledger, row)
+    say(f"verdict: {row['said']}; {row['seconds']} s; written to {args.ledger}")
+    return row
+
+
+def proxy_of(args: Any, tries: list[dict], head: Change) -> Proxy:
+    """What args ask for. Without a width that of the last try of this recipe and text, else the largest that
+    ends in five minutes."""
+    width = args.proxy
+    for row in tries:
+        if not args.proxy and (row["preset"], row["text"]) == (args.preset, args.text):
+            width = int(row["width"])
+    proxy = Proxy(args.preset, width, args.text)
+    return proxy._replace(width=planned(head, proxy)[0])
+
+
+def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Noise, needed: float,
+             args: Any, say: Callable) -> dict:
+    """Runs pairs until the verdict stands -> the ledger's cells about them."""
+    gains: list[float] = []
+    series = Series(0.0, 0.0, 0, 0)
+    said = ""
+    stop = False
+    while not stop:
+        seed = FIRST_SEED + 100 * number + len(gains)
+        jobs = [(head, proxy, seed), (yours, proxy, seed)]
+        if args.same:       # else both would be one run
+            jobs[1] = (yours, proxy, seed + 50)
+        if len(gains) % 2:      # in turn, where one runs after the other
+            after, before = side_by_side(jobs[::-1], workers_of(args))
+        else:
+            before, after = side_by_side(jobs, workers_of(args))
+        if isinstance(before, Refused):
+            raise before
+        try:
+            if isinstance(after, Refused):
+                raise after
+            loss = loss_of(after)
+        except Refused as error:
+            return dict(pairs=len(gains), verdict="fails", kept="no", said=f"fails: {error}")
+        gains.append(loss_of(before) - loss)
+        series = sequential.series_of([gains], noise)
+        said, stop = sequential.verdict(series, needed, args.pairs)
+        say(f"pair {len(gains)}: {head.name} {loss_of(before):.4f}, {yours.name} {loss:.4f}, "
+            f"gain {gains[-1]:+.4f}; mean {series.mean:+.4f}, "
+            f"evidence {sequential.evidence(series):.3g} of {needed:.0f}")
+    low, high = sequential.interval(series)
+    own = sequential.squares_of([gains])
+    std = f"{(own.squares / own.df) ** 0.5:.6f}" if own.df else ""
+    text = (f"{said}, {series.mean:+.4f} nats (95 %, at any time: {low:+.4f} to {high:+.4f}) "
+            f"after {len(gains)} pairs")
+    if said == "cannot tell":
+        more = sequential.more_needed(series, needed)
+        text += f"; as it looks, {more or 'over 1,000'} more pairs would tell"
+    return dict(pairs=len(gains), gain=f"{series.mean:+.6f}", low=f"{low:+.6f}", high=f"{high:+.6f}", std=std,
+                evidence=f"{sequential.evidence(series):.4g}", verdict=said,
+                kept="yes" if said == "gains" else "no", said=text)
+
+
+# ------------------------------------------------------------ rank
+def parse_change(word: str, base: Change) -> Change:
+    """"NAME=value NAME=value", or a script, or a folder that holds one, such as logs/tries/0007."""
+    path = Path(word)
+    if path.is_dir():
+        path = path / "train_gpt.py"
+    if path.is_file():
+        return Change(word, path, {})
+    return Change(word, base.script, flags_of(shlex.split(word)))
+
+
+def read_plan(args: Any) -> dict:
+    """What is ranked, as the folder of the ranking has it; a new one is written. Raises Refused if the two
+    differ."""
+    folder = Path("logs", f"rank_{args.name}")
+    asked = dict(preset=args.preset, changes=args.changes, widths=args.widths, texts=args.texts,
+                 rounds=args.rounds, seed=args.seed)
+    path = folder / "plan.json"
+    if path.exists():
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        demand(not args.changes or asked == plan, f"{path} ranks something else: give another --name")
+        return plan
+    demand(args.changes, "rank takes changes: NAME=value, a script, or a folder of logs/tries")
+    base = Change("base", frozen((ROOT / "train_gpt.py").read_text(encoding="utf-8"), folder / "base"), {})
+    scripts = {}
+    for i, word in enumerate(args.changes):
+        change = parse_change(word, base)
+        scripts[i] = change.script.read_text(encoding="utf-8")
+        for width in args.widths:
+            planned(change, Proxy(args.preset, width, args.texts[0]))       # refused before anything trains
+    for i, text in scripts.items():
+        frozen(text, folder / f"change_{i}")
+    temporary = folder / "plan.json.tmp"
+    temporary.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
+    temporary.rename(path)
+    return asked
+
+
+def changes_of(plan: dict, name: str) -> tuple[Change, list[Change]]:
+    """The base and the changes of a ranking, by the scripts in its folder."""
+    folder = Path("logs", f"rank_{name}")
+    base = Change("base", folder / "base" / "train_gpt.py", {})
+    changes = []
+    for i, word in enumerate(plan["changes"]):
+        flags = parse_change(word, base).flags
+        changes.append(Change(word, folder / f"change_{i}" / "train_gpt.py", flags))
+    return base, changes
+
+
+class Ranked(NamedTuple):
+    """What a ranking knows of a change."""
+    name: str
+    verdict: str
+    by_width: dict      # {width: Series of differences, over all texts}
+    runs: int
+
+
+def cells_of(losses: dict, name: str, width: int, texts: list) -> list:
+    """Differences base - change at a width: a list for each text."""
+    cells = []
+    for text in texts:
+        mine = losses.get((name, width, text), {})
+        base = losses.get(("base", width, text), {})
+        cells.append([base[seed] - mine[seed] for seed in sorted(mine) if seed in base])
+    return cells
+
+
+def judge_change(losses: dict, name: str, plan: dict, noise: Noise = Noise()) -> tuple[Ranked, bool]:
+    """Verdict of a change so far, and whether it is final. All differences of a change count as of one
+    deviation; each width and text has a mean of its own."""
+    widths = plan["widths"]
+    needed = len(plan["changes"]) / RANK_ALPHA
+    by_width = {}
+    cells = []
+    for width in widths:
+        here = cells_of(losses, name, width, plan["texts"])
+        cells += here
+        by_width[width] = sum(here, [])
+    whole = sequential.series_of(cells, noise)
+    series = {width: Series(float(sum(numbers) / max(1, len(numbers))), whole.std, whole.df, len(numbers))
+              for width, numbers in by_width.items()}
+    runs = sum([len(numbers) for numbers in by_width.values()])
+    most = plan["rounds"] * len(plan["texts"]) * len(widths)
+    said, stop = sequential.verdict(whole, needed, most)
+    if said == "gains":
+        said, stop = trend(series, widths, most - whole.n)
+        stop = stop or whole.n >= most
+    elif said == "cannot tell":
+        more = sequential.more_needed(whole, needed)
+        said = f"cannot tell, {more or 'over 1,000'} more runs"
+    return Ranked(name, said, series, runs), stop
+
+
+def trend(series: dict, widths: list, left: int) -> tuple[str, bool]:
+    """Does a gain grow from the smallest width to the largest one?"""
+    first = series[min(widths)]
+    last = series[max(widths)]
+    if len(widths) == 1:
+        return "gains", True
+    pairs = min(first.n, last.n)
+    change = Series(last.mean - first.mean, last.std * 2**0.5, last.df, pairs)
+    if sequential.evidence(change) >= 1 / sequential.ALPHA_LOSS:
+        return "gains, grows", True
+    if sequential.evidence(change.negative()) >= 1 / sequential.ALPHA_LOSS:
+        return "gains, shrinks", True
+    more = sequential.more_needed(change, 1 / sequential.ALPHA_LOSS)
+    return f"gains; grows or shrinks: cannot tell, {2 * more if more else 'over 1,000'} more runs", left <= 0
+
+
+def rank(args: Any, say: Callable) -> dict:
+    """Changes against the recipe at several widths and on several texts, seeds interleaved. A change whose
+    verdict stands is not run any more."""
+    plan = read_plan(args)
+    base, changes = changes_of(plan, args.name)
+    names = [change.name for change in changes]
+    demand(len({*names}) == len(names) and "base" not in names, "two changes are the same")
+    losses: dict = {}
+    active = changes
+    ranked: dict[str, Ranked] = {}
+    done: set = set()
+    for round_number in range(plan["rounds"]):
+        jobs = []
+        for width in plan["widths"]:
+            for text in plan["texts"]:
+                proxy = Proxy(plan["preset"], width, text)
+                jobs += [(change, proxy, plan["seed"] + round_number) for change in [base, *active]]
+        if round_number % 2:
+            jobs.reverse()
+        began = time.monotonic()
+        for job, run in zip(jobs, side_by_side(jobs, workers_of(args))):
+            change, proxy, seed = job
+            if isinstance(run, Refused):
+                raise run
+            losses.setdefault((change.name, proxy.width, proxy.text), {})[seed] = loss_of(run)
+            done.add(run.path.parent.name)
+        for change in [*active]:
+            ranked[change.name], stop = judge_change(losses, change.name, plan)
+            if stop:
+                active = [other for other in active if other is not change]
+        say(f"round {round_number + 1}/{plan['rounds']}: {len(jobs)} runs, {time.monotonic() - began:.0f} s; "
+            f"{len(active)} of {len(changes)} changes are still open")
+        if not active:
+            break
+    say(f"{len(done)} runs in all, of which none is counted twice", *rank_lines(ranked, plan))
+    draw_ranking(ranked, plan, args.out or f"logs/rank_{args.name}/rank.png")
+    say(f"picture: {args.out or f'logs/rank_{args.name}/rank.png'}")
+    return {"runs": sorted(done), "verdicts": {name: found.verdict for name, found in ranked.items()},
+            "gains": {name: {width: one.mean for width, one in found.by_width.items()}
+                      for name, found in ranked.items()}}
+
+
+def rank_lines(ranked: dict, plan: dict) -> list[str]:
+    """The table: gains in nats per token and their intervals by width, the best at the largest one first."""
+    largest = max(plan["widths"])
+    lines = []
+    for found in sorted(ranked.values(), key=lambda one: -one.by_width[largest].mean):
+        cells = []
+        for width, series in found.by_width.items():
+            low, high = sequential.interval(series)
+            cells.append(f"{width}: {series.mean:+.4f} ({low:+.4f} to {high:+.4f}, {series.n} pairs)")
+        lines.append(f"{found.name}: {found.verdict}; {'; '.join(cells)}")
+    return lines
+
+
+def draw_ranking(ranked: dict, plan: dict, path: str) -> None:
+    """Gains over width, a line for each change."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 1.5 + 0.5 * len(ranked) + 2), layout="constrained")
+    axes = figure.subplots()
+    for i, found in enumerate(ranked.values()):
+        means = [series.mean for series in found.by_width.values()]
+        bounds = [sequential.interval(series) for series in found.by_width.values()]
+        errors = [[min(mean - low, 1.0), min(high - mean, 1.0)] for mean, (low, high) in zip(means, bounds)]
+        places = [width * 1.01 ** (i - len(ranked) / 2) for width in found.by_width]
+        axes.errorbar(places, means, [list(side) for side in zip(*errors)], fmt="o-", capsize=3,
+                      label=f"{found.name}: {found.verdict}")
+    axes.axhline(0, color="0.5", linewidth=1)
+    axes.set(xscale="log", xlabel="width of the proxy", ylabel="gain, nats per token",
+             title=f"{plan['preset']}: mean of {len(plan['texts'])} texts")
+    axes.set_xticks(plan["widths"], [str(width) for width in plan["widths"]])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -1,0 +1,305 @@
+"""record try and record rank: verdicts that may be looked at after each run, a ledger, kills."""
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import sequential
+import tries
+from helpers import ROOT
+from sequential import Noise, Series, series_of
+from test_record_stats import EARLIER, LOSSES
+
+PYTHON = sys.executable
+# A trainer that knows --proxy and is quick: its loss follows seed, width, text, flags and edits
+FAKE = '''"""A trainer."""
+import json, os, pathlib, random, sys, time
+# ---------- 4 techniques
+# ---------- speedrun_plus: the recipe
+GAIN = 0.0
+# ---------- 9 evaluation
+SCORED = 1
+flags = dict(word[2:].split("=", 1) if "=" in word else (word[2:], "") for word in sys.argv[1:])
+for name in flags:
+    if name not in ("preset", "proxy", "data-path", "dry-run", "gain", "growth", "sleep"):
+        sys.exit(f"train_gpt: unknown argument --{name}")
+width = int(flags["proxy"] or 48)
+print(f"proxy: {flags['preset']} at width {width} instead of 768")
+print(f"limits: at most 100 steps ({width * 1000} tokens); no cap")
+if "dry-run" not in flags:
+    time.sleep(float(flags.get("sleep", 0)))
+    noise = random.Random(" ".join([os.environ["SEED"], *sys.argv[1:], str(GAIN)])).gauss(0, 0.004)
+    gain = GAIN + float(flags.get("gain", 0)) + float(flags.get("growth", 0)) * (width - 32) / 16
+    if gain > 9:
+        sys.exit("train_gpt: the loss is nan")
+    loss = 3 - width / 100 - gain + noise
+    folder = pathlib.Path("logs", os.environ["RUN_ID"])
+    folder.mkdir(parents=True)
+    with open("trained.txt", "a") as file:
+        file.write(folder.name + "\\n")
+    (folder / "train.log").write_text(f"step:100/100 val_loss:{loss:.4f} train_time:100ms step_avg:1.00ms\\n"
+                                      f"final_model_exact val_loss_partial:{loss:.8f}\\n")
+    (folder / "result.json").write_text("{}")
+'''
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A repository whose train_gpt.py is FAKE, to run in."""
+    (tmp_path / "train_gpt.py").write_text(FAKE)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "train_gpt.py"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tries, "ROOT", tmp_path)
+    # an interpreter without site-packages, which starts in a moment
+    (tmp_path / "quick").write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "$@"\n')
+    (tmp_path / "quick").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "quick"))
+    return tmp_path
+
+
+def edit(place, **constants):
+    """FAKE with other constants."""
+    text = FAKE
+    for name, value in constants.items():
+        old = next(line for line in text.splitlines() if line.startswith(f"{name} = "))
+        text = text.replace(old, f"{name} = {value}")
+    (place / "train_gpt.py").write_text(text)
+
+
+def ledger(path="logs/tries.tsv"):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+# ------------------------------------------------------------ statistics
+def test_evidence_is_an_e_value_and_sees_gains():
+    """Without a gain it seldom exceeds 20, however often one looks; a loss makes it small."""
+    rng = np.random.default_rng(0)
+    above = 0
+    for _ in range(150):
+        numbers = rng.normal(0, 3, 7)
+        above += max([sequential.evidence(series_of([numbers[:n]])) for n in range(2, 8)]) >= 20
+    assert above <= 12      # of 7.5 that are allowed on average
+    assert np.mean([sequential.evidence(series_of([rng.normal(-2, 1, 4)])) for _ in range(50)]) < 0.3
+    series = series_of([[1.1, 0.9, 1.0, 1.2]])
+    assert sequential.evidence(series) > 100 > 1 > sequential.evidence(series.negative())
+    assert sequential.evidence(series_of([[1.0]])) == sequential.evidence(series_of([[1.0, 1.0]])) == 1
+    assert sequential.evidence(series_of([[1.0]], Noise(0.4, 10))) > 5
+    low, high = sequential.interval(series)
+    assert low < 1.05 < high and low > 0
+    assert sequential.interval(series_of([[1.0]])) == (-np.inf, np.inf)
+
+
+def test_the_ratio_of_densities_is_that_of_scipy():
+    shifts = np.array([0.5, 2.0, 5.0])
+    for t, df in ((0.3, 1), (2.0, 3), (-1.0, 9), (7.0, 30)):
+        wanted = stats.nct.pdf(t, df, shifts) / stats.t.pdf(t, df)
+        assert sequential.t_ratio(t, df, shifts) == pytest.approx(wanted, rel=1e-3)
+    assert sequential.t_ratio(1000.0, 40, np.array([25.0])) > 1e30
+
+
+def test_alpha_is_spent_once():
+    parts = [sequential.spending(number) for number in range(1, 351)]
+    assert sum(parts) == pytest.approx(0.75 + 0.1875 + 0.046875) and parts == sorted(parts, reverse=True)
+    assert sequential.needed_evidence(1, 0) == pytest.approx(50 / 0.75 / 0.1)
+    assert sequential.needed_evidence(1, 1) == pytest.approx(25 / 0.75 / 0.1)
+
+
+def test_more_runs_are_named_that_would_tell():
+    series = Series(0.5, 1.0, 20, 4)
+    more = sequential.more_needed(series, 100)
+    assert sequential.evidence(sequential.after(series, more, 0.5)) >= 100
+    assert sequential.evidence(sequential.after(series, more - 1, 0.5)) < 100
+    assert sequential.more_needed(Series(1e-9, 1.0, 20, 4), 100) is None
+
+
+def night(draw, gain=0.0, at=0, tries_in_all=50):
+    """50 tries, of which one may have a gain -> (false gains, was the gain found?). draw(n): n differences of
+    runs of one recipe, centered."""
+    noise = Noise()
+    found = false = 0
+    true = False
+    for number in range(1, tries_in_all + 1):
+        numbers = draw(tries.MOST_PAIRS) + (gain if number == at else 0.0)
+        for n in range(1, tries.MOST_PAIRS + 1):
+            series = series_of([numbers[:n]], noise)
+            needed = sequential.needed_evidence(number, found)
+            said, stop = sequential.verdict(series, needed, tries.MOST_PAIRS)
+            if stop:
+                break
+        if said == "gains":
+            found += 1
+            false += number != at
+            true |= number == at
+        own = sequential.squares_of([numbers[:n]])
+        noise = Noise(noise.squares + own.squares, noise.df + own.df)
+    return false, true
+
+
+def differences_of(losses, rng):
+    """draw() for night(): pairs of recorded runs of one recipe."""
+    def draw(n):
+        first = rng.integers(len(losses), size=n)
+        other = (first + rng.integers(1, len(losses), size=n)) % len(losses)
+        return losses[first] - losses[other]
+
+    return draw
+
+
+def test_a_night_of_nothing_finds_nothing_and_a_gain_is_found():
+    rng = np.random.default_rng(2)
+    assert sum(night(lambda n: rng.normal(0, 1, n), tries_in_all=30)[0] > 0 for _ in range(2)) == 0
+    assert sum(night(lambda n: rng.normal(0, 1, n), 2.5, 12, 12)[1] for _ in range(4)) >= 3
+
+
+def recorded():
+    """Final losses of 18 public runs of the speedrun and an earlier version of it, centered."""
+    return np.concatenate([np.array(losses) - np.mean(losses) for losses in (LOSSES, EARLIER)])
+
+
+@pytest.mark.slow
+def test_forty_nights_of_nothing_on_recorded_noise():
+    """50 tries each. Of the nights, in which any gain is false, at most ALPHA may have one."""
+    rng = np.random.default_rng(48)
+    draw = differences_of(recorded(), rng)
+    assert sum(night(draw)[0] > 0 for _ in range(40)) <= sequential.ALPHA * 40
+
+
+@pytest.mark.slow
+def test_nights_with_a_true_gain_find_it():
+    """A gain of two deviations of a difference, 2.8 of a run, at any place after the tenth try."""
+    rng = np.random.default_rng(49)
+    draw = differences_of(recorded(), rng)
+    gain = 2 * 2**0.5 * recorded().std(ddof=2)
+    places = rng.integers(11, 51, size=40)
+    assert sum(night(draw, gain, at, at)[1] for at in places) >= 0.8 * len(places)
+
+
+@pytest.mark.slow
+def test_a_recipe_against_itself():
+    """20 times ten pairs: no gain by the first level of a night, and seldom a loss."""
+    rng = np.random.default_rng(50)
+    draw = differences_of(recorded(), rng)
+    said = []
+    for _ in range(20):
+        numbers = draw(10)
+        verdicts = [sequential.verdict(series_of([numbers[:n]]), sequential.needed_evidence(1, 0), 10)[0]
+                    for n in range(1, 11)]
+        said.append({*verdicts} - {"cannot tell"})
+    assert sum("gains" in found for found in said) == 0 and sum("loses" in found for found in said) <= 3
+
+
+# ------------------------------------------------------------ try
+def test_a_gain_is_kept_a_loss_stops_early_and_the_ledger_tells(place, tool):
+    edit(place, GAIN=0.05)
+    code, out, _ = tool("try", "a better recipe", "--proxy", 32)
+    assert code == 0 and "verdict: gains, +0.0" in out and "a better recipe" in out
+    edit(place, GAIN=-0.05)
+    code, out, _ = tool("try", "a worse one")
+    assert "verdict: loses, -0.0" in out and "on speedrun_plus at width 32" in out     # that of the last try
+    (place / "train_gpt.py").write_text(FAKE)
+    code, out, _ = tool("try", "GAIN=0.0001")
+    assert "verdict: cannot tell" in out and "more pairs would tell" in out
+    rows = ledger()
+    assert [row["verdict"] for row in rows] == ["gains", "loses", "cannot tell"]
+    assert [row["kept"] for row in rows] == ["yes", "no", "no"]
+    assert [row["number"] for row in rows] == ["1", "2", "3"]
+    assert rows[2]["what"] == "GAIN=0.0001" and rows[0]["tokens"] == "32000" and rows[0]["text"]
+    assert float(rows[0]["low"]) < float(rows[0]["gain"]) < float(rows[0]["high"])
+    assert float(rows[1]["needed"]) < float(rows[0]["needed"])     # a gain before it
+    pairs = sum(int(row["pairs"]) for row in rows)
+    trained = Path("trained.txt").read_text().split()
+    assert len(trained) == len({*trained}) == 2 * pairs
+    assert int(rows[1]["pairs"]) <= 5
+
+
+def test_a_try_of_nothing(place, tool):
+    code, out, err = tool("try", "--same", "--proxy", 48)
+    assert code == 0, err
+    assert code == 0 and "cannot tell" in out and ledger()[0]["kept"] == "no"
+
+
+def test_a_try_that_was_killed_goes_on(place, tool, monkeypatch):
+    """Before its line is in the ledger, a try has the same number, and finished runs are read."""
+    edit(place, GAIN=0.05)
+    monkeypatch.setattr(tries, "add_to_ledger", lambda *args: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        tool("try", "--proxy", 32)
+    before = Path("trained.txt").read_text()
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(tries, "ROOT", place)
+    monkeypatch.setattr(sys, "executable", str(place / "quick"))
+    assert "verdict: gains" in tool("try", "--proxy", 32)[1]
+    assert Path("trained.txt").read_text() == before
+
+
+@pytest.mark.parametrize("constants, words, sentence", [
+    ({}, (), "as in HEAD"), ({"SCORED": 2}, (), "beyond speedrun_plus's section: 9 evaluation"),
+    ({}, ("NO_SUCH=1",), "unknown argument --no-such")])
+def test_bad_tries_are_refused_before_anything_trains(place, tool, constants, words, sentence):
+    edit(place, **constants)
+    code, _, err = tool("try", *words, "--proxy", 32)
+    assert code == 2 and sentence in err
+    assert not Path("trained.txt").exists() and not Path("logs/tries.tsv").exists()
+
+
+def test_a_try_whose_runs_fail_is_in_the_ledger(place, tool):
+    edit(place, GAIN=10.0)
+    code, out, _ = tool("try", "too much", "--proxy", 32)
+    assert code == 0 and "fails" in out and ledger()[0]["verdict"] == "fails"
+
+
+# ------------------------------------------------------------ rank
+CHANGES = ["GAIN=0.03 GROWTH=0.05", "GAIN=0.1 GROWTH=-0.07", "GAIN=-0.05", "GAIN=0.0005"]
+ARGS = ["rank", *CHANGES, "--widths", 32, 48, "--texts", "a", "--rounds", 4]
+
+
+def test_rank_tells_gains_that_grow_from_those_that_shrink(place, tool):
+    code, out, err = tool(*ARGS, "--json")
+    found = json.loads(out)
+    verdicts = found["verdicts"]
+    assert code == 0 and verdicts[CHANGES[0]] == "gains, grows" and verdicts[CHANGES[1]] == "gains, shrinks"
+    assert verdicts[CHANGES[2]] == "loses" and verdicts[CHANGES[3]].startswith("cannot tell, ")
+    assert verdicts[CHANGES[3]].endswith(" more runs")
+    trained = Path("trained.txt").read_text().split()
+    assert sorted(trained) == found["runs"] and len(trained) < 5 * 4 * 2     # the loser stops early
+    assert Path("logs/rank_changes/rank.png").stat().st_size > 5000
+    assert f"{CHANGES[0]}: gains, grows; 32: +0.0" in err
+    # again: all is read; other changes under that name are refused
+    assert json.loads(tool("rank", "--json")[1]) == found
+    assert Path("trained.txt").read_text().split() == trained
+    assert "ranks something else" in tool("rank", "GAIN=1")[2]
+
+
+def test_a_ranking_that_is_killed_goes_on(place, tool, tmp_path):
+    """kill -9 of all its processes: the verdicts are those of a ranking that was not killed, and no run is
+    lost or counted twice."""
+    args = ["rank", *CHANGES[:2], "--widths", 32, 48, "--texts", "a", "b", "--rounds", 3]
+    whole = json.loads(tool(*args, "--json")[1])
+    os.rename("trained.txt", "trained_whole.txt")
+    os.rename("logs", "logs_whole")
+    program = (f"import sys; sys.path[:0] = [{str(ROOT / 'records')!r}]; import pathlib, record, tries\n"
+               f"tries.ROOT = pathlib.Path('.').resolve(); sys.executable = {sys.executable!r}\n"
+               f"sys.exit(record.main({[str(word) for word in args]!r}))")
+    running = subprocess.Popen([PYTHON, "-c", program], start_new_session=True)
+    while not Path("trained.txt").exists() or len(Path("trained.txt").read_text().split()) < 9:
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    partial = Path("trained.txt").read_text().split()
+    assert 9 <= len(partial) < len(whole["runs"])
+    assert json.loads(tool("rank", "--json")[1]) == whole
+    assert sorted({*Path("trained.txt").read_text().split()}) == whole["runs"]
+    # at most the runs that were on when they were killed are trained again
+    assert len(Path("trained.txt").read_text().split()) <= len(whole["runs"]) + 4
