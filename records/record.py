@@ -10,6 +10,7 @@
     ./run.sh record noise PRESET -n K             the spread, and what n runs can detect
     ./run.sh record try "what it is"              the working tree against HEAD on a proxy, and a ledger
     ./run.sh record rank CHANGE…                  changes at several widths and on several texts
+    ./run.sh record calibrate                     which public gains the speedrun's proxies show
     ./run.sh record plot PATH…                    curves of any logs: --by seconds, tokens or step
     ./run.sh record board                         the leaderboards of records/README.md
     ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
@@ -18,7 +19,8 @@
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
 themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README),
 runs.py (logs, statistics), trials.py (what trains or compares), tries.py (changes on proxies),
-sequential.py (their statistics), audit.py (trees of other projects),
+sequential.py (their statistics), calibration.py (how far to believe them),
+audit.py (trees of other projects),
 pages.py (claims of their pages), source.py (what a script shows without running it), scripts.py (scripts by
 commit and preset), leak_probe.py;
 board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh shows of a
@@ -45,6 +47,7 @@ import trials  # noqa: E402
 import tries  # noqa: E402
 from audit import audit  # noqa: E402
 from board_page import write_page  # noqa: E402
+from calibration import TEXTS, WIDTHS, calibrate  # noqa: E402
 from checks import (  # noqa: E402
     ARTIFACT_LIMIT, DAMAGE, LOOK_ONLY, check, first_difference, json_text, require, rule)
 from export import export  # noqa: E402
@@ -319,7 +322,7 @@ def check_boards(folder, options):
 
 # ------------------------------------------------------------ 3 main
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
-            "try": tries.try_change, "rank": tries.rank,
+            "try": tries.try_change, "rank": tries.rank, "calibrate": calibrate,
             "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot, "export": export}
 
 
@@ -361,6 +364,10 @@ def parse(argv):
         ("--widths", {"type": int, "nargs": "+", "default": [32, 48]}), as_json, seed,
         ("--texts", {"nargs": "+", "default": ["data/datasets/embedded"]}),
         ("--rounds", {"type": int, "default": 6}), ("--out", text))
+    add("calibrate", ("settings", {"nargs": "*"}), ("--workers", {"type": int, "default": 0}), as_json,
+        ("--seeds", {"type": int, "default": 2}), ("--texts", {"nargs": "+", "default": TEXTS}),
+        ("--widths", {"type": int, "nargs": "+", "default": WIDTHS}), ("--kept", on), ("--list", on),
+        ("--report", on), ("--write", on), ("--from-file", on))
     add("plot", paths, ("--out", {"default": "loss.png"}),
         ("--by", {"choices": [*trials.AXES], "default": "seconds"}))
     add("board", ("paths", {"nargs": "*"}), ("--html", on), ("--out", {"default": "board.html"}))

@@ -1,0 +1,388 @@
+"""Which gains of the full-size speedrun do its proxies show? ./run.sh record calibrate
+
+The list, its public gains, their conversion into tokens and the analysis stand here since before the first
+run. A technique is taken out of speedrun_plus, a known loser is put into it. A third of both, drawn by a
+seed, is kept for the end: `--kept` runs and reports it.
+"""
+import csv
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tries
+from folders import ROOT
+from runs import demand
+from tries import Change, Proxy
+
+PRESET = "speedrun_plus"
+WIDTHS = (32, 48)
+TEXTS = ("data/datasets/embedded", "data/datasets/eng1024")
+FIRST_SEED = 4800
+KEPT_SEED = 48
+KEPT_PART = 1 / 3
+RESAMPLES = 2000    # of the bootstrap
+FOLDER = Path("logs", "calibration")
+RUNS = ROOT / "records" / "calibration.tsv"
+
+# What a step less costs at the end of the full-size speedrun, in nats: runs of one script with 50 steps less,
+# by the logs of 2026-04-22_MuddFormer (3.28674 at 1430 and 3.27875 at 1480 steps, 10 runs each) and of
+# 2026-05-27-MuddGatedAndDC (3.28477 at 1335, 9 runs, and 3.27841 at 1385, 10 runs).
+NATS_PER_STEP = ((3.28674 - 3.27875) / 50 + (3.28477 - 3.27841) / 50) / 2
+
+
+class Public(NamedTuple):
+    """A gain at full size as it was published. Steps are compared: a record keeps the proportions of the
+    stages before it, so a part of the steps is that part of the tokens, and kernels change none of them."""
+    before: float       # steps that the record before took to the target, or seconds where steps are not told
+    fewer: float        # how many fewer
+    nats: float = 0.0   # and how much lower the loss was nevertheless
+    source: str = ""
+
+    @property
+    def percent(self) -> float:
+        """Tokens saved, in percent of those of the record before."""
+        return 100 * (self.fewer + self.nats / NATS_PER_STEP) / self.before
+
+
+class Known(NamedTuple):
+    """A technique or a loser."""
+    name: str
+    kind: str           # table, attention, streams, loss, optimizer, first values, schedule
+    public: Public | None       # None: worse, but not told by how much
+    flags: dict
+    edits: tuple = ()   # (text of train_gpt.py, what takes its place)
+    put_in: bool = False        # a loser; else a technique that is taken out
+
+
+STATIC_MUDD = (
+    "        values = mudd(x, self.mudd_w1[place], self.mudd_w2[place, :n], self.mudd_b2[place, :n], "
+    "MUDD_SCALE)\n",
+    "        static = (MUDD_SCALE * self.mudd_b2[place, :n]).to(x.dtype)\n"
+    "        values = static.expand(*x.shape[:2], n)\n")
+STATIC_GATES = (
+    "        values = mudd(x, self.mudd_gate_w1[half], self.mudd_gate_w2[half, :n], "
+    "self.mudd_gate_b2[half, :n],\n"
+    "                      self.mudd_gate_scale.to(x.dtype))\n",
+    "        static = (self.mudd_gate_b2[half, :n] * self.mudd_gate_scale).to(x.dtype)\n"
+    "        values = static.expand(*x.shape[:2], n)\n")
+SHARED_TABLES = (
+    "        for layer, table in zip(cfg.value_embed_layers, self.value_embeds):\n",
+    "        shared = [self.value_embeds[i] for i in (0, 1, 2, 0, 1)]\n"
+    "        for layer, table in zip(cfg.value_embed_layers, shared):\n")
+ZERO_PROJ = (
+    '            matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),\n',
+    '            matrix("attn_proj", init="constant", scale=0.0, lr=lr, second="columns"),\n')
+FULL_VALUES = ("torch.tensor([0.5, 1.0])", "torch.tensor([1.0, 1.0])")
+UNGATED = (
+    "            value_embed = gated_value_embed(h, value_embed, self.value_gate)\n",
+    "            value_embed = 1.0 * value_embed\n")
+GELU = (
+    "are not needed here.\"\"\"\n    return mlp(x, fc, proj)\n",
+    "are not needed here.\"\"\"\n    return linear(F.gelu(linear(x, fc)), proj)\n")
+WHOLE_OFFSET = (
+    "    own, moved = k.tensor_split(2, -1)\n",
+    "    return torch.cat((k[:, :1], k[:, :-1]), 1)\n"
+    "    own, moved = k.tensor_split(2, -1)\n")
+NORMED_TABLES = (
+    "            value_embed = F.embedding(tokens, table).to(context.dtype)\n"
+    "            value_embeds[layer] =",
+    "            value_embed = rms_norm(F.embedding(tokens, table).to(context.dtype))\n"
+    "            value_embeds[layer] =")
+NO_FIRST_MLP = (
+    "            x = block.add_mlp(x, scales[i])\n",
+    "            if i > 0:\n"
+    "                x = block.add_mlp(x, scales[i])\n")
+NO_LAST_MLP = (
+    "        return mu[12] * x + mu[13] * block.run_mlp(x, scales)\n",
+    "        return mu[12] * x\n")
+
+# Steps are those of the logs and pages in records/track_1_short of github.com/KellerJordan/modded-nanogpt, as
+# of its commit f411b3d3; #N is a pull request there.
+LIST = [
+    Known("bigram embedding", "table",
+          Public(1765, 165, source="2026-01-19_BigramHashEmbedding, 0.5 of 5.6 s by a mended key offset"),
+          dict(bigram_rows=3)),
+    Known("signs on bigrams", "table",
+          Public(81, 1.3, source="record 83, in seconds"),
+          dict(bigram_sign_rows=0)),
+    Known("value embeddings of their own", "table",
+          Public(1600, 25, source="2026-01-26-UntieValueEmbeddings"),
+          {}, (SHARED_TABLES,)),
+    Known("gates on value embeddings", "table",
+          Public(1880, 35, source="2025-12-29_VeSkipGates, together with a gate on the skip"),
+          {}, (UNGATED,)),
+    Known("paired heads", "attention",
+          Public(1840, 65, source="2026-01-07_PairedHeadAttention"),
+          dict(window_pattern="SSSLSS-SSSL")),
+    Known("key offset", "attention",
+          Public(2160, 50, source="2025-12-14_PartialKeyOffset"),
+          dict(key_offset=0)),
+    Known("XSA", "attention",
+          Public(1480, 30, 0.00097, "2026-05-07_XSAGatedLayers"),
+          dict(xsa_layers="")),
+    Known("dynamic attention", "attention",
+          Public(1385, 0, 0.0046, "2026-05-27-MuddGatedAndDC, as told for DC alone"),
+          dict(dc_window=0)),
+    Known("MUDD", "streams",
+          Public(1480, 65, 0.0007, "2026-04-22_MuddFormer"),
+          {}, (STATIC_MUDD,)),
+    Known("MUDD gates", "streams",
+          Public(1385, 0, 0.0030, "2026-05-27-MuddGatedAndDC, 0.0076 less the part of DC"),
+          {}, (STATIC_GATES,)),
+    Known("several targets", "loss",
+          Public(2000, 80, source="2025-12-22_MultiTokenPrediction, together with the untied end"),
+          dict(next_targets=1)),
+    Known("prefix loss", "loss",
+          Public(1375, 0, 0.0031, "2026-07-13_PrefixTokenPrediction"),
+          dict(prefix_weight=0)),
+    Known("shifted softcap", "loss",
+          Public(1920, 40, source="2025-12-26_LogitRescale"),
+          dict(logit_softcap=15, logit_shift=0, logit_width=15)),
+    Known("tied lm_head", "optimizer",
+          Public(2090, 55, source="2025-12-19_RetieLMHead, there tied to the end"),
+          dict(untie_at=0)),
+    Known("cautious decay of Adam", "optimizer",
+          Public(2110, 20, source="2025-12-18_CautiousWDAdam"),
+          dict(adam_weight_decay=0)),
+    Known("Muon on pairs of heads", "optimizer",
+          Public(1490, 10, source="2026-04-08_PairedHeadMuon"),
+          dict(muon_pairs=0)),
+    Known("first values of V and O", "first values",
+          Public(1575, 20, source="2026-01-30_MimeticValueOutput"),
+          {}, (ZERO_PROJ, FULL_VALUES)),
+    # ----- losers
+    Known("GELU", "MLP",
+          Public(100, -1.5, source="the public scripts put ReLU^2 1 to 2 % ahead"),
+          {}, (GELU,), put_in=True),
+    Known("no MLP in the first and last layer", "MLP",
+          Public(100, -1.5, source="#120: about 1.5 % more steps"),
+          {}, (NO_FIRST_MLP, NO_LAST_MLP), put_in=True),
+    Known("key offset on all channels", "attention",
+          None,     # 2025-12-14_PartialKeyOffset: worse than on half of them
+          {}, (WHOLE_OFFSET,), put_in=True),
+    Known("normed value embeddings", "table",
+          None,     # 2025-08-23_SparseAttnGate: worse
+          {}, (NORMED_TABLES,), put_in=True),
+    Known("documents cut in the second stage", "schedule",
+          Public(1515, 0, -0.00035, "2026-02-10_ShortWindow: 0.0003 to 0.0004 above the target"),
+          dict(doc_schedule="{7},{12},{16},{16}"), put_in=True)]
+
+
+def kept_names() -> list[str]:
+    """The third that is kept for the end, of techniques and of losers alike."""
+    chance = random.Random(KEPT_SEED)
+    kept = []
+    for put_in in (False, True):
+        names = sorted([known.name for known in LIST if known.put_in == put_in])
+        kept += chance.sample(names, round(KEPT_PART * len(names)))
+    return kept
+
+
+# ------------------------------------------------------------ running
+def edited(text: str, edits: tuple) -> str:
+    """A script with edits, each of which finds its place exactly once. Raises Refused."""
+    for old, new in edits:
+        demand(text.count(old) == 1, f"train_gpt.py has {text.count(old)} places for {old.strip()!r}")
+        text = text.replace(old, new)
+    return text
+
+
+def flags_at(known: Known, width: int) -> dict:
+    """Its flags at a width. {n} stands for n blocks of windows."""
+    import train_gpt
+    full = train_gpt.preset_config(PRESET)
+    block = max(4, round(full.window_block * width / full.model_dim))
+    flags = {}
+    for name, value in known.flags.items():
+        text = str(value)
+        for n in (7, 12, 16):
+            text = text.replace(f"{{{n}}}", str(n * block))
+        flags[name] = text
+    return flags
+
+
+def scripts(text: str) -> dict[str, Path]:
+    """{name: script} of the recipe, as "base", and of all changes, frozen in FOLDER at the first call."""
+    found = {}
+    for name, edits in [("base", ()), *[(known.name, known.edits) for known in LIST]]:
+        path = FOLDER / name.replace(" ", "_") / "train_gpt.py"
+        if not path.exists():
+            tries.frozen(edited(text, edits), path.parent)
+        found[name] = path
+    return found
+
+
+def jobs_of(args: Any, names: list[str]) -> list:
+    """[(change, proxy, seed)]: all changes at the first seed, then at the next; base has a seed more each."""
+    further = tries.flags_of(args.settings)
+    base_text = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    files = scripts(base_text)
+    jobs = []
+    for number in range(args.seeds):
+        for width in args.widths:
+            for text in args.texts:
+                proxy = Proxy(PRESET, width, text)
+                base = Change("base", files["base"], further)
+                jobs += [(base, proxy, FIRST_SEED + 2 * number), (base, proxy, FIRST_SEED + 2 * number + 1)]
+                for known in LIST:
+                    if known.name in names:
+                        change = Change(known.name, files[known.name], flags_at(known, width) | further)
+                        jobs.append((change, proxy, FIRST_SEED + 2 * number))
+    return jobs
+
+
+def calibrate(args: Any, say: Callable) -> dict:
+    """Runs what is missing, unless it is only to be listed or reported, then reports."""
+    kept = kept_names()
+    names = [known.name for known in LIST if (known.name in kept) == args.kept]
+    if args.list:
+        return listed(kept, say)
+    if args.from_file:
+        losses = read_runs(RUNS)
+    else:
+        jobs = jobs_of(args, names)
+        missing = [job for job in jobs if not tries.finished(tries.run_name(*job))]
+        say(f"{len(jobs)} runs, of which {len(missing)} are missing")
+        if not args.report:
+            run_jobs(missing, tries.workers_of(args), say)
+        losses = losses_of(jobs)
+        if args.write:
+            write_runs(losses, RUNS)
+    return report([known for known in LIST if known.name in names], losses, say)
+
+
+def run_jobs(jobs: list, workers: int, say: Callable) -> None:
+    """Trains them; the first that fails ends it, once those beside it are done."""
+    for i in range(0, len(jobs), workers):
+        some = jobs[i:i + workers]
+        for (change, proxy, seed), run in zip(some, tries.side_by_side(some, workers)):
+            demand(not isinstance(run, Exception), str(run))
+            say(f"{i + len(some)}/{len(jobs)} {change.name}, width {proxy.width}, {proxy.text}, seed {seed}: "
+                f"{tries.loss_of(run):.4f}, {run.time or 0:.0f} s")
+
+
+def listed(kept: list[str], say: Callable) -> dict:
+    """The list, the largest public gain first."""
+    def order(known: Known) -> float:
+        return -known.public.percent if known.public else 99.0
+
+    say(f"a step is worth {NATS_PER_STEP:.6f} nats")
+    for known in sorted(LIST, key=order):
+        gain = "worse"
+        if known.public:
+            gain = f"{known.public.percent:+.2f} % of the tokens ({known.public.source})"
+        say(f"{'put in' if known.put_in else 'taken out'}: {known.name} [{known.kind}]: {gain}"
+            f"{'; kept for the end' if known.name in kept else ''}")
+    return {known.name: known.public.percent if known.public else None for known in LIST}
+
+
+# ------------------------------------------------------------ runs as numbers
+def losses_of(jobs: list) -> dict:
+    """{(name, width, text): {seed: loss}} of the finished runs."""
+    losses: dict = {}
+    for change, proxy, seed in jobs:
+        if run := tries.finished(tries.run_name(change, proxy, seed)):
+            cell = (change.name, proxy.width, Path(proxy.text).name)
+            losses.setdefault(cell, {})[seed] = tries.loss_of(run)
+    return losses
+
+
+def write_runs(losses: dict, path: Path) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("name\twidth\ttext\tseed\tval_loss\n")
+        for (name, width, text), cell in sorted(losses.items()):
+            for seed, loss in sorted(cell.items()):
+                file.write(f"{name}\t{width}\t{text}\t{seed}\t{loss:.8f}\n")
+
+
+def read_runs(path: Path) -> dict:
+    demand(path.exists(), f"{path.name} is not there: calibrate --write makes it")
+    losses: dict = {}
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            cell = (row["name"], int(row["width"]), row["text"])
+            losses.setdefault(cell, {})[int(row["seed"])] = float(row["val_loss"])
+    return losses
+
+
+# ------------------------------------------------------------ analysis
+def gain_of(known: Known, losses: dict, width: int, text: str) -> tuple[float, float] | None:
+    """What a technique gains, or a loser, in nats at this width on this text, and its standard error. Minus
+    is a loss. None without runs."""
+    mine = [*losses.get((known.name, width, text), {}).values()]
+    base = [*losses.get(("base", width, text), {}).values()]
+    if not mine or len(base) < 2:
+        return None
+    difference = float(np.mean(mine) - np.mean(base))
+    error = float(np.std(base, ddof=1)) * (1 / len(mine) + 1 / len(base)) ** 0.5
+    return (-difference if known.put_in else difference), error
+
+
+def rank_correlation(public: np.ndarray, gains: np.ndarray) -> float:
+    """Spearman's rho; 0 where one side has a single value."""
+    from scipy import stats
+    if len({*public}) < 2 or len({*gains}) < 2:
+        return 0.0
+    return float(stats.spearmanr(public, gains).statistic)
+
+
+def agreement(pairs: list) -> dict:
+    """Rank correlation and agreement in sign of [(public gain or None, gain here)], with 95 % intervals: rho
+    by a bootstrap over the list, the share of equal signs by Wilson."""
+    from scipy import stats
+    numbers = [(public, gain) for public, gain in pairs if public is not None]
+    found: dict = {"n": len(pairs)}
+    if len(numbers) > 3:
+        public = np.array([public for public, _ in numbers])
+        gains = np.array([gain for _, gain in numbers])
+        found["rho"] = rank_correlation(public, gains)
+        spread = stats.bootstrap((public, gains), rank_correlation, paired=True, vectorized=False, rng=0,
+                                 n_resamples=RESAMPLES, method="percentile").confidence_interval
+        found["rho_interval"] = (float(spread.low), float(spread.high))
+    equal = [(public is not None and public > 0) == (gain > 0) for public, gain in pairs]
+    found["signs"] = sum(equal)
+    if equal:
+        span = stats.binomtest(sum(equal), len(equal)).proportion_ci(method="wilson")
+        found["signs_interval"] = (float(span.low), float(span.high))
+    return found
+
+
+def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
+    """The table of gains, then agreement with the public ones by width and text and for their means."""
+    places = sorted({(width, text) for _, width, text in losses})
+    found: dict = {}
+    columns: dict = {place: [] for place in places}
+    means = []
+    for known in known_ones:
+        public = known.public.percent if known.public else None
+        told = "worse" if public is None else f"{public:+.2f} %"
+        line = f"{known.name}: public {told}"
+        here = []
+        for width, text in places:
+            gain = gain_of(known, losses, width, text)
+            if gain is None:
+                continue
+            columns[width, text].append((public, gain[0]))
+            here.append(gain[0])
+            line += f"; {width} {text} {gain[0]:+.4f} ± {gain[1]:.4f}"
+        if here:
+            means.append((public, float(np.mean(here))))
+            say(line)
+    for width, text in places:
+        found[f"{width} {text}"] = agreement(columns[width, text])
+    found["mean of all"] = agreement(means)
+    for name, one in found.items():
+        if "rho" in one:
+            low, high = one["rho_interval"]
+            say(f"{name}: Spearman's rho {one['rho']:+.2f} ({low:+.2f} to {high:+.2f}), {one['n']} changes")
+        if "signs_interval" in one:
+            low, high = one["signs_interval"]
+            say(f"{name}: {one['signs']} of {one['n']} signs agree ({low:.0%} to {high:.0%})")
+    spreads = [float(np.std([*cell.values()], ddof=1)) for (name, _, _), cell in losses.items()
+               if name == "base" and len(cell) > 1]
+    if spreads:
+        say(f"deviation of the recipe's own runs: {min(spreads):.4f} to {max(spreads):.4f} nats")
+    return found

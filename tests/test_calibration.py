@@ -1,0 +1,126 @@
+"""records/calibration.py: its list fits today's train_gpt.py, its conversions and its analysis."""
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import calibration
+import train_gpt
+import tries
+from calibration import LIST, Known, Public, agreement, edited, flags_at, gain_of, kept_names, report
+from helpers import SCRIPT, look
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    monkeypatch.setattr(calibration, "RESAMPLES", 60)
+
+
+CHANGED = [pytest.param(known, id=known.name) for known in LIST]
+
+
+def config_of(known, width):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags_at(known, width).items()]
+    argv = ["--preset=speedrun_plus", f"--proxy={width}", *flags]
+    return train_gpt.load_config({"DEVICE": "cpu"}, train_gpt.expand_proxy(argv, {}, lambda *lines: None))
+
+
+def test_the_list_is_long_enough_and_its_third_is_drawn_by_a_seed():
+    assert len([known for known in LIST if not known.put_in]) >= 12
+    assert len([known for known in LIST if known.put_in]) >= 4
+    assert len({known.name for known in LIST}) == len(LIST)
+    kept = kept_names()
+    assert kept == kept_names() and len(kept) == 8 and len({*kept}) == 8
+    assert all(known.public is None or (known.public.percent < 0) == known.put_in for known in LIST)
+
+
+def test_conversions():
+    assert Public(2160, 50).percent == pytest.approx(2.3148, abs=1e-4)
+    assert Public(1385, 0, 0.0046).percent == pytest.approx(100 * 0.0046 / 1385 / calibration.NATS_PER_STEP)
+    assert calibration.NATS_PER_STEP == pytest.approx(1.435e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("known", CHANGED)
+def test_changes_fit_the_recipe(known):
+    """Edits find their places and make a script; flags make the proxy another one, at both widths."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    changed = edited(text, known.edits)
+    compile(changed, "train_gpt.py", "exec")
+    base = Known("base", "", None, {})
+    for width in calibration.WIDTHS:
+        cfg = config_of(known, width)
+        assert (cfg != config_of(base, width)) == bool(known.flags)
+        assert train_gpt.planned_tokens(cfg) == train_gpt.planned_tokens(config_of(base, width))
+    assert known.flags or changed != text
+
+
+def losses_of_script(text, run_id, folder):
+    """{step: loss} of a few steps of a script on the proxy."""
+    path = tries.frozen(text, folder)
+    spec = importlib.util.spec_from_file_location(run_id, path)
+    module = sys.modules[run_id] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.plot_curves = lambda *_: None
+    argv = ["--preset=speedrun_plus", "--proxy=32", "--data-path=data/datasets/toy", "--iterations=6",
+            "--extension-iterations=0", "--val-tokens=2048", f"--run-id={run_id}"]
+    assert module.main(argv, {"DEVICE": "cpu"}) == 0
+    del sys.modules[run_id]
+    return look(Path("logs", run_id)).losses
+
+
+@pytest.mark.slow
+def test_edited_scripts_train(root, monkeypatch, tmp_path, one_thread):
+    """To other losses than the recipe's."""
+    monkeypatch.chdir(root)
+    text = SCRIPT.read_text(encoding="utf-8")
+    base = losses_of_script(text, "calibration_base", tmp_path / "base")
+    for i, known in enumerate([known for known in LIST if known.edits]):
+        losses = losses_of_script(edited(text, known.edits), f"calibration_{i}", tmp_path / str(i))
+        assert losses != base and losses.keys() == base.keys(), known.name
+
+
+def test_gains_and_agreement():
+    """Signs of what is taken out and of what is put in; a perfect order, an inverted one."""
+    losses = {("base", 32, "a"): {1: 3.0, 2: 3.02}, ("MUDD", 32, "a"): {1: 3.11},
+              ("GELU", 32, "a"): {1: 3.05}}
+    by_name = {known.name: known for known in LIST}
+    assert gain_of(by_name["MUDD"], losses, 32, "a")[0] == pytest.approx(0.1)
+    assert gain_of(by_name["GELU"], losses, 32, "a")[0] == pytest.approx(-0.04)
+    assert gain_of(by_name["XSA"], losses, 32, "a") is None
+    public = np.array([5.0, 4.0, 3.0, 2.0, 1.0, -1.0])
+    good = agreement([*zip(public, public / 100), (None, -0.1)])
+    assert good["rho"] == pytest.approx(1) and good["signs"] == good["n"] == 7
+    assert good["signs_interval"][0] > 0.6
+    bad = agreement([*zip(public, -public)])
+    assert bad["rho"] == pytest.approx(-1) and bad["signs"] == 0
+    lines = []
+    found = report(LIST, losses, lines.append)
+    assert found["32 a"]["n"] == 2
+    assert any(line.startswith("MUDD: public +4.72 %; 32 a +0.1000") for line in lines)
+
+
+def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
+    """The runner trains what is missing, a bad run ends it, and the file holds every loss."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def fake(change, proxy, seed, threads):
+        asked.append((change.name, proxy.width, seed))
+        folder = Path("logs", tries.run_name(change, proxy, seed))
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text("{}")
+        loss = 2 + len(asked) / 100
+        (folder / "train.log").write_text(f"step:9/9 val_loss:{loss:.4f} train_time:100ms\n")
+        return tries.finished(folder.name)
+
+    monkeypatch.setattr(tries, "run_or_read", fake)
+    monkeypatch.setattr(calibration, "RUNS", tmp_path / "runs.tsv")
+    import record
+    words = ["calibrate", "--widths", "32", "--texts", "a", "--seeds", "1", "--workers", "1"]
+    assert record.main([*words, "--write"]) == 0
+    assert len(asked) == len({*asked}) == 2 + len(LIST) - len(kept_names())
+    assert record.main([*words, "--write"]) == 0 and len(asked) == 2 + len(LIST) - len(kept_names())
+    assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST) - len(kept_names())
+    assert record.main(["calibrate", "--from-file"]) == 0
