@@ -730,7 +730,8 @@ def proxy_scores(context: int, on_gpu: bool) -> list[Scaled]:
         Scaled("max_wallclock_seconds", 0.0, "steps end the run: a slow machine trains the same model")]
     if not on_gpu:
         scores += [Scaled("compile", False, "compiling every stage would take longer than it saves"),
-                   Scaled("warmup_steps", 1, "there is nothing to compile")]
+                   Scaled("warmup_steps", 1, "there is nothing to compile"),
+                   Scaled("dtype", "float32", "faster at these widths, and alike on all CPUs")]
     return scores
 
 def vocabulary_of(path: str) -> int:

@@ -3,6 +3,7 @@
 Every run has a name that says all it depends on, and one that is finished is read, never trained again: what
 was killed goes on where it ended. sequential.py has the tests.
 """
+import ast
 import csv
 import hashlib
 import json
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,9 +58,21 @@ def proxy_command(change: Change, proxy: Proxy) -> str:
     return training_command(settings, change.script)
 
 
+@cache
+def script_facts(path: Path) -> tuple[str, list[str]]:
+    """sha256 of a script that nobody edits, and its constants as they are named in an environment."""
+    text = path.read_text(encoding="utf-8")
+    constants = re.findall(r"^    (\w+): \w+ = option(?:al)?\(", text, re.M)
+    return sha256(text.encode()), sorted({name.upper() for name in constants} - {"SEED", "RUN_ID"})
+
+
 def run_name(change: Change, proxy: Proxy, seed: int) -> str:
-    """The folder of a run: proxy, seed, and a hash of the script and the flags."""
-    made_of = json.dumps([sha256(change.script.read_bytes()), sorted(change.flags.items())])
+    """The folder of a run: proxy, seed, and a hash of all else that it depends on."""
+    script, constants = script_facts(change.script)
+    environment = [(name, os.environ[name]) for name in constants if name in os.environ]
+    manifest = Path(proxy.text, "manifest.json")
+    text = sha256(manifest.read_bytes()) if manifest.exists() else ""
+    made_of = json.dumps([script, sorted(change.flags.items()), environment, text])
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:10]
     return f"proxy_{proxy.preset}_{proxy.width}_{Path(proxy.text).name}_{digest}_seed{seed}"
 
@@ -143,12 +157,25 @@ def sections(text: str) -> dict[str, str]:
     return found
 
 
+def proxy_rules(text: str) -> list[str]:
+    """The functions that make proxies. Raises Refused for what is no Python."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise Refused(f"train_gpt.py, line {error.lineno}: {error.msg}") from None
+    functions = [ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [function for function in functions if "Scaled" in function]
+
+
 def forbidden_edits(before: str, after: str, preset: str) -> list[str]:
-    """Titles of the sections that differ and that a try of this recipe leaves alone."""
+    """Titles of the sections that differ and that a try of this recipe leaves alone. Raises Refused."""
     old = sections(before)
     new = sections(after)
     titles = [title for title in {**old, **new} if old.get(title) != new.get(title)]
-    return [title for title in titles if title not in FREE_SECTIONS and not title.startswith(f"{preset}:")]
+    found = [title for title in titles if title not in FREE_SECTIONS and not title.startswith(f"{preset}:")]
+    if proxy_rules(before) != proxy_rules(after):
+        found.append("the rules of proxies")
+    return found
 
 
 def frozen(text: str, folder: Path) -> Path:

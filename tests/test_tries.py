@@ -25,6 +25,8 @@ import json, os, pathlib, random, sys, time
 # ---------- 4 techniques
 # ---------- speedrun_plus: the recipe
 GAIN = 0.0
+def speedrun_plus_proxy():  # "Scaled"
+    return "Scaled", 1
 # ---------- 9 evaluation
 SCORED = 1
 flags = dict(word[2:].split("=", 1) if "=" in word else (word[2:], "") for word in sys.argv[1:])
@@ -71,8 +73,8 @@ def edit(place, **constants):
     """FAKE with other constants."""
     text = FAKE
     for name, value in constants.items():
-        old = next(line for line in text.splitlines() if line.startswith(f"{name} = "))
-        text = text.replace(old, f"{name} = {value}")
+        old = next(line for line in text.splitlines() if line.startswith(name))
+        text = text.replace(old, f"{name} {value}" if "return" in name else f"{name} = {value}")
     (place / "train_gpt.py").write_text(text)
 
 
@@ -244,8 +246,30 @@ def test_a_try_that_was_killed_goes_on(place, tool, monkeypatch):
     assert Path("trained.txt").read_text() == before
 
 
+def test_names_of_runs_say_what_they_depend_on(tmp_path, monkeypatch):
+    """Script, flags, text and constants in the environment; SEED is in the name itself."""
+    monkeypatch.chdir(tmp_path)
+    script = tries.frozen((ROOT / "train_gpt.py").read_text(), tmp_path / "a")
+    other = tries.frozen("pass", tmp_path / "b")
+    change = tries.Change("x", script, {"mlp_mult": "3"})
+    proxy = tries.Proxy("golf", 32, "text")
+    names = [tries.run_name(change, proxy, 1), tries.run_name(change._replace(flags={}), proxy, 1),
+             tries.run_name(change._replace(script=other), proxy, 1), tries.run_name(change, proxy, 2)]
+    assert names[0].startswith("proxy_golf_32_text_") and names[0].endswith("_seed1")
+    monkeypatch.setenv("MATRIX_LR", "0.01")
+    names.append(tries.run_name(change, proxy, 1))
+    monkeypatch.delenv("MATRIX_LR")
+    monkeypatch.setenv("SEED", "5")
+    assert tries.run_name(change._replace(name="y"), proxy, 1) == names[0]
+    Path("text").mkdir()
+    Path("text/manifest.json").write_text("{}")
+    names.append(tries.run_name(change, proxy, 1))
+    assert len({*names}) == len(names)
+
+
 @pytest.mark.parametrize("constants, words, sentence", [
     ({}, (), "as in HEAD"), ({"SCORED": 2}, (), "beyond speedrun_plus's section: 9 evaluation"),
+    ({"    return": '"Scaled", 2'}, (), "section: the rules of proxies"), ({"GAIN": "0 +"}, (), "line 5: "),
     ({}, ("NO_SUCH=1",), "unknown argument --no-such")])
 def test_bad_tries_are_refused_before_anything_trains(place, tool, constants, words, sentence):
     edit(place, **constants)
