@@ -52,10 +52,27 @@ without_spaces() {
     PYTHON=$link/bin/python
 }
 
+# PyPI's torch is a CUDA 13 build, which needs NVIDIA's driver 580 or newer; CUDA 12 runs from 525 on
+# (docs.nvidia.com/deploy/cuda-compatibility). Asked before the gigabytes are fetched.
+driver_fits() {
+    local driver torch
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0 2>/dev/null) || return 0
+    [[ $driver =~ ^[0-9]+ ]] && [ "${driver%%.*}" -lt 580 ] || return 0
+    [ "${DEVICE:-}" != cpu ] || return 0
+    torch=$(echo "$1" | grep '^torch==')
+    [ "${driver%%.*}" -ge 525 ] ||
+        refuse "the NVIDIA driver $driver is too old for $torch, whose CUDA 13 build needs 580 or newer: update it"
+    refuse "the NVIDIA driver $driver runs CUDA 12, but PyPI's $torch is built for CUDA 13, which needs driver 580 or" \
+        "newer: update the driver, or install the CUDA 12 build by 'python3 -m venv mine && mine/bin/pip install" \
+        "$torch --index-url https://download.pytorch.org/whl/cu126 && mine/bin/pip install -r requirements.txt' and" \
+        "put PYTHON=mine/bin/python before ./run.sh; DEVICE=cpu does without the GPU"
+}
+
 # install PYTHON FOLDER REQUIREMENTS: a virtual environment that has them; sets PYTHON to its interpreter
 install() {
     PYTHON=$2/bin/python
     [ "$(cat "$2/installed.txt" 2>/dev/null)" = "$3" ] && "$PYTHON" -c '' 2>/dev/null && return
+    [ "$2" = .venv-static ] || driver_fits "$3"     # `static` compiles for a GPU and uses none
     local make=("$1" -m venv "$2") fetch=("$PYTHON" -m pip install --disable-pip-version-check)
     if command -v uv >/dev/null; then
         make=(uv venv -q --clear --python "$1" "$2") fetch=(uv pip install --python "$PYTHON")
@@ -89,11 +106,12 @@ installing() {
     wait $! && trap - INT TERM
 }
 
-# A CUDA build of torch beside the one that trains here, 6 GB: for `static`, which needs no GPU
+# PyPI's CUDA build of the same torch, 6 GB: for `static`, which needs no GPU. `===` takes no build of another
+# index in its place, such as 2.13.0+cpu, where pip knows one.
 static_setup() {
     [ -z "${PYTHON:-}" ] || { setup; return; }
-    setup
-    install "$PYTHON" .venv-static "$(sed 's/^torch==.*/torch==2.14.1/' requirements.txt)"
+    DEVICE=cpu setup
+    install "$PYTHON" .venv-static "$(sed 's/^torch==/torch===/' requirements.txt)"
     without_spaces .venv-static
 }
 

@@ -141,8 +141,36 @@ def test_an_installation_is_made_once(folder):
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
     assert calls[-2:] == [pip.replace(".venv", ".venv-static"), "tests/static_gpu.py golf"]
-    assert (folder / ".venv-static/requirements.txt").read_text() == "torch==2.14.1\nnumpy\n"
+    assert (folder / ".venv-static/requirements.txt").read_text() == "torch===2.13.0\nnumpy\n"
     assert run(folder, "static")[2] == ["-c ", "-c ", "tests/static_gpu.py"]
+
+
+INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
+DRIVER = 'case "$*" in *driver_version*) echo {};; *) echo "GPU 0: NVIDIA H100";; esac'
+
+
+@pytest.mark.parametrize("driver, words", [
+    ("575.57.08", ["driver 575.57.08", "580", "torch==2.13.0", "/whl/cu126", "PYTHON=mine/bin/python"]),
+    ("470.256.02", ["driver 470.256.02", "580", "update"]), ("580.65.06", None), ("1000.1", None),
+    ("[N/A]", None)])
+def test_the_driver_is_compared_before_anything_is_installed(driver, words, folder):
+    (folder / "requirements.txt").write_text("torch==2.13.0\n")
+    program(folder, "python3", INSTALLS)
+    program(folder, "nvidia-smi", DRIVER.format(driver))
+    program(folder, "stub", 'echo "$*" >> calls; case "$*" in "-m venv .venv-static") '
+                            'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
+    if words:
+        refused(folder, words, "setup")
+        assert not (folder / ".venv").exists()
+        assert run(folder, "static")[0] == 0                        # needs no GPU
+    else:
+        assert run(folder, "setup")[0] == 0
+    assert run(folder, "setup")[0] == 0                         # what is installed is not asked about again
+
+
+def test_an_old_driver_does_not_matter_to_an_interpreter_of_ones_own(folder):
+    program(folder, "nvidia-smi", DRIVER.format("535.1"))
+    assert run(folder, "depths", PYTHON="stub")[0] == 0
 
 
 def test_a_path_with_spaces(folder):
