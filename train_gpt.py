@@ -3982,7 +3982,7 @@ class SpeedrunPlus(Config):
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
     def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
+        return window_attention(self, on_gpu, log, pairs=2)
 
     def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunPlusModel(self, kernels)
@@ -4946,6 +4946,18 @@ class Documents(Packer):
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
+        if cfg.sdpa_backend == "flash3":
+            self.check_slots(cfg.stages())
+
+    def check_slots(self, stages: list) -> None:
+        """Raises Refused if some row may hold more documents than FlashAttention 3 is told of."""
+        for stage in stages:
+            T = stage.row_tokens
+            filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
+            ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
+            most = int((ends - np.arange(len(ends))).max())
+            require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
+                    f"flash3 has room for {flash_slots(T)}: take sdpa_backend=auto")
 
     def held_tokens(self) -> int:
         return self.filled[self.index.longest][-1]
@@ -6345,20 +6357,34 @@ def flash_attention_3(cfg: Config) -> object:
         wanted = cfg.sdpa_backend == "flash3" and torch.cuda.get_device_capability()[0] == 9
         return flash_attn_interface if wanted else None
 
-def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device) -> tuple:
-    """window_mask() for flash_attention: tokens before the query, -1: all; and None or where the documents of
-    all rows begin, int32 (tokens + 1,), filled up with the end."""
+def flash_slots(T: int) -> int:
+    """Documents that a training row of T tokens may hold for FlashAttention 3: 64, 96 and 128 in the
+    speedrun's stages, as in the public record, which gained 0.5 s by it. Documents.check_slots() looks."""
+    return 32 * (math.ceil(T / 16_384) + 1)
+
+def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device,
+               longest: int = 0) -> tuple:
+    """window_mask() for flash_attention: tokens before the query, -1: all; None or where the documents of all
+    rows begin, int32, filled up with the end; and the maximum document length. The library's backward pass
+    has a block for each entry and each part of the longest document, whether they hold anything or not, so
+    compiled steps have flash_slots() entries per row and documents of `longest` tokens (0: T). Evaluation,
+    which is eager, counts them."""
     begins = None
     if documents is not None:
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
-        begins = first.nonzero_static(size=len(first) + 1, fill_value=len(first))[:, 0].int()
-    return (window if window < T - 1 else -1), begins
+        tokens = len(first)
+        if torch.compiler.is_compiling():
+            entries = len(documents) * flash_slots(T) + 1
+            begins = first.nonzero_static(size=entries, fill_value=tokens)[:, 0].int()
+        else:
+            begins = F.pad(first.nonzero()[:, 0], (0, 1), value=tokens).int()
+            longest = 0
+    return (window if window < T - 1 else -1), begins, longest or T
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module: object) -> Tensor:
     """attention() by FlashAttention 3, for masks of flash_mask() or None. Queries and keys that are narrower
     than values are padded with zeros, since it takes two widths only up to 64. Not measured."""
-    window, begins = mask or (-1, None)
-    T = q.size(2)
+    window, begins, longest = mask or (-1, None, 0)
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
@@ -6369,8 +6395,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module:
     options = dict(softmax_scale=1.0, causal=True, window_size=(window, 0 if window > 0 else -1))
     if begins is None:
         return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
-    y = module.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), begins, begins, T, T,
-                                      **options)
+    y = module.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), begins, begins,
+                                      longest, longest, **options)
     return y.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
@@ -6381,14 +6407,19 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Calla
     log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
     return dict(attention=partial(flash_attention, module=module)) if module else {}
 
-def window_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-    """Kernels of attention with windows, or that stays in a document."""
+def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -> dict[str, Callable]:
+    """Kernels of attention with windows, or that stays in a document. pairs: 2 where paired heads make
+    documents twice as long. Raises Refused."""
     if not on_gpu:
         return dict(attention=cpu_attention)
     module = flash_attention_3(cfg)
     if module:
+        longest = pairs * cfg.document_limit()
+        require(not longest or cfg.packing == "documents", "sdpa_backend=flash3 needs packing=documents, whose "
+                "rows hold a known number of documents")
         log("attention: FlashAttention 3")
-        return dict(window_mask=flash_mask, attention=partial(flash_attention, module=module))
+        return dict(window_mask=partial(flash_mask, longest=longest),
+                    attention=partial(flash_attention, module=module))
     if cfg.sdpa_backend == "torch":
         log("attention: torch's, with explicit masks")
         return dict(attention=gpu_attention)

@@ -387,6 +387,21 @@ def test_too_few_documents_for_a_row():
             loader_of(data, packing="documents", max_doc_len=5).next(T)
 
 
+def test_rows_with_more_documents_than_flash_attention_has_room_for(monkeypatch):
+    """Refused before training: their attention would be wrong without a word. The most that a row holds is
+    what plan() makes, whatever row it is."""
+    settings = dict(packing="documents", max_doc_len=5, bos_id=BOS)
+    data = documents_data()
+    rows, _ = loader_of(data, **settings).packer.plan(0, 10, T)
+    most = max(map(len, rows))
+    monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most if tokens == T else 0)
+    loader_of(data, sdpa_backend="flash3", **settings)
+    monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most - 1)
+    loader_of(data, **settings)
+    with pytest.raises(Refused, match=f"may hold {most} documents, .* room for {most - 1}: take sdpa_backend=auto"):
+        loader_of(data, sdpa_backend="flash3", **settings)
+
+
 # -------------------------------------------------------------------------------- foreign shards
 @pytest.fixture
 def gpt2_like(tmp_path):

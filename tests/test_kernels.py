@@ -187,6 +187,20 @@ def test_flash_attention_equals_the_reference(window, with_documents):
         torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
 
 
+def test_flash_attention_of_compiled_steps_has_bounded_slots(compiling):
+    """As many entries as documents fit and no longer ones than there are; its backward pass has a block for
+    each of both, and more than 65,535 entries end the process. Values as before."""
+    T, longest = 512, 128
+    documents = torch.arange(2 * T).view(2, T) // 100
+    mask = train_gpt.flash_mask(200, T, documents, "cpu", longest=longest)
+    assert len(mask[1]) == 2 * 64 + 1 and mask[2] == longest
+    q, k, v = tensors(2, 4, 2, T, 16)
+    want = attention(q, k, v, window_mask(200, T, documents, "cpu"))
+    torch.testing.assert_close(train_gpt.flash_attention(q, k, v, mask, FlashStandIn), want, atol=1e-5,
+                               rtol=1e-4)
+    assert [train_gpt.flash_slots(T) for T in (16_384, 32_768, 49_152)] == [64, 96, 128]
+
+
 def test_no_cudnn_attention_with_a_mask(monkeypatch):
     """Its gradients have been NaN at some lengths. Without a mask torch may choose it."""
     backends = []
@@ -215,7 +229,7 @@ def test_flash_attention_is_for_hopper(monkeypatch):
         said = []
         kernels = train_gpt.choose_kernels(replace(cfg, sdpa_backend=wanted), True, said.append)
         on = (capability, wanted) == ((9, 0), "flash3")
-        assert (kernels.window_mask is train_gpt.flash_mask) == on
+        assert (getattr(kernels.window_mask, "func", None) is train_gpt.flash_mask) == on
         flex = "attention: flex; torch's where every token sees all tokens before it"
         assert said == ["attention: FlashAttention 3" if on else flex]
     train_gpt.flash_attention_3.cache_clear()
