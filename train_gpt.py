@@ -190,9 +190,14 @@ class Recipe:
         data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, model: "Model", data: "Data", team: "Team") -> dict[str, Tensor]:
-        """{parameter: hessian for quantize()} from training data; the time counts as training."""
+    def calibrate(self, model: "Model", data: "Data", team: "Team", log: Callable = print) -> dict:
+        """{parameter: hessian for quantize()} from training data; its time counts as training."""
         return {}
+
+    def wider_steps(self, model: "Model", hessians: dict, coarser: float, size: float, most: float) -> float:
+        """`coarser` for `most` bytes."""
+        bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
+        return coarser * max(1.002, 2**bits)  # twice as wide: one bit less each
 
     def keeps_text(self) -> bool:
         """Does the artifact hold training text?"""
@@ -2287,6 +2292,8 @@ class GolfPlus(Config):
                                     0, 10)
     artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: its maximum / 127", 0, 10)
     gptq_batches: int = optional(64, "batches that calibrate GPTQ; 0: round to nearest instead", 0, 10_000)
+    gptq_seconds: float = optional(12.0, "most seconds that they may take, with fewer batches if need be; 0: no "
+                                   "limit", 0, 1e7)
     # parameter-golf#1394: -0.0168
     eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
@@ -2380,11 +2387,11 @@ class GolfPlus(Config):
     def layer_order(self, stage: LoopStage) -> list[int]:
         return looped_order(self.num_layers, self.loop_layers, stage.loops)
 
-    def calibrate(self, model: Model, data: "Data", team: "Team") -> dict[str, Tensor]:
+    def calibrate(self, model: Model, data: "Data", team: "Team", log: Callable = print) -> dict:
         """Hessians for GPTQ; the embedding has one too, as lm_head."""
         if not self.gptq_batches:
             return {}
-        return input_hessians(model, self, data, team, self.gptq_batches)
+        return input_hessians(model, self, data, team, self.gptq_batches, self.gptq_seconds, log)
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -2393,6 +2400,24 @@ class GolfPlus(Config):
         if hessian is None:
             return quantize_by_rms(w, row.step * coarser, row.levels)
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
+
+    def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
+        """By the entropy of what GPTQ makes, as rounding takes seconds on a GPU, but brotli half a minute."""
+        entropy = self.entropy(model, hessians, coarser)
+        aim = entropy * (1 - 1.05 * (1 - most / size))  # brotli misses more of a lower entropy
+        while entropy > aim and coarser < 4:
+            coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
+            entropy = self.entropy(model, hessians, coarser)
+        return coarser
+
+    def entropy(self, model: Model, hessians: dict | None, coarser: float) -> float:
+        """Bytes that an ideal coder needs for the rounded weights."""
+        table = self.parameter_table()
+        total = 0.0
+        for name, w in stored(model).items():
+            hessian = (hessians or {}).get(name)
+            total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), hessian, coarser))
+        return total
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
@@ -5623,7 +5648,9 @@ def quantize_by_gptq(w: Tensor, step: float, levels: float, hessian: Tensor) -> 
     """quantize_by_rms() with std in place of rms and rounded by gptq(). hessian (C, C): see
     input_hessians()."""
     scale = row_scales(step * w.std(1))
-    return gptq(w, scale, levels, hessian).to(torch.int8), scale.half()
+    device = hessian.device  # a GPU rounds in seconds what takes a core minutes
+    rows = gptq(w.to(device), scale.to(device), levels, hessian)
+    return rows.to(torch.int8).cpu(), scale.half()
 
 def row_scales(scale: Tensor) -> Tensor:
     """Scales (R,) as they are once stored in fp16; never 0."""
@@ -5652,16 +5679,19 @@ def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
     h = h[order][:, order]
     rows = torch.zeros_like(w)
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    for i in range(len(h)):
+    for i in range(len(h)):  # without a wait for the device
         column = (w[:, i] / scale).round().clamp(-levels, levels)
         w[:, i:] -= ((w[:, i] - column * scale) / factor[i, i])[:, None] * factor[i, i:]
-        rows[:, order[i]] = column
-    return rows
+        rows[:, i] = column
+    return rows[:, order.argsort()]
 
 @torch.no_grad()
-def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int) -> dict[str, Tensor]:
-    """{matrix: sum of x x' over its inputs x in a training batch (C, C), mean of this rank's first batches}
-    for gptq(). Layers that run more than once add up."""
+def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
+                   log: Callable) -> dict[str, Tensor]:
+    """{matrix: sum of x x' over its inputs x in a training batch (C, C), mean of batches} for gptq(), on the
+    device. Layers that run more than once add up. The ranks share the batches, and end before another one
+    might take them beyond this many seconds; 0: no limit. All ranks call it together."""
+    began = time.perf_counter()
     names = {p: name for name, p in model.named_parameters()}
     sums = {}
     kernels = model.kernels
@@ -5674,13 +5704,26 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
     loader = Loader(cfg, data, team)
     T = cfg.train_seq_len
     context = model.context(T, team.device, team.dtype)
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # TF32 holds what bf16 does
     model.use(kernels._replace(linear=record))
-    for _ in range(batches):
+    planned = math.ceil(batches / team.world_size)
+    made = 0
+    needed = 0.0  # by one more batch and the sums over ranks, which take as long as a batch at most
+    while made < planned and (not seconds or made == 0 or needed <= seconds):
         for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
             record(model.hidden(tokens, context), model.head)
+        made += 1
+        if team.on_gpu:
+            team.wait()
+        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        spent = all_reduce(spent, "MAX").item()
+        needed = spent * (made + 2) / made
     model.use(kernels)
-    return {name: total.cpu() / batches for name, total in sums.items()}
+    torch.set_float32_matmul_precision(precision)
+    if made < planned:
+        log(f"calibration: {made} of {planned} batches, as more would take longer than {seconds:g} s")
+    return {name: all_reduce(total) / (made * team.world_size) for name, total in sums.items()}
 
 def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
                    coarser: float = 1.0) -> dict[str, Tensor]:
@@ -5730,16 +5773,25 @@ def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
     return compress(to_bytes(cfg, tensors), codec(cfg))
 
+def entropy_bytes(tensors: dict[str, Tensor]) -> float:
+    """What an ideal coder needs that knows the frequencies of each tensor's int8."""
+    total = 0.0
+    for t in tensors.values():
+        bits = 8.0 * t.element_size()
+        if t.dtype == torch.int8:
+            p = t.flatten().int().add(128).bincount() / t.numel()
+            bits = -torch.xlogy(p, p).sum().item() / math.log(2)
+        total += t.numel() * bits / 8
+    return total
+
 def fitting_artifact(model: Model, most: int, log: Callable, hessians: dict | None = None) -> bytes:
     """pack_artifact() in at most `most` bytes, 0: any number, by rounding steps up to 4 times as wide; as it
     is if that does not help. It needs no training data, so no training time."""
     packed = pack_artifact(model, hessians)
-    weights = sum([p.numel() for p in model.parameters()])
     coarser = 1.0
     smaller = packed
     while most and len(smaller) > most and coarser < 4:
-        over = len(smaller) - most
-        coarser = min(4, coarser * max(1.002, 2 ** (8 * over / weights)))  # twice as wide: one bit less each
+        coarser = min(4, model.cfg.wider_steps(model, hessians, coarser, len(smaller), most))
         smaller = pack_artifact(model, hessians, coarser)
     if coarser == 1 or len(smaller) > most:
         return packed
@@ -7428,13 +7480,14 @@ def write_and_read_back(run: Run) -> dict:
     """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
     report = {}
     model = run.model
+    began = time.perf_counter()
+    hessians = {}
+    if run.cfg.score_artifact:
+        hessians = run.cfg.calibrate(model, run.data, run.team, run.log)
+        run.team.wait()
+    if hessians:
+        report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
     if run.team.rank == 0:  # other hosts lack the file
-        began = time.perf_counter()
-        hessians = {}
-        if run.cfg.score_artifact:
-            hessians = run.cfg.calibrate(model, run.data, run.team)
-        if hessians:
-            report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
         report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
         if run.cfg.score_artifact:
             model.drop_state()  # makes room for the state in the file

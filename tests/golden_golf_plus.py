@@ -192,7 +192,7 @@ def test_golf_plus_calibration(golf_plus, monkeypatch):
     cfg = replace(golf_plus.cfg, gptq_batches=len(batches))
     team = fake_team()
     team.dtype = torch.float32
-    found = cfg.calibrate(golf_plus.model(), None, team)
+    found = cfg.calibrate(golf_plus.model(), None, team, print)
     assert names and not batches
     assert {kind_of(name) for name in found} == {*MATRICES, "embed"}
     for name in names:

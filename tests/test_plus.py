@@ -1,13 +1,17 @@
 """The three later records at toy size from end to end: rehearsal, stages, artifact, a kill and a resume, two
 ranks, a compiled step. That their arithmetic is right: test_golden.py and test_model.py."""
+import os
+import subprocess
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fork_server
 import train_gpt
-from helpers import TOY, add_gradients, init_parameters, toy_of
+from helpers import ROOT, TOY, add_gradients, init_parameters, toy_config, toy_of
 from test_speedrun_plus import randomised, small, some_tokens
-from train_gpt import Optimizer
+from train_gpt import Optimizer, preset_config
 
 SHORT = dict(
     SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", EXTENSION_ITERATIONS="0", TRAIN_LOG_EVERY="1",
@@ -184,3 +188,77 @@ def test_scales_of_fp8_in_a_run_on_other_ranks(go, whole):
     assert stored.shape == (2, 11, 3) and not torch.equal(stored[0], stored[1])
     done = go({}, resume=killed.run_id)
     assert done.code == 0 and done.result["resumed"], done.err
+
+
+# ------------------------------------------------------------ golf_plus after training
+CALIBRATE = """
+import os, sys
+import torch
+import train_gpt
+from helpers import init_parameters, toy_config
+cfg = toy_config(sys.argv[1], "golf_plus", packing="spans", num_layers=2, loop_layers=(0,),
+                 gptq_batches=int(sys.argv[2]))
+team = train_gpt.Team(cfg, os.environ)
+data = train_gpt.open_data(cfg, lambda *_: None)
+model = cfg.make_model(train_gpt.Kernels())
+init_parameters(model, 1)
+found = cfg.calibrate(model, data, team, print)
+if team.rank == 0:
+    torch.save(found, sys.argv[3])
+"""
+
+
+def hessians_of(root, batches, path, ranks):
+    """What so many ranks find together."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    script = path.with_suffix(".py")
+    script.write_text(CALIBRATE)
+    clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run([fork_server.start(), *words, script, root, str(batches), path], capture_output=True,
+                          text=True, env=clean | dict(PYTHONPATH=f"{ROOT}:{ROOT}/tests"), timeout=120)
+    assert done.returncode == 0, done.stderr
+    return torch.load(path)
+
+
+def test_golf_plus_calibrates_on_all_ranks(tiny_data, tmp_path):
+    """Four batches of two ranks are two each, of which each rank has half: as two batches of one."""
+    two = hessians_of(tiny_data, 4, tmp_path / "two", 2)
+    alone = hessians_of(tiny_data, 2, tmp_path / "alone", 1)
+    assert two.keys() == alone.keys() and len(alone) == 13
+    for name, hessian in alone.items():
+        torch.testing.assert_close(2 * two[name], hessian, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seconds, made", [(0.0, 7), (1e-3, 1), (1e6, 7)])
+def test_golf_plus_calibration_ends_in_time(seconds, made, tiny_data, monkeypatch, capsys):
+    """With fewer batches, which the log says: it counts as training."""
+    cfg = toy_config(tiny_data, "golf_plus", packing="spans", num_layers=1, loop_layers=(0,), gptq_batches=7,
+                     gptq_seconds=seconds)
+    model = cfg.make_model(train_gpt.Kernels())
+    init_parameters(model, 1)
+    data = train_gpt.open_data(cfg, lambda *_: None)
+    batches = []
+    real = train_gpt.Loader.next
+    monkeypatch.setattr(train_gpt.Loader, "next", lambda *args: batches.append(1) or real(*args))
+    found = cfg.calibrate(model, data, train_gpt.Team(cfg, {}))
+    assert len(batches) == made and found
+    said = "calibration: 1 of 7 batches, as more would take longer than 0.001 s\n"
+    assert capsys.readouterr().out == (said if made == 1 else "")
+
+
+def test_golf_plus_compresses_at_most_twice(monkeypatch):
+    """Wider steps are found by the entropy of the rounded weights, as brotli takes half a minute."""
+    cfg = preset_config("golf_plus", dict(num_layers=2, loop_layers=(0,), model_dim=128, num_heads=2, num_kv_heads=1,
+                                          vocab_size=512, artifact_keep=1000, gptq_batches=0))
+    model = cfg.make_model(train_gpt.Kernels())
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():        # heavy tails, so that steps twice as wide cost less than a bit
+        p.data = torch.randn(p.shape, generator=draw) * torch.rand(p.shape, generator=draw) ** 3
+    whole = len(train_gpt.pack_artifact(model))
+    real = train_gpt.compress
+    for part in (0.999, 0.99, 0.97, 0.9):
+        calls = []
+        monkeypatch.setattr(train_gpt, "compress", lambda *args: calls.append(1) or real(*args))
+        limit = round(part * whole)
+        packed = train_gpt.fitting_artifact(model, limit, lambda *_: None)
+        assert 0.98 * limit < len(packed) <= limit and len(calls) == 2, (part, len(packed) / limit)
