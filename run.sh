@@ -122,9 +122,11 @@ data() {
     esac
 }
 
-# GPUs that torch will see, whatever CUDA_VISIBLE_DEVICES holds: numbers, UUIDs, MIG names
+# GPUs that torch will see, whatever CUDA_VISIBLE_DEVICES holds: numbers, UUIDs, MIG names. KFD is the file of
+# AMD's driver, whose GPUs a ROCm build given by PYTHON= sees (untested)
 gpus() {
-    nvidia-smi -L >/dev/null 2>&1 && "$PYTHON" -c 'import torch; print(torch.cuda.device_count())' || echo 0
+    { [ -e "${KFD:-/dev/kfd}" ] || nvidia-smi -L >/dev/null 2>&1; } &&
+        "$PYTHON" -c 'import torch; print(torch.cuda.device_count())' || echo 0
 }
 
 # The data of a preset, where they are missing. Without the tasks of CORE a run with CORE=0 goes on.
@@ -208,7 +210,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help | help) sed -n '2,10s/^# //p' run.sh ;;
+    -h | --help | help) sed -n '2,9s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)

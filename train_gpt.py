@@ -50,7 +50,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # `python -W error` would make errors of torch's own warnings
+if __name__ == "__main__":
+    # stages of different sizes then share memory
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # `python -W error` would make errors of torch's own warnings
     warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
     try:
         os.getcwd()  # without one, MKL ends the process
@@ -2292,8 +2296,8 @@ class GolfPlus(Config):
                                     0, 10)
     artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: its maximum / 127", 0, 10)
     gptq_batches: int = optional(64, "batches that calibrate GPTQ; 0: round to nearest instead", 0, 10_000)
-    gptq_seconds: float = optional(12.0, "most seconds that they may take, with fewer batches if need be; 0: no "
-                                   "limit", 0, 1e7)
+    gptq_seconds: float = optional(12.0, "most seconds that they may take, with fewer batches if need be; 0: "
+                                   "no limit", 0, 1e7)
     # parameter-golf#1394: -0.0168
     eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
@@ -6106,6 +6110,7 @@ class Saver:
 # Each has the signature of what it replaces and is compared with it by a test. Beside it stands its measured
 # gain (docs/log.md), or that it is not measured yet. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
+FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gpu-report times them
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
 CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
 MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
@@ -6304,6 +6309,7 @@ def fp8_part(cfg: Config, on_gpu: bool, log: Callable | None = None, further: Se
     sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads, *further
     capability = torch.cuda.get_device_capability() if on_gpu else None
     able = (capability is None or capability >= (8, 9)) and not any([n % 16 for n in sides])
+    able = able and not torch.version.hip  # a ROCm build; AMD's fp8 has other formats
     part = cfg.fp8.removeprefix("auto-")
     if part != cfg.fp8 and not (able and on_gpu):
         part = "off"
@@ -6394,7 +6400,8 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
     """attention() by flex attention for block masks, else by the kernel that torch chooses; with an explicit
     mask not by cuDNN's, which has given NaN gradients at some lengths. Not measured."""
     if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1))
+        return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1),
+                              kernel_options=FLEX_OPTIONS or None)
     if mask is None:
         return attention(q, k, v, None)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -6403,11 +6410,12 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
 @cache
 def flash_attention_3(cfg: Config) -> object:
     """The module of FlashAttention 3 (arXiv:2407.08608) if it is wanted and installed and the GPU is a
-    Hopper, else None."""
+    Hopper, else None. Before September 2025 it had no operators that torch.compile knows."""
     with suppress(ImportError, OSError):
         import flash_attn_interface
         wanted = cfg.sdpa_backend == "flash3" and torch.cuda.get_device_capability()[0] == 9
-        return flash_attn_interface if wanted else None
+        known = hasattr(torch.ops.flash_attn_3, "_flash_attn_forward")
+        return flash_attn_interface if wanted and known else None
 
 def flash_slots(T: int) -> int:
     """Documents that a training row of T tokens may hold for FlashAttention 3: 64, 96 and 128 in the
@@ -6433,23 +6441,27 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
             longest = 0
     return (window if window < T - 1 else -1), begins, longest or T
 
+def flash_causal(q: Tensor, k: Tensor, v: Tensor, mask: None, module: object,
+                 window: tuple = (-1, -1)) -> Tensor:
+    """attention() by FlashAttention 3. window: tokens before and after the query, -1: all. Not measured."""
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    return module.flash_attn_func(*heads, softmax_scale=1.0, causal=True, window_size=window).transpose(1, 2)
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module: object) -> Tensor:
-    """attention() by FlashAttention 3, for masks of flash_mask() or None. Queries and keys that are narrower
-    than values are padded with zeros, since it takes two widths only up to 64. Not measured."""
+    """flash_causal(), for masks of flash_mask() or None. Queries and keys that are narrower than values are
+    padded with zeros, since it takes two widths only up to 64. Not measured."""
     window, begins, longest = mask or (-1, None, 0)
-    q = q.transpose(1, 2)
-    k = k.transpose(1, 2)
-    v = v.transpose(1, 2)
+    window = (window, 0 if window > 0 else -1)
     narrower = v.size(-1) - q.size(-1)
     if narrower:
         q = F.pad(q, (0, narrower))
         k = F.pad(k, (0, narrower))
-    options = dict(softmax_scale=1.0, causal=True, window_size=(window, 0 if window > 0 else -1))
     if begins is None:
-        return module.flash_attn_func(q, k, v, **options).transpose(1, 2)
-    y = module.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), begins, begins,
-                                      longest, longest, **options)
-    return y.unflatten(0, q.shape[:2]).transpose(1, 2)
+        return flash_causal(q, k, v, None, module, window)
+    heads = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    y = module.flash_attn_varlen_func(*heads, begins, begins, longest, longest, softmax_scale=1.0,
+                                      causal=True, window_size=window)
+    return y.unflatten(0, (len(q), -1)).transpose(1, 2)
 
 def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
     """Kernels of attention where every token sees all tokens before it."""
@@ -6457,7 +6469,7 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Calla
         return dict(attention=cpu_attention)
     module = flash_attention_3(cfg)
     log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
-    return dict(attention=partial(flash_attention, module=module)) if module else {}
+    return dict(attention=partial(flash_causal, module=module)) if module else {}
 
 def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -> dict[str, Callable]:
     """Kernels of attention with windows, or that stays in a document. pairs: 2 where paired heads make
@@ -6467,8 +6479,8 @@ def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -
     module = flash_attention_3(cfg)
     if module:
         longest = pairs * cfg.document_limit()
-        require(not longest or cfg.packing == "documents", "sdpa_backend=flash3 needs packing=documents, whose "
-                "rows hold a known number of documents")
+        require(not longest or cfg.packing == "documents", "sdpa_backend=flash3 needs packing=documents, "
+                "whose rows hold a known number of documents")
         log("attention: FlashAttention 3")
         return dict(window_mask=partial(flash_mask, longest=longest),
                     attention=partial(flash_attention, module=module))
@@ -6757,6 +6769,8 @@ class Team:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
+        if self.ranks_here == self.world_size and os.path.exists("/sys/class/net/lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name leads to
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT), store=meet(ranks),
                                     rank=self.rank, world_size=self.world_size)

@@ -398,7 +398,8 @@ def test_rows_with_more_documents_than_flash_attention_has_room_for(monkeypatch)
     loader_of(data, sdpa_backend="flash3", **settings)
     monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most - 1)
     loader_of(data, **settings)
-    with pytest.raises(Refused, match=f"may hold {most} documents, .* room for {most - 1}: take sdpa_backend=auto"):
+    words = f"may hold {most} documents, .* room for {most - 1}: take sdpa_backend=auto"
+    with pytest.raises(Refused, match=words):
         loader_of(data, sdpa_backend="flash3", **settings)
 
 

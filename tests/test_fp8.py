@@ -230,6 +230,15 @@ def test_the_choice(part, kinds, capability):
         choose(part, True, fp8=part)
 
 
+def test_no_fp8_on_a_rocm_build(capability, monkeypatch):
+    """Whose GPUs also say that they are of capability 9."""
+    capability(9, 4)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert choose("head", True, fp8="auto-head") == ((linear, linear), ["off"])
+    with pytest.raises(Refused, match="8.9"):
+        choose("head", True, fp8="head")
+
+
 @pytest.mark.parametrize("part", ["head", "all"])
 @pytest.mark.parametrize("settings", [dict(vocab_size=500), dict(model_dim=1000), dict(train_seq_len=8),
                                       dict(num_heads=32, model_dim=768)])

@@ -219,16 +219,21 @@ def test_no_cudnn_attention_with_a_mask(monkeypatch):
     assert backends[::2] == [True, False, False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_flash_attention_is_for_hopper(monkeypatch):
-    """Chosen where the library and such a GPU are there, and the constant says so, which the log tells."""
+@pytest.mark.parametrize("capability, wanted, operators, on", [
+    ((9, 0), "flash3", True, True), ((8, 9), "flash3", True, False), ((9, 0), "auto", True, False),
+    ((9, 0), "flash3", False, False)])
+def test_flash_attention_is_for_hopper(capability, wanted, operators, on, monkeypatch):
+    """Chosen where the library, not older than its operators, and such a GPU are there, and the constant says
+    so, which the log tells."""
     cfg = preset_config("tiny")
-    for capability, wanted in (((9, 0), "flash3"), ((8, 9), "flash3"), ((9, 0), "auto")):
+    with torch.library._scoped_library("flash_attn_3", "FRAGMENT") as library:
+        if operators:
+            library.define("_flash_attn_forward(Tensor q) -> Tensor")
         monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashStandIn)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         train_gpt.flash_attention_3.cache_clear()
         said = []
         kernels = train_gpt.choose_kernels(replace(cfg, sdpa_backend=wanted), True, said.append)
-        on = (capability, wanted) == ((9, 0), "flash3")
         assert (getattr(kernels.window_mask, "func", None) is train_gpt.flash_mask) == on
         flex = "attention: flex; torch's where every token sees all tokens before it"
         assert said == ["attention: FlashAttention 3" if on else flex]

@@ -116,6 +116,42 @@ def reads_around(text):
     return found + [call for call in calls if "store=" not in call]
 
 
+ALLOCATOR = """
+import os, runpy, sys
+sys.argv = ["train_gpt.py", "--help"]
+try:
+    runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+except SystemExit:
+    print("allocator", os.environ.get("PYTORCH_ALLOC_CONF"))
+"""
+
+
+@pytest.mark.parametrize("given, found", [
+    ({}, "expandable_segments:True"), (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "max_split_size_mb:64"),
+    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), None)])
+def test_memory_that_grows_in_segments_unless_told_otherwise(given, found):
+    clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run([fork_server.start(), "-c", ALLOCATOR], capture_output=True, text=True,
+                          env=clean | dict(SCRIPT=str(SCRIPT)) | given, timeout=60)
+    assert done.stdout.endswith(f"allocator {found}\n"), done.stderr
+
+
+@pytest.mark.parametrize("ranks, given, found", [
+    (dict(RANK="0", WORLD_SIZE="2"), None, "lo"), (dict(RANK="0", WORLD_SIZE="2"), "eth7", "eth7"),
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1"), None, None)])
+def test_ranks_of_one_machine_talk_through_its_loopback(ranks, given, found, monkeypatch):
+    """The machine's name may lead elsewhere. Those of several need another interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
+    if not given:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    met = []
+    monkeypatch.setattr(train_gpt, "meet", lambda ranks: "the store")
+    monkeypatch.setattr(train_gpt.dist, "init_process_group",
+                        lambda *args, **kw: met.append(os.environ.get("GLOO_SOCKET_IFNAME")))
+    train_gpt.Team(train_gpt.load_config(TOY), ranks)
+    assert met == [found]
+
+
 def test_nothing_reads_the_launch_around_the_parser():
     planted = ["env.get('RANK')", 'int(os.environ["WORLD_SIZE"])', "echo $RANK", "echo ${LOCAL_RANK:-0}",
                "dist.init_process_group('gloo', timeout=timedelta(seconds=1))"]

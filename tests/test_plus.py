@@ -214,8 +214,8 @@ def hessians_of(root, batches, path, ranks):
     script = path.with_suffix(".py")
     script.write_text(CALIBRATE)
     clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    done = subprocess.run([fork_server.start(), *words, script, root, str(batches), path], capture_output=True,
-                          text=True, env=clean | dict(PYTHONPATH=f"{ROOT}:{ROOT}/tests"), timeout=120)
+    done = subprocess.run([fork_server.start(), *words, script, root, str(batches), path], timeout=120,
+                          capture_output=True, text=True, env=clean | dict(PYTHONPATH=f"{ROOT}:{ROOT}/tests"))
     assert done.returncode == 0, done.stderr
     return torch.load(path)
 
@@ -248,8 +248,8 @@ def test_golf_plus_calibration_ends_in_time(seconds, made, tiny_data, monkeypatc
 
 def test_golf_plus_compresses_at_most_twice(monkeypatch):
     """Wider steps are found by the entropy of the rounded weights, as brotli takes half a minute."""
-    cfg = preset_config("golf_plus", dict(num_layers=2, loop_layers=(0,), model_dim=128, num_heads=2, num_kv_heads=1,
-                                          vocab_size=512, artifact_keep=1000, gptq_batches=0))
+    cfg = preset_config("golf_plus", dict(num_layers=2, loop_layers=(0,), model_dim=128, num_heads=2,
+                                          num_kv_heads=1, vocab_size=512, artifact_keep=1000, gptq_batches=0))
     model = cfg.make_model(train_gpt.Kernels())
     draw = torch.Generator().manual_seed(0)
     for p in model.parameters():        # heavy tails, so that steps twice as wide cost less than a bit

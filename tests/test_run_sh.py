@@ -173,6 +173,15 @@ def test_an_old_driver_does_not_matter_to_an_interpreter_of_ones_own(folder):
     assert run(folder, "depths", PYTHON="stub")[0] == 0
 
 
+def test_amd_s_gpus_are_counted_by_torch(folder):
+    """Where its driver is, whatever nvidia-smi says."""
+    have(folder, GOLF)
+    sees_gpus(folder, 2)
+    assert "torch.distributed" not in run(folder, "golf", PYTHON="stub", KFD="/nowhere")[2][-1]
+    calls = run(folder, "golf", PYTHON="stub", KFD="/dev/null")[2]
+    assert "torch.distributed.run --standalone --nproc_per_node=2" in calls[-1]
+
+
 def test_a_path_with_spaces(folder):
     """torch's compiler is called with paths that have none; nobody else's link is used."""
     home, links = folder / "my own code", folder / f"train_gpt_{os.getuid()}"
