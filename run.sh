@@ -3,6 +3,7 @@
 # ./run.sh PRESET --proxy[=WIDTH]                     the recipe at another width, for any machine: docs/proxy.md
 # ./run.sh [PRESET] --help                            every constant, with its unit and the presets' values
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
+# ./run.sh gpu-report [PRESET …] [--toy]              is this GPU ready, and which constants should change?
 # ./run.sh script PRESET                              train_gpt.py with that recipe only, to the terminal
 # ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | sp8192 | gpt2 [-n SHARDS]: published
@@ -210,7 +211,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help | help) sed -n '2,9s/^# //p' run.sh ;;
+    -h | --help | help) sed -n '2,11s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)
@@ -235,6 +236,13 @@ case "${1:-}" in
         ;;
     bench) shift; setup; exec "$PYTHON" tests/bench.py "$@" ;;
     static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
+    gpu-report)
+        shift
+        setup
+        # As train_gpt.py does it
+        [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
+        exec "$PYTHON" tools/gpu_report.py "$@"
+        ;;
     script) shift; setup >&2; exec "$PYTHON" tools/script.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
     depths) shift; setup; exec "$PYTHON" records/depths.py "$@" ;;

@@ -43,7 +43,8 @@ INSTEAD = [
     # a game's own shapes do not fit the toy data: its plan
     (r"(train_gpt\.py --preset=\w+|run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
     (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_gpu.py"),
-    (r"run\.sh static .*", "run.sh static --help"), (r"run\.sh bench .*", "run.sh bench --help")]
+    (r"run\.sh static .*", "run.sh static --help"),
+    (r"run\.sh gpu-report.*", "run.sh gpu-report --help"), (r"run\.sh bench .*", "run.sh bench --help")]
 NETWORK = re.compile(r"run\.sh data (?:sp1024|sp8192|gpt2|fineweb-edu|climbmix|core)\b")
 # What a run needs that some command asks for by a name
 BEFORE = [("first", "RUN_ID=first ./run.sh"), ("logs/alone", "RUN_ID=alone MATRIX_LR=0.0123 ./run.sh")]
@@ -179,7 +180,7 @@ def test_forms_and_workflow_of_github():
     """The forms have what GitHub asks for, and CI runs what .ci/run runs."""
     ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     assert ci["jobs"]["test"]["steps"][-1] == {"run": ".ci/run"} and os.access(ROOT / ".ci/run", os.X_OK)
-    for name in ("bug", "record"):
+    for name in ("bug", "gpu", "record"):
         path = ROOT / f".github/ISSUE_TEMPLATE/{name}.yml"
         form = yaml.safe_load(path.read_text(encoding="utf-8"))
         fields = {part["id"]: (part["type"], part["attributes"]["label"]) for part in form["body"]}

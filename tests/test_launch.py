@@ -127,7 +127,8 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("given, found", [
-    ({}, "expandable_segments:True"), (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "max_split_size_mb:64"),
+    ({}, "expandable_segments:True"),
+    (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "max_split_size_mb:64"),
     (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), None)])
 def test_memory_that_grows_in_segments_unless_told_otherwise(given, found):
     clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}

@@ -325,8 +325,8 @@ def test_no_room_for_the_install(folder):
 def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    words = "sp1024", "climbmix", "core", "depths", "PYTHON="
-    assert len(lines) == 9 and all(word in done.stdout for word in words)
+    words = "sp1024", "climbmix", "core", "depths", "gpu-report", "PYTHON="
+    assert len(lines) == 10 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])

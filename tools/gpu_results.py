@@ -1,0 +1,113 @@
+"""Writes docs/gpu_results.md from the reports in docs/gpu_results/: python tools/gpu_results.py
+
+Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file that is no report are refused.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = """# GPU results
+
+What `./run.sh gpu-report` has found on GPUs, made by `python tools/gpu_results.py` from the files in
+`docs/gpu_results/`. To add yours, put its `gpu_report.json` there under a name of its own, or paste it into
+the form "GPU report" of a new issue. How to read a report: [first_gpu.md](first_gpu.md).
+
+"""
+NONE = "None yet: nobody has sent a report, and no number of this project was measured on a GPU.\n"
+
+
+class NoReport(Exception):
+    """Why a file is not shown, in a sentence."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report. Raises NoReport."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        verdicts = found["verdicts"]
+        machine = found["machine"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NoReport(f"{path.name} is no report of gpu-report ({type(error).__name__})") from None
+    if found["toy"]:
+        raise NoReport(f"{path.name} is a rehearsal on a CPU (--toy)")
+    if not machine.get("gpu") or not verdicts:
+        raise NoReport(f"{path.name} saw no GPU")
+    return found
+
+
+def stage_times(verdicts: list[dict], preset: str) -> str:
+    """`16,384: 36.1` for each stage: tokens of a rank's step, ms of the step on one GPU, and of a rank."""
+    found = []
+    for row in verdicts:
+        figures = row["figures"]
+        if row["preset"] == preset and "p50" in figures:
+            text = f"{figures['tokens']:,}: {figures['p50']:.1f}"
+            if "rank_of_eight" in figures:
+                text += f" ({figures['rank_of_eight']:.1f})"
+            found.append(text)
+    return ", ".join(found) or "not run"
+
+
+def worst_error(verdicts: list[dict], preset: str) -> str:
+    """The largest part of what was allowed that some result was off from fp32."""
+    parts = [0.0]
+    for row in verdicts:
+        most = row["figures"].get("most")
+        if row["preset"] == preset and row["part"] == "numbers" and most:
+            errors = [value for name, value in row["figures"].items() if name != "most"]
+            parts.append(max(errors) / most)
+    return f"{max(parts):.0%} of what is allowed" if len(parts) > 1 else "not run"
+
+
+def table(reports: dict[str, dict]) -> str:
+    """Rows of all reports and presets, newest first."""
+    lines = [
+        "| date, commit | machine | preset | ms a step on one GPU (of a rank of eight, reckoned) "
+        "| off from fp32 | "
+        "faults | slow | to set |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in sorted(reports.items(), key=lambda item: item[1]["begun"], reverse=True):
+        machine = found["machine"]
+        verdicts = found["verdicts"]
+        for preset in dict.fromkeys([row["preset"] for row in verdicts if row["preset"]]):
+            own = [row for row in verdicts if row["preset"] in ("", preset)]
+            faults = [row["text"] for row in own if row["verdict"] == "FAULT"]
+            slow = [row["text"] for row in own if row["verdict"] == "SLOW"]
+            changes = [row["figures"]["change"] for row in own if row["verdict"] == "set"]
+            whole = "" if found["complete"] else ", ended early"
+            cells = [
+                f"{found['begun'][:10]}, {found['commit']} ({name}{whole})",
+                f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}",
+                preset,
+                stage_times(verdicts, preset),
+                worst_error(verdicts, preset),
+                "; ".join(faults) or "none",
+                "; ".join(slow) or "none",
+                "; ".join(dict.fromkeys(changes)) or "nothing",
+            ]
+            lines.append("| " + " | ".join([cell.replace("|", "/") for cell in cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page(folder: Path) -> str:
+    """The page of the reports in a folder. Raises NoReport."""
+    reports = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
+    return HEAD + (table(reports) if reports else NONE)
+
+
+def main() -> int:
+    try:
+        text = page(ROOT / "docs" / "gpu_results")
+    except NoReport as error:
+        print(f"gpu_results: {error}", file=sys.stderr)
+        return 2
+    (ROOT / "docs" / "gpu_results.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
