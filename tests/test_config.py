@@ -77,6 +77,7 @@ RECIPES = {
         beta2=0.95, adam_eps=1e-8, grad_clip_norm=0.3, ema_decay=0.997, iterations=20_000,
         max_wallclock_seconds=588.0, warmdown_frac=0.667, warmup_steps=40, artifact_bytes_limit=16_000_000,
         artifact_codec="brotli", artifact_step=12.85 / 31, artifact_embed_step=20 / 127, gptq_batches=64,
+        gptq_seconds=12.0,
         eval_sliding=64, eval_ttt=0, eval_ttt_lr=0.05),
     "speedrun_plus": RUN | dict(
         preset='speedrun_plus', train_log_every=0, val_loss_every=250,
