@@ -151,7 +151,15 @@ def more_needed(series: Series, needed: float, limit: int = 1000) -> int | None:
     limit."""
     if series.df < 1 or series.mean == 0:
         return None
-    for more in range(1, limit + 1):
-        if evidence(after(series, more, abs(series.mean))) >= needed:
-            return more
-    return None
+    size = abs(series.mean)
+    if evidence(after(series, limit, size)) < needed:
+        return None
+    few = 0
+    enough = limit
+    while enough - few > 1:
+        more = (few + enough) // 2
+        if evidence(after(series, more, size)) < needed:
+            few = more
+        else:
+            enough = more
+    return enough

@@ -249,8 +249,7 @@ def try_change(args: Any, say: Callable) -> dict:
     head = Change(f"HEAD {commit}", frozen(head_text, folder / "head"), {})
     yours = Change("yours", frozen(head_text if args.same else tree_text, folder), flags)
     # 2. the proxy
-    proxy = proxy_of(args, tries, head)
-    tokens = planned(head, proxy)[1]
+    proxy, tokens = proxy_of(args, tries, head)
     tokens_here = planned(yours, proxy)[1]
     what = " ".join([word for word in args.words if word not in settings] or settings) or "an edit"
     say(f"try {number}: {what}, against {head.name} on {proxy.preset} at width {proxy.width}, {proxy.text}, "
@@ -271,15 +270,15 @@ def try_change(args: Any, say: Callable) -> dict:
     return row
 
 
-def proxy_of(args: Any, tries: list[dict], head: Change) -> Proxy:
-    """What args ask for. Without a width that of the last try of this recipe and text, else the largest that
-    ends in five minutes."""
+def proxy_of(args: Any, tries: list[dict], head: Change) -> tuple[Proxy, int]:
+    """The proxy that args ask for, and the tokens of a run. Without a width that of the last try of this
+    recipe and text, else the largest that ends in five minutes."""
     width = args.proxy
     for row in tries:
         if not args.proxy and (row["preset"], row["text"]) == (args.preset, args.text):
             width = int(row["width"])
-    proxy = Proxy(args.preset, width, args.text)
-    return proxy._replace(width=planned(head, proxy)[0])
+    width, tokens = planned(head, Proxy(args.preset, width, args.text))
+    return Proxy(args.preset, width, args.text), tokens
 
 
 def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Noise, needed: float,

@@ -188,6 +188,31 @@ def test_nights_with_a_true_gain_find_it():
 
 
 @pytest.mark.slow
+def test_rankings_of_nothing_seldom_name_a_gain():
+    """Of 100 rankings of three changes that are none, at two widths and on two texts of unlike deviations,
+    RANK_ALPHA may name one; of all 300 changes ALPHA_LOSS may be called losses."""
+    rng = np.random.default_rng(51)
+    plan = {"changes": ["a", "b", "c"], "widths": [32, 48], "texts": ["x", "y"], "rounds": 5}
+    wrong = losers = 0
+    for _ in range(100):
+        losses = {(name, width, text): {} for name in ("base", *plan["changes"])
+                  for width in plan["widths"] for text in plan["texts"]}
+        said = {}
+        for seed in range(plan["rounds"]):
+            for (name, width, text), cell in losses.items():
+                if said.get(name, ("", False))[1]:
+                    continue
+                cell[seed] = rng.normal(3, 0.006 if text == "x" else 0.01)
+            for name in plan["changes"]:
+                if not said.get(name, ("", False))[1]:
+                    ranked, stop = tries.judge_change(losses, name, plan)
+                    said[name] = (ranked.verdict, stop)
+        wrong += any(verdict.startswith("gains") for verdict, _ in said.values())
+        losers += sum(verdict == "loses" for verdict, _ in said.values())
+    assert wrong <= 100 * tries.RANK_ALPHA and losers <= 300 * sequential.ALPHA_LOSS
+
+
+@pytest.mark.slow
 def test_a_recipe_against_itself():
     """20 times ten pairs: no gain by the first level of a night, and seldom a loss."""
     rng = np.random.default_rng(50)
