@@ -668,6 +668,7 @@ def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
 # function in its section, and the log shows what it gives. docs/proxy.md: what its verdict is worth.
 PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
 PROXY_STEPS = 0.25  # steps of a proxy / steps of its recipe, at any width
+PROXY_VAL = 262_144  # val tokens that are scored
 PROXY_SECONDS = 300  # what the run of a bare --proxy may take
 PROXY_WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280)
 
@@ -681,6 +682,7 @@ class ProxySize(NamedTuple):
     """What a proxy's rule starts from."""
     width: int
     vocab_size: int  # of the text
+    val_tokens: int  # of its val split that are scored; 0: all
     depth: int  # that of the depth dial as it was given; 0: by the rule
     on_gpu: bool
 
@@ -726,29 +728,33 @@ def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) ->
         rates.append(Scaled(name, round(factor * getattr(full, name), 6), rule))
     return rates
 
-def proxy_scores(context: int, on_gpu: bool) -> list[Scaled]:
+def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     """Scores, artifact, clock and compiler. context: tokens per row in evaluation."""
     scores = [
         Scaled("eval_context", context, "some documents long"),
-        Scaled("val_tokens", 262_144, "the same part of val at any width"),
+        Scaled("val_tokens", size.val_tokens, "the same part of val at any width"),
         Scaled("val_batch_size", max(context, 16_384 // context * context), "fits any machine"),
         Scaled("val_loss_every", 0, "only the final one counts"),
         Scaled("sample_tokens", 0, "no samples"),
         Scaled("artifact_bytes_limit", 0, "bytes are no part of a proxy"),
         Scaled("score_artifact", False, "the trained weights are scored"),
         Scaled("max_wallclock_seconds", 0.0, "steps end the run: a slow machine trains the same model")]
-    if not on_gpu:
+    if not size.on_gpu:
         scores += [Scaled("compile", False, "compiling every stage would take longer than it saves"),
                    Scaled("warmup_steps", 1, "there is nothing to compile"),
                    Scaled("dtype", "float32", "faster at these widths, and alike on all CPUs")]
     return scores
 
-def vocabulary_of(path: str) -> int:
-    """The vocabulary of a dataset; 1024 as long as it is not there."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+def proxy_text(path: str, full: Any) -> tuple[int, int]:
+    """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. One that is not
+    there is planned like the embedded corpus; one without a tokenizer has the recipe's tokens."""
+    try:
         manifest = json.loads(Path(path, "manifest.json").read_text(encoding="utf-8"))
-        return int(manifest["tokenizer"]["vocab_size"])
-    return 1024
+        vocab_size = (manifest.get("tokenizer") or {}).get("vocab_size", full.vocab_size)
+        val = sum([file["tokens"] for file in manifest["files"] if file["split"] == "val"])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return 1024, PROXY_VAL
+    return int(vocab_size), PROXY_VAL if val > PROXY_VAL else 0
 
 def without_proxy(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """What --proxy says, "" if it is bare and None if there is none; and the other words."""
@@ -787,11 +793,12 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Callable = pr
     path = given.get("data_path", PROXY_DATA)
     full = preset_config(preset)
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
-    vocab_size = int(given.get("vocab_size", 0)) or vocabulary_of(path)
+    vocab_size, val_tokens = proxy_text(path, full)
+    vocab_size = int(given.get("vocab_size", 0)) or vocab_size
     depth = int(given.get("depth", 0))
 
     def scaled(width: int) -> list[Scaled]:
-        rows = PROXIES[preset](full, ProxySize(width, vocab_size, depth, on_gpu))
+        rows = PROXIES[preset](full, ProxySize(width, vocab_size, val_tokens, depth, on_gpu))
         rows.append(Scaled("data_path", path, "the embedded corpus, unless another text is given"))
         return [row for row in rows if row.name not in given]
 
@@ -2217,7 +2224,7 @@ def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
     return shape + proxy_length(full, shape, 8394, 20) + [
         Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
         Scaled("tokenizer_path", "", "that of the text"),
-    ] + proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"]) + proxy_scores(T, size.on_gpu)
+    ] + proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"]) + proxy_scores(T, size)
 
 # ---------- golf_plus: the same game, by a later record
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
@@ -2557,7 +2564,7 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
         Scaled("tokenizer_path", "", "that of the text"),
         Scaled("gptq_batches", 0, "there is no artifact to round"),
         Scaled("eval_sliding", 0, "the plain score counts"),
-    ] + proxy_scores(T, size.on_gpu)
+    ] + proxy_scores(T, size)
 
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
@@ -2967,7 +2974,7 @@ def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
     rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
     return shape + length + rates + speedrun_decay(full, batch_of(length)) + [
         Scaled("attn_scale", full.attn_scale * grown**0.5, "rises as the root of the heads' width falls"),
-    ] + proxy_scores(8 * full.max_doc_len // full.window_block * shape[3].value, size.on_gpu)
+    ] + proxy_scores(8 * full.max_doc_len // full.window_block * shape[3].value, size)
 
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
@@ -3279,7 +3286,7 @@ def gpt2_proxy(full: GPT2, size: ProxySize) -> list[Scaled]:
     """The depth dial with another width."""
     sized, rows = gpt2_shape(full, size)
     rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
-    return rows + gpt2_rates(full, size) + proxy_scores(sized_context(rows), size.on_gpu)
+    return rows + gpt2_rates(full, size) + proxy_scores(sized_context(rows), size)
 
 def sized_context(rows: list[Scaled]) -> int:
     """Tokens per row in training, by the rows of a proxy."""
@@ -3623,7 +3630,7 @@ def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
         Scaled("lr_warmup_steps", round(PROXY_STEPS * full.lr_warmup_steps), "the same part of the run"),
         Scaled("attn_scale", full.attn_scale * (HEAD_DIM / head_dim) ** 0.5,
                "rises as the root of the heads' width falls"),
-    ] + proxy_scores(sized_context(rows), size.on_gpu)
+    ] + proxy_scores(sized_context(rows), size)
 
 # ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
 # modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
@@ -4320,7 +4327,7 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
         Scaled("adam_weight_decay", round(decay, 6), "takes as much of the tables in the whole run"),
         Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
                "rises as the root of the heads' width falls"),
-    ] + proxy_scores(full.max_doc_len // full.window_block * block * 8, size.on_gpu)
+    ] + proxy_scores(full.max_doc_len // full.window_block * block * 8, size)
 
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,

@@ -73,6 +73,19 @@ def test_what_is_given_stays_as_given():
     assert expand_proxy(["--preset=tiny"], {}) == ["--preset=tiny"]
 
 
+def test_vocabulary_and_val_tokens_are_those_of_the_text(tmp_path):
+    full = preset_config("speedrun")
+    assert train_gpt.proxy_text(str(tmp_path), full) == (1024, 262_144)
+    for tokenizer, tokens, found in (
+            ('{"vocab_size": 2048}', 300_000, (2048, 262_144)), ("null", 300_000, (50_304, 262_144)),
+            ('{"vocab_size": 512}', 9_000, (512, 0)), ("7", 1, (1024, 262_144))):
+        files = f'[{{"split": "train", "tokens": 1}}, {{"split": "val", "tokens": {tokens}}}]'
+        (tmp_path / "manifest.json").write_text(f'{{"tokenizer": {tokenizer}, "files": {files}}}')
+        assert train_gpt.proxy_text(str(tmp_path), full) == found
+    cfg, _ = scaled("--preset=speedrun", "--proxy=32", f"--data-path={tmp_path}", "--vocab-size=300")
+    assert cfg.vocab_size == 300 and cfg.data_path == str(tmp_path)
+
+
 @pytest.mark.parametrize("argv, sentence", [
     (["--proxy=64"], "tiny has no proxy"), (["--preset=golf", "--proxy=60"], "a width in steps of 16"),
     (["--preset=golf", "--proxy=512"], "from 32 to 496"), (["--preset=golf", "--proxy=small"], "proxy=small"),
