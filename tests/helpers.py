@@ -32,6 +32,17 @@ TOY = dict(
     WINDOW_PATTERN="L", WINDOW_SCHEDULE="0", BIGRAM_EVERY="1", BATCH_SCHEDULE="1")
 
 
+def slow(*values, id=None):
+    """A case that `./run.sh test` leaves out."""
+    import pytest
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+def slow_but(few, cases):
+    """All cases; `./run.sh test` runs the few."""
+    return [case if case in few else slow(case) for case in cases]
+
+
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """A .bin shard; magic, version and count can be made to lie. Returns its manifest entry, less split."""
     path, tokens = Path(path), np.asarray(tokens, "<u2")

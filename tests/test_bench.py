@@ -10,7 +10,7 @@ import torch
 import bench
 import fork_server
 import train_gpt
-from helpers import ROOT, TOY, run_cli
+from helpers import ROOT, TOY, run_cli, slow
 
 SMALL = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=1", "TRAIN_SEQ_LEN=64", "VOCAB_SIZE=512",
          "TRAIN_BATCH_TOKENS=256", "NUM_HEADS=2", "MODEL_DIM=32", "MAX_DOC_LEN=64", "EVAL_CONTEXT=0",
@@ -81,7 +81,8 @@ def test_refused_arms(text):
         bench.read_arm(text)
 
 
-@pytest.mark.parametrize("settings, ranks", [(SPEEDRUN_PLUS, 1), (SPEEDRUN, 2)], ids=["one rank", "two"])
+@pytest.mark.parametrize("settings, ranks", [
+    pytest.param(SPEEDRUN_PLUS, 1, id="one rank"), slow(SPEEDRUN, 2, id="two")])
 def test_parts(settings, ranks, tmp_path):
     """A table per stage, on random data of its own; parts add up to the step, ranks talk to each other."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
@@ -99,6 +100,7 @@ def test_parts(settings, ranks, tmp_path):
         assert re.search(r"the loader delivers [\d,]+ tok/s, [\d,.]+ times what its rank consumes", stage)
 
 
+@pytest.mark.slow
 def test_codecs(tmp_path, tiny_data):
     """Every rounding with its loss and sizes; the trainer's own artifact is one of them, to the byte."""
     (tmp_path / "data").symlink_to(tiny_data / "data")

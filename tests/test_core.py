@@ -15,7 +15,7 @@ import train_gpt
 from core_reference import (
     LABELS, crop, example_spans, mean_losses, pick_of, prompts, read_bundle, reference_core, reference_picks,
     shuffled, write_bundle)
-from helpers import ROOT, fake_team, init_parameters, toy_config, toy_of
+from helpers import ROOT, fake_team, init_parameters, slow_but, toy_config, toy_of
 from train_gpt import Refused, log_probs, pick_options, prompt_rows, read_tasks
 
 REAL = ROOT.parent / "shared" / "core_bundle"
@@ -349,7 +349,7 @@ def assert_same_picks(toy, model, mine, task, most=0, ranks=1):
     return want
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["tiny"], MODELS))
 def test_picks_equal_the_reference(toy, bundle, name):
     """Every example of the bundle; each task has options picked and not, words right and wrong."""
     preset, settings = MODELS[name]

@@ -13,7 +13,7 @@ import yaml
 
 import fork_server
 import train_gpt
-from helpers import ROOT, TOY
+from helpers import ROOT, TOY, slow
 
 PAGES = ["README.md", "docs/first_change.md", "docs/own_text.md", "docs/first_gpu.md"]
 NOWHERE = "http://127.0.0.1:9"
@@ -59,6 +59,10 @@ def commands_in(text):
     return [line for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines) if line]
 
 
+LONG = ("README.md Is it better? Enter a record", "docs/first_change.md Your first change",
+        "docs/first_gpu.md The first run on rented GPUs")
+
+
 def parts():
     """(page, heading, commands): README by its headings, which need nothing of each other; a tutorial as a
     whole."""
@@ -67,7 +71,8 @@ def parts():
         text = (ROOT / page).read_text(encoding="utf-8")
         for part in re.split(r"^## ", text, flags=re.M) if page == "README.md" else [text]:
             if commands := commands_in(part):
-                found.append(pytest.param(commands, id=f"{page} {part.splitlines()[0].strip('# ')}"))
+                name = f"{page} {part.splitlines()[0].strip('# ')}"
+                found.append((slow if name in LONG else pytest.param)(commands, id=name))
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, fake_team, init_parameters, look, run_cli, toy_config, toy_of
+from helpers import ROOT, SCRIPT, TOY, fake_team, init_parameters, look, run_cli, slow, toy_config, toy_of
 from train_gpt import (
     RECIPES, Refused, Tiny, evaluate, generate, kind_of, log_probs, loss_name, pack_artifact, preset_config)
 
@@ -184,7 +184,7 @@ def wide_config(preset="tiny", **settings):
 @pytest.mark.parametrize("preset, settings", [
     ("tiny", {}), ("tiny", dict(artifact_keep=1)),
     ("golf", dict(artifact_keep=1, artifact_scale_floor=0.004)),
-    ("golf_plus", dict(num_layers=2, artifact_step=0.2)),
+    slow("golf_plus", dict(num_layers=2, artifact_step=0.2)),
     ("golf_plus", dict(artifact_step=0.0, artifact_embed_step=0.3, artifact_keep=4096,
                        artifact_codec="zlib"))])
 @torch.no_grad()
@@ -272,7 +272,8 @@ def test_sizes_and_limits_of_artifacts(tmp_path):
 
 @pytest.mark.parametrize("preset, changes", [
     ("tiny", dict(count_orders=(0,))), ("tiny", dict(count_orders=(0,), artifact_keep=10**6)),
-    ("golf_plus", dict(artifact_step=0.4)), ("golf_plus", dict(artifact_step=0.25, artifact_codec="zlib"))])
+    slow("golf_plus", dict(artifact_step=0.4)),
+    ("golf_plus", dict(artifact_step=0.25, artifact_codec="zlib"))])
 def test_planned_bytes(preset, changes):
     """Of normal weights, whatever their size, within 1 %, less what trained ones take less; tiny's also hold
     text that nobody knows yet."""

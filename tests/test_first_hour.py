@@ -15,7 +15,7 @@ import folders
 import fork_server
 import scripts
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, run_cli
+from helpers import ROOT, SCRIPT, TOY, run_cli, slow
 from test_train import LEAN
 
 
@@ -25,9 +25,24 @@ def place(tiny_data, tmp_path):
     return tmp_path
 
 
+def test_a_compiler_that_fails(train, monkeypatch):
+    """It trains uncompiled, says so once, and the result says it, too."""
+    def compile(function, **_):
+        def built(*args):
+            raise RuntimeError("no C++ compiler")
+        return built
+
+    monkeypatch.setattr(train_gpt.torch, "compile", compile)
+    done = train(TOY | LEAN, COMPILE="1", ITERATIONS="2", VAL_TOKENS="512")
+    assert done.code == 0 and done.result["steps"] == 2 and done.result["compiled"] is False, done.err
+    said = re.findall("^compile: not possible here .*$", done.out, re.M)
+    assert said == ["compile: not possible here (RuntimeError: no C++ compiler); training uncompiled"]
+
+
+@pytest.mark.slow
 def test_no_compiler(place):
-    """It trains uncompiled, says so once, and the result says it, too. One plain layer: less to compile until
-    the compiler is looked for."""
+    """The same on a machine without one. One plain layer: less to compile until the compiler is looked
+    for."""
     bare = place / "bin"
     bare.mkdir()
     for name in ("grep", "uname", "sh"):
@@ -42,7 +57,7 @@ def test_no_compiler(place):
     assert result["steps"] == 2 and result["compiled"] is False
 
 
-@pytest.mark.parametrize("preset", ["golf", "speedrun", "gpt2", "golf_plus"])
+@pytest.mark.parametrize("preset", ["golf", "speedrun", "gpt2", slow("golf_plus")])
 def test_a_game_for_gpus_on_a_laptop(tmp_path, monkeypatch, capsys, preset):
     """Refused with what it would take, unless the CPU is asked for; a plan has a line about it."""
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ import leak_probe
 import replay
 import runs
 import scripts
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, slow, slow_but
 from test_record import (BASELINE, LONG, RECORDS, SETTINGS, THREE, WITH_COMPANION, draw_once, edit,
                          failed_rules, few_data, forked_programs, home, make, sealed, toy)
 
@@ -65,29 +65,39 @@ def of(preset, text=WHOLE):
     return script.script(preset, text).encode()
 
 
-def test_the_commit_of_a_script(here):
-    """Whole or with a single recipe; of equal ones the newest."""
+def test_the_commit_of_a_whole_script(here):
     first, second = here
-    assert LATER != WHOLE and of("golf", LATER) != of("golf")
+    assert LATER != WHOLE
     assert scripts.git_commit(WHOLE.encode(), "golf") == first
     assert scripts.git_commit(LATER.encode(), "tiny") == second
+    assert scripts.git_commit(WHOLE.encode() + b"#", "golf") == "not committed"
+
+
+@pytest.mark.slow
+def test_the_commit_of_a_script_of_one_recipe(here):
+    """Of equal ones the newest."""
+    first, second = here
+    assert of("golf", LATER) != of("golf")
     assert scripts.git_commit(of("golf", LATER), "golf") == second
     assert scripts.git_commit(of("golf"), "golf") == first
     assert scripts.git_commit(of("speedrun"), "speedrun") == second
-    for unknown in (WHOLE.encode() + b"#", of("golf") + b"#", BASELINE.joinpath("train_gpt.py").read_bytes()):
+    for unknown in (of("golf") + b"#", BASELINE.joinpath("train_gpt.py").read_bytes()):
         assert scripts.git_commit(unknown, "golf") == "not committed"
     assert scripts.git_commit(of("golf"), "golf_plus") == "not committed"
 
 
-def test_check_makes_the_script_again(here, monkeypatch):
-    """By the tool of the commit for the preset of the run."""
+@pytest.mark.parametrize("by_tool", [False, slow(True)])
+def test_check_finds_the_script_again(by_tool, here, monkeypatch):
+    """As it is in the commit, or made by the tool of the commit for the preset of the run."""
     first, second = here
     monkeypatch.setattr(evidence, "our_runs", lambda folder: [])
-    for made, preset, commit, fine in ((of("golf"), "golf", first, True), (of("golf"), "golf", second, False),
-                                       (of("golf"), "golf_plus", first, False),
-                                       (of("golf") + b"\n", "golf", first, False),
-                                       (WHOLE.encode(), "golf", first, True), (b"", "golf", first, False),
-                                       (of("golf"), "golf", "0" * 40, None)):
+    cases = [(WHOLE.encode(), "golf", first, True), (WHOLE.encode(), "golf", second, False),
+             (b"", "golf", first, False), (WHOLE.encode(), "golf", "0" * 40, None)]
+    if by_tool:
+        cases = [(of("golf"), "golf", first, True), (of("golf"), "golf", second, False),
+                 (of("golf"), "golf_plus", first, False), (of("golf") + b"\n", "golf", first, False),
+                 (of("golf"), "golf", "0" * 40, None)]
+    for made, preset, commit, fine in cases:
         folder = SimpleNamespace(script=made, submission={"git_commit": commit}, runs=[None],
                                  result=lambda run: {"preset": preset})
         if fine is False:
@@ -103,20 +113,27 @@ def changed_lines(before, after):
     return [line for line in diff.splitlines() if line[0] in "+-"]
 
 
+RATES = ['-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)',
+         '+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)']
+
+
+def test_the_diff_of_whole_scripts(here):
+    first, second = here
+    lines = changed_lines((WHOLE.encode(), first, "golf"), (LATER.encode(), second, "golf"))
+    assert lines == ["--- before/train_gpt.py", "+++ train_gpt.py", *RATES * 2]
+
+
+@pytest.mark.slow
 def test_diffs_compare_scripts_of_one_kind(here):
     first, second = here
     old = WITH_COMPANION.joinpath("train_gpt.py").read_bytes()
-    rates = ['-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)',
-             '+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)']
-    # both whole, both of one recipe
-    for before, after, twice in ((WHOLE.encode(), LATER.encode(), 2), (of("golf"), of("golf", LATER), 1)):
-        lines = changed_lines((before, first, "golf"), (after, second, "golf"))
-        assert lines == ["--- before/train_gpt.py", "+++ train_gpt.py", *rates * twice][:2 + 2 * twice]
+    lines = changed_lines((of("golf"), first, "golf"), (of("golf", LATER), second, "golf"))
+    assert lines == ["--- before/train_gpt.py", "+++ train_gpt.py", *RATES]
     # a whole one against one of a recipe, either way
     lines = changed_lines((WHOLE.encode(), first, "golf"), (of("golf", LATER), second, "golf"))
-    assert lines == [f"--- before/train_gpt.py, golf of {first[:9]}", "+++ train_gpt.py", *rates]
+    assert lines == [f"--- before/train_gpt.py, golf of {first[:9]}", "+++ train_gpt.py", *RATES]
     lines = changed_lines((of("golf"), first, "golf"), (LATER.encode(), second, "golf"))
-    assert lines == ["--- before/train_gpt.py", f"+++ train_gpt.py, golf of {second[:9]}", *rates]
+    assert lines == ["--- before/train_gpt.py", f"+++ train_gpt.py, golf of {second[:9]}", *RATES]
     # an older file has no recipes: whole with whole
     compared = scripts.of_one_kind(scripts.Source(old, "not committed", "tiny"),
                                    scripts.Source(of("tiny"), first, "tiny"))
@@ -126,6 +143,7 @@ def test_diffs_compare_scripts_of_one_kind(here):
         changed_lines((old, "not committed", "tiny"), (of("tiny"), "not committed", "tiny"))
 
 
+@pytest.mark.slow
 def test_a_record_of_one_recipe_after_a_whole_one(tool, home, here):
     """Made by the tool, bound by commit and preset, shown against what the tool makes of the one before."""
     first = make(tool, "First", *THREE)
@@ -165,7 +183,7 @@ ENVIRONMENT = SETTINGS | dict(ITERATIONS="10", VAL_LOSS_EVERY="5", TRAIN_BATCH_T
 GOLF = dict(PRESET="golf", VOCAB_SIZE="512", NUM_KV_HEADS="1", TOKENIZER_PATH="data/tokenizers/toy.model")
 
 
-@pytest.fixture(scope="module", params=GENERATIONS)
+@pytest.fixture(scope="module", params=slow_but(["recipes"], GENERATIONS))
 def trained(request, few_data, tmp_path_factory):
     """A script's folder, a run of it in a process of its own, and what the tools ask of a record."""
     root = tmp_path_factory.mktemp("generation")
@@ -180,8 +198,8 @@ def trained(request, few_data, tmp_path_factory):
         for path in source.glob("*.py"):
             shutil.copy(path, root)
     env = {name: value for name, value in env.items() if value} | leak_probe.clean_environment()
-    done = subprocess.run([sys.executable, "train_gpt.py"], cwd=root, env=env | {"OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "train_gpt.py"], cwd=root, capture_output=True, text=True,
+                          env=env | {"OMP_NUM_THREADS": "1", "PICTURE": "0"})
     assert done.returncode == 0, done.stderr
     run = root / "logs/first"
     folder = SimpleNamespace(path=root, companions=lambda: [path.name for path in root.glob("*.py")

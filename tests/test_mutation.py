@@ -115,6 +115,7 @@ def outcomes(said):
     return found
 
 
+@pytest.mark.slow
 def test_each_kind(said):
     """Also of what a subprocess runs, what a shared fixture runs, and what the import runs."""
     found = outcomes(said)
@@ -131,6 +132,7 @@ def test_each_kind(said):
                         "sleep([0.01 -> 0.02])", "[sleep(0.01) -> pass]"}
 
 
+@pytest.mark.slow
 def test_a_later_call_runs_nothing_and_counts_what_is_judged(root, said):
     """Verdicts are read by key."""
     rows = [line.split("\t") for line in said.splitlines() if "left out" in line and line[0].isdigit()]
@@ -147,6 +149,7 @@ def test_a_later_call_runs_nothing_and_counts_what_is_judged(root, said):
     assert "\tequivalent\tcount\ttotal = [0 -> 1]\tcounts to n anyway\t" in again
 
 
+@pytest.mark.slow
 def test_tests_that_are_selected(root, said):
     """By arguments for pytest: then only these can catch a mutant."""
     found = outcomes(mutation(root, "--only", "noted", "--", "-k", "clamp"))
@@ -163,6 +166,7 @@ def processes_of(folder):
     return found
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_what_was_found(root, said, tmp_path):
     """Nothing that was started goes on by itself; the same command goes on with what was missing."""
     toy = tmp_path / "toy"

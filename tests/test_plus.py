@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fork_server
 import train_gpt
-from helpers import ROOT, TOY, add_gradients, init_parameters, toy_config, toy_of
+from helpers import ROOT, TOY, add_gradients, init_parameters, slow_but, toy_config, toy_of
 from test_speedrun_plus import randomised, small, some_tokens
 from train_gpt import Optimizer, preset_config
 
@@ -65,7 +65,7 @@ def test_a_run_killed_and_resumed(game, go, whole):
     assert [done.result[name] for name in same] == [want.result[name] for name in same]
 
 
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize("game", slow_but(["golf_plus"], GAMES))
 def test_two_ranks_end_as_one_does(game, go, whole):
     """But golf_plus, whose ranks draw from shards of their own."""
     settings = GAMES[game] | ({"PACKING": "spans"} if game == "golf_plus" else {})
@@ -118,7 +118,8 @@ def test_tied_means_one_parameter():
         torch.testing.assert_close(models[0].get_parameter(name), models[1].get_parameter(name))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fp8", ["off", "all"])
 def test_a_compiled_step_equals_the_eager_one(fp8, backend, one_thread):
     """Heads in pairs, dynamic attention, several targets whose weights change, fp8: losses and gradients; no
@@ -155,6 +156,7 @@ def test_a_compiled_step_equals_the_eager_one(fp8, backend, one_thread):
     assert counted["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_a_compiled_step_of_golf_plus_equals_the_eager_one(one_thread):
     """Before and after the loops begin: losses and gradients; a graph for each."""
     cfg = train_gpt.replace(
@@ -180,6 +182,7 @@ def test_a_compiled_step_of_golf_plus_equals_the_eager_one(one_thread):
     assert counted["unique_graphs"] == graphs + 2
 
 
+@pytest.mark.slow
 def test_scales_of_fp8_in_a_run_on_other_ranks(go, whole):
     """Two ranks have scales of their own; a run that goes on with one takes the largest of them."""
     killed = go(GAMES["speedrun_plus"], fault="kill@step:7", ranks=2)

@@ -285,6 +285,7 @@ def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command
         assert "more than 20" in err or kind != "many" or command == "audit"
 
 
+@pytest.mark.slow
 def test_memory_stays_under_500_mb(tmp_path):
     """Of a log at the limit of 64 MB, by what one of 12 MB takes more than one of 200 kB."""
     speedrun_log(tmp_path / "small" / "x.txt", 3.27, 132.0)
@@ -481,6 +482,7 @@ def test_compare_runs_both_sides_in_turn(tool, fake, tmp_path):
     assert "verdict: better" not in out     # the same seeds give the same scores
 
 
+@pytest.mark.slow
 def test_compare_across_a_setting(tool, fake):
     """A and B in turn at each depth, whichever comes first; the change must help at all of them."""
     worse_at_8 = f"if [ $DEPTH = 8 ]; then export MATRIX_LR=0.09; else export MATRIX_LR=0.01; fi; {fake}"

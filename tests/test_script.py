@@ -2,6 +2,7 @@
 import importlib.util
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 import train_gpt
 from checks import OF_ONE_RUN, environment_of
-from helpers import ROOT, SCRIPT, TOY, look
+from helpers import ROOT, SCRIPT, TOY, look, slow_but
 
 sys.path.insert(0, str(ROOT / "tools"))
 import script  # noqa: E402
 
 PRESETS = [*train_gpt.RECIPES]
+SOME = slow_but(["tiny", "golf"], PRESETS)
 GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
 TOY_RUN = dict(
     tiny=dict(MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256", BIGRAM_ROWS="512",
@@ -78,6 +80,11 @@ def whole_text():
     return SCRIPT.read_text(encoding="utf-8")
 
 
+@cache
+def alone(preset):
+    return script.script(preset, whole_text())
+
+
 def test_what_nothing_reaches_is_gone():
     """A local variable of the same name reaches nothing; a banner goes with the last part of its section."""
     text = script.script("golf", TOY_MODULE)
@@ -90,9 +97,9 @@ def test_what_nothing_reaches_is_gone():
         script.script("gulf", TOY_MODULE)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SOME)
 def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
-    text = script.script(preset, whole_text())
+    text = alone(preset)
     assert script.without_unreached(text) == text
     known = {*whole_text().splitlines()}
     new = [line for line in text.splitlines() if line not in known]
@@ -108,37 +115,42 @@ def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
 
 
 def test_golf_fits_beside_the_model_of_its_record():
-    assert len(script.script("golf", whole_text()).encode()) + GOLF_RECORD_MODEL <= 16_000_000
+    assert len(alone("golf").encode()) + GOLF_RECORD_MODEL <= 16_000_000
 
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory):
-    """{preset: its script, imported}"""
+    """preset -> its script, imported once"""
     found = {}
-    for preset in PRESETS:
-        path = tmp_path_factory.mktemp(preset) / "train_gpt.py"
-        path.write_text(script.script(preset, whole_text()), encoding="utf-8")
-        name = f"train_gpt_{preset}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        found[preset] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[preset])
-    yield found
-    for preset in PRESETS:
+
+    def module_of(preset):
+        if preset not in found:
+            path = tmp_path_factory.mktemp(preset) / "train_gpt.py"
+            path.write_text(alone(preset), encoding="utf-8")
+            name = f"train_gpt_{preset}"
+            spec = importlib.util.spec_from_file_location(name, path)
+            found[preset] = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found[preset])
+        return found[preset]
+
+    yield module_of
+    for preset in found:
         del sys.modules[f"train_gpt_{preset}"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SOME)
 def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thread):
     monkeypatch.chdir(root)
-    env = {name: TOY[name] for name in COMMON} | TOY_RUN[preset] | dict(ITERATIONS="8", TRAIN_LOG_EVERY="1")
+    env = {name: TOY[name] for name in COMMON} | TOY_RUN[preset] | dict(
+        ITERATIONS="8", TRAIN_LOG_EVERY="1", VAL_TOKENS="1024")
     runs = []
-    for module, run_id, named in ((train_gpt, "whole", {"PRESET": preset}), (modules[preset], "alone", {})):
+    for module, run_id, named in ((train_gpt, "whole", {"PRESET": preset}), (modules(preset), "alone", {})):
         assert module.main([], env | named | {"RUN_ID": f"{preset}_{run_id}"}) == 0
         runs.append(look(Path("logs", f"{preset}_{run_id}")))
-    whole, alone = runs
-    assert alone.losses == whole.losses and len(alone.losses) >= 8 and alone.val_losses == whole.val_losses
-    assert alone.weights == whole.weights and alone.artifact == whole.artifact
-    assert alone.result["val_bpb"] == whole.result["val_bpb"]
+    whole, own = runs
+    assert own.losses == whole.losses and len(own.losses) >= 8 and own.val_losses == whole.val_losses
+    assert own.weights == whole.weights and own.artifact == whole.artifact
+    assert own.result["val_bpb"] == whole.result["val_bpb"]
     # what the run logs of its constants makes the same ones again, as does what records take from result.json
     logged = dict(re.findall(r"^config (\w+)=(.*)$", whole.log, re.M))
     again = train_gpt.load_config({name.upper(): text for name, text in logged.items()})
@@ -146,13 +158,13 @@ def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thre
     assert logged == whole.result["config"] == shown
     remade = train_gpt.load_config(environment_of(whole.result))
     assert {**vars(remade), **{name: getattr(again, name) for name in OF_ONE_RUN}} == vars(again)
-    assert alone.result["bytes_code"] == len(script.script(preset, whole_text()).encode())
+    assert own.result["bytes_code"] == len(alone(preset).encode())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SOME)
 def test_it_knows_its_recipe_alone(preset, modules, tmp_path):
     """Its default preset; another one and a model of another one are refused in a sentence."""
-    module = modules[preset]
+    module = modules(preset)
     assert vars(module.load_config({})) == vars(train_gpt.load_config({"PRESET": preset}))
     other = next(name for name in train_gpt.RECIPES if name != preset)
     with pytest.raises(module.Refused, match=f"'{other}' is none of {preset}"):

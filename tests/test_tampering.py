@@ -18,7 +18,7 @@ import folders
 import record
 import replay
 import train_gpt
-from helpers import ROOT, TOY
+from helpers import ROOT, TOY, slow, slow_but
 from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
                          forked_programs, read_once, renew, sealed, train_toys)
 
@@ -523,7 +523,7 @@ def name_of(case):
     return f"{case.base}: {case.name}"
 
 
-@pytest.mark.parametrize("base", ["Baseline", "latest", "tree", "toy"])
+@pytest.mark.parametrize("base", slow_but(["Baseline", "tree"], ["Baseline", "latest", "tree", "toy"]))
 def test_what_is_only_made_anew_holds(copy_of, base, tool):
     """And all rules that run the toy's code."""
     folder = copy_of(base)
@@ -532,7 +532,9 @@ def test_what_is_only_made_anew_holds(copy_of, base, tool):
     assert code == 0 and "nothing fails" in out, out
 
 
-@pytest.mark.parametrize("case", FIND, ids=name_of)
+# Rules that run the toy's code on the toy's data need a record of toy runs
+@pytest.mark.parametrize("case", [
+    (slow if case.base == "toy" else pytest.param)(case, id=name_of(case)) for case in FIND])
 def test_found(copy_of, case, tool):
     """By its rule, which sees nothing of the others; `rules` is what a folder says that cannot be opened."""
     folder = copy_of(case.base)
@@ -553,6 +555,7 @@ def test_not_found(copy_of, case, tool):
 
 
 # ------------------------------------------------------------ runs that were not one piece
+@pytest.mark.slow
 def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, tool):
     """Its log, with the digests of its lines, goes on in the same file; without one step line it fails."""
     def check_finite(loss, name, step, curve):

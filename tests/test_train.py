@@ -13,7 +13,7 @@ import torch
 
 import fork_server
 import train_gpt
-from helpers import SCRIPT, TOY, init_parameters, look, toy_config, toy_of, write_shard
+from helpers import SCRIPT, TOY, init_parameters, look, slow, toy_config, toy_of, write_shard
 from train_gpt import Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +39,14 @@ def alone(go):
     return done
 
 
+@pytest.fixture(scope="module")
+def short(go):
+    """Six steps on one rank."""
+    done = go(STEPS, ITERATIONS="6")
+    assert done.code == 0, done.err
+    return done
+
+
 def test_one_rank(alone):
     assert alone.losses[1] == pytest.approx(np.log(512), abs=1e-3) and alone.losses[20] < alone.losses[1] - 1
     assert alone.result["tokens"] == 10 * 1024 + 10 * 2048
@@ -55,12 +63,13 @@ def test_two_ranks_agree_with_one(alone, go):
     assert len(re.findall(r"^step:20/20 train_loss", two.out, re.M)) == 1
 
 
-def test_micro_batches_agree_with_one_batch(alone, train):
-    done = train(STEPS, DEVICE_BATCH_SIZE="4")
+def test_micro_batches_agree_with_one_batch(short, train):
+    done = train(STEPS, ITERATIONS="6", DEVICE_BATCH_SIZE="4")
     assert done.code == 0 and "grad_accum_steps:4" in done.out
-    same_losses(done.losses, alone.losses)
+    same_losses(done.losses, short.losses, 6)
 
 
+@pytest.mark.slow
 def test_three_ranks_share_six_sequences(go):
     """A number of ranks that is no power of two, on as many sequences as it divides."""
     six = STEPS | dict(TRAIN_BATCH_TOKENS="384", ITERATIONS="12")
@@ -69,6 +78,7 @@ def test_three_ranks_share_six_sequences(go):
     same_losses(three.losses, one.losses, 12)
 
 
+@pytest.mark.slow
 def test_two_nodes_agree_with_one(alone, root, tmp_path):
     """Two torchruns of one rank each, which meet on this host but share no folder, as two hosts would not."""
     (tmp_path / "data").symlink_to(root / "data")
@@ -98,6 +108,7 @@ def test_two_nodes_agree_with_one(alone, root, tmp_path):
     assert sorted("val_loss" in out for out, _ in texts) == [False, True]
 
 
+@pytest.mark.slow
 def test_every_rank_scores_the_artifact(go):
     """Not the weights that it trained: two ranks get what one gets for the file. Wide: its rows are int8."""
     wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "6", "EMBED_LR": "3", "MATRIX_LR": "0.1",
@@ -130,9 +141,20 @@ SPEEDRUN = SMALL | dict(
     WARMUP_STEPS="0", VAL_TOKENS="1500", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0")
 
 
+def golf_line():
+    return dict(word.split("=") for word in GOLF_LINE.split()) | GOLF
+
+
+def test_constants_of_the_golf_command_line():
+    """Those that are not given are the preset's."""
+    cfg = train_gpt.load_config(golf_line())
+    assert cfg.preset == "golf" and set(train_gpt.overrides(cfg)) == {name.lower() for name in GOLF}
+
+
+@pytest.mark.slow
 def test_golf_command_line(go):
-    """On one rank and on two; the constants that are not given are the preset's."""
-    line = dict(word.split("=") for word in GOLF_LINE.split()) | GOLF
+    """On one rank and on two."""
+    line = golf_line()
     one, two = go(line), go(line, ranks=2)
     assert one.code == two.code == 0, one.err + two.err
     same_losses(two.losses, one.losses, 4)
@@ -143,6 +165,7 @@ def test_golf_command_line(go):
     assert set(one.result["overrides"]) == {"run_id"} | {name.lower() for name in GOLF}
 
 
+@pytest.mark.slow
 def test_speedrun_scaled_down(train, go, monkeypatch):
     """All stages with rows that get longer, the extension and the final window; the same on one rank, on two,
     in micro-batches, and to the bit after a longer rehearsal."""
@@ -174,7 +197,8 @@ def test_speedrun_scaled_down(train, go, monkeypatch):
 # -------------------------------------------------------------------------------- the same again
 def test_same_seed_same_bits(train):
     """Neither another run nor the rehearsal before the clock changes a bit; another seed does."""
-    first, *others = [train(STEPS, **more) for more in ({}, dict(WARMUP_STEPS="5"), dict(SEED="1338"))]
+    steps = STEPS | dict(ITERATIONS="8", VAL_LOSS_EVERY="0", VAL_TOKENS="512")
+    first, *others = [train(steps, **more) for more in ({}, dict(WARMUP_STEPS="3"), dict(SEED="1338"))]
     assert [done.code for done in (first, *others)] == [0, 0, 0]
     again, other = others
     assert first.weights == again.weights != other.weights
@@ -187,12 +211,29 @@ LEAN = dict(NUM_LAYERS="1", BATCH_SCHEDULE="1", WINDOW_SCHEDULE="0", VALUE_EMBED
             KEY_OFFSET="0", LOGIT_SOFTCAP="0", UNET_SKIPS="0", VAL_LOSS_EVERY="0")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_runs_are_the_same_bits(backend, train, monkeypatch):
-    """... on two threads, whose race for the embedding's gradient shows at this size unless Team forbids it,
-    and train like the uncompiled one. By default compiled as far as to graphs of torch's own kernels."""
+def compiled_by(monkeypatch, backend):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **more: compile(function, backend=backend, **more))
+
+
+def test_a_compiled_run_trains_like_the_uncompiled_one(train, monkeypatch):
+    """Compiled as far as to graphs of torch's own kernels."""
+    compiled_by(monkeypatch, "aot_eager")
+    small = STEPS | LEAN | dict(ITERATIONS="4", WARMUP_STEPS="1", TRAIN_BATCH_TOKENS="512", VAL_TOKENS="512",
+                                LOGIT_SOFTCAP="15")      # with a cap: FusedLoss
+    torch._dynamo.reset()
+    fast, plain = train(small, COMPILE="1"), train(small)
+    torch._dynamo.reset()
+    assert fast.code == plain.code == 0 and fast.result["compiled"], fast.out
+    same_losses(fast.losses, plain.losses, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_runs_are_the_same_bits(backend, train, monkeypatch):
+    """... on two threads, whose race for the embedding's gradient shows at this size unless Team forbids it,
+    and train like the uncompiled one."""
+    compiled_by(monkeypatch, backend)
     small = STEPS | LEAN | dict(ITERATIONS="12", WARMUP_STEPS="1", MODEL_DIM="128", TRAIN_SEQ_LEN="256",
                                 TRAIN_BATCH_TOKENS="4096", LOGIT_SOFTCAP="15")  # with a cap: FusedLoss
     if backend == "aot_eager":
@@ -240,7 +281,7 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     assert optimizer.step_count == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtype):
     """On a CPU, where the weights are in fp32."""
     real, seen = train_gpt.orthogonalize, set()
@@ -250,7 +291,7 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtyp
         return real(g, steps, table, given)
 
     monkeypatch.setattr(train_gpt, "orthogonalize", orthogonalize)
-    assert train(TOY, DTYPE=dtype, ITERATIONS="2").code == 0
+    assert train(TOY, DTYPE=dtype, ITERATIONS="2", VAL_TOKENS="512").code == 0
     assert seen == {(torch.float32, getattr(torch, dtype))}
 
 
@@ -263,7 +304,7 @@ def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
         write(folder, payload)
 
     monkeypatch.setattr(train_gpt, "write_checkpoint", write_checkpoint)
-    done = train(TOY, BIGRAM_EVERY="2", ITERATIONS="11", SAVE_EVERY="5")
+    done = train(TOY, BIGRAM_EVERY="2", ITERATIONS="11", SAVE_EVERY="5", VAL_TOKENS="512")
     assert done.code == 0 and written == [6, 10, 11]
     steps = [torch.load(done.folder / name, weights_only=True)["progress"]["step"]
              for name in train_gpt.CHECKPOINTS]
@@ -278,7 +319,7 @@ def test_the_training_group_is_connected_before_the_clock(train, monkeypatch):
             events.append(name)
             return call(*args, **kw)
         monkeypatch.setattr(owner, name, noted)
-    assert train(TOY, ITERATIONS="2").code == 0
+    assert train(TOY, ITERATIONS="2", VAL_TOKENS="512").code == 0
     assert events[:3] == ["begin_training", "connect", "start"] and events.count("connect") == 1
 
 
@@ -371,16 +412,16 @@ def machine_of(monkeypatch, size):
     monkeypatch.setattr(os, "sysconf", lambda name: size if name == "SC_PHYS_PAGES" else 1)
 
 
-def test_the_micro_batch_is_what_fits_in_memory(alone, train, monkeypatch):
+def test_the_micro_batch_is_what_fits_in_memory(short, train, monkeypatch):
     """By the estimate that the plan prints: with room for 5 sequences, 4 of the 16 at a time."""
     cfg = train_gpt.replace(train_gpt.load_config(STEPS), vocab_size=512)
     alike = SimpleNamespace(world_size=1, on_gpu=False, dtype=torch.float32)
     machine_of(monkeypatch, 2 * train_gpt.step_memory(cfg, alike, 5) + 2)
     memory_for(monkeypatch, 5)
-    done = train(STEPS)
+    done = train(STEPS, ITERATIONS="6")
     assert done.code == 0 and "grad_accum_steps:4" in done.out and done.result["micro_batch"] == 4
     assert re.search(r"^world_size:.* micro_batch:4x64 .* memory:\d+ MiB \(estimate\)$", done.out, re.M)
-    same_losses(done.losses, alone.losses)
+    same_losses(done.losses, short.losses, 6)
 
 
 @pytest.mark.parametrize("fits, world_size, asked, micro", [
@@ -420,26 +461,25 @@ def test_without_matplotlib(train, monkeypatch):
 
 
 def test_epochs_wrap(train, tmp_path):
-    """3,000 tokens, 1,024 a step: the data begins again. No tokenizer: no bpb, with a line."""
+    """3,000 tokens, 512 a step: the data begins again. No tokenizer: no bpb, with a line."""
     rng = np.random.default_rng(0)
     for split, size in (("train_000000", 1700), ("train_000001", 1300), ("val_000000", 400)):
         write_shard(tmp_path / f"foreign_{split}.bin", rng.integers(0, 90, size))
-    done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="100", VAL_TOKENS="0", ITERATIONS="9")
+    done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="100", VAL_TOKENS="0", ITERATIONS="7",
+                 TRAIN_BATCH_TOKENS="512")
     assert done.code == 0, done.err
-    assert done.result["tokens"] == 9 * 1024
+    assert done.result["tokens"] == 7 * 512
     assert done.result["val_bpb"] is None and done.result["val_loss"] > 0
     assert re.search(r"no tokenizer.*null", done.out)
 
 
 def test_batch_schedule(train):
-    """golf in three stages of equally many steps, the last one's batch in the extension too; more entries
-    than a recipe has stages are refused."""
-    three = toy_of("golf", BATCH_SCHEDULE="1,2,3", TRAIN_BATCH_TOKENS="256", VAL_TOKENS="1500",
+    """golf in three stages of as equally many steps as can be, the last one's batch in the extension too;
+    more entries than a recipe has stages are refused."""
+    three = toy_of("golf", BATCH_SCHEDULE="1,2,3", TRAIN_BATCH_TOKENS="256", VAL_TOKENS="512",
                    SAMPLE_TOKENS="0", VAL_LOSS_EVERY="0")
-    done = train(three, ITERATIONS="12")
-    assert done.code == 0 and done.result["tokens"] == 4 * 256 * (1 + 2 + 3), done.err
     done = train(three, ITERATIONS="8", EXTENSION_ITERATIONS="3")
-    assert done.code == 0 and done.result["tokens"] == 256 * (3 * 1 + 3 * 2 + 5 * 3)
+    assert done.code == 0 and done.result["tokens"] == 256 * (3 * 1 + 3 * 2 + 5 * 3), done.err
     assert done.result["steps"] == 11 and 11 in done.val_losses
     refused = train(TOY, BATCH_SCHEDULE="1,2,3")
     assert refused.code == 2 and "tiny has 2 stages" in refused.err

@@ -15,7 +15,7 @@ import pytest
 
 import fork_server
 import watch
-from helpers import ROOT, SCRIPT, TOY
+from helpers import ROOT, SCRIPT, TOY, slow
 
 WATCH = [sys.executable, str(ROOT / "records" / "watch.py")]
 RUN = """
@@ -288,6 +288,7 @@ def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
     assert err == "stopping: a checkpoint is saved first if training has begun\n"
 
 
+@pytest.mark.slow
 def test_a_real_run(tiny_data, tmp_path):
     (tmp_path / "data").symlink_to(tiny_data / "data")
     python, env = fork_server.start(), TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
@@ -338,7 +339,8 @@ def test_tensorboard_gets_the_same(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("tensorboard", "-m pip install tensorboard"), ("wandb", "-m pip install wandb"), ("mlflow", "none of")])
+    slow("tensorboard", "-m pip install tensorboard"), ("wandb", "-m pip install wandb"),
+    ("mlflow", "none of")])
 def test_a_logger_that_is_missing_is_refused(run, tmp_path, kind, words):
     for name in ("tensorboard", "wandb"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
