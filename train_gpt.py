@@ -686,6 +686,10 @@ class ProxySize(NamedTuple):
     depth: int  # that of the depth dial as it was given; 0: by the rule
     on_gpu: bool
 
+def value_of(rows: list[Scaled], name: str) -> Any:
+    """The value of a proxy's constant."""
+    return {row.name: row.value for row in rows}[name]
+
 def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
     """Width, heads and vocabulary. full: the recipe."""
     width = size.width
@@ -2218,8 +2222,9 @@ def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
     share = size.width / full.model_dim
     shape = proxy_shape(full, size)
     T = max(64, round(full.train_seq_len * share))
+    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
     shape += [
-        Scaled("num_kv_heads", shape[1].value * full.num_kv_heads // full.num_heads, "one per two queries"),
+        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
         Scaled("train_seq_len", T, "context falls as the width")]
     return shape + proxy_length(full, shape, 8394, 20) + [
         Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
@@ -2551,11 +2556,12 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     share = size.width / full.model_dim
     shape = proxy_shape(full, size)
     T = max(64, round(full.train_seq_len * share))
+    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
     shape += [
-        Scaled("num_kv_heads", shape[1].value * full.num_kv_heads // full.num_heads, "one per two queries"),
+        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
         Scaled("train_seq_len", T, "context falls as the width")]
     rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
-    table_factor = rates[1].value / full.tied_embed_lr
+    table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
     return shape + proxy_length(full, shape, 4988, 20) + rates + [
         Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "takes as much in the whole run"),
         Scaled("adam_weight_decay", round(full.adam_weight_decay / PROXY_STEPS / table_factor, 6),
@@ -2945,8 +2951,8 @@ def speedrun_windows(full: Any, share: float) -> list[Scaled]:
     return [
         Scaled("window_block", block, "context falls as the width"),
         Scaled("window_schedule", tuple(windows), "as many blocks as in the recipe"),
-        Scaled("eval_window", full.eval_window // full.window_block * block, "the same"),
-        Scaled("max_doc_len", longest, "the same"),
+        Scaled("eval_window", full.eval_window // full.window_block * block, "as many blocks as in the recipe"),
+        Scaled("max_doc_len", longest, "as many blocks as in the recipe"),
         Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
 
 def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
@@ -2959,22 +2965,18 @@ def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
         Scaled("loss_sum_ranks", ranks, "gradients as large beside adam_eps as in the recipe, or nearly"),
         Scaled("fp8", "off", "fp8 gains seconds, not loss per token")]
 
-def batch_of(rows: list[Scaled]) -> int:
-    """Tokens per step of the first stage, by the rows of a proxy."""
-    return next(row.value for row in rows if row.name == "train_batch_tokens")
-
 def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
     """All layers, skips and stages stay, and so do the channels of gates."""
     share = size.width / full.model_dim
     shape = proxy_shape(full, size)
-    heads = shape[1].value
+    heads = value_of(shape, "num_heads")
     shape += speedrun_windows(full, share)
     grown = (full.model_dim / full.num_heads) / (size.width / heads)
     length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
     rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
-    return shape + length + rates + speedrun_decay(full, batch_of(length)) + [
+    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
         Scaled("attn_scale", full.attn_scale * grown**0.5, "rises as the root of the heads' width falls"),
-    ] + proxy_scores(8 * full.max_doc_len // full.window_block * shape[3].value, size)
+    ] + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
@@ -3278,19 +3280,15 @@ def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
         Scaled("scalar_lr", reference.scalar_lr, "that of the dial's reference model"),
         Scaled("weight_decay", round(decay, 4), "takes as much in the whole run"),
         Scaled("fp8", "off", "fp8 gains seconds, not loss per token"),
-        Scaled("packing", "rows", "a small text has too few documents to choose from"),
-        Scaled("shuffle", True, "the same"),
+        Scaled("packing", "rows", "a small text has too few documents to pack rows from"),
+        Scaled("shuffle", True, "so that a step has rows of several documents"),
         Scaled("core", False, "CORE needs a larger model")]
 
 def gpt2_proxy(full: GPT2, size: ProxySize) -> list[Scaled]:
     """The depth dial with another width."""
     sized, rows = gpt2_shape(full, size)
     rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
-    return rows + gpt2_rates(full, size) + proxy_scores(sized_context(rows), size)
-
-def sized_context(rows: list[Scaled]) -> int:
-    """Tokens per row in training, by the rows of a proxy."""
-    return next(row.value for row in rows if row.name == "train_seq_len")
+    return rows + gpt2_rates(full, size) + proxy_scores(value_of(rows, "train_seq_len"), size)
 
 # ---------- gpt2_plus: the same game as gpt2, a later record
 # nanochat a825e63 (run 6 of its board), depth 24, 8 tokens per weight, ClimbMix, fp8: 5,568 steps in 1.65 h.
@@ -3624,13 +3622,13 @@ class GPT2PlusModel(Model):
 def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
     """The depth dial with another width."""
     sized, rows = gpt2_shape(full, size)
-    head_dim = size.width // rows[2].value
+    head_dim = size.width // value_of(rows, "num_heads")
     rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
     return rows + gpt2_rates(full, size) + [
         Scaled("lr_warmup_steps", round(PROXY_STEPS * full.lr_warmup_steps), "the same part of the run"),
         Scaled("attn_scale", full.attn_scale * (HEAD_DIM / head_dim) ** 0.5,
                "rises as the root of the heads' width falls"),
-    ] + proxy_scores(sized_context(rows), size)
+    ] + proxy_scores(value_of(rows, "train_seq_len"), size)
 
 # ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
 # modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
@@ -4305,10 +4303,10 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
     per token of the vocabulary as the record's."""
     share = size.width / full.model_dim
     shape = proxy_shape(full, size)
-    head_dim = size.width / shape[1].value
+    head_dim = size.width / value_of(shape, "num_heads")
     qk_dim = max(4, round(head_dim * full.qk_dim * full.num_heads / full.model_dim / 4) * 4)
     windows = speedrun_windows(full, share)
-    block = windows[0].value
+    block = value_of(windows, "window_block")
     documents = [stage.doc_len // full.window_block * block for stage in full.stages()]
     per_token = size.vocab_size / full.vocab_size
     hidden = max(8, round(full.mudd_dim * share))
@@ -4317,17 +4315,18 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
         Scaled("doc_schedule", tuple(documents), "as many blocks as in the recipe"),
         Scaled("dc_window", round(full.dc_window * block / full.window_block), "the same part of a block"),
         Scaled("bigram_rows", round(full.bigram_rows * per_token), "as many per token of the vocabulary"),
-        Scaled("bigram_sign_rows", max(16, round(full.bigram_sign_rows * per_token)), "the same"),
+        Scaled("bigram_sign_rows", max(16, round(full.bigram_sign_rows * per_token)),
+               "as many per token of the vocabulary"),
         Scaled("mudd_dim", hidden, "the same part of the width, but 8 at least"),
-        Scaled("mudd_gate_dim", hidden, "the same")]
+        Scaled("mudd_gate_dim", hidden, "the same part of the width, but 8 at least")]
     length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
     rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
     decay = full.adam_weight_decay / PROXY_STEPS * share  # the squared rates of tables rise as 1 / share
-    return shape + length + rates + speedrun_decay(full, batch_of(length)) + [
+    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
         Scaled("adam_weight_decay", round(decay, 6), "takes as much of the tables in the whole run"),
         Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
                "rises as the root of the heads' width falls"),
-    ] + proxy_scores(full.max_doc_len // full.window_block * block * 8, size)
+    ] + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
