@@ -2951,7 +2951,8 @@ def speedrun_windows(full: Any, share: float) -> list[Scaled]:
     return [
         Scaled("window_block", block, "context falls as the width"),
         Scaled("window_schedule", tuple(windows), "as many blocks as in the recipe"),
-        Scaled("eval_window", full.eval_window // full.window_block * block, "as many blocks as in the recipe"),
+        Scaled("eval_window", full.eval_window // full.window_block * block,
+               "as many blocks as in the recipe"),
         Scaled("max_doc_len", longest, "as many blocks as in the recipe"),
         Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
 
