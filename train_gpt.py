@@ -2917,6 +2917,8 @@ class SpeedrunModel(Model):
         if self.smear is not None:
             x = smear(x, self.smear, self.smear_gate)
         x = x0 = rms_norm(x)
+        # once per table, though several layers use it: each look-up has a gradient of the table's size
+        value_embeds = [F.embedding(tokens, table).to(x.dtype) for table in self.value_embeds]
         outputs = []
         for i, block in enumerate(self.blocks):
             kind = self.kinds[i]
@@ -2926,7 +2928,7 @@ class SpeedrunModel(Model):
                     x = x + torch.sigmoid(self.skip_weights[s].to(x.dtype)) * outputs[start]
             value_embed = None
             if block.attends and table:
-                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+                value_embed = value_embeds[table - 1]
             if kind != "0":
                 x = block(x, x0, value_embed, masks.get(kind), context)
             outputs.append(x)

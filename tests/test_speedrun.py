@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import library_documents, write_shard
+from helpers import init_parameters, library_documents, write_shard
 from test_eval import CPU, randomised
 from train_gpt import load_config, log_probs, preset_config
 
@@ -255,3 +255,19 @@ def test_the_record_smears_over_the_edge_of_a_document():
     log_probs(model, row[None], context)[0, 20:24].sum().backward()
     touched = {*torch.nonzero(model.embed.grad.abs().sum(1)).flatten().tolist()}
     assert touched == {3, 4, 5, 69}
+
+
+def test_a_value_table_is_looked_up_once():
+    """Though two layers use it: each look-up has a gradient as large as the table."""
+    cfg = preset_config("speedrun", dict(vocab_size=64, train_seq_len=16, train_batch_tokens=16, model_dim=16,
+                                         num_heads=2, window_block=4, window_schedule=(8,), eval_window=8,
+                                         seq_schedule=(1,), batch_schedule=(1,), stage_starts=(0.0,)))
+    model = cfg.make_model(train_gpt.Kernels())
+    init_parameters(model, 1)
+    assert len(model.value_embeds) == 3 and sorted(model.tables)[-5:] == [1, 1, 2, 2, 3]
+    tokens = torch.arange(16)[None]
+    context = model.training_context(16, tokens.device, torch.float32, cfg.stages()[0])
+    with torch.profiler.profile() as found:
+        model(tokens, tokens, context).backward()
+    counts = {event.key: event.count for event in found.key_averages()}
+    assert counts["aten::embedding_dense_backward"] == 1 + 3
