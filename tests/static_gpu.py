@@ -33,6 +33,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -219,16 +220,41 @@ def count_bytes(torch, note, width):
 NO_LAUNCH = set(
     """view view_as as_strided transpose t permute expand slice select unsqueeze squeeze detach alias
     reshape _unsafe_view unflatten flatten split chunk unbind narrow empty empty_like empty_strided new_empty
-    item is_nonzero _local_scalar_dense record_stream resolve_conj mm bmm addmm baddbmm _scaled_mm""".split()
-)
+    item is_nonzero _local_scalar_dense record_stream resolve_conj to mm bmm addmm baddbmm _scaled_mm""".split()
+)  # `to` launches what it calls, if its tensor is not already so
+FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_zero_")  # of tensor lists, whose dtypes torch does not note
 DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}  # others: 2
 
 
+@contextmanager
+def list_bytes(torch):
+    """{FOREACH: bytes of the tensor lists of each call, and of the first list again where it is read, too}"""
+    noted, real = collections.defaultdict(collections.deque), {name: getattr(torch, name) for name in FOREACH}
+
+    def noting(name, call):
+        def noted_call(first, *others, **kwargs):
+            lists = [first, *(x for x in others if isinstance(x, (list, tuple)))]
+            sizes = [sum(t.nbytes for t in tensors) for tensors in lists]
+            noted[name].append(sum(sizes) + (sizes[0] if name == "_foreach_add_" else 0))
+            return call(first, *others, **kwargs)
+
+        return noted_call
+
+    for name, call in real.items():
+        setattr(torch, name, noting(name, call))
+    try:
+        yield noted
+    finally:
+        for name, call in real.items():
+            setattr(torch, name, call)
+
+
 def eager_bytes(torch, function):
-    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again."""
+    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again; of
+    tensor lists that are concatenated, as bf16."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
         function()
     events = [event for event in found.profiler.kineto_results.events() if event.name().startswith("aten::")]
     events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
@@ -236,12 +262,17 @@ def eager_bytes(torch, function):
     for event, after in zip(events, [*events[1:], None]):
         end = event.start_ns() + event.duration_ns()
         inner = after and after.start_thread_id() == event.start_thread_id() and after.start_ns() < end
-        if inner or event.name()[6:].rstrip("_") in NO_LAUNCH:
+        name = event.name()[6:]
+        of_lists = noted[name].popleft() if noted.get(name) else 0
+        if inner or name.rstrip("_") in NO_LAUNCH:
             continue  # it calls another one, which counts, or launches nothing
+        if of_lists:
+            total += of_lists
+            continue
         sizes = []
-        for shape, dtype in zip(event.shapes(), event.dtypes()):
+        for shape, dtype in zip(event.structured_input_shapes(), event.dtypes()):
             many = shape if shape and isinstance(shape[0], list) else [shape]
-            sizes += [DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one]
+            sizes.append(sum(DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one))
         total += sum(sizes) + max(sizes, default=0)
     return total
 

@@ -205,6 +205,31 @@ LINES = [
 ]
 
 
+@pytest.mark.parametrize("function, want", [
+    (lambda x, y: x.add_(y), 3 * 4096), (lambda x, y: x.to(torch.float32), 0),
+    (lambda x, y: x.half(), 2048 + 2 * 4096),
+    (lambda x, y: torch.cat([x, y]), 2 * 2 * 2048), (lambda x, y: x.view(-1), 0)])
+def test_bytes_of_torch_s_own_kernels(function, want):
+    """Inputs and the largest again; a `to` that changes nothing moves nothing. Lists that are concatenated count
+    as bf16."""
+    x, y = torch.ones(32, 32), torch.ones(32, 32)
+    found = static_gpu.eager_bytes(torch, lambda: function(x, y))
+    assert found == want
+
+
+def test_bytes_of_tensor_lists():
+    """Where torch's kernel takes a list as a whole, as on a GPU; a CPU takes one tensor after another."""
+    lists = [torch.ones(32, 32), torch.ones(8)], [torch.ones(32, 32).bfloat16(), torch.ones(8).bfloat16()]
+    first, second = (sum(t.nbytes for t in tensors) for tensors in lists)
+    with static_gpu.list_bytes(torch) as noted:
+        torch._foreach_copy_(*lists)
+        torch._foreach_add_(*lists)
+        torch._foreach_zero_(lists[0])
+    assert {name: [*sizes] for name, sizes in noted.items()} == {
+        "_foreach_copy_": [first + second], "_foreach_add_": [2 * first + second], "_foreach_zero_": [first]}
+    assert torch._foreach_copy_.__name__ == "_foreach_copy_"
+
+
 def test_figures_of_two_steps():
     found = static_gpu.figures(LINES * 2, flex_flop=2e12, eager=3000, steps=2)
     dense = 4 * 2 * 4 * 128 * 128 * 64 / 2
