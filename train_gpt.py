@@ -2417,6 +2417,16 @@ class GolfPlus(Config):
             return quantize_by_rms(w, row.step * coarser, row.levels)
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
+    def check_data(self, data: "Data") -> None:
+        """Refuses scores that 8 H100 cannot make in the 600 s that the game gives them."""
+        asked = [protocol for protocol in PROTOCOLS if getattr(self, f"eval_{protocol}")]
+        count = self.val_tokens or len(data.val)
+        flops = sum([scoring_flops(self, protocol, count) for protocol in asked])
+        seconds = flops / (MOST_SCORING_PART * 8 * H100_FLOPS)
+        require(seconds <= 600 or not self.artifact_bytes_limit,
+                f"{' and '.join(asked)} of {count} tokens take more than {seconds:.0f} s on 8 H100, and "
+                "the game allows 600: raise eval_sliding, or set artifact_bytes_limit=0")
+
     def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
         """By the entropy of what GPTQ makes, as rounding takes seconds on a GPU, but brotli half a minute."""
         entropy = self.entropy(model, hessians, coarser)
@@ -5389,9 +5399,27 @@ def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, te
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)
     if protocol == "ttt":
         return score_ttt(model, cfg, tokens, rows, team)
-    nats = np.zeros(len(tokens))
-    score_share(nats, rows, model, cfg, tokens, team)
+    nats = np.zeros(len(tokens))  # rows of one length, so that the compiled step of plain_nats() serves them
+    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
     return nats
+
+# FLOPs of scoring over what the hardware could do: about what rows of golf_plus reach on a GPU (reckoned, not
+# measured), and more than any scorer does
+SCORING_PART = 0.15
+MOST_SCORING_PART = 0.5
+
+def scoring_flops(cfg: Any, protocol: str, count: int) -> float:
+    """FLOPs of scoring `count` tokens by a protocol; ttt also trains on each of them."""
+    context = cfg.eval_context or cfg.train_seq_len
+    stride = min(cfg.eval_sliding or cfg.eval_stride or context, context)
+    rows = 1 + math.ceil(max(0, count - context) / stride)
+    training = count if protocol == "ttt" else 0
+    return flops_per_token(cfg) * (rows * context / 3 + training)
+
+def scoring_seconds(cfg: Config, team: "Team", protocol: str, count: int) -> float:
+    """Estimate for this machine."""
+    flops = SCORING_PART * H100_FLOPS if team.on_gpu else CPU_FLOPS * torch.get_num_threads()
+    return scoring_flops(cfg, protocol, count) / flops / team.world_size
 
 def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
@@ -5400,7 +5428,9 @@ def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
     for protocol in PROTOCOLS:
         if not getattr(cfg, f"eval_{protocol}"):
             continue
+        seconds = scoring_seconds(cfg, team, protocol, cfg.val_tokens or len(data.val))
         log(f"evaluating {protocol}")
+        log(f"{protocol}: about {seconds:.0f} s (estimate)")
         start = time.perf_counter()
         loss, bpb, _ = evaluate(model, cfg, data, team, protocol=partial(target_nats, protocol=protocol))
         if not math.isfinite(loss):
@@ -5545,6 +5575,7 @@ def core_metric(model: Model, cfg: Config, data: Data, team: "Team", log: Callab
     began = time.perf_counter()
     results = {}
     log("evaluating CORE")
+    sizes = [prompt_characters(task) for task in tasks]
     for number, task in enumerate(tasks, 1):
         start = time.perf_counter()
         n = len(task.items)
@@ -5555,12 +5586,18 @@ def core_metric(model: Model, cfg: Config, data: Data, team: "Team", log: Callab
         centered = (accuracy - chance) / (1 - chance)
         seconds = round(time.perf_counter() - start, 2)
         results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
+        spent = time.perf_counter() - began
+        left = spent * sum(sizes[number:]) / max(1, sum(sizes[:number]))
         log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
-            f"task {number}/{len(tasks)}")
+            f"task {number}/{len(tasks)} eta:{left:.0f}s")
     core = sum([row["centered"] for row in results.values()]) / len(results)
     name = "core" if len(results) == CORE_TASKS else "core_partial"
     log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
     return {"core": None, name: core, "core_tasks": results}
+
+def prompt_characters(task: Task) -> int:
+    """About how many characters of prompts a task has, its shots included."""
+    return (1 + task.shots) * sum([len(text) for item in task.items for text in item.texts])
 
 def check_core(cfg: Config, data: Data) -> None:
     """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""

@@ -220,9 +220,10 @@ def count_bytes(torch, note, width):
 NO_LAUNCH = set(
     """view view_as as_strided transpose t permute expand slice select unsqueeze squeeze detach alias
     reshape _unsafe_view unflatten flatten split chunk unbind narrow empty empty_like empty_strided new_empty
-    item is_nonzero _local_scalar_dense record_stream resolve_conj to mm bmm addmm baddbmm _scaled_mm""".split()
+    item is_nonzero _local_scalar_dense record_stream resolve_conj to mm bmm addmm baddbmm
+    _scaled_mm""".split()
 )  # `to` launches what it calls, if its tensor is not already so
-FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_zero_")  # of tensor lists, whose dtypes torch does not note
+FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_zero_")  # on lists, whose dtypes torch does not note
 DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}  # others: 2
 
 

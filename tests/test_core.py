@@ -207,7 +207,12 @@ def test_centered_accuracy_by_hand(tmp_path):
     model = Told({(Q, SPACE): 0.9, (SPACE, A): 0.3, (SPACE, B): 0.6})
     cfg = replace(model.cfg, core_bundle=str(tmp_path))
     core, mean, want = reference_core(model, cfg, LETTERS, 1, tmp_path)
-    found = train_gpt.core_metric(model, cfg, SimpleNamespace(tokenizer=LETTERS, bos=1), fake_team(), quiet)
+    lines = []
+    data = SimpleNamespace(tokenizer=LETTERS, bos=1)
+    found = train_gpt.core_metric(model, cfg, data, fake_team(), lines.append)
+    assert [line.split()[-1] for line in lines[1:-1]][-1] == "eta:0s" and len(lines) == 6
+    one = train_gpt.Task("", "schema", 2, 0, [train_gpt.Item(["abc", "d"], 0, None)])
+    assert train_gpt.prompt_characters(one) == 12
     for tasks in (want, found["core_tasks"]):
         assert [task["accuracy"] for task in tasks.values()] == [0.5, 1, 0, 1]
         assert [task["centered"] for task in tasks.values()] == pytest.approx([0, 1, -1 / 3, 1])

@@ -54,6 +54,59 @@ def nats_of(cfg, model, tokens, name, module=train_gpt, team=None):
     return module.target_nats(model, cfg, tokens, name, team or team_of())
 
 
+def test_sliding_rows_are_scored_by_the_compiled_step_of_plain_ones(cfg, stream, monkeypatch):
+    """On a GPU, whose batches all have one shape, and with the same nats as eagerly."""
+    shapes = []
+
+    def compiled(function, dynamic=False):
+        def call(model, tokens, *more):
+            if not dynamic:
+                shapes.append(tuple(tokens.shape))
+            return function(model, tokens, *more)
+        return call
+
+    monkeypatch.setattr(train_gpt, "compile_once", compiled)
+    cfg = replace(cfg, eval_sliding=4, compile=True, val_batch_size=5 * T)
+    model = randomised(cfg)
+    want = nats_of(cfg, model, stream, "sliding")
+    assert shapes == []
+    team = team_of()
+    team.on_gpu = True
+    for protocol in ("plain", "sliding"):
+        got = nats_of(cfg, model, stream, protocol, team=team)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert {*shapes} == {(5, T)} and len(shapes) > 15
+
+
+@pytest.mark.parametrize("changes, refused", [
+    (dict(), False), (dict(eval_sliding=64, eval_ttt=65_536), False), (dict(eval_sliding=4), True),
+    (dict(eval_sliding=4, artifact_bytes_limit=0), False), (dict(eval_sliding=7, eval_ttt=65_536), True),
+    (dict(eval_sliding=7), False), (dict(eval_sliding=1, val_tokens=100_000), False)])
+def test_scores_that_cannot_end_within_the_game_are_refused(changes, refused):
+    """Of the 40.5 million tokens of golf's validation text, before training; the preset's own are not."""
+    cfg = preset_config("golf_plus", changes)
+    data = namedtuple("Data", "val")(range(40_540_160))
+    if not refused:
+        return cfg.check_data(data)
+    with pytest.raises(train_gpt.Refused, match="the game allows 600: raise eval_sliding"):
+        cfg.check_data(data)
+
+
+def test_how_long_a_score_takes_is_said_before(cfg, stream, tiny_data):
+    """Rows overlap; test-time training costs three times as much for each token."""
+    per_token = train_gpt.flops_per_token(cfg)
+    wide = replace(cfg, eval_sliding=4)
+    assert train_gpt.scoring_flops(cfg, "plain", 160) == pytest.approx(160 * per_token / 3)
+    assert train_gpt.scoring_flops(wide, "sliding", 160) == pytest.approx((1 + 36) * 16 * per_token / 3)
+    more = train_gpt.scoring_flops(wide, "ttt", 160) - train_gpt.scoring_flops(wide, "sliding", 160)
+    assert more == pytest.approx(160 * per_token)
+    data = train_gpt.open_data(toy_config(tiny_data), lambda *lines: None)
+    lines = []
+    data = data._replace(val=stream, val_bytes=100, bos=BOS)
+    train_gpt.named_scores(randomised(wide), wide, data, team_of(), lines.append)
+    assert lines[0] == "evaluating sliding" and lines[1] == "sliding: about 0 s (estimate)"
+
+
 @torch.no_grad()
 def one_by_one(cfg, model, tokens, rows):
     """Nats of each row's targets, one forward for each, from what precedes it in the row alone."""

@@ -210,8 +210,8 @@ LINES = [
     (lambda x, y: x.half(), 2048 + 2 * 4096),
     (lambda x, y: torch.cat([x, y]), 2 * 2 * 2048), (lambda x, y: x.view(-1), 0)])
 def test_bytes_of_torch_s_own_kernels(function, want):
-    """Inputs and the largest again; a `to` that changes nothing moves nothing. Lists that are concatenated count
-    as bf16."""
+    """Inputs and the largest again; a `to` that changes nothing moves nothing. Lists that are concatenated
+    count as bf16."""
     x, y = torch.ones(32, 32), torch.ones(32, 32)
     found = static_gpu.eager_bytes(torch, lambda: function(x, y))
     assert found == want
