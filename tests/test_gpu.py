@@ -9,10 +9,13 @@ import itertools
 import os
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import bench
+import gpu_report
 import static_gpu
 import train_gpt
 from helpers import TOY, look, run_cli, toy_of
@@ -258,6 +261,66 @@ def test_compiled_fp8_of_speedrun_plus_equals_the_cpu():
             found.append([t.detach().float().cpu() for t in (*outputs, *given)])
         for exact, mine in zip(*found, strict=True):
             assert (mine - exact).norm() < 0.02 * exact.norm(), function.__name__
+
+
+# ------------------------------------------------------------ at real size, against fp32 in slices
+FLEX = dict(window=train_gpt.gpu_window, window_mask=train_gpt.gpu_window_mask,
+            attention=train_gpt.gpu_attention)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A function of gpu_report at the size of one rank of eight, on these kernels -> its verdicts."""
+    report = gpu_report.Report(tmp_path / "report.json", toy=False, minutes=10)
+    subject = gpu_report.Subject(train_gpt, bench, report, {}, False)
+
+    def go(function, *args, fp8="off", **kernels):
+        cfg = SimpleNamespace(fp8_part=lambda on_gpu: fp8)
+        team = train_gpt.Team(train_gpt.load_config({}), {})
+        run = SimpleNamespace(team=team, cfg=cfg, kernels=train_gpt.Kernels(**kernels))
+        function(subject, run, *args)
+        return [(row["verdict"], row["text"]) for row in report.found["verdicts"]]
+
+    return go
+
+
+@pytest.mark.parametrize("heads, T, width, window", [(6, 49_152, 128, 1408), (6, 49_152, 128, 640),
+                                                     (3, 98_304, 128, 640), (6, 49_152, 128, 49_152)])
+def test_flex_attention_at_real_size(heads, T, width, window, measured):
+    """Rows of speedrun's third stage with its windows, paired heads, and no window but documents."""
+    shape = (1, heads, T, width)
+    draw = torch.Generator("cuda").manual_seed(0)
+    documents = (torch.rand(1, T, device="cuda", generator=draw) < 1 / 700).cumsum(1)
+    call = gpu_report.Call(shape, shape, shape, window, documents)
+    (found,) = measured(gpu_report.attention_numbers, call, **FLEX)
+    assert found[0] == "ok", found
+
+
+@pytest.mark.parametrize("fp8", ["off", "head"])
+def test_the_loss_kernel_at_real_size(fp8, measured):
+    """49,152 rows of 50,304 logits, more than 2^31; the last rows are looked at by themselves."""
+    if fp8 != "off" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.empty(1, 49_152, 768, device="cuda")
+    head = torch.empty(50_304, 768, device="cuda")
+    targets = torch.randint(50_304, (1, 49_152), device="cuda", generator=draw)
+    fused = train_gpt.fused_loss if fp8 == "off" else train_gpt.fp8_fused_loss
+    product = train_gpt.linear if fp8 == "off" else train_gpt.fp8_head
+    args = x, head, targets, (15.0, 0.0, 0.0), product
+    (found,) = measured(gpu_report.loss_numbers, args, fp8=fp8,
+                        loss=partial(fused, row_losses=train_gpt.kernel_losses))
+    assert found[0] == "ok" and "49,152 x 50,304" in found[1], found
+
+
+def test_fp8_products_at_real_size(measured):
+    """scaled_mm in its three layouts."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    args = torch.empty(1, 49_152, 768, device="cuda"), torch.empty(50_304, 768, device="cuda"), torch.zeros(
+        1, 49_152, device="cuda", dtype=torch.long)
+    (found,) = measured(gpu_report.fp8_numbers, args)
+    assert found[0] == "ok", found
 
 
 # ------------------------------------------------------------ scores
