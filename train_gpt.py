@@ -5392,17 +5392,6 @@ def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "
             trained += full
     return nats
 
-def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, team: "Team") -> np.ndarray:
-    """plain_nats() by a protocol: plain or one of PROTOCOLS. The model stays as it is."""
-    if protocol == "plain":
-        return plain_nats(model, cfg, tokens, team)
-    rows = evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)
-    if protocol == "ttt":
-        return score_ttt(model, cfg, tokens, rows, team)
-    nats = np.zeros(len(tokens))  # rows of one length, so that the compiled step of plain_nats() serves them
-    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
-    return nats
-
 # FLOPs of scoring over what the hardware could do: about what rows of golf_plus reach on a GPU (reckoned, not
 # measured), and more than any scorer does
 SCORING_PART = 0.15
@@ -5420,6 +5409,17 @@ def scoring_seconds(cfg: Config, team: "Team", protocol: str, count: int) -> flo
     """Estimate for this machine."""
     flops = SCORING_PART * H100_FLOPS if team.on_gpu else CPU_FLOPS * torch.get_num_threads()
     return scoring_flops(cfg, protocol, count) / flops / team.world_size
+
+def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, team: "Team") -> np.ndarray:
+    """plain_nats() by a protocol: plain or one of PROTOCOLS. The model stays as it is."""
+    if protocol == "plain":
+        return plain_nats(model, cfg, tokens, team)
+    rows = evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)
+    if protocol == "ttt":
+        return score_ttt(model, cfg, tokens, rows, team)
+    nats = np.zeros(len(tokens))  # rows of one length, so that the compiled step of plain_nats() serves them
+    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
+    return nats
 
 def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
     """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
