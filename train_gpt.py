@@ -1288,6 +1288,9 @@ class Model(nn.Module):
         """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
         return values
 
+    def compiled_hidden(self) -> Callable:
+        return partial(compile_once(type(self).hidden), self)
+
     def update_context(self, context: Any, progress: float) -> None:
         """Writes what changes at every step into a training context, without waiting for the device."""
 
@@ -1328,16 +1331,17 @@ def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
     return torch.cat((seen[:, :1], pairs), 1)
 
-# Candidates for the next token that take no training to know: what most often follows the last n tokens in
-# the training text, for each n, and what followed them earlier in the row, for the largest n. The input gets
-# an embedding of each candidate, scaled by its class, and one of the class, which says how sure it is.
-CLASSES = 16  # per order of n-grams
-# widths of what is packed into an int64
+# The memory: what followed the last n tokens in the training text, for each n, and earlier in the row. None
+# of it has to be learned. At the input each order of n-grams names a candidate for the next token: the input
+# gets an embedding of it, scaled by its class, and one of the class, which says how sure it is. At the output
+# each order is a distribution of the next token, and the model mixes these with its own.
+CLASSES = 16  # of candidates, per order of n-grams
+# widths of what is packed into integers
 KEY_BITS = 36  # hash of an n-gram
 TOKEN_BITS = 16
 DOCUMENT_BITS = 12  # hash of a document's number
-CHECK_BITS = 8  # lowest bits of the hash, which tell n-grams in the same place of a table apart
-TALLY_BITS = 8  # number of documents, 255 at most
+CHECK_BITS = 16  # lowest bits of the hash, which tell n-grams in the same place of a table apart
+MOST_DOCUMENTS = (1 << 15) - 1  # counted per next token
 
 def low_bits(bits: int) -> int:
     """A mask of this many low bits."""
@@ -1345,18 +1349,21 @@ def low_bits(bits: int) -> int:
 
 def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Yields (n, hashes (..., T) of the n tokens up to each place) for each n of orders. tokens (..., T)."""
-    key = torch.zeros_like(tokens)
+    key = torch.zeros_like(tokens, dtype=torch.int64)
     for n in range(1, max(orders) + 1):
         key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
         key.mul_(-0x61C8864680B583EB)  # modulo 2**64
         if n in orders:
             yield n, (key >> (64 - KEY_BITS)).bitwise_and_(low_bits(KEY_BITS))
 
-def stacked_keys(keys: dict[int, tuple], orders: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """keys: {n: (hashes, whether the document has n tokens by then)}, each (B, T) -> both for these orders,
-    (orders, B, T)."""
-    chosen = [keys[n] for n in sorted(orders)]
-    return torch.stack([key for key, _ in chosen]), torch.stack([enough for _, enough in chosen])
+def stacked_keys(keys: dict[int, Tensor], orders: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """keys: {n: hashes (B, T)} from ngram_keys() -> the hashes of these orders, and whether the row has n
+    tokens by then, both (orders, B, T)."""
+    chosen = [n for n in sorted(orders) if n > 0]
+    key = torch.stack([keys[n] for n in chosen])
+    place = torch.arange(key.size(-1), device=key.device)
+    least = torch.tensor(chosen, device=key.device).view(-1, 1, 1) - 1
+    return key, (place >= least).expand_as(key)
 
 def document_hashes(text: np.ndarray, bos: int) -> np.ndarray:
     """uint16 (n,) -> for each token a hash of its document's number, int16 (n,)."""
@@ -1368,40 +1375,53 @@ def run_starts(values: np.ndarray) -> np.ndarray:
     """The places (m,) at which runs of equal values (n,) begin."""
     return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
 
-def ngram_entries(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and entries of NgramCounts.tables, int64 (m,) each. seen (n,): key, next token and document of
-    each place in the text, packed in this order and sorted."""
+def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The n-grams (m,), where the list of each begins (m,), and all lists one after another, as
+    NgramCounts.lists has them, int32 (k,). seen (n,): key, next token and document of each place in the text,
+    packed in this order and sorted."""
     pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
     begins = run_starts(pairs)
-    documents = np.diff(begins, append=len(pairs)).clip(max=low_bits(TALLY_BITS))  # that have this pair
+    documents = np.diff(begins, append=len(pairs)).clip(max=MOST_DOCUMENTS)  # that have this pair
     pairs = pairs[begins]
     ranked = documents << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
     begins = run_starts(pairs >> TOKEN_BITS)
     keys = pairs[begins] >> TOKEN_BITS & low_bits(KEY_BITS)
-    total = np.add.reduceat(documents, begins).clip(max=low_bits(TALLY_BITS))
-    best = np.maximum.reduceat(ranked, begins)
     sizes = np.diff(begins, append=len(pairs))
-    second = np.maximum.reduceat(np.where(ranked == best.repeat(sizes), 0, ranked), begins)
-    entries = best << TALLY_BITS + TOKEN_BITS | second
-    entries = entries << TALLY_BITS | total
-    return keys, entries << CHECK_BITS | keys & low_bits(CHECK_BITS)
+    best = np.maximum.reduceat(ranked, begins)
+    left = np.where(ranked == best.repeat(sizes), 0, ranked)
+    second = np.maximum.reduceat(left, begins)
+    left = left[(left != 0) & (left != second.repeat(sizes))]
+    starts = begins + 2 * np.arange(len(begins))
+    lists = np.empty(len(pairs) + 2 * len(begins), np.int32)
+    several = sizes > 1
+    first = [
+        (starts, sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)),
+        (starts + 1, np.add.reduceat(documents, begins)),
+        (starts + 2, best),
+        (starts[several] + 3, second[several]),
+    ]
+    rest = np.ones(len(lists), bool)
+    for places, values in first:
+        lists[places] = values.astype(np.uint32).view(np.int32)
+        rest[places] = False
+    lists[rest] = left
+    return keys, starts, lists
 
-def unpacked_entries(entries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Entries, any shape -> best and second, each with its documents and its token, documents in all, and the
-    check."""
-    check = entries & low_bits(CHECK_BITS)
-    entries = entries >> CHECK_BITS
-    total = entries & low_bits(TALLY_BITS)
-    entries = entries >> TALLY_BITS
-    second = entries & low_bits(TALLY_BITS + TOKEN_BITS)
-    best = entries >> (TALLY_BITS + TOKEN_BITS) & low_bits(TALLY_BITS + TOKEN_BITS)
-    return best, second, total, check
+class TextMatches(NamedTuple):
+    """How the training text goes on after the last n tokens, each (orders, B, T) int64."""
+    start: Tensor  # of the list of next tokens in NgramCounts.lists
+    size: Tensor  # number of next tokens; 0: the text does not have the n-gram
+    total: Tensor  # sum of their documents
+    best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
+    second: Tensor  # the same of the one after that
 
 class NgramCounts(nn.Module):
-    """For each n-gram the two next tokens that most training documents have. There is a table per n, with an
-    int64 where the n-gram's hash says: documents with the best token (8 bits), that token (16), both for the
-    second token, documents with any token (8) and a check (8)."""
-    tables: Tensor  # (orders, 2**count_bits), int64
+    """For each n-gram of the training text, how many documents have which token after it. There is a table
+    per n, which says at the place of an n-gram's hash where its list begins. A list holds the number of next
+    tokens (16 bits) and a check (16), the sum of their documents, and documents << TOKEN_BITS | token for
+    each: first the two that most documents have, then the others by token."""
+    tables: Tensor  # (orders, 2**count_bits), int32; 0: no such n-gram
+    lists: Tensor  # int32; each order has a part of the same size
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -1409,53 +1429,84 @@ class NgramCounts(nn.Module):
         self.text: Any = b""  # uint16 (n,)
         self.packed: bytes | bytearray = b""
         self.shift = KEY_BITS  # key >> shift is a place in a table: of one entry until they are counted
-        orders = [n for n in cfg.count_orders if n > 0]
-        self.register_buffer("tables", torch.zeros(len(orders), 1, dtype=torch.int64), persistent=False)
+        self.room = 0  # size of an order's part of lists
+        self.longest = 0  # the most next tokens that an n-gram has
+        self.orders = cfg.counted_orders()
+        tables = torch.zeros(len(self.orders), 1, dtype=torch.int32)
+        self.register_buffer("tables", tables, persistent=False)
+        self.register_buffer("lists", torch.zeros(4, dtype=torch.int32), persistent=False)
 
     def count(self, text: np.ndarray) -> None:
-        """Makes the tables from all training tokens in order, uint16 (n,)."""
+        """Makes tables and lists from all training tokens in order, uint16 (n,)."""
         self.text = text
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
-        tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int64)
+        self.room = 3 * len(text) + 8
+        tables = np.empty((len(self.orders), 1 << self.cfg.count_bits), np.int32)
         torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
-        tokens = torch.from_numpy(text).long()
+        lists = np.empty((len(self.orders), self.room), np.int32)  # of which memory holds what is written
+        lists[:, :4] = 0
+        tokens = torch.from_numpy(text).int()
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
-        low = (tokens[1:].int() << DOCUMENT_BITS).add_(documents[:-1])  # (next token, document)
+        low = (tokens[1:] << DOCUMENT_BITS).add_(documents[:-1])  # (next token, document)
+        del documents
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(threads) as pool:
-            for table, (n, key) in zip(tables, ngram_keys(tokens, self.cfg.count_orders)):
+            for i, (n, key) in enumerate(ngram_keys(tokens, self.orders)):
                 seen = key[n - 1:-1].mul_(1 << TOKEN_BITS + DOCUMENT_BITS).add_(low[n - 1:]).numpy()
                 cuts = np.arange(1, threads) * len(seen) // threads
                 seen.partition(cuts)  # then each thread sorts a part in place
                 list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
-                parts = np.split(seen, seen.searchsorted(np.arange(-31, 32) << 58))  # small: caches hold them
-                list(pool.map(partial(self.fill, table), parts))
+                cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # small parts: caches hold them
+                parts = np.split(seen, cuts)
+                begins = [0, *cuts.tolist()]
+                sizes = list(pool.map(partial(self.fill, tables[i], lists[i]), parts, begins))
+                self.longest = max(self.longest, *sizes)
         self.tables = torch.from_numpy(tables).to(self.tables.device)
+        self.lists = torch.from_numpy(lists.reshape(-1)).to(self.lists.device)
 
-    def fill(self, table: np.ndarray, seen: np.ndarray) -> None:
-        """Writes the entries of a sorted part of the text into a table. seen: see ngram_entries()."""
-        keys, entries = ngram_entries(seen)
-        table[keys >> self.shift] = entries
+    def fill(self, table: np.ndarray, lists: np.ndarray, seen: np.ndarray, begin: int) -> int:
+        """Writes a sorted part of the text, which begins at `begin` of all, into an order's table and lists;
+        returns the size of the longest list. seen: see ngram_lists()."""
+        if not len(seen):
+            return 0
+        keys, starts, made = ngram_lists(seen)
+        first = 4 + 3 * begin
+        lists[first:first + len(made)] = made
+        table[keys >> self.shift] = first + starts
+        return int((made[starts].view(np.uint32) >> CHECK_BITS).max())
 
-    def forward(self, keys: dict[int, tuple], targets: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(is there a candidate, its token, its class), each (orders, B, T). keys: see stacked_keys().
-        targets (B, T), in training: what comes next, so that a row's own document does not count."""
-        key, enough = stacked_keys(keys, self.cfg.count_orders)
-        place = torch.arange(len(key), device=key.device).view(-1, 1, 1) << (KEY_BITS - self.shift)
-        entries = self.tables.view(-1)[place + (key >> self.shift)]
-        best, second, total, check = unpacked_entries(entries)
-        if targets is not None:
-            one_document = 1 << TOKEN_BITS
-            best = torch.where(best & low_bits(TOKEN_BITS) == targets, best - one_document, best)
-            second = torch.where(second & low_bits(TOKEN_BITS) == targets, second - one_document, second)
-            best = best.maximum(second)
-            total = total - 1
-        documents = best >> TOKEN_BITS
-        share = documents / total
-        sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
-        there = (check == key & low_bits(CHECK_BITS)) & (documents > 0) & enough
-        return there, best & low_bits(TOKEN_BITS), sure
+    def forward(self, key: Tensor, enough: Tensor) -> TextMatches:
+        """key, enough: from stacked_keys(), of count_orders."""
+        order = torch.arange(len(key), device=key.device).view(-1, 1, 1)
+        table = order << (KEY_BITS - self.shift)
+        start = self.tables.view(-1)[table + (key >> self.shift)].long()
+        there = (start > 0) & enough
+        start = torch.where(there, order * self.room + start, 0)
+        head = self.lists[start].long()
+        there = there & (head & low_bits(CHECK_BITS) == key & low_bits(CHECK_BITS))
+        size = torch.where(there, head >> CHECK_BITS & low_bits(TOKEN_BITS), 0)
+        total = torch.where(there, self.lists[start + 1], 0).long()
+        best = torch.where(there, self.lists[start + 2], 0).long()
+        second = torch.where(size > 1, self.lists[start + 3], 0).long()
+        return TextMatches(start + 2, size, total, best, second)
+
+    def documents_with(self, found: TextMatches, targets: Tensor) -> Tensor:
+        """How many documents have the target (B, T) after the n-gram, int64 (orders, B, T)."""
+        low = torch.minimum(found.start + 2, found.start + found.size)
+        end = found.start + found.size
+        high = end
+        for _ in range(self.longest.bit_length()):  # where it would be among those sorted by token
+            middle = (low + high) >> 1
+            before = (self.lists[middle] & low_bits(TOKEN_BITS) < targets) & (low < high)
+            low = torch.where(before, middle + 1, low)
+            high = torch.where(before, high, middle)
+        other = torch.where(low < end, self.lists[low], 0).long()
+        documents = torch.zeros_like(low)
+        for ranked in (found.best, found.second, other):
+            same = ranked & low_bits(TOKEN_BITS) == targets
+            documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
+        return documents
 
     def stored(self) -> dict[str, Tensor]:
         """What files hold: the text, uint16, compressed by zlib."""
@@ -1473,12 +1524,32 @@ class NgramCounts(nn.Module):
         check_tokens(text, self.cfg.vocab_size, "the counted text")
         self.count(text)
 
+def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
+    """What the other documents say, in training: a row's own document has each target (B, T). documents: from
+    documents_with()."""
+    one_document = 1 << TOKEN_BITS
+    size = found.size - (documents == 1).long()
+    total = found.total - (documents > 0).long()
+    best = found.best
+    second = found.second
+    best = torch.where(best & low_bits(TOKEN_BITS) == targets, best - one_document, best)
+    second = torch.where(second & low_bits(TOKEN_BITS) == targets, second - one_document, second)
+    return TextMatches(found.start, size, total, best.maximum(second), second)
+
+def text_candidates(found: TextMatches) -> tuple[Tensor, Tensor, Tensor]:
+    """The best next token of each order -> (is there one, the token, its class), each (orders, B, T)."""
+    documents = found.best >> TOKEN_BITS
+    share = documents / found.total
+    sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
+    there = (found.size > 0) & (documents > 0)
+    return there, found.best & low_bits(TOKEN_BITS), sure
+
 class CountingModel(Model):
     """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
     counts: NgramCounts
 
     def build(self, loader: "Loader", log: Callable) -> bool:
-        if not any(self.cfg.count_orders):
+        if not len(self.counts.tables):
             return False
         log("counting n-grams")
         began = time.perf_counter()
@@ -1490,43 +1561,129 @@ class CountingModel(Model):
         return self.counts.stored()
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        if any(self.cfg.count_orders):
+        if len(self.counts.tables):
             self.counts.load(tensors.pop("counts.text"))
 
     def drop_state(self) -> None:
         del self.counts.tables
+        del self.counts.lists
 
     def take_state(self, other: "CountingModel") -> None:
         self.counts = other.counts
 
 def limits_reached(x: Tensor, limits: tuple) -> Tensor:
-    """How many of three growing limits each number reaches, int64 like x, any shape."""
-    low, middle, high = limits
-    reached = torch.where(x >= low, 1, 0)
-    reached = torch.where(x >= middle, 2, reached)
-    return torch.where(x >= high, 3, reached)
+    """How many of growing limits each number reaches, int64, any shape."""
+    reached = torch.zeros_like(x, dtype=torch.int64)
+    for limit in limits:
+        reached += x >= limit
+    return reached
 
-def copies(tokens: Tensor, keys: dict[int, tuple], length: Tensor,
-           orders: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
-    token, its class), each (1, B, T). tokens (B, T), keys: see stacked_keys(), length (B, T): tokens of the
-    document up to each place. Class 0 of an order: the n-gram came once before; 1: twice or more, followed by
-    another token the time before; 2: by the same token."""
-    key, enough = stacked_keys(keys, orders)
-    place = torch.arange(tokens.size(1), device=tokens.device)
-    in_document = key + (place + 1 - length) * (1 << KEY_BITS)  # each document has keys of its own
-    key = torch.where(enough, in_document, -1 - place)  # too few tokens: a key that nothing else has
+class RowMatches(NamedTuple):
+    """What followed the last n tokens earlier in the row, each (orders, B, T) int64."""
+    order: Tensor  # places of the row, sorted by n-gram, equal ones by place
+    rank: Tensor  # how many of the same n-gram come before, in that order
+    total: Tensor  # how often the n-gram came before
+    size: Tensor  # number of different tokens after it
+    next_count: Tensor  # how often the token that comes next here came after it
+    last: Tensor  # the token after it the last time
+    twice: Tensor  # 1: the same token as the time before that
+
+def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted values (..., T) -> where each one's run of equal ones begins, and its rank in it, (..., T)."""
+    place = torch.arange(values.size(-1), device=values.device)
+    begins = F.pad(values[..., 1:] != values[..., :-1], (1, 0), value=True)
+    start = torch.where(begins, place, 0).cummax(-1).values
+    return start, place - start
+
+def put_back(x: Tensor, order: Tensor) -> Tensor:
+    """Undoes x.gather(-1, order)."""
+    return torch.empty_like(x).scatter_(-1, order, x)
+
+def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
+    """key, enough: from stacked_keys(). after (B, T): the token after each place. Where the last one of a row
+    is not known, any will do: only next_count depends on it."""
+    place = torch.arange(key.size(-1), device=key.device)
+    key = torch.where(enough, key, -1 - place)  # too few tokens: a key that nothing else has
+    pair, order = (key * (1 << TOKEN_BITS) + after).sort(dim=-1, stable=True)
+    _, rank = run_ranks(pair)
+    count = put_back(rank, order)
     key, order = key.sort(dim=-1, stable=True)
-    again = F.pad(key[..., 1:] == key[..., :-1], (1, 0))
-    after = tokens.roll(-1, 1).expand_as(order)
-    last = after.gather(-1, order.roll(1, -1))
-    before = after.gather(-1, order.roll(2, -1))
-    several = torch.where(last == before, 2, 1)
-    sure = torch.where(again & again.roll(1, -1), several, 0)
-    sure += CLASSES * torch.arange(len(key), device=key.device).view(-1, 1, 1)
-    found = [torch.empty_like(x).scatter_(-1, order, x) for x in (again, last, sure)]  # in the row's order
-    longest = (found[0].sum(0, keepdim=True) - 1).clamp(min=0)  # where it matches, shorter ones match, too
-    return tuple([x.gather(0, longest) for x in found])
+    start, rank = run_ranks(key)
+    new = torch.where(count == 0, 1, 0).gather(-1, order)  # is it the first time that this token comes after?
+    seen = new.cumsum(-1) - new
+    size = seen - seen.gather(-1, start)
+    follows = after.expand_as(order).gather(-1, order)
+    last = follows.roll(1, -1)
+    twice = torch.where((rank > 1) & (last == follows.roll(2, -1)), 1, 0)
+    found = [put_back(x, order) for x in (rank, size, last, twice)]
+    total, size, last, twice = found
+    return RowMatches(order, rank, total, size, count, last, twice)
+
+def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
+    token, its class), each (1, B, T). Class 0 of an order: the n-gram came once before; 1: twice or more,
+    followed by another token the time before; 2: by the same token."""
+    sure = torch.where(found.total > 1, 1 + found.twice, 0)
+    sure += CLASSES * torch.arange(len(sure), device=sure.device).view(-1, 1, 1)
+    matches = (found.total > 0).sum(0, keepdim=True)  # where an order matches, shorter ones match, too
+    longest = (matches - 1).clamp(min=0)
+    return matches > 0, found.last.gather(0, longest), sure.gather(0, longest)
+
+# Classes of a distribution, by how often its n-gram came and how many tokens came after it; 0: never.
+TEXT_LIMITS = (2, 3, 6, 16, 64)
+ROW_LIMITS = (2, 3, 5, 9, 20)
+MIX_CLASSES = 1 + 6 * 6
+
+def text_class(found: TextMatches) -> Tensor:
+    """(orders, B, T)"""
+    few = limits_reached(found.size, (2, 3))
+    spread = few + torch.where((few == 2) & (found.size * 4 > found.total), 1, 0)
+    sure = 1 + 6 * limits_reached(found.total, TEXT_LIMITS) + spread
+    return torch.where(found.total > 0, sure, 0)
+
+def row_class(found: RowMatches) -> Tensor:
+    """(orders, B, T)"""
+    several = limits_reached(found.size, (2,))
+    spread = several + torch.where((several == 1) & (found.size * 2 > found.total), 1, 0)
+    sure = 1 + 6 * limits_reached(found.total, ROW_LIMITS) + 2 * spread + found.twice
+    return torch.where(found.total > 0, sure, 0)
+
+def numbers_of_runs(starts: Tensor, sizes: Tensor) -> Tensor:
+    """starts[i], starts[i] + 1, ... (sizes[i] of them) for each i, one after another. Both (n,)."""
+    ends = sizes.cumsum(0)
+    total = int(ends[-1])
+    return torch.arange(total, device=sizes.device) + (starts - ends + sizes).repeat_interleave(sizes)
+
+def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Tensor) -> None:
+    """Adds the distributions of the training text, each times its gate (orders, B, T), to mixed (B, T, V)."""
+    V = mixed.size(-1)
+    for start, size, total, gate in zip(found.start, found.size, found.total, gates):
+        size = size.flatten()
+        listed = lists[numbers_of_runs(start.flatten(), size)]
+        first = (torch.arange(len(size), device=size.device) * V).repeat_interleave(size)
+        share = (gate / total.clamp(min=1)).flatten().repeat_interleave(size) * (listed >> TOKEN_BITS)
+        mixed.view(-1).index_add_(0, first + (listed & low_bits(TOKEN_BITS)), share)
+
+def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tensor) -> None:
+    """The same for those of the row, tokens (B, T)."""
+    B, T, V = mixed.shape
+    row = torch.arange(B, device=tokens.device)[:, None] * T
+    place = torch.arange(T, device=tokens.device)
+    for order, rank, gate in zip(found.order, found.rank, gates):
+        follows = tokens.roll(-1, 1).gather(-1, order).flatten()
+        size = rank.flatten()
+        earlier = numbers_of_runs((row + place - rank).flatten(), size)
+        here = (row + order).flatten()
+        first = (here * V).repeat_interleave(size)
+        share = (gate.flatten()[here] / size.clamp(min=1)).repeat_interleave(size)
+        mixed.view(-1).index_add_(0, first + follows[earlier], share)
+
+def mix_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
+    """Scores (B, T, 1 + n) from activations and classes (B, T, n) -> gates (B, T, 1 + n), whose sum is 1: the
+    model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0 has a gate of 0."""
+    of_source = MIX_CLASSES * torch.arange(classes.size(-1), device=classes.device)
+    by_class = torch.where(classes > 0, class_scores[of_source + classes], -100.0)
+    return (scores + F.pad(by_class, (1, 0))).softmax(-1)
 
 def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
     """Rows (B, T, 2, sources) of the tables of candidates and of classes, in which each source has rows of
@@ -1713,9 +1870,14 @@ class Tiny(Config):
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
+    memory: bool = option(True, "n-grams of the training text and of the row; 0: a plain GPT", model=True)
+    mixture: bool = option(True, "mixes their distributions with the model's own; 0: candidates alone",
+                           model=True)
+    own_loss: float = option(3.0, "weight of the loss of the model's own distribution; that of the mixture "
+                             "has 1", 0, 100)
     count_orders: tuple = option((2, 3, 4, 6, 9), "lengths of n-grams that are counted in the training text; "
                                  "0: none", 0, 64, model=True)
-    count_bits: int = option(24, "log2 of the entries of a table of counts, 8 bytes each", 8, 28, model=True)
+    count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
     copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
                                 "0: none", 0, 64, model=True)
     # data and batch
@@ -1799,6 +1961,9 @@ class Tiny(Config):
             scalar("x0_lambda",      init="constant", scale=0.0),
             scalar("layer_scale",    init="constant", scale=1.0),
             scalar("skip_weights",   init="constant", scale=1.0),
+            scalar("gate_weight",    init="constant", scale=0.0),
+            scalar("gate_class",     init="constant", scale=0.0),
+            scalar("gate_longest",   init="constant", scale=0.0),
         ])
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
@@ -1838,12 +2003,17 @@ class Tiny(Config):
     def scoring_window(self) -> int:
         return self.stages()[-1].window
 
+    def counted_orders(self) -> list[int]:
+        return [n for n in self.count_orders if n > 0 and self.memory]
+
+    def matched_orders(self) -> list[int]:
+        return [n for n in self.copy_orders if n > 0 and self.memory]
+
     def keeps_text(self) -> bool:
-        return any(self.count_orders)
+        return bool(self.counted_orders())
 
     def state_bytes(self) -> int:
-        tables = len([n for n in self.count_orders if n > 0])
-        return 8 * tables << self.count_bits
+        return 4 * len(self.counted_orders()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [named_scores] if step is None else []
@@ -1916,7 +2086,8 @@ class TinyBlock(nn.Module):
 
 class TinyModel(CountingModel):
     """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
-    first half, the last one first (U-Net)."""
+    first half, the last one first (U-Net). The output mixes the model's own distribution of the next token
+    with those of the memory."""
     def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -1930,14 +2101,18 @@ class TinyModel(CountingModel):
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
         self.counts = NgramCounts(cfg)
         self.classes = CLASSES * len(cfg.copy_orders)  # per source of candidates
-        sources = len(self.counts.tables)
-        if any(cfg.copy_orders):
-            sources += 1
+        counted = len(cfg.counted_orders())
+        matched = len(cfg.matched_orders())
+        sources = counted + min(1, matched)
         self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
         self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
         self.class_scale = parameter(sources * self.classes + 1, on=sources)
         self.half = N // 2 if cfg.unet_skips else 0
         self.skip_weights = parameter(self.half, C, on=self.half)
+        mixed = counted + matched if cfg.mixture else 0  # distributions beside the model's own
+        self.gate_weight = parameter(1 + mixed, C, on=mixed)
+        self.gate_class = parameter(mixed * MIX_CLASSES, on=mixed)
+        self.gate_longest = parameter((1 + counted) * (1 + matched), 1 + mixed, on=mixed)
         self.blocks = nn.ModuleList([TinyBlock(cfg, kind) for kind in self.kinds])
         self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
         self.use(kernels)
@@ -1950,13 +2125,27 @@ class TinyModel(CountingModel):
         windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
         return TinyContext(rope, windows, dtype)
 
-    def hidden(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C). candidates: in training; else they are
-        made here."""
+    def compiled_hidden(self) -> Callable:
+        return partial(self.hidden, activations=partial(compile_once(TinyModel.activations), self))
+
+    def hidden(self, tokens: Tensor, context: TinyContext, activations: Callable | None = None) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C). With a mixture, fp32 (B, T, C + 1 + V):
+        beside them the log of the model's own gate and the sum of the other distributions, each times its
+        gate. activations: None or self.activations(), compiled."""
+        text, row = self.matches(tokens, tokens.roll(-1, 1))
+        x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
+        if self.gate_weight is None:
+            return x
+        gates = self.gates(x, *self.match_classes(text, row))
+        mixed = self.mixed(tokens, text, row, gates[..., 1:])
+        return torch.cat((x.float(), gates[..., :1].log(), mixed), -1)
+
+    def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
         masks = {}
         for kind, window in context.windows.items():
             masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
-        x = x0 = self.embedded(tokens, candidates or self.candidates(tokens), context.dtype)
+        x = x0 = self.embedded(tokens, candidates, context.dtype)
         outputs = []
         for i, block in enumerate(self.blocks):
             if self.half <= i < 2 * self.half:
@@ -1979,30 +2168,103 @@ class TinyModel(CountingModel):
             x = x + added.view_as(x).to(dtype)
         return rms_norm(x)
 
-    def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
-        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []. targets: see NgramCounts."""
-        cfg = self.cfg
-        if self.candidate_embed is None:
-            return []
-        length = torch.arange(1, 1 + tokens.size(1), device=tokens.device).expand_as(tokens)
-        keys = {}
-        for n, key in ngram_keys(tokens, cfg.count_orders + cfg.copy_orders):
-            keys[n] = (key, length >= n)
+    def matches(self, tokens: Tensor, after: Tensor) -> tuple[TextMatches | None, RowMatches | None]:
+        """Those of each place of tokens (B, T). after: see row_matches()."""
+        counted = self.cfg.counted_orders()
+        matched = self.cfg.matched_orders()
+        keys = dict(ngram_keys(tokens, [0, *counted, *matched]))
+        text = self.counts(*stacked_keys(keys, counted)) if counted else None
+        row = row_matches(*stacked_keys(keys, matched), after) if matched else None
+        return text, row
+
+    def candidate_rows(self, text: TextMatches | None, row: RowMatches | None) -> list[Tensor]:
+        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []."""
         found = []
-        if any(cfg.count_orders):
-            found.append(self.counts(keys, targets))
-        if any(cfg.copy_orders):
-            found.append(copies(tokens, keys, length, cfg.copy_orders))
-        return [candidate_rows(found, cfg.vocab_size, self.classes)]
+        if text:
+            found.append(text_candidates(text))
+        if row:
+            found.append(row_candidate(row))
+        return [candidate_rows(found, self.cfg.vocab_size, self.classes)] if found else []
+
+    def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
+        """The class of each distribution (B, T, n), and the row of gate_longest (B, T), which says how many
+        orders the text has and how many the row."""
+        classes = []
+        longest: Any = 0
+        if text:
+            classes.append(text_class(text))
+            longest = (text.total > 0).sum(0)
+        if row:
+            classes.append(row_class(row))
+            longest = longest * (1 + len(row.total)) + (row.total > 0).sum(0)
+        return torch.cat(classes).permute(1, 2, 0).contiguous(), longest
+
+    def gates(self, x: Tensor, classes: Tensor, longest: Tensor) -> Tensor:
+        """Last activations (B, T, C) and what match_classes() says -> mix_gates()."""
+        scores = linear(x, self.gate_weight).float() + F.embedding(longest, self.gate_longest)
+        return mix_gates(scores, classes, self.gate_class)
+
+    def mixed(self, tokens: Tensor, text: TextMatches | None, row: RowMatches | None,
+              gates: Tensor) -> Tensor:
+        """The sum (B, T, V) of the distributions, each times its gate (B, T, n)."""
+        mixed = torch.zeros(*tokens.shape, self.cfg.vocab_size, device=tokens.device)
+        gates = gates.permute(2, 0, 1)
+        if text:
+            add_text_shares(mixed, text, self.counts.lists, gates)
+        if row:
+            add_row_shares(mixed, row, tokens, gates[-len(row.total):])
+        return mixed
+
+    def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
+        """What forward() takes besides tokens and targets (B, T), rows of the training text."""
+        if targets is None:
+            return []
+        return self.target_inputs(tokens, targets, of_training=True)
+
+    def target_inputs(self, tokens: Tensor, targets: Tensor, of_training: bool = False) -> list[Tensor]:
+        """[candidate_rows(); with a mixture the probability of the target in each distribution (B, T, n), and
+        match_classes()]. of_training: the rows' own documents do not count."""
+        text, row = self.matches(tokens, targets)
+        shares = []
+        if text:
+            documents = self.counts.documents_with(text, targets)
+            if of_training:
+                text = without_own_document(text, targets, documents)
+                documents = (documents - 1).clamp(min=0)
+            shares.append(documents / text.total.clamp(min=1))
+        if row:
+            shares.append(row.next_count / row.total.clamp(min=1))
+        inputs = self.candidate_rows(text, row)
+        if self.gate_weight is not None:
+            inputs += [torch.cat(shares).permute(1, 2, 0).contiguous(), *self.match_classes(text, row)]
+        return inputs
 
     def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
+        """From hidden(). With a mixture these are log-probabilities, since only these have a sum to mix."""
+        C = self.cfg.model_dim
+        own = softcap(linear(x[..., :C], self.head).float(), self.cfg.logit_softcap)
+        if self.gate_weight is None:
+            return own
+        return torch.logaddexp(own.log_softmax(-1) + x[..., C:C + 1], x[..., C + 1:].log())
 
-    def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats."""
-        x = self.hidden(tokens, context, *candidates)
-        cap = (self.cfg.logit_softcap, 0.0, 0.0)
-        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+    def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *inputs: Tensor) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats. inputs: from candidates(), in training."""
+        inputs = inputs or tuple(self.target_inputs(tokens, targets))
+        if self.gate_weight is None:
+            x = self.activations(tokens, context, *inputs)
+            cap = (self.cfg.logit_softcap, 0.0, 0.0)
+            return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+        rows, shares, classes, longest = inputs
+        x = self.activations(tokens, context, rows)
+        logits = softcap(self.kernels.head_linear(x, self.head).float(), self.cfg.logit_softcap)
+        own = logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
+        gates = self.gates(x, classes, longest)
+        mixed = gates[..., 0] * own.exp() + (gates[..., 1:] * shares).sum(-1)
+        # Where n-grams predict well, the mixture leaves the model's own distribution no gradient, and it
+        # would stay untrained. So it has a loss of its own, whose value is taken off: steps report the
+        # mixture's.
+        own_loss = -self.cfg.own_loss * own.mean()
+        return own_loss - own_loss.detach() - mixed.log().mean()
 
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
@@ -5251,7 +5513,7 @@ def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage
     score = score_targets
     context = None
     if compiled:
-        hidden = partial(compile_once(type(model).hidden), model)
+        hidden = model.compiled_hidden()
         score = compile_once(score_targets, dynamic=True)
     while order:
         # 1. The longest rows that are left, filled up with zeros.

@@ -1,4 +1,5 @@
-"""Candidates for the next token: n-gram counts of the training text, copies from the row; files, clock."""
+"""The memory of tiny: n-gram counts of the training text, matches in the row, the candidates and the mixture
+of distributions that come of them; files, clock."""
 import itertools
 import re
 import zlib
@@ -11,8 +12,9 @@ import torch
 
 import train_gpt
 from helpers import TOY
-from test_model import make_context, make_model, randomised, small, some_tokens
-from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, copies, log_probs, ngram_keys
+from test_model import (documents_after, make_context, make_model, randomised, reference_mixture, small,
+                        some_tokens)
+from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, log_probs, ngram_keys, stacked_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOS = 1
@@ -28,14 +30,6 @@ def some_text(length=4000, seed=0):
     return text
 
 
-def lengths(rows, documents=False):
-    """Tokens of its document up to each of rows (B, T); of the row without documents."""
-    place = torch.arange(rows.size(1))
-    begins = [[max([0, *(t for t in range(end + 1) if documents and row[t] == BOS)])
-               for end in place.tolist()] for row in rows.tolist()]
-    return place + 1 - torch.tensor(begins)
-
-
 def counted(cfg, text):
     counts = NgramCounts(cfg)
     counts.count(text)
@@ -43,14 +37,6 @@ def counted(cfg, text):
 
 
 # ------------------------------------------------------------ the definition, by dictionaries
-def documents_after(text, n):
-    """{n-gram: {token: documents in which it comes next}}"""
-    found, document = defaultdict(lambda: defaultdict(set)), np.cumsum(text == BOS)
-    for end in range(n, len(text)):
-        found[tuple(text[end - n:end].tolist())][int(text[end])].add(int(document[end - 1]))
-    return found
-
-
 def expected_count(after, own, target):
     """(token, class) for the documents that each token comes next in, or None. own: the document at hand,
     where the target comes next; -1: other text."""
@@ -64,26 +50,40 @@ def expected_count(after, own, target):
     return (token, sure) if count else None
 
 
-def expected_copy(row, begin, t, n):
-    """(token, class) by the n-gram that ends at t of a row, since `begin`; or None."""
+def expected_copy(row, t, n):
+    """(token, class) by the n-gram that ends at t of a row; or None."""
     gram = row[t + 1 - n:t + 1]
-    ends = [end for end in range(begin + n - 1, t) if row[end + 1 - n:end + 1] == gram]
-    if not ends or t + 1 - n < begin:
+    ends = [end for end in range(n - 1, t) if row[end + 1 - n:end + 1] == gram]
+    if not ends or t + 1 < n:
         return None
     return row[ends[-1] + 1], 0 if len(ends) < 2 else 1 + (row[ends[-1] + 1] == row[ends[-2] + 1])
 
 
-def keys_of(tokens, length, orders):
-    return {n: (key, length >= n) for n, key in ngram_keys(tokens, orders)}
+def keys_of(tokens, orders):
+    return stacked_keys(dict(ngram_keys(tokens, orders)), orders)
 
 
-def found_by(source, tokens, length, orders, targets=None):
-    """What NgramCounts or copies finds for the first row of tokens: [[(token, class) or None]] per source."""
-    keys = keys_of(tokens, length, orders)
-    found = copies(tokens, keys, length, orders) if source is copies else source(keys, targets)
-    there, token, sure = found
+def text_matches(counts, tokens, targets=None):
+    """Of the first row of tokens; with targets as in training."""
+    found = counts(*keys_of(tokens, counts.orders))
+    if targets is None:
+        return found
+    return train_gpt.without_own_document(found, targets, counts.documents_with(found, targets))
+
+
+def row_matches(rows, orders):
+    return train_gpt.row_matches(*keys_of(rows, orders), rows.roll(-1, 1))
+
+
+def listed(parts):
+    """(there, token, class) of candidates -> [[(token, class) or None]] of the first row, per source."""
+    there, token, sure = parts
     return [[(int(a), int(b)) if yes else None for yes, a, b in zip(*(x[i][0] for x in (there, token, sure)))]
             for i in range(len(there))]
+
+
+def found_by(counts, tokens, targets=None):
+    return listed(train_gpt.text_candidates(text_matches(counts, tokens, targets)))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -91,11 +91,11 @@ def test_counts_are_those_of_documents(training):
     text = some_text()
     other = text if training else some_text(seed=1)
     row, targets = (torch.from_numpy(part.astype(np.int64))[None] for part in (other[:-1], other[1:]))
-    found = found_by(counted(CFG, text), row, lengths(row), CFG.count_orders, targets if training else None)
+    found = found_by(counted(CFG, text), row, targets if training else None)
     assert any(None in order for order in found) and all(order.count(None) < len(order) for order in found)
     document = np.cumsum(other == BOS)
     for n, order in zip(CFG.count_orders, found):
-        after = documents_after(text, n)
+        after = documents_after(text, n, BOS)
         for t in range(n - 1, len(other) - 1):
             gram, own = tuple(other[t + 1 - n:t + 1].tolist()), int(document[t]) if training else -1
             wanted = expected_count(after[gram], own, int(other[t + 1])) if gram in after else None
@@ -108,30 +108,59 @@ def test_a_document_of_its_own_says_nothing():
     text = np.array([1, 5, 6, 7, 5, 5, 4, 1, 8, 9, 8], np.uint16)
     counts = counted(replace(CFG, count_orders=(2,)), text)
     row = torch.from_numpy(text.astype(np.int64))[None]
-    assert {*found_by(counts, row[:, :-1], lengths(row)[:, :-1], (2,), row[:, 1:])[0]} == {None}
-    assert found_by(counts, row[:, 1:3], torch.tensor([[1, 2]]), (2,))[0][1] == (7, 3)
+    assert {*found_by(counts, row[:, :-1], row[:, 1:])[0]} == {None}
+    assert found_by(counts, row[:, 1:3])[0][1] == (7, 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_lists_are_those_of_documents(training):
+    """Every next token of an n-gram with its documents: how many there are, their sum, those of the target.
+    In training the document at hand does not count for the target."""
+    text = some_text()
+    other = text if training else some_text(seed=1)
+    row, targets = (torch.from_numpy(part.astype(np.int64))[None] for part in (other[:-1], other[1:]))
+    counts = counted(CFG, text)
+    found = counts(*keys_of(row, counts.orders))
+    having = counts.documents_with(found, targets)
+    left = text_matches(counts, row, targets)
+    assert found.size.max() == counts.longest > 8
+    for i, n in enumerate(CFG.count_orders):
+        after = documents_after(text, n, BOS)
+        for t in range(len(other) - 1):
+            gram = tuple(other[max(0, t + 1 - n):t + 1].tolist()) if t + 1 >= n else None
+            expected = {token: len(documents) for token, documents in after.get(gram, {}).items()}
+            start, size, target = int(found.start[i, 0, t]), int(found.size[i, 0, t]), int(targets[0, t])
+            pairs = counts.lists[start:start + size].tolist()
+            assert {pair & 0xFFFF: pair >> 16 for pair in pairs} == expected
+            assert (int(found.total[i, 0, t]), int(having[i, 0, t])) == (
+                sum(expected.values()), expected.get(target, 0))
+            own = int(target in expected)
+            assert int(left.total[i, 0, t]) == sum(expected.values()) - own
+            assert int(left.size[i, 0, t]) == len(expected) - (expected.get(target) == 1)
 
 
 def test_counts_of_short_and_extreme_texts():
     """No n-gram fits in; all tokens alike; tokens above 32,767; more documents than 16 bits hold."""
     cfg = replace(CFG, vocab_size=65_536, count_orders=(1, 2, 4))
-    after_pair = torch.tensor([[BOS, 40_000]]), torch.tensor([[1, 2]])
+    after_pair = torch.tensor([[BOS, 40_000]])
     for length in range(6):
         tables = counted(cfg, np.arange(length).astype(np.uint16)).tables
         assert [(table != 0).sum().item() for table in tables] == [max(0, length - n) for n in (1, 2, 4)]
     assert (counted(cfg, np.full(1000, BOS, np.uint16)).tables != 0).sum(1).tolist() == [1, 1, 1]
     text = np.tile(np.array([BOS, 40_000, 65_535], np.uint16), 70_000)
-    assert found_by(counted(cfg, text), *after_pair, (1, 2, 4))[1][1] == (65_535, 15)
+    assert found_by(counted(cfg, text), after_pair)[1][1] == (65_535, 15)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_counts_do_not_depend_on_the_threads(threads):
     text = some_text(20_011)
-    alone = counted(CFG, text).tables
+    row = torch.from_numpy(text.astype(np.int64))[None]
+    alone = text_matches(counted(CFG, text), row)
     torch.set_num_threads(threads)
-    together = counted(CFG, text).tables
+    together = counted(CFG, text)
     torch.set_num_threads(1)
-    assert torch.equal(alone, together)
+    for a, b in zip(alone[1:], text_matches(together, row)[1:]):    # lists may lie elsewhere
+        assert torch.equal(a, b)
 
 
 def test_a_second_text_replaces_the_first():
@@ -140,35 +169,44 @@ def test_a_second_text_replaces_the_first():
     before = counts.stored()["counts.text"].clone()
     counts.count(two)
     assert torch.equal(counts.tables, counted(CFG, two).tables)
+    assert counts.longest == counted(CFG, two).longest
     assert zlib.decompress(before.numpy()) == one.tobytes()
     assert zlib.decompress(counts.stored()["counts.text"].numpy()) == two.tobytes()
 
 
-@pytest.mark.parametrize("documents", [True, False])
-def test_copies_are_what_the_row_had(documents):
+def test_copies_are_what_the_row_had():
     rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
-    seen, length = Counter(), lengths(rows, documents)
+    seen = Counter()
     for i, row in enumerate(rows.tolist()):
-        found, = found_by(copies, rows[i:i + 1], length[i:i + 1], (1, 2, 5))
-        begin = 0
-        for t, token in enumerate(row):
-            begin = t if documents and token == BOS else begin
+        found, = listed(train_gpt.row_candidate(row_matches(rows[i:i + 1], (1, 2, 5))))
+        for t in range(len(row)):
             wanted = None
             for place, n in enumerate((1, 2, 5)):  # the longest comes last
-                copy = expected_copy(row, begin, t, n)
+                copy = expected_copy(row, t, n)
                 wanted = (copy[0], CLASSES * place + copy[1]) if copy else wanted
             assert found[t] == wanted, (i, t)
             seen[found[t] and found[t][1]] += 1
-    assert documents or min(seen[c] for c in (None, 0, 1, 2, 16, 17, 18, 32)) > 2
+    assert min(seen[c] for c in (None, 0, 1, 2, 16, 17, 18, 32)) > 2
+
+
+def test_matches_are_what_the_row_had():
+    """How often the n-gram came, how many different tokens came after it, how often the one that comes."""
+    row = some_text(300).astype(np.int64)
+    found = row_matches(torch.from_numpy(row)[None], (1, 2, 5))
+    for i, n in enumerate((1, 2, 5)):
+        earlier = defaultdict(Counter)
+        for t in range(len(row) - 1):
+            after = earlier[tuple(row[t + 1 - n:t + 1].tolist())] if t + 1 >= n else Counter()
+            got = [int(x[i, 0, t]) for x in (found.total, found.size, found.next_count)]
+            assert got == [after.total(), len(after), after[int(row[t + 1])]], (n, t)
+            after[int(row[t + 1])] += 1
 
 
 def test_the_rows_of_a_batch_do_not_see_one_another():
     rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
-    keys = keys_of(rows, lengths(rows), (1, 3))
-    together = copies(rows, keys, lengths(rows), (1, 3))
+    together = row_matches(rows, (1, 3))
     for i in range(4):
-        own = {n: [x[i:i + 1] for x in pair] for n, pair in keys.items()}
-        alone = copies(rows[i:i + 1], own, lengths(rows)[i:i + 1], (1, 3))
+        alone = row_matches(rows[i:i + 1], (1, 3))
         assert all(torch.equal(a[:, i:i + 1], b) for a, b in zip(together, alone))
 
 
@@ -185,7 +223,7 @@ def test_a_full_table_says_nothing_wrong():
     text = some_text(20_000)
     row = torch.from_numpy(some_text(3000, seed=2).astype(np.int64))[None]
     tables = (counted(replace(CFG, count_bits=bits), text) for bits in (20, 10))
-    large, small = (found_by(table, row, lengths(row), CFG.count_orders)[2] for table in tables)
+    large, small = (found_by(table, row)[2] for table in tables)
     wrong = sum(b is not None and a != b for a, b in zip(large, small))
     kept = sum(a is not None and a == b for a, b in zip(large, small))
     assert wrong < 0.01 * len(large) and 300 < kept < 0.8 * sum(a is not None for a in large)
@@ -197,10 +235,9 @@ def test_rows_and_their_embedding():
     and CLASSES for each order of the other; the last row: no candidate."""
     model, tokens = randomised(CFG), some_tokens(CFG, 2, 24)
     model.counts.count(some_text())
-    rows, = model.candidates(tokens)
-    keys = keys_of(tokens, lengths(tokens), CFG.count_orders + CFG.copy_orders)
-    found = [model.counts(keys),
-             copies(tokens, keys, lengths(tokens), CFG.copy_orders)]
+    text, row = model.matches(tokens, tokens.roll(-1, 1))
+    rows, = model.candidate_rows(text, row)
+    found = [train_gpt.text_candidates(text), train_gpt.row_candidate(row)]
     sources = [[x[i] for x in source] for source in found for i in range(len(source[0]))]
     assert rows.shape == (2, 24, 2, 4) and model.classes == 2 * CLASSES
     total, kinds = torch.zeros(2, 24, CFG.model_dim), Counter()
@@ -212,11 +249,9 @@ def test_rows_and_their_embedding():
         total[b, t] += model.candidate_embed[a] * model.class_scale[c] + model.class_embed[c]
         kinds[c // 16] += 1
     assert len(kinds) > 4
-    context = make_context(model, 24)
     whole = model.embed[tokens] + model.bigram_embed[train_gpt.bigram_ids(tokens, CFG.bigram_rows)] + total
     got = model.embedded(tokens, [rows], torch.float32)
     assert torch.allclose(got, train_gpt.rms_norm(whole), atol=1e-5)
-    assert torch.equal(model.hidden(tokens, context), model.hidden(tokens, context, rows))
 
 
 def test_no_candidate_depends_on_what_comes():
@@ -228,19 +263,75 @@ def test_no_candidate_depends_on_what_comes():
 
 
 def test_without_orders_nothing_is_there():
-    model = make_model(replace(CFG, count_orders=(0,), copy_orders=(0,)))
-    assert model.candidates(some_tokens(CFG, 1, 8)) == [] and not model.counts.stored()
-    assert not {"candidate_embed", "class_embed", "class_scale"} & {*dict(model.named_parameters())}
+    for off in (dict(count_orders=(0,), copy_orders=(0,)), dict(memory=False)):
+        model = make_model(replace(CFG, **off))
+        tokens = some_tokens(CFG, 1, 8)
+        assert model.candidates(tokens, tokens) == [] and not model.counts.stored()
+        assert not any("candidate" in name or "class" in name or "gate" in name
+                       for name, _ in model.named_parameters())
+
+
+@torch.no_grad()
+def test_the_mixture_is_its_definition():
+    """From the text and the row alone; and the loss, which knows what comes next."""
+    model, row = randomised(CFG), some_text(150, seed=5).astype(np.int64)
+    model.counts.count(some_text())
+    tokens = torch.from_numpy(row)[None]
+    context = make_context(model, len(row))
+    x = model.activations(tokens, context, *model.candidate_rows(*model.matches(tokens, tokens.roll(-1, 1))))
+    own = train_gpt.softcap(x @ model.head.T, CFG.logit_softcap).softmax(-1)[0]
+    weights = dict(model.named_parameters())
+    want = reference_mixture(CFG, model.counts.text, weights, row.tolist(), x[0], own).log()
+    got = log_probs(model, tokens)
+    torch.testing.assert_close(got[0], want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.exp().sum(-1), torch.ones(1, len(row)), atol=1e-5, rtol=0)
+    assert (got[0].exp() > 0).all()
+    loss = model(tokens[:, :-1], tokens[:, 1:], make_context(model, len(row) - 1))
+    torch.testing.assert_close(loss, -want[:-1].gather(-1, tokens[0, 1:, None]).mean(), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_in_training_the_own_document_does_not_count():
+    """The loss of a row of the training text is that of the same row where the text lacks its document."""
+    own = np.array([BOS, *range(2, 12)], np.uint16)     # no n-gram of two or more comes twice in it
+    others = np.array([BOS, 2, 3, 4, 5, 6, 9, BOS, 4, 5, 6, 9, BOS, 4, 5, 6, 7, 3], np.uint16)
+    text = np.concatenate([some_text(), own, others])
+    document = torch.from_numpy(own.astype(np.int64))[None]
+    cfg = replace(CFG, count_orders=(2, 4), copy_orders=(0,))
+    losses = []
+    for counted_text in (text, np.concatenate([some_text(), others])):
+        model = randomised(cfg)
+        model.counts.count(counted_text)
+        tokens, targets = document[:, :-1], document[:, 1:]
+        inputs = model.candidates(tokens, targets) if len(counted_text) == len(text) else ()
+        losses.append(model(tokens, targets, make_context(model, tokens.size(1)), *inputs).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@torch.no_grad()
+def test_without_a_mixture():
+    model, tokens = randomised(replace(CFG, mixture=False)), some_tokens(CFG, 1, 24)
+    model.counts.count(some_text())
+    assert model.hidden(tokens, make_context(model, 24)).shape == (1, 24, CFG.model_dim)
+    assert len(model.candidates(tokens, tokens)) == 1 and model.gate_weight is None
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_is_the_same(backend):
-    """As GPUs score: candidates are found within the compiled graph."""
+def test_a_compiled_model_is_the_same(backend, monkeypatch):
+    """As GPUs score: all but the n-grams and the mixture is a compiled graph."""
     cfg = small("tiny", num_layers=2, count_orders=(2,), copy_orders=(1, 2), window_schedule=(8,))
     model, tokens = randomised(cfg), some_tokens(cfg, 2, 24) % 7
     model.counts.count(some_text() % 7)
     context = make_context(model, 24)
-    compiled = torch.compile(TinyModel.hidden, fullgraph=True, backend=backend)(model, tokens, context)
+    made = []
+
+    def compile_with(function):
+        made.append(function)
+        return torch.compile(function, fullgraph=True, backend=backend)
+
+    monkeypatch.setattr(train_gpt, "compile_once", compile_with)
+    compiled = model.compiled_hidden()(tokens, context)
+    assert made == [TinyModel.activations]
     assert torch.allclose(compiled, model.hidden(tokens, context), atol=1e-4)
 
 
@@ -250,9 +341,11 @@ def test_a_step_trains_on_them():
     optimizer, before = Optimizer(model, CFG), model.candidate_embed.clone()
     tokens = torch.from_numpy(some_text()[:97].astype(np.int64))
     batch = tokens[:-1].view(4, 24), tokens[1:].view(4, 24)
-    rows, = model.candidates(*batch)
+    inputs = model.candidates(*batch)
+    rows = inputs[0]
     context = make_context(model, 24)
-    train_gpt.train_step(model, optimizer, (*batch, rows), 2, context, 1, 0.7, 0.9)
+    train_gpt.train_step(model, optimizer, (*batch, *inputs), 2, context, 1, 0.7, 0.9)
+    assert all(p.any() for p in (model.gate_weight, model.gate_class, model.gate_longest))
     touched = (model.candidate_embed - before).abs().sum(1) > 1e-6
     assert touched.nonzero()[:, 0].tolist() == rows[:, :, 0].unique().tolist()
 

@@ -96,10 +96,11 @@ def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
 
 def test_score_of_a_uniform_guess(toy):
     """Zero lm_head: every token has probability 1/512, whatever the text. Nothing is drawn or changed."""
-    model = toy.cfg.make_model(train_gpt.Kernels())
+    cfg = replace(toy.cfg, mixture=False)
+    model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 0)
     before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-    score = evaluate(model, toy.cfg, toy.data, fake_team())
+    score = evaluate(model, cfg, toy.data, fake_team())
     assert score.val_loss == pytest.approx(math.log(512), rel=1e-6)
     assert score.val_bpb == pytest.approx(9 * 210 / 400, rel=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
@@ -345,8 +346,8 @@ def test_log_lines(first):
     assert [int(step) for step, *_ in train] == [*range(1, 11), 15, 20, 25]
     assert [int(step) for step, *_ in val] == [0, 20, 25]
     losses = [float(loss) for _, loss, *_ in train]
-    assert losses[0] == pytest.approx(math.log(512), abs=1e-3) == float(val[0][1])
-    assert losses[-1] < losses[0] - 0.5
+    assert max(losses[0], float(val[0][1])) < math.log(512)     # untrained: n-grams beside a uniform guess
+    assert losses[-1] < math.log(512) - 1
     times = [int(ms) for _, _, ms, _ in train]
     assert times == sorted(times)
     assert all(float(mean) == pytest.approx(int(ms) / int(step), abs=1) for step, _, ms, mean in train)

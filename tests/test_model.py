@@ -2,6 +2,7 @@
 first values. What speedrun_plus computes: test_golden.py, test_speedrun_plus.py."""
 
 import math
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = dict(vocab_size=61, train_seq_len=24, train_batch_tokens=24, model_dim=48, num_layers=4, num_heads=6,
             mlp_mult=2, bos_id=4)
 TOY = {  # what else makes a recipe small; its techniques stay on
-    "tiny": dict(bigram_rows=500, count_bits=12, count_orders=(2,), copy_orders=(1, 3), window_pattern="L",
+    "tiny": dict(bigram_rows=500, count_bits=20, count_orders=(2,), copy_orders=(1, 3), window_pattern="L",
                  window_schedule=(0,), batch_schedule=(1,)),
     "golf": dict(num_kv_heads=3),
     "golf_plus": dict(num_kv_heads=2, loop_layers=(1, 2), gptq_batches=0),
@@ -151,7 +152,7 @@ def reference_embedding(cfg, w, tokens):
     x = w["embed"][tokens].clone()
     if cfg.bigram_rows:
         x = x + torch.stack([w["bigram_embed"][row] for row in bigram_rows(cfg, tokens.tolist())])
-    for rows in w["candidates"]:
+    for rows in w.get("candidates", ()):
         for t, (token, sure) in enumerate(rows[0].tolist()):
             for a, c in zip(token, sure):
                 x[t] += w["candidate_embed"][a] * w["class_scale"][c] + w["class_embed"][c]
@@ -211,7 +212,10 @@ def reference_log_probs(model, tokens, window):
     """One sequence, tokens (T,) -> (T, V) float64. window: of long layers, 0: everything."""
     cfg = described(model.cfg)
     w = {name: p.detach().double() for name, p in model.named_parameters()}
-    w["candidates"] = model.candidates(tokens[None])
+    text = row = None
+    if model.cfg.preset == "tiny":
+        text, row = model.matches(tokens[None], tokens.roll(-1)[None])
+        w["candidates"] = model.candidate_rows(text, row)
     first, last = cfg.loop_layers if cfg.loop_layers != (0,) else (0, -1)
     order = [*range(last + 1), *[*range(first, last + 1)] * cfg.loop_schedule[-1],
              *range(last + 1, cfg.num_layers)]
@@ -262,10 +266,60 @@ def reference_log_probs(model, tokens, window):
             stack.append(x)
     if cfg.backout_layer:
         x = x - w["backout"] * outputs[cfg.backout_layer]
-    logits = normalised(x) @ (w["embed"] if cfg.tie_embeddings else w["head"]).T
+    x = normalised(x)
+    logits = x @ (w["embed"] if cfg.tie_embeddings else w["head"]).T
     if cfg.logit_softcap:
         logits = cfg.logit_softcap * torch.tanh(logits / cfg.logit_softcap)
-    return logits - logits.exp().sum(-1, keepdim=True).log()
+    scores = logits - logits.exp().sum(-1, keepdim=True).log()
+    if "gate_weight" not in w:
+        return scores
+    return reference_mixture(model.cfg, model.counts.text, w, tokens.tolist(), x, scores.exp()).log()
+
+
+def documents_after(text, n, bos):
+    """{n-gram: {token: documents in which it comes next}}"""
+    found, document = defaultdict(lambda: defaultdict(set)), np.cumsum(text == bos)
+    for end in range(n, len(text)):
+        found[tuple(text[end - n:end].tolist())][int(text[end])].add(int(document[end - 1]))
+    return found
+
+
+def reference_mixture(cfg, text, w, row, x, own):
+    """The model's own probabilities (T, V) mixed with those of the n-grams. text: the training text, which
+    counts by documents. row: T tokens. x (T, C): last activations. w: {name: weights}"""
+    counted, matched = cfg.counted_orders(), cfg.matched_orders()
+    after = {n: documents_after(text, n, cfg.bos_id) for n in counted}
+    mixed = torch.zeros_like(own)
+    for t in range(len(row)):
+        sources, classes, longest = [], [], [0, 0]
+        for n in counted:
+            gram = tuple(row[t + 1 - n:t + 1]) if t + 1 >= n else None
+            counts = Counter({token: len(documents) for token, documents in after[n].get(gram, {}).items()})
+            few = min(len(counts), 3) - 1
+            spread = few + (few == 2 and 4 * len(counts) > counts.total())
+            sources.append(counts)
+            classes.append(1 + 6 * sum(counts.total() >= limit for limit in (2, 3, 6, 16, 64)) + spread)
+            longest[0] += bool(counts)
+        for n in matched:
+            gram = row[t + 1 - n:t + 1]
+            ends = [end for end in range(n - 1, t) if t + 1 >= n and row[end + 1 - n:end + 1] == gram]
+            counts = Counter(row[end + 1] for end in ends)
+            twice = len(ends) > 1 and row[ends[-1] + 1] == row[ends[-2] + 1]
+            spread = 0 if len(counts) < 2 else 1 + (2 * len(counts) > counts.total())
+            sources.append(counts)
+            often = sum(counts.total() >= limit for limit in (2, 3, 5, 9, 20))
+            classes.append(1 + 6 * often + 2 * spread + twice)
+            longest[1] += bool(counts)
+        both = longest[0] * (1 + len(matched)) + longest[1]
+        score = w["gate_weight"] @ x[t] + w["gate_longest"][both]
+        for i, counts in enumerate(sources):
+            score[1 + i] += w["gate_class"][37 * i + classes[i]] if counts else -100
+        gates = score.exp() / score.exp().sum()
+        mixed[t] = gates[0] * own[t]
+        for gate, counts in zip(gates[1:], sources):
+            for token, count in counts.items():
+                mixed[t, token] += gate * count / counts.total()
+    return mixed
 
 
 NO_SOFTCAP, NO_ROPE = dict(logit_softcap=0.0), dict(rope_base=0.0)
@@ -274,7 +328,8 @@ SETTINGS = {
         "as it is": {}, "no softcap": NO_SOFTCAP, "no RoPE": NO_ROPE, "no key offset": dict(key_offset=False),
         "no bigrams": dict(bigram_rows=0), "few bigram rows": dict(bigram_rows=31),
         "no counts": dict(count_orders=(0,)), "no copies": dict(copy_orders=(0,)),
-        "no candidates": dict(count_orders=(0,), copy_orders=(0,)),
+        "no candidates": dict(count_orders=(0,), copy_orders=(0,)), "no memory": dict(memory=False),
+        "no mixture": dict(mixture=False),
         "no skips": dict(unet_skips=False), "no value embeddings": dict(value_embed_layers=(0,)),
         "value embeddings": dict(value_embed_layers=(1, 0, 2)),
         "windows": dict(window_pattern="SSL", window_schedule=(10,)),
@@ -381,6 +436,7 @@ def test_golf_has_its_parameters():
 
 @pytest.mark.parametrize("preset, settings", [
     ("tiny", dict(bigram_rows=0)), ("tiny", dict(count_orders=(0,), copy_orders=(0,))),
+    ("tiny", dict(memory=False)), ("tiny", dict(mixture=False)),
     ("tiny", dict(unet_skips=False)), ("tiny", dict(value_embed_layers=(0,))),
     ("golf_plus", dict(skip_mix=False)),
     ("speedrun", dict(attn_gate_dim=0)), ("speedrun", dict(smear_dim=0)), ("speedrun", dict(backout_layer=0)),
@@ -421,7 +477,7 @@ def test_a_parameter_without_a_row_raises():
 # ------------------------------------------------------------ first values
 CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, candidate_embed=0,
                  class_embed=0, class_scale=1, resid_lambda=1, x0_lambda=0, layer_scale=1, skip_weights=1,
-                 qk_gain=1.25)
+                 qk_gain=1.25, gate_weight=0, gate_class=0, gate_longest=0)
 
 
 def test_first_values_of_tiny():
@@ -508,7 +564,7 @@ def test_the_artifact_follows_the_table():
 @torch.no_grad()
 def test_any_depth_begins_with_a_uniform_guess(layers):
     """Projections and the untied lm_head are zero."""
-    cfg = small("tiny", num_layers=layers)
+    cfg = small("tiny", num_layers=layers, mixture=False)
     model, tokens = make_model(cfg), some_tokens(cfg, 2, 25)
     init_parameters(model, 0)
     model.counts.count(some_tokens(cfg, 1, 300)[0].numpy().astype(np.uint16))

@@ -48,7 +48,7 @@ def short(go):
 
 
 def test_one_rank(alone):
-    assert alone.losses[1] == pytest.approx(np.log(512), abs=1e-3) and alone.losses[20] < alone.losses[1] - 1
+    assert alone.losses[1] < np.log(512) and alone.losses[20] < np.log(512) - 1
     assert alone.result["tokens"] == 10 * 1024 + 10 * 2048
     assert [*alone.val_losses] == [0, 10, 20]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TALLY_BITS, TOKEN_BITS, low_bits, ngram_keys
+from train_gpt import (CHECK_BITS, DOCUMENT_BITS, KEY_BITS, MOST_DOCUMENTS, TOKEN_BITS, low_bits,
+                       ngram_keys)
 
 DTYPES = {"F32": torch.float32, "I16": torch.int16}
 
@@ -35,30 +36,35 @@ def fill(model, tensors):
 
 def fill_counts(counts, text):
     """Counts the training text, int16 (n,), as NgramCounts.count() does with several threads."""
-    cfg, most = counts.cfg, low_bits(TALLY_BITS)
+    cfg = counts.cfg
     counts.shift = KEY_BITS - cfg.count_bits
-    counts.tables = torch.zeros(len(counts.tables), 1 << cfg.count_bits, dtype=torch.int64)
+    counts.room = 3 * len(text) + 8
+    counts.tables = torch.zeros(len(counts.tables), 1 << cfg.count_bits, dtype=torch.int32)
+    counts.lists = torch.zeros(len(counts.tables), counts.room, dtype=torch.int32)
     tokens = text.long() & low_bits(TOKEN_BITS)
     documents = (tokens == cfg.bos_id).cumsum(0) * 0x9E3779B1 >> 8 & low_bits(DOCUMENT_BITS)
     low = (tokens[1:] << DOCUMENT_BITS) + documents[:-1]
-    for table, (n, key) in zip(counts.tables, ngram_keys(tokens, cfg.count_orders)):
+    for table, lists, (n, key) in zip(counts.tables, counts.lists, ngram_keys(tokens, counts.orders)):
         # 1. each n-gram with the token after it and the document, once
         seen = ((key[n - 1:-1] << TOKEN_BITS + DOCUMENT_BITS) + low[n - 1:]).unique()
         # 2. how many documents have an n-gram and a token after it
         pairs, having = (seen >> DOCUMENT_BITS).unique_consecutive(return_counts=True)
-        having = having.clamp(max=most)
+        having = having.clamp(max=MOST_DOCUMENTS)
         ranked = having << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
-        # 3. of each n-gram the two tokens that most documents have, and the documents with any
-        keys, ngram = (pairs >> TOKEN_BITS).unique_consecutive(return_inverse=True)
+        keys, ngram, sizes = (pairs >> TOKEN_BITS).unique_consecutive(return_inverse=True, return_counts=True)
+        # 3. the list of each n-gram: the two tokens that most documents have come first
         nothing = torch.zeros_like(keys)
         best = nothing.scatter_reduce(0, ngram, ranked, "amax")
-        others = ranked.where(ranked != best[ngram], 0)
-        second = nothing.scatter_reduce(0, ngram, others, "amax")
-        total = nothing.index_add(0, ngram, having).clamp(max=most)
-        entries = best << TALLY_BITS + TOKEN_BITS | second
-        entries = entries << TALLY_BITS | total
-        entries = entries << CHECK_BITS | keys & low_bits(CHECK_BITS)
+        second = nothing.scatter_reduce(0, ngram, ranked.where(ranked != best[ngram], 0), "amax")
+        group = torch.where(ranked == best[ngram], 0, torch.where(ranked == second[ngram], 1, 2))
+        ranked = ranked[(3 * ngram + group).argsort(stable=True)]
+        starts = 4 + sizes.cumsum(0) - sizes + 2 * torch.arange(len(keys))
+        lists[starts] = (sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)).int()
+        lists[starts + 1] = nothing.index_add(0, ngram, having).int()
+        lists[torch.arange(len(pairs)) + 6 + 2 * ngram] = ranked.int()
         # 4. of n-grams in the same place the last one stays
         place = (keys & low_bits(KEY_BITS)) >> counts.shift
         last = F.pad(place[1:] != place[:-1], (0, 1), value=True)
-        table[place[last]] = entries[last]
+        table[place[last]] = starts[last].int()
+        counts.longest = max(counts.longest, int(sizes.max()))
+    counts.lists = counts.lists.flatten()
