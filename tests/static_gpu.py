@@ -14,8 +14,9 @@ be believed. Replaced in Python: NCCL by torch.testing's fake process group (thi
 attention by functions that allocate what the fused kernels would; the first values, which are not drawn.
 
 The milliseconds are those of a GPU that reaches the ceilings in GPUS in every part, one after another: a
-way to see which part grew, no prediction. The time of the ranks' collectives stands beside the sum. Exit
-code 1: some PROBLEM line was printed.
+way to see which part grew, no prediction. Beside the sum stands an estimate for 8 H100: the sum times what
+the game's record logged over what was counted of its own script (FACTORS). The time of the ranks'
+collectives stands beside both. Exit code 1: some PROBLEM line was printed.
 """
 
 import argparse
@@ -67,6 +68,19 @@ FP32 = 60e12  # FLOP/s of fp32 products on an H100
 NVLINK = 370e9  # bytes/s of a collective among 8 H100
 TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("fp8", 1)}  # cudaDataType
 GIB = 2**30
+# A record's logged milliseconds over the sum that was counted of its own script, per stage, by torch 2.14.1
+# and before tensor lists were counted: nanochat's d26, modded-nanogpt's 2025-11-29, parameter-golf's Seq4096
+SPEEDRUN_FACTORS, GPT2_FACTORS, GOLF_FACTORS = (1.32, 1.23, 1.18), (1.34,), (2.4,)
+# Steps that the records made within the clock that ends these games
+RECORD_STEPS = {"golf": 8394, "golf_plus": 4988}
+FACTORS = {
+    "speedrun": SPEEDRUN_FACTORS,
+    "speedrun_plus": SPEEDRUN_FACTORS,
+    "gpt2": GPT2_FACTORS,
+    "gpt2_plus": GPT2_FACTORS,
+    "golf": GOLF_FACTORS,
+    "golf_plus": GOLF_FACTORS,
+}
 
 
 # ---------- the library
@@ -429,6 +443,22 @@ class Subject:
         )
 
 
+def stage_name(cfg, stage):
+    """`x3 window 1664`, and loops where there are any."""
+    long = cfg.windows(stage, stage.row_tokens).get("long_window", 0)
+    name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
+    return name + (f" loops {stage.loops}" if getattr(stage, "loops", 0) else "")
+
+
+def steps_of_stages(cfg, total):
+    """{name of a stage: its steps} of a run of so many."""
+    found = collections.Counter()
+    firsts = [round(total * stage.begins) for stage in cfg.stages()]
+    for stage, first, end in zip(cfg.stages(), firsts, [*firsts[1:], total]):
+        found[stage_name(cfg, stage)] += end - first
+    return dict(found)
+
+
 def core_seconds():
     """Of this process and of those that it has started, such as ptxas."""
     return sum(os.times()[:4])
@@ -520,10 +550,10 @@ def measure(words, ranks, trainer_path):
     found["micro_batch"] = run.micro
     count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4)
     found["stages"] = {}
+    total = RECORD_STEPS.get(cfg.preset, trainer.total_steps(cfg)) if cfg.max_wallclock_seconds else None
+    found["steps"] = steps_of_stages(cfg, total or trainer.total_steps(cfg))
     for stage in cfg.stages():
-        long = cfg.windows(stage, stage.row_tokens).get("long_window", 0)
-        name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
-        name += f" loops {stage.loops}" if getattr(stage, "loops", 0) else ""
+        name = stage_name(cfg, stage)
         if name not in found["stages"]:
             found["stages"][name] = subject.stage(stage)
     try:
@@ -566,6 +596,32 @@ def problems(found):
     return sentences
 
 
+def expected(title, stage, ms):
+    """The time to expect of a step on 8 H100, by what the game's record took, in words; "" elsewhere."""
+    preset = title.split()[0]
+    if preset not in FACTORS or not title.endswith("on 8 x h100"):
+        return ""
+    factors = FACTORS[preset]
+    factor = factors[min(int(stage.split()[0][1:]), len(factors)) - 1]
+    return f", so about {ms * factor:.1f} (estimate: the record took {factor} times its own sum)"
+
+
+def alone(title, found):
+    """The whole recipe on one GPU: hours, and the command."""
+    words, _, gpu = title.partition(" on 1 x ")
+    preset = words.split()[0]
+    hours = 0.0
+    for place, (stage, row) in enumerate(found["stages"].items()):
+        factors = FACTORS.get(preset, (1.0,))
+        factor = factors[min(place, len(factors) - 1)]
+        hours += found["steps"].get(stage, 0) * row["sum_ms"] * factor / 3.6e6
+    steps = sum(found["steps"].values())
+    command = f"./run.sh {words}"
+    if preset in RECORD_STEPS:
+        command += f" MAX_WALLCLOCK_SECONDS=0 ITERATIONS={steps}"
+    return f"all {steps:,} steps on one {gpu}: about {hours:.1f} hours (estimate), by: {command}"
+
+
 def report(title, found, kernels=0):
     """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
     print(f"\n== {title}")
@@ -598,7 +654,8 @@ def report(title, found, kernels=0):
             f"{row['spilled_bytes']} B"
         )
         print(
-            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}; collectives {row['collectives_ms']}"
+            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}"
+            f"{expected(title, name, row['sum_ms'])}; collectives {row['collectives_ms']}"
         )
         for kernel in row["largest"][:kernels]:
             print(
@@ -606,6 +663,8 @@ def report(title, found, kernels=0):
                 f"{kernel['registers']} registers, stack {kernel['stack']} B: {kernel['name']}"
             )
     print(f"  evaluation: {found['evaluation']}")
+    if " on 1 x " in title:
+        print(f"  {alone(title, found)}")
 
 
 def flat(tree, path=()):
