@@ -28,6 +28,7 @@ hardware, nothing overlapped. Computed, not measured; without PRESET for golf, s
 
     ./run.sh bench --saving [--steps N] [--repeats N]       what checkpoints cost on the clock
     ./run.sh bench --codecs logs/<run_id>/final_model.pt    one run's weights in every codec: score and bytes
+    ./run.sh bench --peers [--help]     bits per byte of compressors and plainer GPTs, by tools/peers.py
 """
 import argparse
 import importlib.util
@@ -679,6 +680,10 @@ def check_names(settings, trainer=train_gpt):
 
 
 def main():
+    words = sys.argv[1:]
+    if "--peers" in words:
+        words.remove("--peers")
+        os.execv(sys.executable, [sys.executable, str(ROOT / "tools/peers.py"), *words])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="PRESET or NAME=value")
     parser.add_argument("--steps", type=int, default=40)
