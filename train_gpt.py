@@ -2572,8 +2572,8 @@ class GolfPlus(Config):
                                     0, 10)
     artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: its maximum / 127", 0, 10)
     gptq_batches: int = optional(64, "batches that calibrate GPTQ; 0: round to nearest instead", 0, 10_000)
-    gptq_seconds: float = optional(12.0, "most seconds that they may take, with fewer batches if need be; 0: "
-                                   "no limit", 0, 1e7)
+    gptq_seconds: float = optional(12.0, "most seconds that they may take in a run with a cap, with fewer "
+                                   "batches if need be; 0: no limit", 0, 1e7)
     # parameter-golf#1394: -0.0168
     eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
@@ -2671,7 +2671,8 @@ class GolfPlus(Config):
         """Hessians for GPTQ; the embedding has one too, as lm_head."""
         if not self.gptq_batches:
             return {}
-        return input_hessians(model, self, data, team, self.gptq_batches, self.gptq_seconds, log)
+        seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
+        return input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
