@@ -753,7 +753,7 @@ def proxy_text(path: str, full: Any) -> tuple[int, int]:
     """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. One that is not
     there is planned like the embedded corpus; one without a tokenizer has the recipe's tokens."""
     try:
-        manifest = json.loads(Path(path, "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(Path(path, "manifest.json")))
         vocab_size = (manifest.get("tokenizer") or {}).get("vocab_size", full.vocab_size)
         val = sum([file["tokens"] for file in manifest["files"] if file["split"] == "val"])
     except (OSError, ValueError, AttributeError, KeyError, TypeError):

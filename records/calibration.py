@@ -5,6 +5,7 @@ run. A technique is taken out of speedrun_plus, a known loser is put into it. A 
 seed, is kept for the end: `--kept` runs and reports it.
 """
 import csv
+import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 import tries
 from folders import ROOT
-from runs import demand
+from runs import demand, inputs
 from tries import Change, Proxy
 
 PRESET = "speedrun_plus"
@@ -218,7 +219,7 @@ def scripts(text: str) -> dict[str, Path]:
 def jobs_of(args: Any, names: list[str]) -> list:
     """[(change, proxy, seed)]: all changes at the first seed, then at the next; base has a seed more each."""
     further = tries.flags_of(args.settings)
-    base_text = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    base_text = inputs.read_text(ROOT / "train_gpt.py")
     files = scripts(base_text)
     jobs = []
     for number in range(args.seeds):
@@ -301,10 +302,10 @@ def write_runs(losses: dict, path: Path) -> None:
 def read_runs(path: Path) -> dict:
     demand(path.exists(), f"{path.name} is not there: calibrate --write makes it")
     losses: dict = {}
-    with open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file, delimiter="\t"):
-            cell = (row["name"], int(row["width"]), row["text"])
-            losses.setdefault(cell, {})[int(row["seed"])] = float(row["val_loss"])
+    lines = io.StringIO(inputs.read_text(path), newline="")
+    for row in csv.DictReader(lines, delimiter="\t"):
+        cell = (row["name"], int(row["width"]), row["text"])
+        losses.setdefault(cell, {})[int(row["seed"])] = float(row["val_loss"])
     return losses
 
 

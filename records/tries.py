@@ -6,6 +6,7 @@ was killed goes on where it ended. sequential.py has the tests.
 import ast
 import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import sequential
 from folders import ROOT, sha256
-from runs import Refused, Run, demand, read_log
+from runs import Refused, Run, demand, inputs, read_log
 from sequential import Noise, Series
 from trials import last_line, run_once, training_command
 
@@ -61,7 +62,7 @@ def proxy_command(change: Change, proxy: Proxy) -> str:
 @cache
 def script_facts(path: Path) -> tuple[str, list[str]]:
     """sha256 of a script that nobody edits, and its constants as they are named in an environment."""
-    text = path.read_text(encoding="utf-8")
+    text = inputs.read_text(path)
     constants = re.findall(r"^    (\w+): \w+ = option(?:al)?\(", text, re.M)
     return sha256(text.encode()), sorted({name.upper() for name in constants} - {"SEED", "RUN_ID"})
 
@@ -201,8 +202,8 @@ def read_ledger(path: str | Path) -> list[dict]:
     """The tries so far."""
     if not Path(path).exists():
         return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file, delimiter="\t"))
+    lines = io.StringIO(inputs.read_text(path), newline="")
+    return list(csv.DictReader(lines, delimiter="\t"))
 
 
 def add_to_ledger(path: str | Path, row: dict) -> None:
@@ -237,7 +238,7 @@ def try_change(args: Any, say: Callable) -> dict:
     # 1. the two scripts
     commit = git("rev-parse", "--short", "HEAD").strip()
     head_text = git("show", "HEAD:train_gpt.py")
-    tree_text = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    tree_text = inputs.read_text(ROOT / "train_gpt.py")
     settings = [word for word in args.words if re.match(r"[A-Za-z]\w*=\S", word)]
     flags = flags_of(settings)
     demand(args.same or flags or tree_text != head_text,
@@ -343,15 +344,15 @@ def read_plan(args: Any) -> dict:
                  rounds=args.rounds, seed=args.seed)
     path = folder / "plan.json"
     if path.exists():
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = json.loads(inputs.read_text(path))
         demand(not args.changes or asked == plan, f"{path} ranks something else: give another --name")
         return plan
     demand(args.changes, "rank takes changes: NAME=value, a script, or a folder of logs/tries")
-    base = Change("base", frozen((ROOT / "train_gpt.py").read_text(encoding="utf-8"), folder / "base"), {})
+    base = Change("base", frozen(inputs.read_text(ROOT / "train_gpt.py"), folder / "base"), {})
     scripts = {}
     for i, word in enumerate(args.changes):
         change = parse_change(word, base)
-        scripts[i] = change.script.read_text(encoding="utf-8")
+        scripts[i] = inputs.read_text(change.script)
         for width in args.widths:
             planned(change, Proxy(args.preset, width, args.texts[0]))       # refused before anything trains
     for i, text in scripts.items():

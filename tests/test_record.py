@@ -750,10 +750,10 @@ def probe_here(env, artifact=None, seed=0):
 @pytest.mark.parametrize("peek", [*LEAKS, *SCORES])
 @pytest.mark.parametrize("weights", ["artifact", slow("random")])
 def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
-    hidden, log_probs = train_gpt.TinyModel.hidden, train_gpt.log_probs
+    activations, log_probs = train_gpt.TinyModel.activations, train_gpt.log_probs
     if peek in LEAKS:
-        monkeypatch.setattr(train_gpt.TinyModel, "hidden", lambda model, tokens, context: LEAKS[peek](
-            model, hidden(model, tokens, context), tokens))
+        monkeypatch.setattr(train_gpt.TinyModel, "activations", lambda model, tokens, *more: LEAKS[peek](
+            model, activations(model, tokens, *more), tokens))
     else:
         monkeypatch.setattr(train_gpt, "log_probs", lambda *asked: SCORES[peek](log_probs(*asked)))
     artifact = toy / "logs/a0/final_model.int8.ptz" if weights == "artifact" else None
