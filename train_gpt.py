@@ -964,6 +964,7 @@ class Kernels(NamedTuple):
     qkv: Callable | None = None  # query, key and value in one product
     mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
     mlp_scales: Callable | None = None
+    losses: Callable | None = None  # of tiny: token_losses()
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable, cuts: bool = False) -> dict:
@@ -1629,6 +1630,12 @@ def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
     longest = (matches - 1).clamp(min=0)
     return matches > 0, found.last.gather(0, longest), sure.gather(0, longest)
 
+def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Cross-entropy of each target in nats (B, T). x (B, T, C), head (V, C), targets (B, T). cap: of the
+    softcap."""
+    logits = softcap(linear(x, head).float(), cap)
+    return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
+
 # Classes of a distribution, by how often its n-gram came and how many tokens came after it; 0: never.
 TEXT_LIMITS = (2, 3, 6, 16, 64)
 ROW_LIMITS = (2, 3, 5, 9, 20)
@@ -2026,6 +2033,9 @@ class Tiny(Config):
     def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
         return window_attention(self, on_gpu, log)
 
+    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
+        return dict(losses=fused_token_losses)
+
     def make_model(self, kernels: Kernels) -> Model:
         return TinyModel(self, kernels)
 
@@ -2257,8 +2267,7 @@ class TinyModel(CountingModel):
             return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
         rows, shares, classes, longest = inputs
         x = self.activations(tokens, context, rows)
-        logits = softcap(self.kernels.head_linear(x, self.head).float(), self.cfg.logit_softcap)
-        own = logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
+        own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
         gates = self.log_gates(x, classes, longest)
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixed = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
@@ -6880,6 +6889,28 @@ class FusedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad, x, head = ctx.saved_tensors
         return grad_loss * (grad @ head), grad_loss * (grad.T @ x).float(), None, None, None, None
+
+class FusedTokenLosses(torch.autograd.Function):
+    """token_losses() as FusedLoss makes their mean: x (N, C), head (V, C), targets (N,) -> (N,)."""
+    @staticmethod
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
+        head = head.to(x.dtype)
+        one = x.new_ones(1, dtype=torch.float32)
+        losses, grad = row_losses(x @ head.T, targets[:, None], one, (cap, 0.0, 0.0), 1.0, x.dtype)
+        ctx.save_for_backward(grad, x, head)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor) -> tuple:
+        grad, x, head = ctx.saved_tensors
+        grad = grad * grad_losses[:, None].to(grad.dtype)
+        return grad @ head, (grad.T @ x).float(), None, None
+
+def fused_token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """token_losses() by FusedTokenLosses in compiled steps."""
+    if not can_fuse((cap, 0.0, 0.0)):
+        return token_losses(x, head, targets, cap)
+    return FusedTokenLosses.apply(x.flatten(0, 1), head, targets.flatten(), cap).view(targets.shape)
 
 class Fp8FusedLoss(torch.autograd.Function):
     """FusedLoss with lm_head's products in fp8. The logits' gradient is in e5m2 at once. scales: of x, head

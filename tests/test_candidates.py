@@ -390,3 +390,23 @@ def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
         torch.save(train_gpt.to_payload(CFG, tensors), path)
         with pytest.raises(train_gpt.Refused, match="damaged or no model"):
             train_gpt.load_model(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_losses_are_the_plain_ones(dtype):
+    """Values and gradients, each token with a weight of its own."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 9, 16, generator=draw).to(dtype).requires_grad_()
+    head = torch.randn(31, 16, generator=draw).requires_grad_()
+    targets = torch.randint(31, (2, 9), generator=draw)
+    weights = torch.rand(2, 9, generator=draw)
+    found = []
+    for losses in (train_gpt.token_losses, train_gpt.FusedTokenLosses.apply):
+        if losses is train_gpt.token_losses:
+            mine = losses(x, head, targets, 15.0)
+        else:
+            mine = losses(x.flatten(0, 1), head, targets.flatten(), 15.0).view(2, 9)
+        found.append((mine, *torch.autograd.grad((mine.float() * weights).sum(), (x, head))))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for fused, plain in zip(*found):
+        torch.testing.assert_close(fused.float(), plain.float(), atol=tolerance, rtol=tolerance)

@@ -1,4 +1,4 @@
-"""A model outside of the trainer: the export, its model.py with torch alone, the eight lines of README."""
+"""A model outside of the trainer: the export, its model.py with torch alone, the eight lines of running.md."""
 import argparse
 import ast
 import json
@@ -226,16 +226,16 @@ def test_what_is_no_model(tool, tmp_path):
     assert code == 2 and "damaged or no model" in err and len(err.splitlines()) == 1
 
 
-def test_the_lines_of_readme(tiny_data, tmp_path, monkeypatch, capsys):
+def test_the_lines_of_running(tiny_data, tmp_path, monkeypatch, capsys):
     """They load a run's artifact, score a text, and continue it."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/running.md").read_text(), re.S)[1]
     assert len(code.strip().splitlines()) <= 8
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").symlink_to(tiny_data / "data")
     assert train_gpt.main([], toy_environment(run_id="RUN", iterations=2, val_tokens=512)) == 0
     capsys.readouterr()
     code = code.replace("embedded.model", "toy.model")
-    compiled = compile(code, "README.md", "exec")
+    compiled = compile(code, "running.md", "exec")
     names = {}
     exec(compiled, names)
     assert "def " in capsys.readouterr().out and names["nats"] > 0
