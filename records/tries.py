@@ -72,7 +72,7 @@ def run_name(change: Change, proxy: Proxy, seed: int) -> str:
     script, constants = script_facts(change.script)
     environment = [(name, os.environ[name]) for name in constants if name in os.environ]
     manifest = Path(proxy.text, "manifest.json")
-    text = sha256(manifest.read_bytes()) if manifest.exists() else ""
+    text = sha256(inputs.read_bytes(manifest)) if manifest.exists() else ""
     made_of = json.dumps([script, sorted(change.flags.items()), environment, text])
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:10]
     return f"proxy_{proxy.preset}_{proxy.width}_{Path(proxy.text).name}_{digest}_seed{seed}"
@@ -261,7 +261,7 @@ def try_change(args: Any, say: Callable) -> dict:
     noise = noise_of(tries, proxy)
     found = sum([row["verdict"] == "gains" for row in tries])
     needed = sequential.needed_evidence(number, found)
-    row = dict(number=number, commit=commit, script=sha256(yours.script.read_bytes())[:12], what=what,
+    row = dict(number=number, commit=commit, script=sha256(inputs.read_bytes(yours.script))[:12], what=what,
                preset=proxy.preset, width=proxy.width, text=proxy.text, tokens=tokens_here,
                needed=f"{needed:.4g}")
     row |= pairs_of(head, yours, proxy, number, noise, needed, args, say)

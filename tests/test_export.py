@@ -1,4 +1,4 @@
-"""A model outside of the trainer: the export, its model.py with torch alone, the eight lines of running.md."""
+"""A model outside of the trainer: the export, its model.py with torch alone, the lines of docs/running.md."""
 import argparse
 import ast
 import json
