@@ -964,7 +964,7 @@ class Kernels(NamedTuple):
     qkv: Callable | None = None  # query, key and value in one product
     mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
     mlp_scales: Callable | None = None
-    losses: Callable | None = None  # of tiny: token_losses()
+    losses: Callable | None = None  # token_losses(), for tiny
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable, cuts: bool = False) -> dict:
@@ -1363,8 +1363,8 @@ def stacked_keys(keys: dict[int, Tensor], orders: Sequence[int]) -> tuple[Tensor
     chosen = [n for n in sorted(orders) if n > 0]
     key = torch.stack([keys[n] for n in chosen])
     place = torch.arange(key.size(-1), device=key.device)
-    least = torch.tensor(chosen, device=key.device).view(-1, 1, 1) - 1
-    return key, (place >= least).expand_as(key)
+    enough = torch.stack([place >= n - 1 for n in chosen])
+    return key, enough[:, None].expand_as(key)
 
 def document_hashes(text: np.ndarray, bos: int) -> np.ndarray:
     """uint16 (n,) -> for each token a hash of its document's number, int16 (n,)."""
@@ -1438,14 +1438,17 @@ class NgramCounts(nn.Module):
         self.register_buffer("lists", torch.zeros(4, dtype=torch.int32), persistent=False)
 
     def count(self, text: np.ndarray) -> None:
-        """Makes tables and lists from all training tokens in order, uint16 (n,)."""
+        """Makes tables and lists from all training tokens in order, uint16 (n,). Raises Refused."""
+        require(3 * len(text) + 8 < 1 << 31,
+                f"{len(text)} training tokens are more than n-gram tables hold: MEMORY=0 goes without them")
         self.text = text
+        self.longest = 0
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
         self.room = 3 * len(text) + 8
         tables = np.empty((len(self.orders), 1 << self.cfg.count_bits), np.int32)
         torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
-        lists = np.empty((len(self.orders), self.room), np.int32)  # of which memory holds what is written
+        lists = np.empty((len(self.orders), self.room), np.int32)  # untouched pages take no memory
         lists[:, :4] = 0
         tokens = torch.from_numpy(text).int()
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
@@ -1458,7 +1461,7 @@ class NgramCounts(nn.Module):
                 cuts = np.arange(1, threads) * len(seen) // threads
                 seen.partition(cuts)  # then each thread sorts a part in place
                 list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
-                cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # small parts: caches hold them
+                cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
                 parts = np.split(seen, cuts)
                 begins = [0, *cuts.tolist()]
                 sizes = list(pool.map(partial(self.fill, tables[i], lists[i]), parts, begins))
@@ -1526,8 +1529,8 @@ class NgramCounts(nn.Module):
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
-    """What the other documents say, in training: a row's own document has each target (B, T). documents: from
-    documents_with()."""
+    """In training a row's own document has each target (B, T) after its n-gram: what is left without that.
+    Other tokens after the same n-gram in the own document stay. documents: from documents_with()."""
     one_document = 1 << TOKEN_BITS
     size = found.size - (documents == 1).long()
     total = found.total - (documents > 0).long()
@@ -1585,7 +1588,7 @@ class RowMatches(NamedTuple):
     rank: Tensor  # how many of the same n-gram come before, in that order
     total: Tensor  # how often the n-gram came before
     size: Tensor  # number of different tokens after it
-    next_count: Tensor  # how often the token that comes next here came after it
+    next_count: Tensor  # how often the token that follows here had followed it
     last: Tensor  # the token after it the last time
     twice: Tensor  # 1: the same token as the time before that
 
@@ -1636,20 +1639,21 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor
     logits = softcap(linear(x, head).float(), cap)
     return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
 
-# Classes of a distribution, by how often its n-gram came and how many tokens came after it; 0: never.
+# Confidence class of an n-gram's distribution, by how often the n-gram occurred and how many distinct tokens
+# followed it; 0: no match.
 TEXT_LIMITS = (2, 3, 6, 16, 64)
 ROW_LIMITS = (2, 3, 5, 9, 20)
 MIX_CLASSES = 1 + 6 * 6
 
 def text_class(found: TextMatches) -> Tensor:
-    """(orders, B, T)"""
+    """The class of each order's match in the text (orders, B, T)."""
     few = limits_reached(found.size, (2, 3))
     spread = few + torch.where((few == 2) & (found.size * 4 > found.total), 1, 0)
     sure = 1 + 6 * limits_reached(found.total, TEXT_LIMITS) + spread
     return torch.where(found.total > 0, sure, 0)
 
 def row_class(found: RowMatches) -> Tensor:
-    """(orders, B, T)"""
+    """The class of each order's match in the row (orders, B, T)."""
     several = limits_reached(found.size, (2,))
     spread = several + torch.where((several == 1) & (found.size * 2 > found.total), 1, 0)
     sure = 1 + 6 * limits_reached(found.total, ROW_LIMITS) + 2 * spread + found.twice
@@ -1659,44 +1663,61 @@ def numbers_of_runs(starts: Tensor, sizes: Tensor) -> Tensor:
     """starts[i], starts[i] + 1, ... (sizes[i] of them) for each i, one after another. Both (n,)."""
     ends = sizes.cumsum(0)
     total = int(ends[-1])
-    return torch.arange(total, device=sizes.device) + (starts - ends + sizes).repeat_interleave(sizes)
+    first = (starts - ends + sizes).repeat_interleave(sizes, output_size=total)
+    return first + torch.arange(total, device=sizes.device)
+
+def in_parts(sizes: Tensor, most: int = 1 << 24) -> list[slice]:
+    """Slices of places (n,) of which each has about `most` tokens in all, so that memory stays bounded."""
+    ends = sizes.cumsum(0)
+    limits = torch.arange(most, int(ends[-1]) + most, most, device=sizes.device)
+    cuts = torch.searchsorted(ends, limits, right=True).tolist()
+    return [slice(low, high) for low, high in zip([0, *cuts], [*cuts, len(sizes)]) if low < high]
 
 def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Tensor) -> None:
     """Adds the distributions of the training text, each times its gate (orders, B, T), to mixed (B, T, V)."""
     V = mixed.size(-1)
+    first = torch.arange(mixed.numel() // V, device=mixed.device) * V
     for start, size, total, gate in zip(found.start, found.size, found.total, gates):
+        share = (gate / total.clamp(min=1)).flatten()
+        start = start.flatten()
         size = size.flatten()
-        listed = lists[numbers_of_runs(start.flatten(), size)]
-        first = (torch.arange(len(size), device=size.device) * V).repeat_interleave(size)
-        share = (gate / total.clamp(min=1)).flatten().repeat_interleave(size) * (listed >> TOKEN_BITS)
-        mixed.view(-1).index_add_(0, first + (listed & low_bits(TOKEN_BITS)), share)
+        for part in in_parts(size):
+            n = size[part]
+            listed = lists[numbers_of_runs(start[part], n)]
+            shares = share[part].repeat_interleave(n) * (listed >> TOKEN_BITS)
+            place = first[part].repeat_interleave(n) + (listed & low_bits(TOKEN_BITS))
+            mixed.view(-1).index_add_(0, place, shares)
 
 def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tensor) -> None:
-    """The same for those of the row, tokens (B, T)."""
+    """Adds the distributions of the row, tokens (B, T), each times its gate."""
     B, T, V = mixed.shape
     row = torch.arange(B, device=tokens.device)[:, None] * T
     place = torch.arange(T, device=tokens.device)
     for order, rank, gate in zip(found.order, found.rank, gates):
         follows = tokens.roll(-1, 1).gather(-1, order).flatten()
         size = rank.flatten()
-        earlier = numbers_of_runs((row + place - rank).flatten(), size)
+        start = (row + place - rank).flatten()  # of the earlier occurrences, in that order
         here = (row + order).flatten()
-        first = (here * V).repeat_interleave(size)
-        share = (gate.flatten()[here] / size.clamp(min=1)).repeat_interleave(size)
-        mixed.view(-1).index_add_(0, first + follows[earlier], share)
+        share = gate.flatten()[here] / size.clamp(min=1)
+        for part in in_parts(size):
+            n = size[part]
+            earlier = numbers_of_runs(start[part], n)
+            token = follows[earlier]
+            mixed.view(-1).index_add_(0, (here[part] * V).repeat_interleave(n) + token,
+                                      share[part].repeat_interleave(n))
 
 def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
     """Scores (B, T, 1 + n) from activations and classes (B, T, n) -> logs of the gates (B, T, 1 + n), whose
-    sum is 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). The gate of class
-    0 is next to nothing."""
+    sum is 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0, no
+    match, is masked out."""
     of_source = MIX_CLASSES * torch.arange(classes.size(-1), device=classes.device)
-    by_class = torch.where(classes > 0, class_scores[of_source + classes], -100.0)
+    by_class = torch.where(classes > 0, class_scores.float()[of_source + classes], -math.inf)
     return (scores + F.pad(by_class, (1, 0))).log_softmax(-1)
 
 def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
     """Rows (B, T, 2, sources) of the tables of candidates and of classes, in which each source has rows of
-    its own and the last row is for no candidate. found: from NgramCounts and copies(), (there, token,
-    class) of their sources, each (n, B, T). classes: of one source."""
+    its own and the last row is for no candidate. found: from text_candidates() and row_candidate(), each
+    (there, token, class) of shape (n, B, T). classes: of one source."""
     there = torch.cat([parts[0] for parts in found])
     token = torch.cat([parts[1] for parts in found])
     sure = torch.cat([parts[2] for parts in found])
@@ -1879,8 +1900,8 @@ class Tiny(Config):
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
     memory: bool = option(True, "n-grams of the training text and of the row; 0: a plain GPT", model=True)
-    mixture: bool = option(True, "mixes their distributions with the model's own; 0: candidates alone",
-                           model=True)
+    mixture: bool = option(True, "mixes their distributions with the model's softmax; 0: input candidates "
+                           "only", model=True)
     own_loss: float = option(3.0, "weight of the loss of the model's own distribution; that of the mixture "
                              "has 1", 0, 100)
     count_orders: tuple = option((2, 3, 4, 6, 9), "lengths of n-grams that are counted in the training text; "
@@ -2180,7 +2201,8 @@ class TinyModel(CountingModel):
         return rms_norm(x)
 
     def matches(self, tokens: Tensor, after: Tensor) -> tuple[TextMatches | None, RowMatches | None]:
-        """Those of each place of tokens (B, T). after: see row_matches()."""
+        """Looks up the last n tokens at each place of tokens (B, T), in the training text and in the row.
+        after: see row_matches()."""
         counted = self.cfg.counted_orders()
         matched = self.cfg.matched_orders()
         keys = dict(ngram_keys(tokens, [0, *counted, *matched]))
@@ -2227,14 +2249,14 @@ class TinyModel(CountingModel):
         return mixed
 
     def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
-        """What forward() takes besides tokens and targets (B, T), rows of the training text."""
+        """What forward() takes besides tokens and targets (B, T), which are rows of the training text."""
         if targets is None:
             return []
         return self.target_inputs(tokens, targets, of_training=True)
 
     def target_inputs(self, tokens: Tensor, targets: Tensor, of_training: bool = False) -> list[Tensor]:
         """[candidate_rows(); with a mixture the probability of the target in each distribution (B, T, n), and
-        match_classes()]. of_training: the rows' own documents do not count."""
+        match_classes()]. of_training: see without_own_document()."""
         text, row = self.matches(tokens, targets)
         shares = []
         if text:
@@ -2251,7 +2273,7 @@ class TinyModel(CountingModel):
         return inputs
 
     def logits(self, x: Tensor) -> Tensor:
-        """From hidden(). With a mixture these are log-probabilities, since only these have a sum to mix."""
+        """x: from hidden(). With a mixture these are log-probabilities, since logits cannot be mixed."""
         C = self.cfg.model_dim
         own = softcap(linear(x[..., :C], self.head).float(), self.cfg.logit_softcap)
         if self.gate_weight is None:
@@ -2271,9 +2293,9 @@ class TinyModel(CountingModel):
         gates = self.log_gates(x, classes, longest)
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixed = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
-        # Where n-grams predict well, the mixture leaves the model's own distribution no gradient, and it
-        # would stay untrained. So it has a loss of its own, whose value is taken off: steps report the
-        # mixture's.
+        # Where n-grams predict well, the mixture passes almost no gradient to the model's own softmax, which
+        # would stay untrained. So own_loss times its cross-entropy is added, and the value subtracted again:
+        # train_loss is that of the mixture.
         own_loss = -self.cfg.own_loss * own.mean()
         return own_loss - own_loss.detach() - mixed.mean()
 
@@ -6891,7 +6913,8 @@ class FusedLoss(torch.autograd.Function):
         return grad_loss * (grad @ head), grad_loss * (grad.T @ x).float(), None, None, None, None
 
 class FusedTokenLosses(torch.autograd.Function):
-    """token_losses() as FusedLoss makes their mean: x (N, C), head (V, C), targets (N,) -> (N,)."""
+    """token_losses() whose logits become their gradient at once, as in FusedLoss: x (N, C), head (V, C),
+    targets (N,) -> (N,)."""
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
         head = head.to(x.dtype)

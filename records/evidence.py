@@ -95,7 +95,7 @@ def check_steps(folder, options):
         counted = next((float(found[1]) for found in map(COUNTED.fullmatch, lines_of(run)) if found), 0.0)
         first = min((step.ms for _, steps in segments for step in steps), default=0)
         require(counted <= first / 1e3 + 0.1, f"{log}: {counted} s of counting end after its first step line")
-        check_end(log, name, segments[-1][1], result, counted)
+        check_end(log, name, segments[-1][1], result, batches_of(run, result["config"]), counted)
         check_said_once(run, log, result)
         count += sum(len(steps) for _, steps in segments)
     for run in folder.baseline:         # without results
@@ -104,15 +104,34 @@ def check_steps(folder, options):
     return f"{count} lines rise and agree with step_avg, tok/s, eta and val_bpb"
 
 
+def batches_of(run, config):
+    """Tokens per step of each stage: by batch_schedule where it is given, as scripts had it that knew no
+    other, else by the table of stages in the log."""
+    if config["batch_schedule"]:
+        return [int(config["train_batch_tokens"]) * int(n) for n in config["batch_schedule"].split(",")]
+    batches = []
+    column = None
+    for line in lines_of(run):
+        if line.startswith("stage table:"):
+            column = line.split()[2:].index("tokens_per_step")
+        elif line.startswith("warmdown:"):
+            break
+        elif column is not None:
+            batches.append(int(line.split()[column]))
+    require(batches, f"{run.path.name} has no table of stages")
+    return batches
+
+
 def check_lines(run, log, result):
     """The step lines of a log by themselves. Returns its segments."""
     segments = segments_of(run, log)
+    batches = batches_of(run, result["config"])
     for begin, steps in segments:
         check_order(log, begin, steps)
         check_reports(log, begin[0], steps, result)
         check_means(log, begin[0], steps)
         for step in steps:
-            check_rates(f"{log}, step {step.step}", step, result)
+            check_rates(f"{log}, step {step.step}", step, result, batches)
     return segments
 
 
@@ -158,7 +177,7 @@ def check_means(log, first, steps):
         before = step.step
 
 
-def check_rates(where, step, result):
+def check_rates(where, step, result, batches):
     """step_avg, val_bpb, tok/s and eta of one Step."""
     config, seconds, done = result["config"], step.ms / 1e3, max(step.step, 1)
     require(abs(step.ms / done - step.average) <= 0.5 / done + 0.006,
@@ -170,7 +189,6 @@ def check_rates(where, step, result):
     if step.rate is None or step.ms < 2:
         return
     # 1. tokens of the steps so far, between those of the smallest and of the largest batches
-    batches = [int(config["train_batch_tokens"]) * int(n) for n in config["batch_schedule"].split(",")]
     low = step.step * min(batches) / (seconds + 5e-4) - 0.6
     high = step.step * max(batches) / (seconds - 5e-4) + 0.6
     require(low <= step.rate <= high, f"{where}: tok/s {step.rate}, but steps and train_time make "
@@ -185,8 +203,9 @@ def check_rates(where, step, result):
             f"{where}: eta {step.eta} s, but train_time, steps and cap make {etas[0]:.0f} s")
 
 
-def check_end(log, name, steps, result, counted=0.0):
-    """What the last step says of the whole run. counted: seconds before the first step that n-grams took."""
+def check_end(log, name, steps, result, batches, counted=0.0):
+    """What the last step says of the whole run. batches: from batches_of(). counted: seconds before the first
+    step that n-grams took."""
     config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
     mean_ms, stop = (result["train_time_ms"] - 1e3 * counted) / result["steps"], result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
@@ -204,9 +223,8 @@ def check_end(log, name, steps, result, counted=0.0):
     least = sum(result[key] for key in ("setup_ms", "compile_ms", "train_time_ms"))
     require(result["resumed"] or result["process_ms"] >= least,
             f"{name}: process_ms is {result['process_ms']}, its parts make {least}")
-    if "," not in config["batch_schedule"]:
-        made = result["steps"] * int(config["train_batch_tokens"]) * int(config["batch_schedule"])
-        same(name, "tokens", result["tokens"], "steps and batch", made)
+    if len(batches) == 1:
+        same(name, "tokens", result["tokens"], "steps and batch", result["steps"] * batches[0])
     rate = result["tokens"] / seconds
     require(abs(rate - result["tok_per_s"]) < 1 + rate * 1e-3 / seconds,
             f"{name}: tok_per_s is {result['tok_per_s']}, but tokens and time make {rate:.0f}")
