@@ -358,16 +358,19 @@ def test_fused_loss_leaves_the_rest_to_the_reference(cap, compiled, fused, monke
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("preset, fp8, in_fp8", [
     ("speedrun", "off", set()), ("speedrun", "head", {"head_linear"}),
-    ("gpt2", "all", {"linear", "head_linear"}),
+    ("gpt2", "all", {"linear", "head_linear"}), ("tiny", None, {"losses"}),
     ("speedrun_plus", "all", {"head_linear", "qkv", "mlp", "mlp_scales"})])
 def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, in_fp8, monkeypatch):
     """The same arguments in the same order, any other has a default; and each device gets its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(train_gpt, "triton", True)      # or as in builds without CUDA
-    cfg, replaced = replace(preset_config(preset), fp8=fp8), set()
+    cfg, replaced = preset_config(preset), set()
+    if fp8:
+        cfg = replace(cfg, fp8=fp8)
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
     fast = train_gpt.choose_kernels(cfg, on_gpu, lambda line: None)
-    plain = Kernels(qkv=train_gpt.qkv_linear, mlp=train_gpt.delayed_mlp, mlp_scales=train_gpt.no_scales)
+    plain = Kernels(qkv=train_gpt.qkv_linear, mlp=train_gpt.delayed_mlp, mlp_scales=train_gpt.no_scales,
+                    losses=train_gpt.token_losses)
     for name, mine, readable in zip(Kernels._fields, fast, plain):
         if mine is None and preset != "speedrun_plus":
             continue
