@@ -92,9 +92,10 @@ def check_steps(folder, options):
         segments = check_lines(run, log, result)
         require((len(segments) > 1) == result["resumed"],
                 f"{name} says resumed {result['resumed']}, {log} was resumed {len(segments) - 1} times")
-        counted = next((float(found[1]) for found in map(COUNTED.fullmatch, lines_of(run)) if found), 0.0)
+        lines = map(COUNTED.fullmatch, lines_of(run))
+        counted = next((float(found[1]) for found in lines if found), None)
         first = min((step.ms for _, steps in segments for step in steps), default=0)
-        require(counted <= first / 1e3 + 0.1, f"{log}: {counted} s of counting end after its first step line")
+        require((counted or 0) <= first / 1e3 + 0.1, f"{log}: {counted} s of counting end after its first step line")
         check_end(log, name, segments[-1][1], result, batches_of(run, result["config"]), counted)
         check_said_once(run, log, result)
         count += sum(len(steps) for _, steps in segments)
@@ -203,11 +204,11 @@ def check_rates(where, step, result, batches):
             f"{where}: eta {step.eta} s, but train_time, steps and cap make {etas[0]:.0f} s")
 
 
-def check_end(log, name, steps, result, batches, counted=0.0):
+def check_end(log, name, steps, result, batches, counted=None):
     """What the last step says of the whole run. batches: from batches_of(). counted: seconds before the first
-    step that n-grams took."""
+    step that n-grams took, None: there are none."""
     config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
-    mean_ms, stop = (result["train_time_ms"] - 1e3 * counted) / result["steps"], result["stop_reason"]
+    mean_ms, stop = (result["train_time_ms"] - 1e3 * (counted or 0)) / result["steps"], result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
     if stop == "iterations":
         same(name, "steps", result["steps"], f"{log}, whose steps end at", steps[-1].total)
@@ -217,7 +218,7 @@ def check_end(log, name, steps, result, batches, counted=0.0):
         require(unused < 1, f"{name}: stopped by the cap of {cap} s after {seconds} s, with steps of at most "
                 f"{pace['max']} ms")
     ordered = pace["p50"] <= pace["p95"] <= pace["max"]
-    slack = 50 / result["steps"] if counted else 0          # its seconds have one digit
+    slack = 50 / result["steps"] if counted is not None else 0          # its seconds have one digit
     require(ordered and (result["resumed"] or mean_ms < 1.01 * pace["max"] + 1 + slack),
             f"{name}: step_ms {pace}, but {result['steps']} steps took {mean_ms:.2f} ms on average")
     least = sum(result[key] for key in ("setup_ms", "compile_ms", "train_time_ms"))
