@@ -95,7 +95,8 @@ def check_steps(folder, options):
         lines = map(COUNTED.fullmatch, lines_of(run))
         counted = next((float(found[1]) for found in lines if found), None)
         first = min((step.ms for _, steps in segments for step in steps), default=0)
-        require((counted or 0) <= first / 1e3 + 0.1, f"{log}: {counted} s of counting end after its first step line")
+        require((counted or 0) <= first / 1e3 + 0.1,
+                f"{log}: {counted} s of counting end after its first step line")
         check_end(log, name, segments[-1][1], result, batches_of(run, result["config"]), counted)
         check_said_once(run, log, result)
         count += sum(len(steps) for _, steps in segments)
