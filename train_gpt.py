@@ -1290,6 +1290,7 @@ class Model(nn.Module):
         return values
 
     def compiled_hidden(self) -> Callable:
+        """hidden() for scoring, compiled."""
         return partial(compile_once(type(self).hidden), self)
 
     def update_context(self, context: Any, progress: float) -> None:
@@ -1303,7 +1304,7 @@ class Model(nn.Module):
         """Last activations (..., C) -> logits in fp32 (..., V)."""
         raise NotImplementedError
 
-    def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
+    def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Further inputs of a training step on tokens and targets (B, T), each with B rows."""
         return []
 
@@ -1340,9 +1341,8 @@ CLASSES = 16  # of candidates, per order of n-grams
 # widths of what is packed into integers
 KEY_BITS = 36  # hash of an n-gram
 TOKEN_BITS = 16
-DOCUMENT_BITS = 12  # hash of a document's number
+DOCUMENT_BITS = 12  # hash of a document's number, so counts of documents end at 4,096
 CHECK_BITS = 16  # lowest bits of the hash, which tell n-grams in the same place of a table apart
-MOST_DOCUMENTS = (1 << 15) - 1  # counted per next token
 
 def low_bits(bits: int) -> int:
     """A mask of this many low bits."""
@@ -1382,7 +1382,7 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     packed in this order and sorted."""
     pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
     begins = run_starts(pairs)
-    documents = np.diff(begins, append=len(pairs)).clip(max=MOST_DOCUMENTS)  # that have this pair
+    documents = np.diff(begins, append=len(pairs))  # that have this pair
     pairs = pairs[begins]
     ranked = documents << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
     begins = run_starts(pairs >> TOKEN_BITS)
@@ -1414,7 +1414,7 @@ class TextMatches(NamedTuple):
     size: Tensor  # number of next tokens; 0: the text does not have the n-gram
     total: Tensor  # sum of their documents
     best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
-    second: Tensor  # the same of the one after that
+    second: Tensor  # the same for the runner-up; 0: there is none
 
 class NgramCounts(nn.Module):
     """For each n-gram of the training text, how many documents have which token after it. There is a table
@@ -1431,7 +1431,7 @@ class NgramCounts(nn.Module):
         self.packed: bytes | bytearray = b""
         self.shift = KEY_BITS  # key >> shift is a place in a table: of one entry until they are counted
         self.room = 0  # size of an order's part of lists
-        self.longest = 0  # the most next tokens that an n-gram has
+        self.most_next = 0  # next tokens in the longest list
         self.orders = cfg.counted_orders()
         tables = torch.zeros(len(self.orders), 1, dtype=torch.int32)
         self.register_buffer("tables", tables, persistent=False)
@@ -1442,7 +1442,7 @@ class NgramCounts(nn.Module):
         require(3 * len(text) + 8 < 1 << 31,
                 f"{len(text)} training tokens are more than n-gram tables hold: MEMORY=0 goes without them")
         self.text = text
-        self.longest = 0
+        self.most_next = 0
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
         self.room = 3 * len(text) + 8
@@ -1465,7 +1465,7 @@ class NgramCounts(nn.Module):
                 parts = np.split(seen, cuts)
                 begins = [0, *cuts.tolist()]
                 sizes = list(pool.map(partial(self.fill, tables[i], lists[i]), parts, begins))
-                self.longest = max(self.longest, *sizes)
+                self.most_next = max(self.most_next, *sizes)
         self.tables = torch.from_numpy(tables).to(self.tables.device)
         self.lists = torch.from_numpy(lists.reshape(-1)).to(self.lists.device)
 
@@ -1481,7 +1481,7 @@ class NgramCounts(nn.Module):
         return int((made[starts].view(np.uint32) >> CHECK_BITS).max())
 
     def forward(self, key: Tensor, enough: Tensor) -> TextMatches:
-        """key, enough: from stacked_keys(), of count_orders."""
+        """What follows the n-grams in the text. key, enough: from stacked_keys(), for the orders counted."""
         order = torch.arange(len(key), device=key.device).view(-1, 1, 1)
         table = order << (KEY_BITS - self.shift)
         start = self.tables.view(-1)[table + (key >> self.shift)].long()
@@ -1490,8 +1490,8 @@ class NgramCounts(nn.Module):
         head = self.lists[start].long()
         there = there & (head & low_bits(CHECK_BITS) == key & low_bits(CHECK_BITS))
         size = torch.where(there, head >> CHECK_BITS & low_bits(TOKEN_BITS), 0)
-        total = torch.where(there, self.lists[start + 1], 0).long()
-        best = torch.where(there, self.lists[start + 2], 0).long()
+        total = torch.where(size > 0, self.lists[start + 1], 0).long()
+        best = torch.where(size > 0, self.lists[start + 2], 0).long()
         second = torch.where(size > 1, self.lists[start + 3], 0).long()
         return TextMatches(start + 2, size, total, best, second)
 
@@ -1500,7 +1500,7 @@ class NgramCounts(nn.Module):
         low = torch.minimum(found.start + 2, found.start + found.size)
         end = found.start + found.size
         high = end
-        for _ in range(self.longest.bit_length()):  # where it would be among those sorted by token
+        for _ in range(self.most_next.bit_length()):  # binary search among those sorted by token
             middle = (low + high) >> 1
             before = (self.lists[middle] & low_bits(TOKEN_BITS) < targets) & (low < high)
             low = torch.where(before, middle + 1, low)
@@ -1529,8 +1529,9 @@ class NgramCounts(nn.Module):
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
-    """In training a row's own document has each target (B, T) after its n-gram: what is left without that.
-    Other tokens after the same n-gram in the own document stay. documents: from documents_with()."""
+    """What the other documents say, in training, where a row's own document has each target (B, T) after its
+    n-gram. Only the target is taken out: other tokens that follow the n-gram elsewhere in the own document
+    stay. documents: from documents_with()."""
     one_document = 1 << TOKEN_BITS
     size = found.size - (documents == 1).long()
     total = found.total - (documents > 0).long()
@@ -1545,8 +1546,7 @@ def text_candidates(found: TextMatches) -> tuple[Tensor, Tensor, Tensor]:
     documents = found.best >> TOKEN_BITS
     share = documents / found.total
     sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
-    there = (found.size > 0) & (documents > 0)
-    return there, found.best & low_bits(TOKEN_BITS), sure
+    return documents > 0, found.best & low_bits(TOKEN_BITS), sure
 
 class CountingModel(Model):
     """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
@@ -1587,10 +1587,10 @@ class RowMatches(NamedTuple):
     order: Tensor  # places of the row, sorted by n-gram, equal ones by place
     rank: Tensor  # how many of the same n-gram come before, in that order
     total: Tensor  # how often the n-gram came before
-    size: Tensor  # number of different tokens after it
+    size: Tensor  # number of different tokens that followed it
     next_count: Tensor  # how often the token that follows here had followed it
-    last: Tensor  # the token after it the last time
-    twice: Tensor  # 1: the same token as the time before that
+    last: Tensor  # the token that followed it last
+    repeated: Tensor  # 1: it had also followed the time before
 
 def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted values (..., T) -> where each one's run of equal ones begins, and its rank in it, (..., T)."""
@@ -1599,7 +1599,7 @@ def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     start = torch.where(begins, place, 0).cummax(-1).values
     return start, place - start
 
-def put_back(x: Tensor, order: Tensor) -> Tensor:
+def unsort(x: Tensor, order: Tensor) -> Tensor:
     """Undoes x.gather(-1, order)."""
     return torch.empty_like(x).scatter_(-1, order, x)
 
@@ -1610,24 +1610,26 @@ def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
     key = torch.where(enough, key, -1 - place)  # too few tokens: a key that nothing else has
     pair, order = (key * (1 << TOKEN_BITS) + after).sort(dim=-1, stable=True)
     _, rank = run_ranks(pair)
-    count = put_back(rank, order)
+    count = unsort(rank, order)
     key, order = key.sort(dim=-1, stable=True)
     start, rank = run_ranks(key)
-    new = torch.where(count == 0, 1, 0).gather(-1, order)  # is it the first time that this token comes after?
+    # 1 where the token follows the n-gram for the first time
+    new = torch.where(count == 0, 1, 0).gather(-1, order)
     seen = new.cumsum(-1) - new
     size = seen - seen.gather(-1, start)
     follows = after.expand_as(order).gather(-1, order)
     last = follows.roll(1, -1)
-    twice = torch.where((rank > 1) & (last == follows.roll(2, -1)), 1, 0)
-    found = [put_back(x, order) for x in (rank, size, last, twice)]
-    total, size, last, twice = found
-    return RowMatches(order, rank, total, size, count, last, twice)
+    repeated = torch.where((rank > 1) & (last == follows.roll(2, -1)), 1, 0)
+    total = unsort(rank, order)
+    size = unsort(size, order)
+    last = unsort(last, order)
+    return RowMatches(order, rank, total, size, count, last, unsort(repeated, order))
 
 def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
     """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
     token, its class), each (1, B, T). Class 0 of an order: the n-gram came once before; 1: twice or more,
     followed by another token the time before; 2: by the same token."""
-    sure = torch.where(found.total > 1, 1 + found.twice, 0)
+    sure = torch.where(found.total > 1, 1 + found.repeated, 0)
     sure += CLASSES * torch.arange(len(sure), device=sure.device).view(-1, 1, 1)
     matches = (found.total > 0).sum(0, keepdim=True)  # where an order matches, shorter ones match, too
     longest = (matches - 1).clamp(min=0)
@@ -1641,25 +1643,26 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor
 
 # Confidence class of an n-gram's distribution, by how often the n-gram occurred and how many distinct tokens
 # followed it; 0: no match.
-TEXT_LIMITS = (2, 3, 6, 16, 64)
+TEXT_LIMITS = (2, 3, 6, 16, 64)  # how often it occurred
 ROW_LIMITS = (2, 3, 5, 9, 20)
-MIX_CLASSES = 1 + 6 * 6
+SPREADS = 6  # classes for what followed; the text has four
+MIX_CLASSES = 1 + SPREADS * (1 + len(TEXT_LIMITS))
 
 def text_class(found: TextMatches) -> Tensor:
     """The class of each order's match in the text (orders, B, T)."""
     few = limits_reached(found.size, (2, 3))
     spread = few + torch.where((few == 2) & (found.size * 4 > found.total), 1, 0)
-    sure = 1 + 6 * limits_reached(found.total, TEXT_LIMITS) + spread
+    sure = 1 + SPREADS * limits_reached(found.total, TEXT_LIMITS) + spread
     return torch.where(found.total > 0, sure, 0)
 
 def row_class(found: RowMatches) -> Tensor:
     """The class of each order's match in the row (orders, B, T)."""
     several = limits_reached(found.size, (2,))
     spread = several + torch.where((several == 1) & (found.size * 2 > found.total), 1, 0)
-    sure = 1 + 6 * limits_reached(found.total, ROW_LIMITS) + 2 * spread + found.twice
+    sure = 1 + SPREADS * limits_reached(found.total, ROW_LIMITS) + 2 * spread + found.repeated
     return torch.where(found.total > 0, sure, 0)
 
-def numbers_of_runs(starts: Tensor, sizes: Tensor) -> Tensor:
+def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     """starts[i], starts[i] + 1, ... (sizes[i] of them) for each i, one after another. Both (n,)."""
     ends = sizes.cumsum(0)
     total = int(ends[-1])
@@ -1667,11 +1670,12 @@ def numbers_of_runs(starts: Tensor, sizes: Tensor) -> Tensor:
     return first + torch.arange(total, device=sizes.device)
 
 def in_parts(sizes: Tensor, most: int = 1 << 24) -> list[slice]:
-    """Slices of places (n,) of which each has about `most` tokens in all, so that memory stays bounded."""
+    """Slices of places (n,) of which each has about `most` tokens in all, so that memory stays bounded. The
+    last limit is at least the sum of sizes, so all places are in."""
     ends = sizes.cumsum(0)
     limits = torch.arange(most, int(ends[-1]) + most, most, device=sizes.device)
     cuts = torch.searchsorted(ends, limits, right=True).tolist()
-    return [slice(low, high) for low, high in zip([0, *cuts], [*cuts, len(sizes)]) if low < high]
+    return [slice(low, high) for low, high in zip([0, *cuts], cuts) if low < high]
 
 def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Tensor) -> None:
     """Adds the distributions of the training text, each times its gate (orders, B, T), to mixed (B, T, V)."""
@@ -1683,7 +1687,7 @@ def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Ten
         size = size.flatten()
         for part in in_parts(size):
             n = size[part]
-            listed = lists[numbers_of_runs(start[part], n)]
+            listed = lists[concat_ranges(start[part], n)]
             shares = share[part].repeat_interleave(n) * (listed >> TOKEN_BITS)
             place = first[part].repeat_interleave(n) + (listed & low_bits(TOKEN_BITS))
             mixed.view(-1).index_add_(0, place, shares)
@@ -1692,19 +1696,18 @@ def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tens
     """Adds the distributions of the row, tokens (B, T), each times its gate."""
     B, T, V = mixed.shape
     row = torch.arange(B, device=tokens.device)[:, None] * T
-    place = torch.arange(T, device=tokens.device)
+    column = torch.arange(T, device=tokens.device)
     for order, rank, gate in zip(found.order, found.rank, gates):
         follows = tokens.roll(-1, 1).gather(-1, order).flatten()
         size = rank.flatten()
-        start = (row + place - rank).flatten()  # of the earlier occurrences, in that order
+        start = (row + column - rank).flatten()  # of the earlier occurrences, sorted as in `order`
         here = (row + order).flatten()
         share = gate.flatten()[here] / size.clamp(min=1)
         for part in in_parts(size):
             n = size[part]
-            earlier = numbers_of_runs(start[part], n)
-            token = follows[earlier]
-            mixed.view(-1).index_add_(0, (here[part] * V).repeat_interleave(n) + token,
-                                      share[part].repeat_interleave(n))
+            token = follows[concat_ranges(start[part], n)]
+            place = (here[part] * V).repeat_interleave(n) + token
+            mixed.view(-1).index_add_(0, place, share[part].repeat_interleave(n))
 
 def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
     """Scores (B, T, 1 + n) from activations and classes (B, T, n) -> logs of the gates (B, T, 1 + n), whose
@@ -1992,7 +1995,7 @@ class Tiny(Config):
             scalar("skip_weights",   init="constant", scale=1.0),
             scalar("gate_weight",    init="constant", scale=0.0),
             scalar("gate_class",     init="constant", scale=0.0),
-            scalar("gate_longest",   init="constant", scale=0.0),
+            scalar("gate_matches",   init="constant", scale=0.0),
         ])
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
@@ -2141,10 +2144,12 @@ class TinyModel(CountingModel):
         self.class_scale = parameter(sources * self.classes + 1, on=sources)
         self.half = N // 2 if cfg.unet_skips else 0
         self.skip_weights = parameter(self.half, C, on=self.half)
-        mixed = counted + matched if cfg.mixture else 0  # distributions beside the model's own
-        self.gate_weight = parameter(1 + mixed, C, on=mixed)
-        self.gate_class = parameter(mixed * MIX_CLASSES, on=mixed)
-        self.gate_longest = parameter((1 + counted) * (1 + matched), 1 + mixed, on=mixed)
+        others = 0  # distributions beside the model's own
+        if cfg.mixture:
+            others = counted + matched
+        self.gate_weight = parameter(1 + others, C, on=others)
+        self.gate_class = parameter(others * MIX_CLASSES, on=others)
+        self.gate_matches = parameter((1 + counted) * (1 + matched), 1 + others, on=others)
         self.blocks = nn.ModuleList([TinyBlock(cfg, kind) for kind in self.kinds])
         self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
         self.use(kernels)
@@ -2168,9 +2173,9 @@ class TinyModel(CountingModel):
         x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
         if self.gate_weight is None:
             return x
-        gates = self.log_gates(x, *self.match_classes(text, row))
-        mixed = self.mixed(tokens, text, row, gates[..., 1:].exp())
-        return torch.cat((x.float(), gates[..., :1], mixed), -1)
+        gates = self.gates(x, *self.match_classes(text, row))
+        others = self.other_distributions(tokens, text, row, gates[..., 1:].exp())
+        return torch.cat((x.float(), gates[..., :1], others), -1)
 
     def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
@@ -2205,7 +2210,9 @@ class TinyModel(CountingModel):
         after: see row_matches()."""
         counted = self.cfg.counted_orders()
         matched = self.cfg.matched_orders()
-        keys = dict(ngram_keys(tokens, [0, *counted, *matched]))
+        if not counted and not matched:
+            return None, None
+        keys = dict(ngram_keys(tokens, [*counted, *matched]))
         text = self.counts(*stacked_keys(keys, counted)) if counted else None
         row = row_matches(*stacked_keys(keys, matched), after) if matched else None
         return text, row
@@ -2220,26 +2227,26 @@ class TinyModel(CountingModel):
         return [candidate_rows(found, self.cfg.vocab_size, self.classes)] if found else []
 
     def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
-        """The class of each distribution (B, T, n), and the row of gate_longest (B, T), which says how many
+        """The class of each distribution (B, T, n), and the row of gate_matches (B, T), which says how many
         orders the text has and how many the row."""
         classes = []
-        longest: Any = 0
+        matches: Any = 0
         if text:
             classes.append(text_class(text))
-            longest = (text.total > 0).sum(0)
+            matches = (text.total > 0).sum(0)
         if row:
             classes.append(row_class(row))
-            longest = longest * (1 + len(row.total)) + (row.total > 0).sum(0)
-        return torch.cat(classes).permute(1, 2, 0).contiguous(), longest
+            matches = matches * (1 + len(row.total)) + (row.total > 0).sum(0)
+        return torch.cat(classes).permute(1, 2, 0).contiguous(), matches
 
-    def log_gates(self, x: Tensor, classes: Tensor, longest: Tensor) -> Tensor:
-        """log_gates() of the last activations (B, T, C) and what match_classes() says, (B, T, 1 + n)."""
-        scores = linear(x, self.gate_weight).float() + F.embedding(longest, self.gate_longest)
+    def gates(self, x: Tensor, classes: Tensor, matches: Tensor) -> Tensor:
+        """log_gates() from the last activations (B, T, C) and match_classes(), (B, T, 1 + n)."""
+        scores = linear(x, self.gate_weight).float() + F.embedding(matches, self.gate_matches)
         return log_gates(scores, classes, self.gate_class)
 
-    def mixed(self, tokens: Tensor, text: TextMatches | None, row: RowMatches | None,
-              gates: Tensor) -> Tensor:
-        """The sum (B, T, V) of the distributions, each times its gate (B, T, n)."""
+    def other_distributions(self, tokens: Tensor, text: TextMatches | None, row: RowMatches | None,
+                            gates: Tensor) -> Tensor:
+        """The sum (B, T, V) of all distributions but the model's own, each times its gate (B, T, n)."""
         mixed = torch.zeros(*tokens.shape, self.cfg.vocab_size, device=tokens.device)
         gates = gates.permute(2, 0, 1)
         if text:
@@ -2248,10 +2255,8 @@ class TinyModel(CountingModel):
             add_row_shares(mixed, row, tokens, gates[-len(row.total):])
         return mixed
 
-    def candidates(self, tokens: Tensor, targets: Tensor | None = None) -> list[Tensor]:
+    def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """What forward() takes besides tokens and targets (B, T), which are rows of the training text."""
-        if targets is None:
-            return []
         return self.target_inputs(tokens, targets, of_training=True)
 
     def target_inputs(self, tokens: Tensor, targets: Tensor, of_training: bool = False) -> list[Tensor]:
@@ -2287,17 +2292,17 @@ class TinyModel(CountingModel):
             x = self.activations(tokens, context, *inputs)
             cap = (self.cfg.logit_softcap, 0.0, 0.0)
             return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
-        rows, shares, classes, longest = inputs
+        rows, shares, classes, matches = inputs
         x = self.activations(tokens, context, rows)
         own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
-        gates = self.log_gates(x, classes, longest)
+        gates = self.gates(x, classes, matches)
         others = (gates[..., 1:].exp() * shares).sum(-1)
-        mixed = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
+        mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
         # Where n-grams predict well, the mixture passes almost no gradient to the model's own softmax, which
         # would stay untrained. So own_loss times its cross-entropy is added, and the value subtracted again:
         # train_loss is that of the mixture.
         own_loss = -self.cfg.own_loss * own.mean()
-        return own_loss - own_loss.detach() - mixed.mean()
+        return own_loss - own_loss.detach() - mixture.mean()
 
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
@@ -5713,7 +5718,8 @@ def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, te
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)
     if protocol == "ttt":
         return score_ttt(model, cfg, tokens, rows, team)
-    nats = np.zeros(len(tokens))  # rows of one length, so that the compiled step of plain_nats() serves them
+    nats = np.zeros(len(tokens))
+    # rows of one length, which the compiled function of plain_nats() serves
     score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
     return nats
 

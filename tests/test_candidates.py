@@ -123,7 +123,7 @@ def test_lists_are_those_of_documents(training):
     found = counts(*keys_of(row, counts.orders))
     having = counts.documents_with(found, targets)
     left = text_matches(counts, row, targets)
-    assert found.size.max() == counts.longest > 8
+    assert found.size.max() == counts.most_next > 8
     for i, n in enumerate(CFG.count_orders):
         after = documents_after(text, n, BOS)
         for t in range(len(other) - 1):
@@ -170,7 +170,7 @@ def test_a_second_text_replaces_the_first():
     before = counts.stored()["counts.text"].clone()
     counts.count(two)
     assert torch.equal(counts.tables, counted(CFG, two).tables)
-    assert counts.longest == counted(CFG, two).longest
+    assert counts.most_next == counted(CFG, two).most_next
     assert zlib.decompress(before.numpy()) == one.tobytes()
     assert zlib.decompress(counts.stored()["counts.text"].numpy()) == two.tobytes()
 
@@ -310,6 +310,25 @@ def test_in_training_the_own_document_does_not_count():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_the_own_distribution_has_a_loss_of_its_own():
+    """own_loss adds that many gradients of its cross-entropy, and nothing to the loss that steps report."""
+    text = some_text()
+    tokens = torch.from_numpy(text[:25].astype(np.int64))[None]
+    found = {}
+    for own_loss in (0.0, 3.0):
+        model = randomised(replace(CFG, own_loss=own_loss))
+        model.counts.count(text)
+        context = make_context(model, 24)
+        loss = model(tokens[:, :-1], tokens[:, 1:], context)
+        found[own_loss] = (loss, *torch.autograd.grad(loss, (model.head, model.gate_weight)))
+    x = model.activations(tokens[:, :-1], context, *model.target_inputs(tokens[:, :-1], tokens[:, 1:])[:1])
+    own = train_gpt.token_losses(x, model.head, tokens[:, 1:], CFG.logit_softcap).mean()
+    added, = torch.autograd.grad(own, model.head)
+    assert found[0.0][0].item() == pytest.approx(found[3.0][0].item()) and added.abs().max() > 1e-3
+    torch.testing.assert_close(found[3.0][1], found[0.0][1] + 3 * added)
+    assert found[0.0][2].abs().max() > 1e-6
+
+
 @torch.no_grad()
 def test_without_a_mixture():
     model, tokens = randomised(replace(CFG, mixture=False)), some_tokens(CFG, 1, 24)
@@ -347,7 +366,7 @@ def test_a_step_trains_on_them():
     rows = inputs[0]
     context = make_context(model, 24)
     train_gpt.train_step(model, optimizer, (*batch, *inputs), 2, context, 1, 0.7, 0.9)
-    assert all(p.any() for p in (model.gate_weight, model.gate_class, model.gate_longest))
+    assert all(p.any() for p in (model.gate_weight, model.gate_class, model.gate_matches))
     touched = (model.candidate_embed - before).abs().sum(1) > 1e-6
     assert touched.nonzero()[:, 0].tolist() == rows[:, :, 0].unique().tolist()
 
@@ -402,16 +421,13 @@ def test_fused_losses_are_the_plain_ones(dtype):
     head = torch.randn(31, 16, generator=draw).requires_grad_()
     targets = torch.randint(31, (2, 9), generator=draw)
     weights = torch.rand(2, 9, generator=draw)
-    found = []
-    for losses in (train_gpt.token_losses, train_gpt.FusedTokenLosses.apply):
-        if losses is train_gpt.token_losses:
-            mine = losses(x, head, targets, 15.0)
-        else:
-            mine = losses(x.flatten(0, 1), head, targets.flatten(), 15.0).view(2, 9)
-        found.append((mine, *torch.autograd.grad((mine.float() * weights).sum(), (x, head))))
+    plain = train_gpt.token_losses(x, head, targets, 15.0)
+    fused = train_gpt.FusedTokenLosses.apply(x.flatten(0, 1), head, targets.flatten(), 15.0).view(2, 9)
+    wanted = torch.autograd.grad((plain * weights).sum(), (x, head))
+    got = torch.autograd.grad((fused * weights).sum(), (x, head))
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for fused, plain in zip(*found):
-        torch.testing.assert_close(fused.float(), plain.float(), atol=tolerance, rtol=tolerance)
+    for mine, want in zip((fused, *got), (plain, *wanted)):
+        torch.testing.assert_close(mine.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
 @torch.no_grad()

@@ -174,7 +174,7 @@ def test_the_counts_of_model_py_are_the_trainers(one_thread):
         theirs.count(text.numpy().astype("uint16"))
         model_loader.fill_counts(ours, text.to(torch.int16))
         assert torch.equal(ours.tables > 0, theirs.tables > 0) and theirs.tables.count_nonzero() > 50
-        assert ours.longest == theirs.longest
+        assert ours.most_next == theirs.most_next
         for order in range(3):
             for mine, other in zip(ours.tables[order].tolist(), theirs.tables[order].tolist()):
                 if mine:

@@ -311,7 +311,7 @@ def reference_mixture(cfg, text, w, row, x, own):
             classes.append(1 + 6 * often + 2 * spread + twice)
             longest[1] += bool(counts)
         both = longest[0] * (1 + len(matched)) + longest[1]
-        score = w["gate_weight"] @ x[t] + w["gate_longest"][both]
+        score = w["gate_weight"] @ x[t] + w["gate_matches"][both]
         for i, counts in enumerate(sources):
             score[1 + i] += w["gate_class"][37 * i + classes[i]] if counts else -100
         gates = score.exp() / score.exp().sum()
@@ -477,7 +477,7 @@ def test_a_parameter_without_a_row_raises():
 # ------------------------------------------------------------ first values
 CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, candidate_embed=0,
                  class_embed=0, class_scale=1, resid_lambda=1, x0_lambda=0, layer_scale=1, skip_weights=1,
-                 qk_gain=1.25, gate_weight=0, gate_class=0, gate_longest=0)
+                 qk_gain=1.25, gate_weight=0, gate_class=0, gate_matches=0)
 
 
 def test_first_values_of_tiny():

@@ -96,7 +96,7 @@ def in_tiny(cfg):
     rates = dict.fromkeys(("embed", "value_embeds", "bigram_embed", "candidate_embed", "class_embed"),
                           cfg.embed_lr)
     rates |= dict.fromkeys(("class_scale", "qk_gain", "resid_lambda", "x0_lambda", "layer_scale",
-                            "skip_weights", "gate_weight", "gate_class", "gate_longest"), cfg.scalar_lr)
+                            "skip_weights", "gate_weight", "gate_class", "gate_matches"), cfg.scalar_lr)
     rates["head"] = cfg.head_lr
     return {kind: (lr, 0.8, 0.95, 0) for kind, lr in rates.items()}
 

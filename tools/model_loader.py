@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from train_gpt import (CHECK_BITS, DOCUMENT_BITS, KEY_BITS, MOST_DOCUMENTS, TOKEN_BITS, low_bits,
-                       ngram_keys)
+from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TOKEN_BITS, low_bits, ngram_keys
 
 DTYPES = {"F32": torch.float32, "I16": torch.int16}
 
@@ -49,7 +48,6 @@ def fill_counts(counts, text):
         seen = ((key[n - 1:-1] << TOKEN_BITS + DOCUMENT_BITS) + low[n - 1:]).unique()
         # 2. how many documents have an n-gram and a token after it
         pairs, having = (seen >> DOCUMENT_BITS).unique_consecutive(return_counts=True)
-        having = having.clamp(max=MOST_DOCUMENTS)
         ranked = having << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
         keys, ngram, sizes = (pairs >> TOKEN_BITS).unique_consecutive(return_inverse=True, return_counts=True)
         # 3. the list of each n-gram: the two tokens that most documents have come first
@@ -66,5 +64,5 @@ def fill_counts(counts, text):
         place = (keys & low_bits(KEY_BITS)) >> counts.shift
         last = F.pad(place[1:] != place[:-1], (0, 1), value=True)
         table[place[last]] = starts[last].int()
-        counts.longest = max(counts.longest, int(sizes.max()))
+        counts.most_next = max(counts.most_next, int(sizes.max()))
     counts.lists = counts.lists.flatten()
