@@ -2516,20 +2516,24 @@ class GolfModel(Model):
         cap = (self.cfg.logit_softcap, 0.0, 0.0)
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
+def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
+    """The sizes of the golf recipes' proxies: grouped queries stay."""
+    shape = proxy_shape(full, size)
+    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
+    T = max(64, round(full.train_seq_len * size.width / full.model_dim))
+    return shape + [
+        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
+        Scaled("train_seq_len", T, "context falls as the width")]
+
 def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
     """Layers, grouped queries and the part of the run in which LR falls stay. The record trains 194 tokens
     per weight, which no small machine can; a proxy trains 20 (arXiv:2203.15556)."""
-    share = size.width / full.model_dim
-    shape = proxy_shape(full, size)
-    T = max(64, round(full.train_seq_len * share))
-    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
-    shape += [
-        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
-        Scaled("train_seq_len", T, "context falls as the width")]
-    return shape + proxy_length(full, shape, 8394, 20) + [
+    shape = golf_shape(full, size)
+    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
+    return shape + proxy_length(full, shape, 8394, 20) + rates + [
         Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
         Scaled("tokenizer_path", "", "that of the text"),
-    ] + proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"]) + proxy_scores(T, size)
+    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
 
 # ---------- golf_plus: the same game, by a later record
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
@@ -2864,13 +2868,7 @@ class GolfPlusModel(Model):
 def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     """Layers, loops, grouped queries and the stages stay. The record trains some 109 tokens per weight, which
     no small machine can; a proxy trains 20 (arXiv:2203.15556)."""
-    share = size.width / full.model_dim
-    shape = proxy_shape(full, size)
-    T = max(64, round(full.train_seq_len * share))
-    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
-    shape += [
-        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
-        Scaled("train_seq_len", T, "context falls as the width")]
+    shape = golf_shape(full, size)
     rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
     table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
     return shape + proxy_length(full, shape, 4988, 20) + rates + [
@@ -2881,7 +2879,7 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
         Scaled("tokenizer_path", "", "that of the text"),
         Scaled("gptq_batches", 0, "there is no artifact to round"),
         Scaled("eval_sliding", 0, "the plain score counts"),
-    ] + proxy_scores(T, size)
+    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
 
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
@@ -3573,9 +3571,9 @@ class GPT2Model(Model):
         return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
-    """The recipe at the depth of a proxy, and the proxy's sizes. Depth follows the width by the dial, in
-    which a layer stands for 64 channels, but has four layers at least, so that each kind of layer is there;
-    --depth sets another one. Windows and value embeddings follow the depth."""
+    """The recipe at the depth of a proxy, and the proxy's sizes. The dial has a layer per 64 channels; a
+    proxy has four layers at least, so that each kind of layer is there. --depth sets another number. Windows
+    and value embeddings follow the depth."""
     depth = size.depth or max(4, size.width // CHANNELS_PER_LAYER)
     T = max(64, 2048 * size.width // REFERENCE_WIDTH // 16 * 16)
     rows = [
@@ -3585,8 +3583,8 @@ def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
     return replace(full, **full.size_of_depth(depth)), rows
 
 def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
-    """Rates of the dial's reference model; tables by their width. The rest of the dial would fit the batch,
-    which is smaller here in the way in which the run is shorter."""
+    """Rates of the dial's reference model, those of tables scaled by the width. The dial's factor for the
+    batch is left out, since the batch shrinks here only because the run does."""
     reference = type(full)()
     rates = proxy_rates(reference, size.width, REFERENCE_WIDTH, ["embed_lr", "head_lr"])
     decay = full.weight_decay * (full.matrix_lr / reference.matrix_lr) ** 2 / PROXY_STEPS

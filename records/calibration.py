@@ -1,11 +1,9 @@
 """Which gains of the full-size speedrun do its proxies show? ./run.sh record calibrate
 
-The list, its public gains, their conversion into tokens and the analysis stand here since before the first
+The list, its public gains, their conversion into tokens and the analysis were written before the first
 run. A technique is taken out of speedrun_plus, a known loser is put into it. A third of both, drawn by a
 seed, is kept for the end: `--kept` runs and reports it.
 """
-import csv
-import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +51,14 @@ class Known(NamedTuple):
     name: str
     kind: str           # table, attention, streams, loss, optimizer, first values, schedule
     public: Public | None       # None: worse, but not told by how much
-    flags: dict
+    flags: dict         # {name: value}; a tuple counts blocks of windows
     edits: tuple = ()   # (text of train_gpt.py, what takes its place)
     put_in: bool = False        # a loser; else a technique that is taken out
+
+    @property
+    def percent(self) -> float | None:
+        """Its public gain, if it is told."""
+        return self.public.percent if self.public else None
 
 
 STATIC_MUDD = (
@@ -169,7 +172,7 @@ LIST = [
           {}, (NORMED_TABLES,), put_in=True),
     Known("documents cut in the second stage", "schedule",
           Public(1515, 0, -0.00035, "2026-02-10_ShortWindow: 0.0003 to 0.0004 above the target"),
-          dict(doc_schedule="{7},{12},{16},{16}"), put_in=True)]
+          dict(doc_schedule=(7, 12, 16, 16)), put_in=True)]
 
 
 def kept_names() -> list[str]:
@@ -192,16 +195,16 @@ def edited(text: str, edits: tuple) -> str:
 
 
 def flags_at(known: Known, width: int) -> dict:
-    """Its flags at a width. {n} stands for n blocks of windows."""
+    """Its flags at a width."""
     import train_gpt
     full = train_gpt.preset_config(PRESET)
-    block = max(4, round(full.window_block * width / full.model_dim))
+    windows = train_gpt.speedrun_windows(full, width / full.model_dim)
+    block = train_gpt.value_of(windows, "window_block")
     flags = {}
     for name, value in known.flags.items():
-        text = str(value)
-        for n in (7, 12, 16):
-            text = text.replace(f"{{{n}}}", str(n * block))
-        flags[name] = text
+        if isinstance(value, tuple):
+            value = ",".join([str(blocks * block) for blocks in value])
+        flags[name] = str(value)
     return flags
 
 
@@ -216,35 +219,35 @@ def scripts(text: str) -> dict[str, Path]:
     return found
 
 
-def jobs_of(args: Any, names: list[str]) -> list:
-    """[(change, proxy, seed)]: all changes at the first seed, then at the next; base has a seed more each."""
+def jobs_of(args: Any, chosen: list[Known]) -> list:
+    """[(change, proxy, seed)]: all changes at the first seed, then at the next; base has two seeds for each
+    of theirs."""
     further = tries.flags_of(args.settings)
-    base_text = inputs.read_text(ROOT / "train_gpt.py")
-    files = scripts(base_text)
+    files = scripts(inputs.read_text(ROOT / "train_gpt.py"))
+    base = Change("base", files["base"], further)
     jobs = []
     for number in range(args.seeds):
+        seed = FIRST_SEED + 2 * number
         for width in args.widths:
             for text in args.texts:
                 proxy = Proxy(PRESET, width, text)
-                base = Change("base", files["base"], further)
-                jobs += [(base, proxy, FIRST_SEED + 2 * number), (base, proxy, FIRST_SEED + 2 * number + 1)]
-                for known in LIST:
-                    if known.name in names:
-                        change = Change(known.name, files[known.name], flags_at(known, width) | further)
-                        jobs.append((change, proxy, FIRST_SEED + 2 * number))
+                jobs += [(base, proxy, seed), (base, proxy, seed + 1)]
+                for known in chosen:
+                    change = Change(known.name, files[known.name], flags_at(known, width) | further)
+                    jobs.append((change, proxy, seed))
     return jobs
 
 
 def calibrate(args: Any, say: Callable) -> dict:
     """Runs what is missing, unless it is only to be listed or reported, then reports."""
     kept = kept_names()
-    names = [known.name for known in LIST if (known.name in kept) == args.kept]
+    chosen = [known for known in LIST if (known.name in kept) == args.kept]
     if args.list:
         return listed(kept, say)
     if args.from_file:
         losses = read_runs(RUNS)
     else:
-        jobs = jobs_of(args, names)
+        jobs = jobs_of(args, chosen)
         missing = [job for job in jobs if not tries.finished(tries.run_name(*job))]
         say(f"{len(jobs)} runs, of which {len(missing)} are missing")
         if not args.report:
@@ -252,7 +255,7 @@ def calibrate(args: Any, say: Callable) -> dict:
         losses = losses_of(jobs)
         if args.write:
             write_runs(losses, RUNS)
-    return report([known for known in LIST if known.name in names], losses, say)
+    return report(chosen, losses, say)
 
 
 def run_jobs(jobs: list, workers: int, say: Callable) -> None:
@@ -268,7 +271,7 @@ def run_jobs(jobs: list, workers: int, say: Callable) -> None:
 def listed(kept: list[str], say: Callable) -> dict:
     """The list, the largest public gain first."""
     def order(known: Known) -> float:
-        return -known.public.percent if known.public else 99.0
+        return 99.0 if known.percent is None else -known.percent
 
     say(f"a step is worth {NATS_PER_STEP:.6f} nats")
     for known in sorted(LIST, key=order):
@@ -277,7 +280,7 @@ def listed(kept: list[str], say: Callable) -> dict:
             gain = f"{known.public.percent:+.2f} % of the tokens ({known.public.source})"
         say(f"{'put in' if known.put_in else 'taken out'}: {known.name} [{known.kind}]: {gain}"
             f"{'; kept for the end' if known.name in kept else ''}")
-    return {known.name: known.public.percent if known.public else None for known in LIST}
+    return {known.name: known.percent for known in LIST}
 
 
 # ------------------------------------------------------------ runs as numbers
@@ -302,8 +305,7 @@ def write_runs(losses: dict, path: Path) -> None:
 def read_runs(path: Path) -> dict:
     demand(path.exists(), f"{path.name} is not there: calibrate --write makes it")
     losses: dict = {}
-    lines = io.StringIO(inputs.read_text(path), newline="")
-    for row in csv.DictReader(lines, delimiter="\t"):
+    for row in tries.read_table(path):
         cell = (row["name"], int(row["width"]), row["text"])
         losses.setdefault(cell, {})[int(row["seed"])] = float(row["val_loss"])
     return losses
@@ -311,8 +313,8 @@ def read_runs(path: Path) -> dict:
 
 # ------------------------------------------------------------ analysis
 def gain_of(known: Known, losses: dict, width: int, text: str) -> tuple[float, float] | None:
-    """What a technique gains, or a loser, in nats at this width on this text, and its standard error. Minus
-    is a loss. None without runs."""
+    """What a technique or a loser gains at this width on this text, in nats, negative for a loss, and its
+    standard error. None without runs."""
     mine = [*losses.get((known.name, width, text), {}).values()]
     base = [*losses.get(("base", width, text), {}).values()]
     if not mine or len(base) < 2:
@@ -335,7 +337,7 @@ def agreement(pairs: list) -> dict:
     by a bootstrap over the list, the share of equal signs by Wilson."""
     from scipy import stats
     numbers = [(public, gain) for public, gain in pairs if public is not None]
-    found: dict = {"n": len(pairs)}
+    found: dict = {"n": len(pairs), "ranked": len(numbers)}
     if len(numbers) > 3:
         public = np.array([public for public, _ in numbers])
         gains = np.array([gain for _, gain in numbers])
@@ -358,7 +360,7 @@ def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
     columns: dict = {place: [] for place in places}
     means = []
     for known in known_ones:
-        public = known.public.percent if known.public else None
+        public = known.percent
         told = "worse" if public is None else f"{public:+.2f} %"
         line = f"{known.name}: public {told}"
         here = []
@@ -378,7 +380,8 @@ def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
     for name, one in found.items():
         if "rho" in one:
             low, high = one["rho_interval"]
-            say(f"{name}: Spearman's rho {one['rho']:+.2f} ({low:+.2f} to {high:+.2f}), {one['n']} changes")
+            say(f"{name}: Spearman's rho {one['rho']:+.2f} ({low:+.2f} to {high:+.2f}), "
+                f"{one['ranked']} changes")
         if "signs_interval" in one:
             low, high = one["signs_interval"]
             say(f"{name}: {one['signs']} of {one['n']} signs agree ({low:.0%} to {high:.0%})")

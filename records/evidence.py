@@ -107,8 +107,8 @@ def check_steps(folder, options):
 
 
 def batches_of(run, config):
-    """Tokens per step of each stage: by batch_schedule where it is given, as scripts had it that knew no
-    other, else by the table of stages in the log."""
+    """Tokens per step of each stage: by batch_schedule where it is given, as in all older logs, else by the
+    table of stages in the log."""
     if config["batch_schedule"]:
         return [int(config["train_batch_tokens"]) * int(n) for n in config["batch_schedule"].split(",")]
     batches = []
@@ -206,8 +206,8 @@ def check_rates(where, step, result, batches):
 
 
 def check_end(log, name, steps, result, batches, counted=None):
-    """What the last step says of the whole run. batches: from batches_of(). counted: seconds before the first
-    step that n-grams took, None: there are none."""
+    """What the last step says of the whole run. batches: from batches_of(). counted: seconds that n-grams
+    took before the first step; None: there are none."""
     config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
     mean_ms, stop = (result["train_time_ms"] - 1e3 * (counted or 0)) / result["steps"], result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")

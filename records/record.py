@@ -17,14 +17,12 @@
     ./run.sh record export RUN                    the weights as safetensors, and model.py, which reads them
 
 Map: 1 new - 2 board - 3 main. Beside it: checks.py (what check asks), evidence.py (what it asks of logs by
-themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README),
-runs.py (logs, statistics), trials.py (what trains or compares), tries.py (changes on proxies),
-sequential.py (their statistics), calibration.py (how far to believe them),
-audit.py (trees of other projects),
-pages.py (claims of their pages), source.py (what a script shows without running it), scripts.py (scripts by
-commit and preset), leak_probe.py;
-board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh shows of a
-run), depths.py (./run.sh depths). Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
+themselves), replay.py (check --replay), folders.py (the games' rules, folders on disk, their README), runs.py
+(logs, statistics), trials.py (what trains or compares), tries.py (changes on proxies), sequential.py (their
+statistics), calibration.py (how far to believe them), audit.py (trees of other projects), pages.py (claims of
+their pages), source.py (what a script shows without running it), scripts.py (scripts by commit and preset),
+leak_probe.py; board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh
+shows of a run), depths.py (./run.sh depths). Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import contextlib

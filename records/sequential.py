@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 ALPHA = 0.1         # of `try`: expected share of false gains among all gains
-ALPHA_LOSS = 0.05   # of a single change: probability that it is called a loss and is none
+ALPHA_LOSS = 0.05   # of a single change: probability that it is called a loss but is none
 FIRST_NIGHT = 50    # tries that share three quarters of ALPHA
 SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)   # gains that the mixture weighs alike, in deviations of a difference
 INTERVAL = 0.95
@@ -32,10 +32,7 @@ class Series(NamedTuple):
     mean: float
     std: float      # of a single difference
     df: int         # that std was estimated with
-    n: int          # differences that the mean is of
-
-    def shifted(self, by: float) -> "Series":
-        return self._replace(mean=self.mean + by)
+    n: int          # how many there are
 
     def negative(self) -> "Series":
         return self._replace(mean=-self.mean)
@@ -53,8 +50,8 @@ def squares_of(groups: list) -> Noise:
 
 
 def series_of(groups: list, noise: Noise = Noise()) -> Series:
-    """The series of lists of differences whose means may differ, but whose deviation is one: of a single
-    list, or of a list for each width and text."""
+    """The series of a single list of differences, or of a list for each width and text. Their means may
+    differ, their deviation is the same."""
     own = squares_of(groups)
     squares = own.squares + noise.squares
     df = own.df + noise.df
@@ -87,13 +84,13 @@ def t_ratio(t: float, df: int, shifts: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(700.0, whole - central - shifts**2 * df / (2 * (df + t * t))))
 
 
-def interval(series: Series, level: float = INTERVAL) -> tuple[float, float]:
+def interval(series: Series) -> tuple[float, float]:
     """What the mean gain may be: all values against which there is too little evidence on either side. It
-    holds with this probability at all times together."""
+    holds with probability INTERVAL, however often one looks."""
     from scipy import optimize
     if series.df < 1 or series.std <= 0:
         return -math.inf, math.inf
-    needed = math.log(2 / (1 - level))
+    needed = math.log(2 / (1 - INTERVAL))
 
     def short_of(shift: float) -> float:
         """Evidence for a mean that many deviations above what is assumed, less what is needed."""
@@ -110,8 +107,8 @@ def interval(series: Series, level: float = INTERVAL) -> tuple[float, float]:
 
 
 def spending(number: int) -> float:
-    """The part of ALPHA that is for this try, counted from 1: the first FIRST_NIGHT share three quarters of
-    it alike, the next twice as many three quarters of the rest, and so on."""
+    """The share of ALPHA that this try gets, counted from 1: the first FIRST_NIGHT tries split three quarters
+    of it evenly, the next twice as many split three quarters of the rest, and so on."""
     size = FIRST_NIGHT
     share = 0.75
     while number > size:
@@ -121,9 +118,9 @@ def spending(number: int) -> float:
     return share / size
 
 
-def needed_evidence(number: int, found: int, alpha: float = ALPHA) -> float:
+def needed_evidence(number: int, found: int) -> float:
     """The evidence at which e-LOND calls this try a gain, after `found` gains among those before it."""
-    return 1 / (alpha * spending(number) * (found + 1))
+    return 1 / (ALPHA * spending(number) * (found + 1))
 
 
 def after(series: Series, more: int, mean: float) -> Series:

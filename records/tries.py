@@ -1,7 +1,7 @@
 """Changes of a recipe on its proxies: `record try` tests one, `record rank` several at several widths.
 
-Every run has a name that says all it depends on, and one that is finished is read, never trained again: what
-was killed goes on where it ended. sequential.py has the tests.
+The name of a run says all that the run depends on. A finished run is read, never trained again, so what was
+killed goes on where it stopped. The statistics are in sequential.py.
 """
 import ast
 import csv
@@ -32,7 +32,7 @@ COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "tex
            "low", "high", "std", "evidence", "needed", "verdict", "kept", "seconds")
 MOST_PAIRS = 10         # of a try
 FIRST_SEED = 100_000    # each try has a hundred seeds of its own, above those that people use
-RANK_ALPHA = 0.05       # of a ranking: probability that any change without a gain is called one
+RANK_ALPHA = 0.05       # of a ranking: probability that any change without a gain is said to gain
 # Sections of train_gpt.py that a try may edit besides its recipe's
 FREE_SECTIONS = ("4 techniques", "6 optimizer", "7 schedules")
 BANNER = "# ---------- "
@@ -92,7 +92,7 @@ def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
     name = run_name(change, proxy, seed)
     if run := finished(name):
         return run
-    shutil.rmtree(Path("logs", name), ignore_errors=True)       # of a run that was killed
+    shutil.rmtree(Path("logs", name), ignore_errors=True)       # what a killed run left
     command = f"export OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=PASSIVE; exec {proxy_command(change, proxy)}"
     return run_once(change.name, command, name, seed)
 
@@ -198,12 +198,15 @@ def flags_of(words: list[str]) -> dict:
 
 
 # ------------------------------------------------------------ the ledger
-def read_ledger(path: str | Path) -> list[dict]:
-    """The tries so far."""
-    if not Path(path).exists():
-        return []
+def read_table(path: str | Path) -> list[dict]:
+    """The rows of a file of tab-separated cells, whose first line names the columns."""
     lines = io.StringIO(inputs.read_text(path), newline="")
     return list(csv.DictReader(lines, delimiter="\t"))
+
+
+def read_ledger(path: str | Path) -> list[dict]:
+    """The tries so far."""
+    return read_table(path) if Path(path).exists() else []
 
 
 def add_to_ledger(path: str | Path, row: dict) -> None:
@@ -306,10 +309,11 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
             loss = loss_of(after)
         except Refused as error:
             return dict(pairs=len(gains), verdict="fails", kept="no", said=f"fails: {error}")
-        gains.append(loss_of(before) - loss)
+        head_loss = loss_of(before)
+        gains.append(head_loss - loss)
         series = sequential.series_of([gains], noise)
         said, stop = sequential.verdict(series, needed, args.pairs)
-        say(f"pair {len(gains)}: {head.name} {loss_of(before):.4f}, {yours.name} {loss:.4f}, "
+        say(f"pair {len(gains)}: {head.name} {head_loss:.4f}, {yours.name} {loss:.4f}, "
             f"gain {gains[-1]:+.4f}; mean {series.mean:+.4f}, "
             f"evidence {sequential.evidence(series):.3g} of {needed:.0f}")
     low, high = sequential.interval(series)
@@ -336,10 +340,14 @@ def parse_change(word: str, base: Change) -> Change:
     return Change(word, base.script, flags_of(shlex.split(word)))
 
 
+def rank_folder(name: str) -> Path:
+    return Path("logs", f"rank_{name}")
+
+
 def read_plan(args: Any) -> dict:
-    """What is ranked, as the folder of the ranking has it; a new one is written. Raises Refused if the two
-    differ."""
-    folder = Path("logs", f"rank_{args.name}")
+    """What the ranking of that name ranks; a new one is written. Raises Refused if args ask for something
+    else, or for what cannot be ranked."""
+    folder = rank_folder(args.name)
     asked = dict(preset=args.preset, changes=args.changes, widths=args.widths, texts=args.texts,
                  rounds=args.rounds, seed=args.seed)
     path = folder / "plan.json"
@@ -348,14 +356,16 @@ def read_plan(args: Any) -> dict:
         demand(not args.changes or asked == plan, f"{path} ranks something else: give another --name")
         return plan
     demand(args.changes, "rank takes changes: NAME=value, a script, or a folder of logs/tries")
+    demand(len({*args.changes}) == len(args.changes) and "base" not in args.changes,
+           "two changes are the same")
     base = Change("base", frozen(inputs.read_text(ROOT / "train_gpt.py"), folder / "base"), {})
-    scripts = {}
-    for i, word in enumerate(args.changes):
+    texts = []
+    for word in args.changes:
         change = parse_change(word, base)
-        scripts[i] = inputs.read_text(change.script)
+        texts.append(inputs.read_text(change.script))
         for width in args.widths:
             planned(change, Proxy(args.preset, width, args.texts[0]))       # refused before anything trains
-    for i, text in scripts.items():
+    for i, text in enumerate(texts):
         frozen(text, folder / f"change_{i}")
     temporary = folder / "plan.json.tmp"
     temporary.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
@@ -365,7 +375,7 @@ def read_plan(args: Any) -> dict:
 
 def changes_of(plan: dict, name: str) -> tuple[Change, list[Change]]:
     """The base and the changes of a ranking, by the scripts in its folder."""
-    folder = Path("logs", f"rank_{name}")
+    folder = rank_folder(name)
     base = Change("base", folder / "base" / "train_gpt.py", {})
     changes = []
     for i, word in enumerate(plan["changes"]):
@@ -393,8 +403,8 @@ def cells_of(losses: dict, name: str, width: int, texts: list) -> list:
 
 
 def judge_change(losses: dict, name: str, plan: dict, noise: Noise = Noise()) -> tuple[Ranked, bool]:
-    """Verdict of a change so far, and whether it is final. All differences of a change count as of one
-    deviation; each width and text has a mean of its own."""
+    """Verdict of a change so far, and whether it is final. All differences of a change share one deviation;
+    each width and text has a mean of its own."""
     widths = plan["widths"]
     needed = len(plan["changes"]) / RANK_ALPHA
     by_width = {}
@@ -435,12 +445,10 @@ def trend(series: dict, widths: list, left: int) -> tuple[str, bool]:
 
 
 def rank(args: Any, say: Callable) -> dict:
-    """Changes against the recipe at several widths and on several texts, seeds interleaved. A change whose
-    verdict stands is not run any more."""
+    """Changes against the recipe at several widths and on several texts: all of them at one seed, then at
+    the next. A change whose verdict is final is not run any more."""
     plan = read_plan(args)
     base, changes = changes_of(plan, args.name)
-    names = [change.name for change in changes]
-    demand(len({*names}) == len(names) and "base" not in names, "two changes are the same")
     losses: dict = {}
     active = changes
     ranked: dict[str, Ranked] = {}
@@ -468,9 +476,10 @@ def rank(args: Any, say: Callable) -> dict:
             f"{len(active)} of {len(changes)} changes are still open")
         if not active:
             break
-    say(f"{len(done)} runs in all, of which none is counted twice", *rank_lines(ranked, plan))
-    draw_ranking(ranked, plan, args.out or f"logs/rank_{args.name}/rank.png")
-    say(f"picture: {args.out or f'logs/rank_{args.name}/rank.png'}")
+    say(f"{len(done)} runs in all", *rank_lines(ranked, plan))
+    picture = args.out or str(rank_folder(args.name) / "rank.png")
+    draw_ranking(ranked, plan, picture)
+    say(f"picture: {picture}")
     return {"runs": sorted(done), "verdicts": {name: found.verdict for name, found in ranked.items()},
             "gains": {name: {width: one.mean for width, one in found.by_width.items()}
                       for name, found in ranked.items()}}

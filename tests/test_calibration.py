@@ -56,6 +56,14 @@ def test_changes_fit_the_recipe(known):
     assert known.flags or changed != text
 
 
+def test_blocks_follow_the_width():
+    known = LIST[-1]
+    assert known.name == "documents cut in the second stage"
+    for width in calibration.WIDTHS:
+        cfg = config_of(known, width)
+        assert [stage.doc_len / cfg.window_block for stage in cfg.stages()] == [7, 12, 16, 16]
+
+
 def losses_of_script(text, run_id, folder):
     """{step: loss} of a few steps of a script on the proxy."""
     path = tries.frozen(text, folder)
@@ -93,6 +101,7 @@ def test_gains_and_agreement():
     good = agreement([*zip(public, public / 100), (None, -0.1)])
     assert good["rho"] == pytest.approx(1) and good["signs"] == good["n"] == 7
     assert good["signs_interval"][0] > 0.6
+    assert good["ranked"] == 6      # the last has no number
     bad = agreement([*zip(public, -public)])
     assert bad["rho"] == pytest.approx(-1) and bad["signs"] == 0
     lines = []
@@ -124,3 +133,6 @@ def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
     assert record.main([*words, "--write"]) == 0 and len(asked) == 2 + len(LIST) - len(kept_names())
     assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST) - len(kept_names())
     assert record.main(["calibrate", "--from-file"]) == 0
+    asked.clear()
+    assert record.main([*words, "--kept"]) == 0
+    assert {name for name, _, _ in asked} == {*kept_names()}       # base is there

@@ -61,6 +61,18 @@ def test_the_speedruns_keep_their_proportions():
     assert any(line.startswith("proxy weight_decay=4.8: ") for line in lines)
 
 
+@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
+def test_golf_keeps_its_proportions(preset):
+    full = preset_config(preset)
+    for width in (32, 128):
+        cfg, _ = scaled(f"--preset={preset}", f"--proxy={width}")
+        assert cfg.num_heads == 2 * cfg.num_kv_heads
+        assert cfg.train_seq_len == max(64, full.train_seq_len * width // full.model_dim) == cfg.eval_context
+        factor = (full.model_dim / width) ** 0.5
+        assert cfg.tied_embed_lr == pytest.approx(full.tied_embed_lr * factor, rel=1e-3)
+    assert scaled("--preset=golf", "--proxy=32")[0].warmdown_iters == preset_config("golf").warmdown_iters / 4
+
+
 def test_what_is_given_stays_as_given():
     """Flags and environment beat the rules; rules do not follow what a flag changes."""
     plain, _ = scaled("--preset=speedrun", "--proxy=64")

@@ -251,9 +251,33 @@ def test_a_gain_is_kept_a_loss_stops_early_and_the_ledger_tells(place, tool):
 
 
 def test_a_try_of_nothing(place, tool):
-    code, out, err = tool("try", "--same", "--proxy", 48)
+    """Its runs differ by their seeds, and the next try knows by how much."""
+    code, out, err = tool("try", "--same", "--proxy", 48, "--workers", 1)
     assert code == 0, err
-    assert code == 0 and "cannot tell" in out and ledger()[0]["kept"] == "no"
+    rows = ledger()
+    assert "cannot tell" in out and rows[0]["kept"] == "no" and float(rows[0]["std"]) > 0
+    # in turn: HEAD and the tree, the tree and HEAD, ...
+    seeds = [int(name.split("_seed")[1]) for name in Path("trained.txt").read_text().split()]
+    assert seeds[:4] == [100_100, 100_150, 100_151, 100_101]
+    pairs = int(rows[0]["pairs"])
+    noise = tries.noise_of(rows * 2, tries.Proxy("speedrun_plus", 48, "data/datasets/embedded"))
+    assert noise == (pytest.approx(2 * float(rows[0]["std"]) ** 2 * (pairs - 1)), 2 * (pairs - 1))
+    assert tries.noise_of(rows, tries.Proxy("speedrun_plus", 64, "data/datasets/embedded")) == (0, 0)
+
+
+def test_a_try_counts_the_noise_of_those_before_it(place, tool):
+    """A clear gain needs fewer pairs once a try of nothing has shown the noise."""
+    edit(place, GAIN=0.05)
+    tool("try", "--proxy", 32, "--ledger", "first.tsv")
+    tool("try", "--same", "--proxy", 32)
+    tool("try", "--proxy", 32)
+    assert int(ledger()[1]["pairs"]) < int(ledger("first.tsv")[0]["pairs"])
+
+
+def test_equal_changes_are_refused_and_leave_no_plan(place, tool):
+    code, _, err = tool("rank", "GAIN=1", "GAIN=1")
+    assert code == 2 and "two changes are the same" in err
+    assert not Path("logs/rank_changes/plan.json").exists()
 
 
 def test_a_try_that_was_killed_goes_on(place, tool, monkeypatch):
