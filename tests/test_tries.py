@@ -62,6 +62,7 @@ def place(tmp_path, monkeypatch):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tries, "ROOT", tmp_path)
+    tries.script_facts.cache_clear()    # of scripts with the same names in the tests before
     # an interpreter without site-packages, which starts in a moment
     (tmp_path / "quick").write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "$@"\n')
     (tmp_path / "quick").chmod(0o755)
