@@ -62,27 +62,21 @@ def machine(team):
     return f"machine {train_gpt.hardware(team)}, torch {torch.__version__}"
 
 
-def prepare(settings, steps, trainer=train_gpt, team=None):
-    """(Run of so many steps without a cap, ready to train; seconds of its rehearsal). Raises Refused."""
-    fixed = dict(MAX_WALLCLOCK_SECONDS="0", ITERATIONS=str(steps), EXTENSION_ITERATIONS="0", MAX_EPOCHS="0",
-                 TRAIN_LOG_EVERY="10", VAL_LOSS_EVERY="0")
+def assemble(cfg, trainer=train_gpt, team=None):
+    """A Run with data, model and optimizer; nothing is compiled yet."""
     log = trainer.Log(lead=False)
-    try:
-        cfg = trainer.load_config(dict(os.environ) | settings | fixed)
-        team = team or trainer.Team(cfg, {})
-        data = trainer.open_data(cfg, log)
-        cfg = trainer.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
-        loader, micro = trainer.Loader(cfg, data, team, log), trainer.micro_batch(cfg, team)
-        if hasattr(trainer, "Run"):
-            run = trainer.Run(cfg, cfg, team, log, None, "", data, loader, micro)
-            run.kernels = trainer.choose_kernels(cfg, team.on_gpu, log)
-            recipes = hasattr(trainer, "RECIPES")
-            model = cfg.make_model(run.kernels) if recipes else trainer.GPT(cfg, run.kernels)
-        else:
-            run = SimpleNamespace(cfg=cfg, team=team, loader=loader, micro=micro)
-            model = trainer.GPT(cfg, team.dtype, *older_kernels(trainer, cfg, team, log))
-    except trainer.Refused as error:
-        raise train_gpt.Refused(str(error)) from None
+    team = team or trainer.Team(cfg, {})
+    data = trainer.open_data(cfg, log)
+    cfg = trainer.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
+    loader, micro = trainer.Loader(cfg, data, team, log), trainer.micro_batch(cfg, team)
+    if hasattr(trainer, "Run"):
+        run = trainer.Run(cfg, cfg, team, log, None, "", data, loader, micro)
+        run.kernels = trainer.choose_kernels(cfg, team.on_gpu, log)
+        recipes = hasattr(trainer, "RECIPES")
+        model = cfg.make_model(run.kernels) if recipes else trainer.GPT(cfg, run.kernels)
+    else:
+        run = SimpleNamespace(cfg=cfg, team=team, loader=loader, micro=micro, log=log)
+        model = trainer.GPT(cfg, team.dtype, *older_kernels(trainer, cfg, team, log))
     run.model = model.to(team.device)
     options = {}
     if hasattr(trainer, "init_parameters"):  # an older one
@@ -92,14 +86,26 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
     if "muon_dtype" in inspect.signature(trainer.Optimizer).parameters:
         options["muon_dtype"] = team.dtype
     run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size, **options)
+    return run
+
+
+def prepare(settings, steps, trainer=train_gpt, team=None):
+    """(Run of so many steps without a cap, ready to train; seconds of its rehearsal). Raises Refused."""
+    fixed = dict(MAX_WALLCLOCK_SECONDS="0", ITERATIONS=str(steps), EXTENSION_ITERATIONS="0", MAX_EPOCHS="0",
+                 TRAIN_LOG_EVERY="10", VAL_LOSS_EVERY="0")
+    try:
+        run = assemble(trainer.load_config(dict(os.environ) | settings | fixed), trainer, team)
+    except trainer.Refused as error:
+        raise train_gpt.Refused(str(error)) from None
+    cfg, loader = run.cfg, run.loader
     began = time.perf_counter()
     if hasattr(trainer, "Run"):
         trainer.rehearse(run)
     else:
-        run.loss_fn = trainer.rehearse(cfg, team, run.model, run.optimizer, micro, log)
+        run.loss_fn = trainer.rehearse(cfg, run.team, run.model, run.optimizer, run.micro, run.log)
     seconds = time.perf_counter() - began
     if hasattr(run.model, "build"):  # once, and not as part of a step
-        run.model.build(loader, log)
+        run.model.build(loader, run.log)
         run.model.build = lambda *_: False
     elif any(getattr(cfg, "count_orders", ())):  # an older one
         run.model.counts.count(np.concatenate(loader.shards))
@@ -393,13 +399,15 @@ class LazyMask(NamedTuple):
     device: torch.device
 
 
-def recorded_calls(run, stage, tokens):
+def recorded_calls(run, stage, tokens, note=lambda *_: None):
     """([(block, arguments of its attend())] in the order in which they run, arguments of the loss) of a
-    training step on tokens (B, T), with attention that gives values back."""
+    training step on tokens (B, T), with attention that gives values back. Each attention's q, k, v and mask
+    go to note()."""
     model, kernels, attended, losses = run.model, run.model.kernels, [], []
     context = model.training_context(tokens.size(1), run.team.device, run.team.dtype, stage)
 
     def attention(q, k, v, mask):
+        note(q, k, v, mask)
         return v.repeat_interleave(q.size(1) // v.size(1), 1)
 
     def loss(*args):

@@ -243,8 +243,10 @@ DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "uns
 
 @contextmanager
 def list_bytes(torch):
-    """{FOREACH: bytes of the tensor lists of each call, and of the first list again where it is read, too}"""
-    noted, real = collections.defaultdict(collections.deque), {name: getattr(torch, name) for name in FOREACH}
+    """Yields {name in FOREACH: bytes of each call}: those of its tensor lists, the first of which counts
+    twice where it is both read and written."""
+    noted = collections.defaultdict(collections.deque)
+    real = {name: getattr(torch, name) for name in FOREACH}
 
     def noting(name, call):
         def noted_call(first, *others, **kwargs):
@@ -550,8 +552,10 @@ def measure(words, ranks, trainer_path):
     found["micro_batch"] = run.micro
     count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4)
     found["stages"] = {}
-    total = RECORD_STEPS.get(cfg.preset, trainer.total_steps(cfg)) if cfg.max_wallclock_seconds else None
-    found["steps"] = steps_of_stages(cfg, total or trainer.total_steps(cfg))
+    total = trainer.total_steps(cfg)
+    if cfg.max_wallclock_seconds:  # the clock ends it
+        total = RECORD_STEPS.get(cfg.preset, total)
+    found["steps"] = steps_of_stages(cfg, total)
     for stage in cfg.stages():
         name = stage_name(cfg, stage)
         if name not in found["stages"]:

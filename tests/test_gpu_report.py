@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -89,13 +90,20 @@ def test_what_fails_is_a_verdict_and_the_report_goes_on(report):
     assert gpu_report.conclude(report) == 1 and json.loads(report.path.read_text())["complete"]
 
 
+def test_compiling_takes_none_of_the_minutes(report):
+    before = report.left()
+    with report.compiling():
+        time.sleep(0.4)
+    assert before - report.left() < 0.2
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [
-        (dict(driver="550.54", cuda="13.0"), ("FAULT", "driver 550.54 is too old")),
-        (dict(driver="580.65", cuda="13.0"), None),
-        (dict(driver="550.54", cuda="12.6"), None),
-        (dict(compiler=""), ("FAULT", "no C compiler")),
+        (dict(driver="550.54", cuda="13.0"), "driver 550.54 is too old"),
+        (dict(driver="580.65", cuda="13.0"), ""),
+        (dict(driver="550.54", cuda="12.6"), ""),
+        (dict(compiler=""), "no C compiler"),
     ],
 )
 def test_environment(settings, words, report, monkeypatch):
@@ -103,9 +111,12 @@ def test_environment(settings, words, report, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", settings.get("cuda"))
     monkeypatch.setattr(gpu_report.shutil, "which", lambda name: settings.get("compiler", name))
     gpu_report.environment(report, train_gpt, True)
-    faults = [row for row in read(report) if row[0] == "FAULT"]
-    assert len(faults) == bool(words)
-    assert not words or faults[0][1].startswith(words[1])
+    faults = [text for verdict, text in read(report) if verdict == "FAULT"]
+    if words:
+        (fault,) = faults
+        assert fault.startswith(words)
+    else:
+        assert not faults
 
 
 # ---------- the reference, and planted faults
@@ -153,6 +164,21 @@ def test_a_wrong_scale_is_named(old, new, words, measured, tmp_path):
     faults = [text for verdict, text in found if verdict == "FAULT"]
     assert faults and all("off from fp32" in text for text in faults), found
     assert any(text.startswith(words) for text in faults), found
+
+
+@pytest.mark.parametrize("off, verdicts", [
+    ([0.004, 0, 0], ["ok", "ok"]), ([0.006, 0, 0], ["FAULT", "ok"]), ([0, 0.1, 0], ["ok", "FAULT"]),
+    ([math.nan, 0, 0], ["FAULT", "FAULT"])])
+def test_losses_that_are_off_are_named(off, verdicts, report, monkeypatch):
+    """The one at step 0 from log of the vocabulary, all of them from the eager ones."""
+    eager = [math.log(512), 6.2, 6.1]
+    losses = [[loss + more for loss, more in zip(eager, off)], eager]
+    monkeypatch.setattr(gpu_report, "train_steps", lambda *_: losses.pop(0))
+    monkeypatch.setattr(gpu_report, "begin_anew", lambda *_: None)
+    model = SimpleNamespace(use=lambda kernels: None, head=torch.zeros(4))
+    run = SimpleNamespace(model=model, cfg=SimpleNamespace(vocab_size=512), kernels=None, loss_fn=None)
+    gpu_report.first_losses(gpu_report.Subject(train_gpt, bench, report, {}, True), run)
+    assert [verdict for verdict, _ in read(report)] == verdicts
 
 
 @pytest.mark.slow
@@ -267,7 +293,7 @@ def test_the_structure_on_the_stand_in(tmp_path):
     rows = json.loads((tmp_path / "gpu_report.json").read_text())["verdicts"]
     faults = [row["text"] for row in rows if row["verdict"] == "FAULT"]
     assert not faults and len(rows) > 12, done.stdout + done.stderr
-    assert SimpleNamespace(**rows[0]).text.startswith("NVIDIA H100")
+    assert rows[0]["text"].startswith("NVIDIA H100")
 
 
 # ---------- the page of results

@@ -80,8 +80,28 @@ def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(folder):
                                  ("AuthenticAMD", {"NPY_ENABLE_CPU_FEATURES": "AVX512F"}, "[]"),
                                  ("AuthenticAMD", {"NPY_DISABLE_CPU_FEATURES": "AVX2"}, "[AVX2]")):
         program(folder, "grep", f'[ "$2" = {vendor} ]')
-        code, err, calls = run(folder, PYTHON="stub", **given)
-        assert code == 0 and calls[-1].split()[0] == found, (err, calls)
+        for words in ([], ["bench"]):
+            code, err, calls = run(folder, *words, PYTHON="stub", **given)
+            assert code == 0 and calls[-1].split()[0] == found, (err, calls)
+
+
+@pytest.mark.parametrize("given, found", [
+    ({}, "expandable_segments:True"), (dict(PYTORCH_ALLOC_CONF=""), ""),
+    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "")])
+def test_memory_of_the_gpu_report_grows_in_segments_unless_told_otherwise(given, found, folder):
+    program(folder, "stub", 'echo "[$PYTORCH_ALLOC_CONF] $*" >> calls')
+    code, err, calls = run(folder, "gpu-report", "--toy", PYTHON="stub", **given)
+    assert code == 0 and calls[-1] == f"[{found}] tools/gpu_report.py --toy", (err, calls)
+
+
+def test_a_proxy_takes_one_gpu_and_the_embedded_text(folder):
+    """It is trained by train_gpt.py itself; a text of one's own is left alone."""
+    program(folder, "nvidia-smi", "exit 0")
+    sees_gpus(folder, 8)
+    calls = run(folder, "golf", "--proxy=128", PYTHON="stub")[2]
+    assert calls == ["data/prepare.py", "train_gpt.py --preset=golf --proxy=128"]
+    calls = run(folder, "golf", "--proxy", "DATA_PATH=mine", PYTHON="stub")[2]
+    assert calls == ["train_gpt.py --preset=golf --proxy --data-path=mine"]
 
 
 def test_no_such_interpreter(folder):

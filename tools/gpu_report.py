@@ -36,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,8 @@ LOSSES = 50  # steps of the compiled run beside the eager one
 MOST_MEAN_DIFFERENCE = 0.02  # of their losses
 STEPS = 200  # of the loop
 RANKS = 8  # whose shapes are measured
-ONE_DRIVER = 580  # the oldest NVIDIA driver for CUDA 13
+OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
+ON_STAND_IN = "STATIC_NAME" in os.environ  # tests/static_gpu.py's stand-in for a GPU computes nothing
 # ms per step of each stage on 8xH100: what to expect, reckoned part by part; what the public record logged
 EXPECTED = {
     "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
@@ -93,6 +95,11 @@ TOY = dict(
 
 
 # ---------- the report
+def first_line(error: Exception) -> str:
+    """What an exception says, else its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Report:
     """Verdicts, on the screen and in a JSON file, which is written anew after each of them."""
 
@@ -149,8 +156,7 @@ class Report:
         try:
             return function(*args)
         except Exception as error:  # a compiler's back end may raise anything
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self.say("FAULT", f"{what}: {type(error).__name__}: {lines[0][:160]}")
+            self.say("FAULT", f"{what}: {type(error).__name__}: {first_line(error)[:160]}")
             torch._dynamo.reset()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -246,10 +252,10 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
     asked = (ROOT / "requirements.txt").read_text(encoding="utf-8").split("torch==")[1].split()[0]
     if torch.__version__.split("+")[0] != asked:
         report.say("note", f"requirements.txt asks for torch {asked}, for which `static` compiled the steps")
-    old = driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < ONE_DRIVER
+    old = driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < OLDEST_DRIVER
     if old and (torch.version.cuda or "").startswith("13"):
         report.say(
-            "FAULT", f"driver {driver} is too old for a CUDA 13 build, which needs {ONE_DRIVER} or newer"
+            "FAULT", f"driver {driver} is too old for a CUDA 13 build, which needs {OLDEST_DRIVER} or newer"
         )
     if not found["compiler"]:
         report.say("FAULT", "no C compiler, which torch.compile needs: install gcc")
@@ -264,7 +270,6 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
 def assemble(subject: Subject, folder: str) -> Any:
     """A Run with model, optimizer, data and first values, nothing compiled yet."""
     trainer = subject.trainer
-    log = trainer.Log(lead=False)
     given = trainer.load_config(os.environ | subject.settings)
     settings = subject.settings | subject.bench.random_data(
         Path(folder), given, 1 << (20 if subject.toy else 24)
@@ -273,26 +278,7 @@ def assemble(subject: Subject, folder: str) -> Any:
     cfg = trainer.load_config(
         os.environ | own | dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
     )
-    team = trainer.Team(cfg, {})
-    data = trainer.open_data(cfg, log)
-    cfg = trainer.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
-    run = trainer.Run(
-        cfg,
-        cfg,
-        team,
-        log,
-        None,
-        "",
-        data,
-        trainer.Loader(cfg, data, team, log),
-        trainer.micro_batch(cfg, team),
-    )
-    run.kernels = trainer.choose_kernels(cfg, team.on_gpu, log)
-    with team.device:
-        run.model = cfg.make_model(run.kernels)
-    run.optimizer = trainer.Optimizer(
-        run.model, cfg, dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype
-    )
+    run = subject.bench.assemble(cfg, trainer)
     begin_anew(subject, run)
     return run
 
@@ -351,33 +337,20 @@ def attention_calls(subject: Subject, run: Any) -> tuple[list[tuple[Call, int]],
     stage = last_stage(run)
     tokens = random_tokens(run, stage)
     calls: list[Call] = []
-    losses: list[tuple] = []
 
-    def mask(*args: Any) -> tuple:
-        return args
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None) -> Tensor:
+    def note(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
         T = q.size(2)
         window = T
         documents = None
         if mask is not None:
-            window = int(mask[0])
-            documents = mask[2]
+            window = int(mask.window)
+            documents = mask.documents
         calls.append(Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), min(window, T), documents))
-        return v.repeat_interleave(q.size(1) // v.size(1), 1)
 
-    def loss(*args: Any) -> Tensor:
-        losses.append(args)
-        return args[0].sum()
-
-    run.model.use(run.kernels._replace(window_mask=mask, attention=attention, loss=loss))
-    context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
-    with torch.no_grad():
-        run.model(tokens, tokens, context, *run.model.candidates(tokens, tokens))
-    run.model.use(run.kernels)
+    _, loss_args = subject.bench.recorded_calls(run, stage, tokens, note)
     counts = Counter([call.kind() for call in calls])
     distinct = {call.kind(): call for call in calls}
-    return [(call, counts[kind]) for kind, call in distinct.items()], losses[0]
+    return [(call, counts[kind]) for kind, call in distinct.items()], loss_args
 
 
 # ---------- 2 numbers, against fp32
@@ -444,7 +417,7 @@ def judge(subject: Subject, what: str, errors: dict[str, float], most: float) ->
     worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     good = all([error < most for error in errors.values()])
     figures = {name: round(error, 6) for name, error in errors.items()}
-    if "STATIC_NAME" in os.environ:  # the stand-in of tests/static_gpu.py computes nothing
+    if ON_STAND_IN:
         subject.report.say("note", f"{what}: ran; there are no numbers here")
         return
     subject.report.say(
@@ -619,7 +592,7 @@ def first_losses(subject: Subject, run: Any) -> None:
     run.model.use(subject.trainer.Kernels())
     eager = train_steps(subject, run, run.model, LOSSES)
     run.model.use(run.kernels)
-    if "STATIC_NAME" in os.environ:
+    if ON_STAND_IN:
         report.say("note", f"{LOSSES} compiled and eager steps: ran; there are no numbers here")
         return
     begin_anew(subject, run)
@@ -760,8 +733,7 @@ def compare(
         try:
             found[option.name] = milliseconds(subject, run, option.function, inputs)
         except Exception as error:  # such as a backend that does not take these shapes
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            failed[option.name] = lines[0][:100]
+            failed[option.name] = first_line(error)[:100]
             torch._dynamo.reset()
     listed = ", ".join([f"{name} {ms:.3f}" for name, ms in found.items()])
     if failed:
@@ -861,13 +833,16 @@ def watch_clock(trainer: ModuleType) -> dict:
     state = dict(running=False)
 
     def noting(name: str, real: Callable) -> Callable:
+        """The collective, which is noted by its name, size, device and group."""
+
         def call(first: Any, *args: Any, **kwargs: Any) -> Any:
             group = "training" if kwargs.get("group") is not None else "default"
             size = first.numel() if name != "all_reduce" else ""
             kind = f"{name} {size} on {first.device.type}, {group} group".replace("  ", " ")
-            notes["collectives"] += state["running"]
-            if state["running"] and kind not in known:
-                notes["late"].append(kind)
+            if state["running"]:
+                notes["collectives"] += 1
+                if kind not in known:
+                    notes["late"].append(kind)
             known.add(kind)
             return real(first, *args, **kwargs)
 
@@ -885,7 +860,8 @@ def watch_clock(trainer: ModuleType) -> dict:
         return call
 
     def collecting(phase: str, info: dict) -> None:
-        notes["collections"] += phase == "start" and state["running"]
+        if phase == "start" and state["running"]:
+            notes["collections"] += 1
 
     trainer.reduce_scatter = noting("reduce_scatter", trainer.reduce_scatter)
     trainer.all_gather = noting("all_gather", trainer.all_gather)
@@ -1020,12 +996,9 @@ def run_loop(subject: Subject, run: Any) -> tuple[list[tuple[tuple, float]], int
 
     begin_anew(subject, run)
     before = device_allocations(run.team)
-    trainer.train_step = step
-    try:
+    with mock.patch.object(trainer, "train_step", step):
         with subject.bench.saver_of(run), trainer.garbage_kept():
             subject.bench.train_again(run)
-    finally:
-        trainer.train_step = real
     run.team.wait()
     return marks.steps(), device_allocations(run.team) - before
 
@@ -1247,15 +1220,15 @@ def main(argv: list[str]) -> int:
     if args.rank_of:
         return run_as_rank(args.rank_of, trainer)
     import bench
-    import static_gpu
 
     presets = args.presets or (["speedrun"] if args.toy else ["speedrun", "golf", "gpt2"])
     for preset in presets:
         if preset not in trainer.RECIPES:
             sys.exit(f"gpu-report: {preset} is none of {', '.join(trainer.RECIPES)}")
-    stand_in = None
-    if "STATIC_NAME" in os.environ:
-        stand_in = static_gpu.replace_attention(torch, lambda *_: None)
+    if ON_STAND_IN:
+        import static_gpu
+
+        kept = static_gpu.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
     torch._dynamo.config.recompile_limit = 64  # kinds of attention times options; beyond it runs uncompiled
     if args.toy:
         torch.set_num_threads(1)  # more gain nothing at this size
@@ -1277,7 +1250,6 @@ def main(argv: list[str]) -> int:
                 continue
             measure(Subject(trainer, bench, report, settings, args.toy), args.only)
     report.preset = ""
-    del stand_in
     return conclude(report)
 
 

@@ -1,4 +1,4 @@
-"""How small others get a text: compressors and plainer GPTs beside `tiny`, in one table, on this machine.
+"""How well others compress a text: compressors and plainer GPTs beside `tiny`, in one table, on this machine.
 
     ./run.sh bench --peers                                  the embedded corpus, 120 s for each that trains
     ./run.sh bench --peers --text mine --seeds 3            data/datasets/mine, or a folder; three seeds
@@ -37,9 +37,11 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
+import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from train_gpt import Refused, require  # noqa: E402
+from trials import last_line  # noqa: E402
 
 # Constants that cannot be given: each run has its own, and all are scored on the whole val text.
 FIXED = ("PRESET", "SEED", "DATA_PATH", "VAL_TOKENS", "RUN_ID", "RESUME", "EVAL_FROM", "DRY_RUN")
@@ -60,8 +62,8 @@ class Peer(NamedTuple):
     settings: dict[str, str] = {}
     # what --tune tries: each is laid over settings; the first holds the rates that run without --tune
     tries: tuple[dict[str, str], ...] = ({},)
-    # {constant in steps: its part of the run}. As the clock ends the run, one of a tenth of its seconds tells
-    # beforehand how many steps there will be.
+    # {constant in steps: its part of the run}. Since the clock ends the run, a shorter run, of a tenth of its
+    # seconds, tells beforehand how many steps there will be.
     parts: dict[str, float] = {}
     shuffled: bool = False  # reads its rows in random order: for a recipe that reads the text as it stands
 
@@ -75,7 +77,7 @@ def multiples(factors: tuple[float, ...], **rates: float) -> tuple[dict[str, str
 
 
 # tiny's vocabulary, width and heads, but four layers and rows of 256 tokens: the size at which these recipes
-# had been measured before there was tiny. Scored are the weights as trained; of tiny those of its artifact.
+# had been measured before there was tiny. These score their weights as trained, tiny those of its artifact.
 SMALL = dict(NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="2048",
              VAL_LOSS_EVERY="0", VAL_BATCH_SIZE="65536", VAL_TOKENS="0", WARMUP_STEPS="2", SCORE_ARTIFACT="0",
              ARTIFACT_BYTES_LIMIT="0", TOKENIZER_PATH="")
@@ -129,10 +131,14 @@ class Text:
         about = json.dumps(self.data.about, sort_keys=True)
         self.key = f"{path.name} {hashlib.sha256(about.encode()).hexdigest()[:12]}"
 
+    def pieces(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """The tokens of each document. tokens (n,)."""
+        pieces = np.split(tokens, np.flatnonzero(tokens == self.data.bos))
+        return [piece for piece in pieces if len(piece)]
+
     def documents(self, tokens: np.ndarray) -> list[bytes]:
         """The text of each document. tokens (n,)."""
-        pieces = np.split(tokens, np.flatnonzero(tokens == self.data.bos))
-        return [self.data.tokenizer.decode(piece.tolist()).encode() for piece in pieces if len(piece)]
+        return [self.data.tokenizer.decode(piece.tolist()).encode() for piece in self.pieces(tokens)]
 
     @cached_property
     def val(self) -> list[bytes]:
@@ -176,8 +182,7 @@ class Text:
     @cached_property
     def trial(self) -> "Text":
         """The train documents without those held out, which are its val split."""
-        pieces = np.split(self.train_tokens, np.flatnonzero(self.train_tokens == self.data.bos))
-        pieces = [piece for piece in pieces if len(piece)]
+        pieces = self.pieces(self.train_tokens)
         kept = [piece for i, piece in enumerate(pieces) if i not in self.held_out]
         held = [pieces[i] for i in sorted(self.held_out)]
         val_bytes = sum([len(self.train[i]) for i in self.held_out])
@@ -198,11 +203,7 @@ class Text:
             about = about | dict(path=str((self.path / about["path"]).resolve()))
             files = []
             for split, tokens in dict(train=train, val=val).items():
-                header = np.zeros(256, "<i4")
-                header[:3] = 20240520, 1, len(tokens)
-                file = f"{name}_{split}_000000.bin"
-                (folder / file).write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-                files.append(dict(path=file, split=split, tokens=len(tokens)))
+                files += prepare.write_shards(folder, name, split, [tokens])
             manifest = dict(version=1, name=name, tokenizer=about, files=files, val_bytes=val_bytes)
             (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
         return Text(folder, self.scratch)
@@ -260,15 +261,11 @@ def zpaq_bytes(content: bytes, scratch: Path) -> int:
         Path(folder, "text").write_bytes(content)
         command = ["zpaq", "add", "text.zpaq", "text", "-method", ZPAQ_METHOD, "-threads", "1"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        require(done.returncode == 0, f"zpaq failed: {last_line(done.stdout + done.stderr)}")
+        require(done.returncode == 0, f"zpaq failed: {last_line(done, ('stderr', 'stdout'))}")
         return Path(folder, "text.zpaq").stat().st_size
 
 
 # ---------- trainers
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
-
-
 def train(name: str, settings: dict[str, str]) -> dict[str, Any]:
     """A run's result.json. Constants of the environment do not count. Raises Refused."""
     run_id = f"peer_{name}_{settings['SEED']}_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
@@ -276,7 +273,7 @@ def train(name: str, settings: dict[str, str]) -> dict[str, Any]:
     environment |= settings | dict(RUN_ID=run_id)
     done = subprocess.run([sys.executable, str(ROOT / "train_gpt.py")], env=environment,
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    require(done.returncode == 0, f"exit code {done.returncode}: {last_line(done.stderr)}")
+    require(done.returncode == 0, f"exit code {done.returncode}: {last_line(done)}")
     return json.loads(Path("logs", run_id, "result.json").read_text(encoding="utf-8"))
 
 
@@ -305,9 +302,8 @@ class Kept:
         """Also to the file, which is whole at any moment."""
         self.rows.append(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        new.write_text(json.dumps(dict(rows=self.rows), indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)
+        text = json.dumps(dict(rows=self.rows), indent=1) + "\n"
+        train_gpt.write_atomically(self.path, lambda file: file.write(text.encode()))
 
 
 class Bench:
@@ -376,9 +372,9 @@ class Bench:
 
     def ppmd_row(self, order: int, trial: bool = False) -> dict[str, Any]:
         """Of the val documents, or of a trial."""
-        primer, documents = self.text.split() if trial else (self.text.train, self.text.val)
-        joined = b"".join(primer)
-        row = self.timed(documents, lambda: sum(ppmd_sizes(order, self.megabytes, joined, documents)))
+        before, documents = self.text.split() if trial else (self.text.train, self.text.val)
+        primer = b"".join(before)
+        row = self.timed(documents, lambda: sum(ppmd_sizes(order, self.megabytes, primer, documents)))
         return row | dict(note=f"order {order}")
 
     # ----- trainers
