@@ -5,6 +5,7 @@ run. A technique is taken out of speedrun_plus, a known loser is put into it. A 
 seed, is kept for the end: `--kept` runs and reports it.
 """
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,6 +197,7 @@ def edited(text: str, edits: tuple) -> str:
 
 def flags_at(known: Known, width: int) -> dict:
     """Its flags at a width."""
+    sys.path.insert(0, str(ROOT))
     import train_gpt
     full = train_gpt.preset_config(PRESET)
     windows = train_gpt.speedrun_windows(full, width / full.model_dim)

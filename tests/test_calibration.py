@@ -1,5 +1,6 @@
 """records/calibration.py: its list fits today's train_gpt.py, its conversions and its analysis."""
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import calibration
 import train_gpt
 import tries
 from calibration import LIST, Known, Public, agreement, edited, flags_at, gain_of, kept_names, report
-from helpers import SCRIPT, look
+from helpers import ROOT, SCRIPT, look
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,15 @@ def test_gains_and_agreement():
     found = report(LIST, losses, lines.append)
     assert found["32 a"]["n"] == 2
     assert any(line.startswith("MUDD: public +4.72 %; 32 a +0.1000") for line in lines)
+
+
+def test_the_command_runs_from_any_folder(tmp_path):
+    """As a process of its own, which finds train_gpt.py by itself."""
+    command = [sys.executable, str(ROOT / "records" / "record.py"), "calibrate", "--report", "--seeds", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    runs = 2 * 2 * (2 + len(LIST) - len(kept_names()))
+    assert f"{runs} runs, of which {runs} are missing" in done.stdout
 
 
 def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
