@@ -186,7 +186,7 @@ train() {
     case $preset$proxy in
         golf | golf_plus) one_recipe "$preset" ;;
     esac
-    local run=("$PYTHON" records/watch.py "$PYTHON")
+    local run=("$PYTHON" tools/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
     [ "$preset" != tiny ] && [ -z "$proxy" ] || n=$((n > 0))     # a step has few rows
@@ -238,8 +238,8 @@ case "${1:-}" in
         fi
         exec "$PYTHON" -m pytest -q ${processes[@]+"${processes[@]}"} "$@"
         ;;
-    bench) shift; setup; fast_sort; exec "$PYTHON" tests/bench.py "$@" ;;
-    static) shift; static_setup; exec "$PYTHON" tests/static_gpu.py "$@" ;;
+    bench) shift; setup; fast_sort; exec "$PYTHON" tools/bench.py "$@" ;;
+    static) shift; static_setup; exec "$PYTHON" tools/static_gpu.py "$@" ;;
     gpu-report)
         shift
         setup
@@ -249,7 +249,7 @@ case "${1:-}" in
         ;;
     script) shift; setup >&2; exec "$PYTHON" tools/script.py "$@" ;;
     record) shift; setup; exec "$PYTHON" records/record.py "$@" ;;
-    depths) shift; setup; exec "$PYTHON" records/depths.py "$@" ;;
+    depths) shift; setup; exec "$PYTHON" tools/depths.py "$@" ;;
     board) setup; exec "$PYTHON" records/record.py "$@" ;;
     *) train "$@" ;;
 esac

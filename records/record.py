@@ -21,8 +21,8 @@ themselves), replay.py (check --replay), folders.py (the games' rules, folders o
 (logs, statistics), trials.py (what trains or compares), tries.py (changes on proxies), sequential.py (their
 statistics), calibration.py (how far to believe them), audit.py (trees of other projects), pages.py (claims of
 their pages), source.py (what a script shows without running it), scripts.py (scripts by commit and preset),
-leak_probe.py; board_page.py (the HTML page), export.py (models for other programs), watch.py (what ./run.sh
-shows of a run), depths.py (./run.sh depths). Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
+leak_probe.py; board_page.py (the HTML page), export.py (models for other programs).
+Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import contextlib
@@ -251,8 +251,8 @@ def rules_table(version):
 
 
 def target_of(name, folders):
-    """What a run of a track is shown against at its end (watch.py) and in its loss.png. Where the game is to
-    reach a value in the least time, `seconds` is what the record took."""
+    """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. Where the game
+    is to reach a value in the least time, `seconds` is what the record took."""
     track = RULES[NEWEST].tracks[name]
     mean, about = track.start, f"{track.start_name}, {track.hardware}"
     best, curve = best_before(folders, ""), []

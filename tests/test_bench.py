@@ -1,4 +1,4 @@
-"""tests/bench.py: the training loop, settings and checkouts in turn, parts of a step, codecs, rooflines."""
+"""tools/bench.py: the training loop, settings and checkouts in turn, parts of a step, codecs, rooflines."""
 import dataclasses
 import re
 import subprocess
@@ -24,7 +24,7 @@ OLDER = ROOT / "records/track_tiny/2026-11-22_FastStepsWindows"  # has set_conte
 
 
 def run_bench(cwd, *words, launch=()):
-    done = subprocess.run([fork_server.start(), *launch, str(ROOT / "tests/bench.py"), *words], cwd=cwd,
+    done = subprocess.run([fork_server.start(), *launch, str(ROOT / "tools/bench.py"), *words], cwd=cwd,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

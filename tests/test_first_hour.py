@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 import first_hour
-import folders
 import fork_server
 import scripts
 import train_gpt
@@ -146,7 +145,7 @@ def test_logger_by_hand(tmp_path):
     by_hand = run_cli(tmp_path, "--dry-run", env={"LOGGER": "wandb"})
     assert by_hand.code == 0 and "warning: LOGGER needs ./run.sh" in by_hand.out
     python = fork_server.start()
-    command = [python, folders.HOME / "watch.py", python, SCRIPT, "--dry-run"]
+    command = [python, ROOT / "tools" / "watch.py", python, SCRIPT, "--dry-run"]
     (tmp_path / "wandb.py").touch()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"LOGGER": "wandb", "PYTHONPATH": str(tmp_path)})
@@ -177,7 +176,8 @@ def test_no_git_and_no_nvidia_smi_for_a_run(place):
         (bare / name).symlink_to(shutil.which(name))
     for name in ("run.sh", "train_gpt.py", "requirements.txt"):
         shutil.copy(ROOT / name, place)
-    (place / "records").symlink_to(folders.HOME)
+    for name in ("records", "tools"):
+        (place / name).symlink_to(ROOT / name)
     env = TOY | dict(PATH=str(bare), PYTHON=fork_server.start(), OMP_NUM_THREADS="1", ITERATIONS="2",
                      RUN_ID="r", HOME=os.environ.get("HOME", ""))
     done = subprocess.run([shutil.which("bash"), "run.sh"], cwd=place, capture_output=True, text=True,

@@ -336,7 +336,7 @@ def same_run(folder, plain):
 def test_a_run_goes_on_when_nobody_reads(by_watch, shell, root, plain):
     """Into train.log, to its end."""
     run_id = f"r{by_watch}_{re.sub('[^a-z0-9]', '', shell)}"
-    words = [ROOT / "records/watch.py", fork_server.start(), SCRIPT] if by_watch else [SCRIPT]
+    words = [ROOT / "tools/watch.py", fork_server.start(), SCRIPT] if by_watch else [SCRIPT]
     done = run_program(words, root, SMALL | dict(RUN_ID=run_id, PICTURE="0"), shell)
     assert (done.code, done.err) == (0, "")
     same_run(root / "logs" / run_id, plain)
@@ -378,7 +378,7 @@ def test_the_cache_of_the_compiler(folder, stays, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_odd_environment_changes_nothing(root, plain):
     """A run by watch.py in all of it, its reader gone."""
-    words, env = [ROOT / "records/watch.py", sys.executable, SCRIPT], SMALL | ODD | dict(RUN_ID="odd")
+    words, env = [ROOT / "tools/watch.py", sys.executable, SCRIPT], SMALL | ODD | dict(RUN_ID="odd")
     done = run_program(words, root, env, "| head -3", sys.executable)
     assert done.code == 0 and "Traceback" not in done.err, done.err
     same_run(root / "logs/odd", plain)

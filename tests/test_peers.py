@@ -237,6 +237,6 @@ def test_refused(bench):
 def test_the_command(small, tmp_path):
     """As run.sh calls it."""
     words = ["--peers", "--only", "xz", "--text", "data/datasets/small", f"--json={tmp_path}/rows.json"]
-    done = run_cli(small[0], *words, script=ROOT / "tests/bench.py")
+    done = run_cli(small[0], *words, script=ROOT / "tools/bench.py")
     assert done.code == 0 and "\n| xz | " in done.out, done.err
-    assert "--tune" in run_cli(small[0], "--peers", "--help", script=ROOT / "tests/bench.py").out
+    assert "--tune" in run_cli(small[0], "--peers", "--help", script=ROOT / "tools/bench.py").out

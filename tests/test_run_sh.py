@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
 EMBEDDED = "data/datasets/embedded/manifest.json"
-WATCH = "records/watch.py stub "        # what shows a run
+WATCH = "tools/watch.py stub "        # what shows a run
 ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
 # golf trains with a script of its recipe alone
 MADE, GOLF_SCRIPT = "tools/script.py golf", "logs/.script/golf/train_gpt.py"
@@ -34,7 +34,7 @@ def program(folder, name, body):
 
 
 def run(folder, *args, **env):
-    """-> (exit code, stderr, the stub's calls, those of records/watch.py as what it runs)"""
+    """-> (exit code, stderr, the stub's calls, those of tools/watch.py as what it runs)"""
     (folder / "calls").unlink(missing_ok=True)
     done = subprocess.run(["bash", "run.sh", *args], cwd=folder, capture_output=True, text=True, timeout=60,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)} | env)
@@ -113,7 +113,7 @@ def test_an_old_interpreter_of_ones_own(folder):
         program(folder, "old", f'[ "$1" = -V ] && echo Python {version} || echo "$*" >> calls')
         refused(folder, ["3.11", f"PYTHON=old is Python {version}"], "setup", PYTHON="old")
     program(folder, "new", '[ "$1" = -V ] && echo Python 3.14.0 || echo "$*" >> calls')
-    assert run(folder, "depths", PYTHON="new") == (0, "", ["records/depths.py"])
+    assert run(folder, "depths", PYTHON="new") == (0, "", ["tools/depths.py"])
 
 
 def test_a_home_that_cannot_be_written(folder):
@@ -160,9 +160,9 @@ def test_an_installation_is_made_once(folder):
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
-    assert calls[-2:] == [pip.replace(".venv", ".venv-static"), "tests/static_gpu.py golf"]
+    assert calls[-2:] == [pip.replace(".venv", ".venv-static"), "tools/static_gpu.py golf"]
     assert (folder / ".venv-static/requirements.txt").read_text() == "torch===2.13.0\nnumpy\n"
-    assert run(folder, "static")[2] == ["-c ", "-c ", "tests/static_gpu.py"]
+    assert run(folder, "static")[2] == ["-c ", "-c ", "tools/static_gpu.py"]
 
 
 INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
@@ -390,8 +390,8 @@ def test_the_other_commands(folder):
     assert run(folder, "test", "quick", PYTHON="stub")[2] == [asked, f"{called} -m quick and not slow"]
     program(folder, "stub", 'echo "$*" >> calls; [ "$1" != -c ]')     # a user's own, without it
     assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q"]
-    assert run(folder, "bench", PYTHON="stub")[2] == ["tests/bench.py"]
-    assert run(folder, "static", "golf", PYTHON="stub")[2] == ["tests/static_gpu.py golf"]
+    assert run(folder, "bench", PYTHON="stub")[2] == ["tools/bench.py"]
+    assert run(folder, "static", "golf", PYTHON="stub")[2] == ["tools/static_gpu.py golf"]
     assert run(folder, "record", "check", "x", PYTHON="stub")[2] == ["records/record.py check x"]
     assert run(folder, "board", "--html", "x", PYTHON="stub")[2] == ["records/record.py board --html x"]
     assert os.access(ROOT / "run.sh", os.X_OK)

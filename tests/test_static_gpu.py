@@ -393,7 +393,7 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
     source = SCRIPT.read_text()
     (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
     words_of = [*SMALL, "--trainer", tmp_path, "--json", tmp_path / "json", "--cache", cache]
-    command = [sys.executable, ROOT / "tests" / "static_gpu.py", *words_of]
+    command = [sys.executable, ROOT / "tools" / "static_gpu.py", *words_of]
     done = subprocess.run(command, capture_output=True, text=True)
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     problems = static_gpu.problems(found)
@@ -405,7 +405,7 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
 def test_the_loss_kernel_by_triton_s_interpreter():
     """FusedLoss on a CPU against lm_loss: fp32, bf16, fp8 as near as lm_loss is in it; golden numbers."""
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "interpret.py"],
+        [sys.executable, ROOT / "tools" / "interpret.py"],
         env=dict(os.environ, TRITON_INTERPRET="1"),
         capture_output=True,
         text=True,
@@ -460,7 +460,7 @@ def test_other_gpus(gpu, ranks, tmp_path):
     """The step compiles, without fp8 where there is none."""
     args = [*SMALL, "--gpu", gpu, "--ranks", str(ranks), "--json", str(tmp_path / "json")]
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "static_gpu.py", *args], capture_output=True, text=True
+        [sys.executable, ROOT / "tools" / "static_gpu.py", *args], capture_output=True, text=True
     )
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     products = found["stages"]["x1 window 1024"]["TFLOP"]

@@ -1,4 +1,4 @@
-"""records/watch.py: what a run looks like on a terminal and in a pipe, its end, signals, LOGGER."""
+"""tools/watch.py: what a run looks like on a terminal and in a pipe, its end, signals, LOGGER."""
 import fcntl
 import json
 import os
@@ -17,7 +17,7 @@ import fork_server
 import watch
 from helpers import ROOT, SCRIPT, TOY, slow
 
-WATCH = [sys.executable, str(ROOT / "records" / "watch.py")]
+WATCH = [sys.executable, str(ROOT / "tools" / "watch.py")]
 RUN = """
 import sys, time
 for line in open(sys.argv[1]).read().splitlines():

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tools"))
 PARTS = ["environment", "numbers", "alternatives", "ranks", "loop"]
 MOST_ERROR = 0.02  # relative, of a result in bf16
 MOST_ERROR_FP8 = 0.10
@@ -57,7 +57,7 @@ MOST_MEAN_DIFFERENCE = 0.02  # of their losses
 STEPS = 200  # of the loop
 RANKS = 8  # whose shapes are measured
 OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
-ON_STAND_IN = "STATIC_NAME" in os.environ  # tests/static_gpu.py's stand-in for a GPU computes nothing
+ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/static_gpu.py's stand-in for a GPU computes nothing
 # ms per step of each stage on 8xH100: what to expect, reckoned part by part; what the public record logged
 EXPECTED = {
     "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
@@ -183,7 +183,7 @@ class Subject(NamedTuple):
 
 
 def load_trainer(folder: Path) -> ModuleType:
-    """train_gpt.py of a folder, under its own name, so that tests/bench.py measures it."""
+    """train_gpt.py of a folder, under its own name, so that tools/bench.py measures it."""
     spec = importlib.util.spec_from_file_location("train_gpt", folder / "train_gpt.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["train_gpt"] = module

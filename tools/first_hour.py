@@ -1,5 +1,5 @@
 """A newcomer's first hour on a fresh clone, timed: writes docs/first_hour.md, the output of the tutorials and
-the pictures in docs/. On a quiet machine: python tests/first_hour.py [FOLDER to clone into]. Takes an hour.
+the pictures in docs/. On a quiet machine: python tools/first_hour.py [FOLDER to clone into]. Takes an hour.
 """
 import html
 import os
@@ -14,12 +14,11 @@ from types import SimpleNamespace
 
 from PIL import Image
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "records")]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "records"), str(ROOT / "tests")]
 
 import train_gpt  # noqa: E402
 from test_board_page import CHROMIUM  # noqa: E402
-from test_docs import ROOT  # noqa: E402
 from test_watch import on_terminal  # noqa: E402
 
 STEPS = [       # command, what it is
@@ -139,7 +138,7 @@ def main(folder):
     heads = ["| command | what | seconds | of them compiling | to the first training loss |",
              "|---|---|---:|---:|---:|"]
     table = "\n".join([*heads, *rows])
-    path.write_text(f"{head}{MARK}\nBy `python tests/first_hour.py`, {conditions()}:\n\n{table}\n\n"
+    path.write_text(f"{head}{MARK}\nBy `python tools/first_hour.py`, {conditions()}:\n\n{table}\n\n"
                     "## What it printed\n\n" + "\n".join(parts), encoding="utf-8")
 
 

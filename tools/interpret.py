@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

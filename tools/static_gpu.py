@@ -690,6 +690,7 @@ def changes(before, after):
 
 
 def parse(argv):
+    """-> the flags, with `presets` and `settings`, which are flags of train_gpt.py."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,7 +15,7 @@ Prints the milliseconds of a step, tok/s, and the time per token over that of th
 train_gpt.py; without a path it is this one.
 
     ./run.sh bench --parts [--steps N]
-    torchrun --standalone --nproc_per_node=N tests/bench.py --parts ...
+    torchrun --standalone --nproc_per_node=N tools/bench.py --parts ...
 
 For each stage a step on random data, which needs no data: medians of its tok/s and mfu (of an H100's bf16
 peak), and of its parts, each measured alone, forward and backward: attention and MLP of all layers, head and

@@ -1,4 +1,4 @@
-"""records/watch.py COMMAND…: runs the trainer's command and shows what it does; ./run.sh calls it.
+"""tools/watch.py COMMAND…: runs the trainer's command and shows what it does; ./run.sh calls it.
 
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
 bits per byte, tok/s and the time left. Elsewhere every line passes as it is. The end is one screen about the
@@ -24,7 +24,7 @@ try:
     import numpy  # noqa: F401
 except ImportError:
     sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
-sys.path.insert(0, str(Path(__file__).resolve().parent))    # which isolated modes of Python leave out
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
 from folders import HOME, track_of  # noqa: E402
 from runs import STEP, inputs  # noqa: E402
 from trials import draw_run  # noqa: E402
