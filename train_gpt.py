@@ -520,9 +520,13 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
     """[(a name that is no constant, the constant that it is one slip away from)]"""
-    unknown = [typed for typed in names if typed not in NAMES]
-    near = [(typed, name) for typed in unknown for name in get_close_matches(typed.upper(), NAMES, 1, 0.75)]
-    return [(typed, name) for typed, name in near if abs(len(typed) - len(name)) < 2]
+    found = []
+    for typed in names:
+        close = get_close_matches(typed.upper(), NAMES, 3, 0.75)
+        close = [name for name in close if abs(len(typed) - len(name)) < 2]
+        if close and typed not in NAMES:
+            found.append((typed, close[0]))
+    return found
 
 def show(value: object) -> str:
     """A constant as one types it, in one line; only the last part of an absolute path."""
@@ -1944,6 +1948,8 @@ class Tiny(Config):
     eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
+    val_part: int = optional(8_192, "tokens of val that are scored during training, off the clock; 0: none")
+    val_part_every: int = option(50, "steps between those scores", 1, 10**9)
 
     def stages(self) -> list[WindowStage]:
         B = self.train_batch_tokens
@@ -2048,7 +2054,10 @@ class Tiny(Config):
         return 4 * len(self.counted_orders()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
-        return [named_scores] if step is None else []
+        if step is None:
+            return [named_scores]
+        due = self.val_part and step and step % self.val_part_every == 0
+        return [partial(score_part, step=step)] if due else []
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -2062,6 +2071,12 @@ class Tiny(Config):
 
     def make_model(self, kernels: Kernels) -> Model:
         return TinyModel(self, kernels)
+
+def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
+    """Logs the loss of the first val_part tokens of val, for the curve of loss.png."""
+    loss = evaluate(model, replace(cfg, val_tokens=cfg.val_part), data, team).val_loss
+    log(f"val_part step:{step} val_loss:{loss:.4f}")
+    return {}
 
 class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -7598,9 +7613,8 @@ def garbage_kept() -> Iterator[None]:
         gc.unfreeze()
 
 def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) -> tuple[Score, str]:
-    """The training loop. On the clock: what build() makes, reading batches, steps, log lines, copying a
-    checkpoint and waiting for the one before; off it: compiling (done before), validation, CORE, samples.
-    Returns the last Score and why training stopped."""
+    """Trains -> the last Score and why training stopped. On the clock: what build() makes, reading batches,
+    steps, log lines, copying a checkpoint and waiting for the one before; off it: scores and samples."""
     cfg = run.cfg
     team = run.team
     saver = run.saver
@@ -7633,18 +7647,19 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             if done:
                 clock.start(state.seconds)
             continue
-        # 3. validation, off the clock
+        # 3. validation, further evaluations and samples, off the clock
         validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
-        samples_due = bool(cfg.sample_every and step and step % cfg.sample_every == 0)
         further = cfg.evaluations(step)
-        if done or validation_due or further or samples_due:
+        if cfg.sample_every and step and step % cfg.sample_every == 0:
+            further.append(show_samples)
+        if done or validation_due or further:
             team.wait()
             state.seconds = clock.seconds()
             if done:
-                run.optimizer.take_mean()
-            score = validate(run, state, None if done else stage, done, further, samples_due)
-            if done:
-                return score, done
+                return validate(run, state, None, done), done
+            if validation_due:
+                validate(run, state, stage, None)
+            evaluate_further(run, further)
             clock.start(state.seconds)
         # 4. a step
         batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
@@ -7690,28 +7705,29 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}")
 
-def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None, further: list[Callable],
-             samples: int) -> Score:
-    """Off the clock: val_loss, with the windows and loops of `stage` (None: those of evaluation), then the
-    further evaluations and samples that are due. done: why no step follows, or None."""
+def evaluate_further(run: Run, further: list[Callable]) -> None:
+    """Further evaluations and samples, off the clock."""
+    for evaluation in further:
+        evaluation(run.model, run.cfg, run.data, run.team, run.log)
+    run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
+
+def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None) -> Score:
+    """val_loss, off the clock, with the windows and loops of `stage` (None: those of evaluation). done: why
+    no step follows, or None."""
     cfg = run.cfg
     log = run.log
     step = state.step
     if done == "wallclock_cap":
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
+    if done:
+        run.optimizer.take_mean()
     log("evaluating val_loss")
     score = evaluate(run.model, cfg, run.data, run.team, stage)
     state.curves["val"].append((step, state.seconds, score.val_loss))
     log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
     log.seal()
     check_finite(score.val_loss, "val_loss", step, state.curves["train"])
-    if not done:
-        for evaluation in further:
-            evaluation(run.model, cfg, run.data, run.team, log)
-        if samples:
-            show_samples(run.model, cfg, run.data, run.team, log)
     gc.collect()
-    run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
     return score
 
 def time_text(seconds: float, step: int) -> str:

@@ -90,6 +90,7 @@ NOT_COUNTED = {
     "validation": (train_gpt, "evaluate", ever, dict(VAL_LOSS_EVERY="3")),
     "the last validation": (train_gpt, "evaluate", ever, {}),
     "samples": (train_gpt, "show_samples", ever, dict(SAMPLE_EVERY="2")),
+    "a part of val": (train_gpt, "score_part", ever, dict(VAL_PART_EVERY="2")),
     "CORE": (train_gpt, "core_metric", ever, dict(CORE_METRIC_EVERY="2")),
     "rehearsal": (train_gpt, "rehearse", ever, {}),
     "the artifact": (train_gpt, "write_model", ever, {}),
@@ -116,6 +117,16 @@ def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monke
     assert len(times) == 6 and times == sorted(times) and times[0] in (1e3 * STEP, 1e3 * (STEP + paused))
     assert re.findall(r"^step:6/6 val_loss.* train_time:(\d+)ms", done.log, re.M) == [
         str(done.result["train_time_ms"])]
+
+
+def test_a_part_of_val_is_scored_on_the_way(train):
+    """Its loss is that of as many val_tokens; it changes no weight and is no validation."""
+    plain = train(SIX, VAL_PART="0", VAL_PART_EVERY="3", VAL_LOSS_EVERY="3", VAL_TOKENS="512")
+    done = train(SIX, VAL_PART="512", VAL_PART_EVERY="3")
+    told = re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", done.log, re.M)
+    assert told == [("3", f"{plain.val_losses[3]:.4f}")] and "\nval_part " not in plain.log
+    assert done.weights == plain.weights and [*done.val_losses] == [6]
+    assert "evaluating val_loss" not in done.log.partition("val_part")[0]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):

@@ -17,7 +17,7 @@ def drawn(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
 
-    def draw(train=TRAIN, val=VAL, record=(), **settings):
+    def draw(train=TRAIN, val=VAL, record=(), part=(), **settings):
         cfg, lines = train_gpt.load_config(settings), []
         last, length = train_gpt.total_steps(cfg), train[-1][1]
         lines += [f"limits: at most {last} steps", *train_gpt.stage_lines(cfg), f"config preset={cfg.preset}"]
@@ -27,6 +27,7 @@ def drawn(monkeypatch, tmp_path):
                          f"tok/s:9 lr_factor:{lr:.3f} eta:{length - seconds:.0f}s mean_loss:{loss + 0.5:.4f}")
         lines += [f"step:{step}/{last} val_loss:{loss:.4f} {train_gpt.time_text(seconds, step)}"
                   for step, seconds, loss in val]
+        lines += [f"val_part step:{step} val_loss:{loss:.4f}" for step, loss in part]
         (tmp_path / "train.log").write_text("\n".join([*lines, "final_model val_loss:3.27", ""]))
         trials.draw_run(tmp_path, record)
         return figures.pop().axes
@@ -52,6 +53,15 @@ def test_a_run_with_stages(drawn):
     assert spans == [pytest.approx((23.8, 66.0)), pytest.approx((129.0, 132.0))]
     lr = right.get_lines()[0].get_ydata()
     assert list(lr[:2]) == [1.0, 1.0] and max(lr) > 1.4 and lr[-1] == pytest.approx(0.1)
+
+
+def test_a_part_of_val_is_a_curve_of_its_own(drawn):
+    """At the seconds of its steps."""
+    axes, _ = drawn(val=VAL[-1:], part=[(1414, 3.7), (2065, 3.4)])
+    assert labels(axes)[1:] == ["val, the part that is scored on the way", "val, at the end 3.2700"]
+    curve = axes.get_lines()[1]
+    assert list(curve.get_xdata()) == pytest.approx([66.0, 118 + 11 / 2])
+    assert list(curve.get_ydata()) == [3.7, 3.4]
 
 
 def test_the_record_is_grey(drawn):

@@ -31,7 +31,7 @@ STEPS = [       # command, what it is
     ("./run.sh board --html", "and as a page"),
 ]
 MARK = "<!-- measured -->"      # what follows on a page is written here
-LIVE = re.compile(r"training +\d+% ")
+LIVE = re.compile(r" *\d+% \|")
 COLUMNS = 100       # of the terminal
 BOARD_HEIGHT = 1900     # pixels: table, curves, and where the constants begin
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -38,11 +39,23 @@ STAGES = {
 QUIET = re.compile(
     r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
-    r"step:\d+/\d+ train_loss|(counting )?n-grams|stopping_early:|evaluating |Serialized |Code size:|"
-    r"Total submission|peak memory|scoring the artifact|final_")
+    r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|stopping_early:|evaluating |Serialized |"
+    r"Code size:|Total submission|peak memory|scoring the artifact|final_")
 STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
 SAMPLE_ROWS = 5     # of each sample on a terminal; train.log has them all
+SLOWER = 1.15       # so many times the record's seconds are worth a line
+
+
+def in_rows(text):
+    """The text in rows that fit the terminal, broken between words; what goes on is indented."""
+    rows = []
+    for line in text.splitlines() or [""]:
+        line = line.expandtabs()
+        further = " " * (len(line) - len(line.lstrip()) + 2)
+        rows += textwrap.wrap(line, shutil.get_terminal_size().columns, subsequent_indent=further,
+                              replace_whitespace=False, break_on_hyphens=False) or [""]
+    return rows
 
 
 class Progress:
@@ -52,7 +65,7 @@ class Progress:
         self.step = None        # (step, training seconds, seconds left, tok/s, when) of the last report
         self.at = 0, 0          # the last step that a line told, and of how many
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
-        self.trained = self.in_samples = self.in_summary = False
+        self.trained = self.in_samples = self.in_summary = self.paced = False
         self.sample, self.rows_left = [], 0
 
     def read(self, line):
@@ -107,10 +120,9 @@ class Progress:
         """Of a line of a sample what fits into the sample's first rows on the terminal; None: nothing."""
         if re.match(r"sample \d+: ", line):
             self.rows_left = SAMPLE_ROWS
-        line, columns = line.expandtabs(), shutil.get_terminal_size().columns
-        fits = line[:self.rows_left * columns] if self.rows_left else None
-        self.rows_left = max(0, self.rows_left - max(1, math.ceil(len(line) / columns)))
-        return fits
+        rows = in_rows(line)[:self.rows_left]
+        self.rows_left -= len(rows)
+        return "\n".join(rows) if rows else None
 
     def mean_loss(self):
         """Of the last ten reports, but of none before half of the steps so far, as the loss falls."""
@@ -138,6 +150,23 @@ class Progress:
             return None
         return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
 
+    def slower(self):
+        """A line, once, where the machine is slower than the record's; else None."""
+        if self.paced or "folder" not in self.seen or not self.step:
+            return None
+        log = inputs.read_text(Path(self.seen["folder"], "train.log"), "replace")
+        preset = re.search(r"^config preset=(\w+)", log, re.M)[1]
+        overrides = re.findall(r"^override (\w+) ", log, re.M)
+        pace = target_of(dict(preset=preset, overrides=overrides)).get("pace")
+        step, seconds, *_ = self.step
+        if pace and step < pace["step"]:
+            return None
+        self.paced = True
+        if not pace or step > pace["step"] or seconds < SLOWER * pace["seconds"]:
+            return None
+        return (f"{seconds:.0f} s for {step} steps, {pace['seconds']:.0f} s on the record's machine "
+                f"({pace['machine']}): expect fewer steps and a higher loss than the record's")
+
     def live(self):
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
@@ -146,7 +175,7 @@ class Progress:
         step, seconds, left, rate, then = self.step
         since, loss = min(now - then, left), self.mean_loss()
         bpb = self.bits_per_byte(loss)
-        words = [f"step {step:,}", f"loss {loss:.4f}", f"about {bpb:.3f} bpb" if bpb else "",
+        words = [f"step {step:,}", f"loss {loss:.4f}", f"{bpb:.3f} bpb" if bpb else "",
                  f"{rate:,} tok/s", f"{left - since:.0f} s left"]
         return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
 
@@ -154,7 +183,7 @@ class Progress:
 class Screen:
     """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
     def __init__(self, terminal):
-        self.bar, self.ticked = None, 0.0
+        self.terminal, self.bar, self.ticked = terminal, None, 0.0
         with suppress(ImportError):
             if terminal:
                 from tqdm import tqdm
@@ -163,6 +192,7 @@ class Screen:
     def show(self, line, stream):
         if self.bar is not None:
             self.bar.clear()
+            line = "\n".join(in_rows(line))
         print(line, file=stream, flush=True)
         if self.bar is not None:
             self.bar.refresh()
@@ -171,7 +201,7 @@ class Screen:
         """The live line: with a bar where the part that is done is known."""
         if self.bar is not None and time.monotonic() > self.ticked + 0.2:
             self.ticked = time.monotonic()
-            known = "training {percentage:3.0f}% |{bar:20}| {desc}"
+            known = "{percentage:3.0f}% |{bar:10}| {desc}"
             self.bar.bar_format = "{desc}" if part is None else known
             self.bar.ncols = shutil.get_terminal_size().columns - 1     # 79 where the terminal does not say
             self.bar.n = min(part or 0.0, 1.0)
@@ -215,6 +245,8 @@ def follow(child, screen, progress, logger, stop):
         if line.startswith("run folder:") and screen.bar is not None:
             for row in progress.plan():
                 screen.show(row, sys.stdout)
+        if screen.bar is not None and (slow := progress.slower()):
+            screen.show(slow, sys.stdout)
         screen.tick(*progress.live())
 
 
@@ -365,7 +397,10 @@ def main(command):
         folder = Path(progress.seen["folder"])
         try:
             result = json.loads(inputs.read_text(folder / "result.json"))
-            print(*end_lines(folder, result), sep="\n", flush=True)
+            rows = end_lines(folder, result)
+            if screen.terminal:
+                rows = in_rows("\n".join(rows))
+            print(*rows, sep="\n", flush=True)
             if result["steps"]:
                 draw_run(folder, target_of(result).get("curve", ()))
         except Exception as error:      # the run itself is done: its code stays 0
