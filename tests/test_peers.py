@@ -226,7 +226,8 @@ def test_a_run_that_fails(bench):
 
 def test_refused(bench):
     for words, sentence in [
-            (["--only=xz,bzip2"], "bzip2 is none of xz, xz-primed, ppmd, zpaq, plain, golf, gpt2, tiny"),
+            (["--only=xz,bzip2"], "bzip2 is none of xz, xz-primed, ppmd, zpaq, plain, golf, gpt2, memory-0, "
+             "tiny"),
             (["MATRIX_RL=1"], "MATRIX_RL is no constant"), (["SEED=3"], "SEED is set for each peer"),
             (["tiny"], "tiny is no NAME=value"), (["--seeds=0"], "--seeds 0: at least 1"),
             (["--text=nowhere"], "no train and val shards at ")]:

@@ -80,7 +80,7 @@ def multiples(factors: tuple[float, ...], **rates: float) -> tuple[dict[str, str
 # had been measured before there was tiny. These score their weights as trained, tiny those of its artifact.
 SMALL = dict(NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="2048",
              VAL_LOSS_EVERY="0", VAL_BATCH_SIZE="65536", VAL_TOKENS="0", WARMUP_STEPS="2", SCORE_ARTIFACT="0",
-             ARTIFACT_BYTES_LIMIT="0", TOKENIZER_PATH="")
+             ARTIFACT_BYTES_LIMIT="0", TOKENIZER_PATH="", VAL_PART="0")
 
 # SCALAR_LR=0 leaves the scales of the residual stream at 1, as if there were none.
 PLAIN = SMALL | dict(MEMORY="0", BIGRAM_ROWS="0", KEY_OFFSET="0", VALUE_EMBED_LAYERS="0", UNET_SKIPS="0",
@@ -113,8 +113,9 @@ PEERS = {
     "golf": Peer("golf's recipe (parameter-golf 2026-03-19), 4 layers of 128, rows shuffled", "golf",
                  SMALL | dict(NUM_KV_HEADS="1", ITERATIONS="100000"), GOLF_TRIES, GOLF_PARTS, shuffled=True),
     "gpt2": Peer("gpt2's recipe (nanochat), 4 layers of 128", "gpt2", GPT2, GPT2_TRIES),
+    "memory-0": Peer("tiny without its memory, MEMORY=0", "tiny", dict(MEMORY="0", VAL_PART="0"), TINY_TRIES),
     "tiny": Peer("tiny as ./run.sh trains it: 2 layers of 128, n-grams of the train text and of the row",
-                 "tiny", {}, TINY_TRIES),
+                 "tiny", dict(VAL_PART="0"), TINY_TRIES),
 }
 
 
