@@ -177,6 +177,10 @@ class Recipe:
         """{field of Kernels: function} for what the recipe has a faster version of."""
         return {}
 
+    def first_values(self, values: "dict[str, Tensor]") -> "dict[str, Tensor]":
+        """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
+        return values
+
     # ----- data, scores, artifact
     def check_data(self, data: "Data") -> None:
         """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
@@ -970,6 +974,14 @@ class Kernels(NamedTuple):
     mlp_scales: Callable | None = None
     losses: Callable | None = None  # token_losses(), for tiny
 
+def filled(kernels: Kernels, **readable: Callable) -> Kernels:
+    """kernels with these readable functions, {field: function}, where it has none."""
+    missing: dict[str, Any] = {}
+    for name, version in readable.items():
+        if getattr(kernels, name) is None:
+            missing[name] = version
+    return kernels._replace(**missing)
+
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable, cuts: bool = False) -> dict:
     """{L or S: its window in rows of T tokens} for the kinds that layers have. window: Kernels.window."""
@@ -980,6 +992,14 @@ def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T
     if "S" in kinds:
         windows["S"] = window(sizes["short_window"], T, device, cuts)
     return windows
+
+def layer_masks(windows: dict, tokens: Tensor, documents: Tensor | None, kernel: Callable) -> dict:
+    """{L or S: mask of such a layer for tokens (B, T)} for their windows from kernel_windows(). documents
+    (B, T): the number of each token's document, or None. kernel: Kernels.window_mask."""
+    masks = {}
+    for kind, window in windows.items():
+        masks[kind] = kernel(window, tokens.size(1), documents, tokens.device)
+    return masks
 
 def rope_spectrum(head_dim: int, base: float, fraction: float = 1.0) -> Tensor:
     """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
@@ -1044,9 +1064,10 @@ def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tens
     """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
     modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` makes a single attention pattern out of those of all
     heads; it reads all values and is spread over the heads. q (B, T, H, D), already scaled, k (B, T, H, D),
-    v (B, T, H, E), mix and spread (B, T, H). mask: from window_mask(); memory grows as T times its last side,
-    per head."""
+    v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads. mask: from dynamic_mask(); memory
+    grows as T times its last side, per head."""
     T = q.size(1)
+    mix = mix_of_heads(mix, v.dtype)
     blocks = mask.size(1)
     width = mask.size(2)
     q = query_blocks(q, blocks, width)
@@ -1061,6 +1082,11 @@ def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tens
     pattern = (mix.mT[..., None] * patterns).sum(2)
     y = (pattern @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
     return spread[..., None] * y.flatten(1, 2)[:, :T]
+
+def dynamic_mask(keys: int, documents: Tensor) -> Tensor:
+    """The mask of dynamic_attention() in which each token sees this many keys of its document, its own among
+    them. documents (B, T): the number of each token's document."""
+    return window_mask(keys - 1, documents.size(1), documents, documents.device, width=keys)
 
 def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The `mix` of dynamic_attention(): x (B, T, H) with the same mean square over heads for each token."""
@@ -1081,6 +1107,45 @@ def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor)
     arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden), bias (n,),
     scale: a number or (1,) -> (B, T, n)."""
     return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
+
+def mudd_parameters(width: int, hidden: int, rows: list[int]) -> tuple:
+    """w1 (places, hidden, C), w2 (places, n, hidden) and bias (places, n) for mudd() in several places of a
+    model of width C. rows: how many values each place needs; n is the most, and further rows are idle."""
+    places = len(rows)
+    n = max(rows)
+    return parameter(places, hidden, width), parameter(places, n, hidden), parameter(places, n)
+
+def mudd_weights(x: Tensor, n: int, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """n weights (B, T, 1) with which each token of x (B, T, C) mixes streams: mudd() with the first n rows of
+    w2 and bias."""
+    values = mudd(x, w1, w2[:n], bias[:n], scale)
+    return values.split(1, -1)
+
+class MuddGate(NamedTuple):
+    """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
+    name: str
+    layer: int  # where it is used
+    width: int  # how many values it is
+    first: float  # their first value
+
+def gate_values(gates: list[MuddGate]) -> list[float]:
+    """The first values of these gates in a row (n,)."""
+    values = []
+    for g in gates:
+        values += [g.first] * g.width
+    return values
+
+def mudd_gates(x: Tensor, gates: list[MuddGate], w1: Tensor, w2: Tensor, bias: Tensor,
+               scale: Tensor) -> dict[int, dict[str, Tensor]]:
+    """{layer: {name: gate (B, T, its width)}}, in place of learned factors and of gates that each layer makes
+    for itself (modded-nanogpt#85: -3.5 s with dynamic attention). mudd() of x (B, T, C) gives them all in the
+    order of `gates`, by the first rows of w2 and bias. scale (1,)."""
+    n = len(gate_values(gates))
+    values = mudd(x, w1, w2[:n], bias[:n], scale.to(x.dtype))
+    found: dict[int, dict[str, Tensor]] = {}
+    for g, part in zip(gates, values.split([g.width for g in gates], -1)):
+        found.setdefault(g.layer, {})[g.name] = part
+    return found
 
 def random_signs(rows: int, width: int) -> Tensor:
     """int8 (rows, width) of 1 and -1, the same on every machine: the bits of splitmix64's first numbers."""
@@ -1235,12 +1300,28 @@ def unpair_heads(x: Tensor) -> Tensor:
     """The inverse: (B, 2 T, H / 2, D) -> (B, T, H, D)."""
     return x.unflatten(1, (-1, 2)).flatten(2, 3)
 
+def pair_mask(window: int | Tensor, documents: Tensor, kernel: Callable) -> object:
+    """The mask of attend_in_pairs(). window: in places of rows of 2 T. documents (B, T): the number of each
+    token's document. kernel: Kernels.window_mask."""
+    T = documents.size(1)
+    return kernel(window, 2 * T, documents.repeat_interleave(2, 1), documents.device)
+
 def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, kernel: Callable) -> Tensor:
     """Attention of paired heads on q (B, T, H, D), already scaled, k (B, T, H, D), v (B, T, H, E) before RoPE
-    -> (B, T, H, E). rope: from pair_rope_tables(). mask: for rows of 2 T."""
+    -> (B, T, H, E). rope: from pair_rope_tables(). mask: from pair_mask()."""
     q = rotate_adjacent(q.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
     k = rotate_adjacent(k.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
     return unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, kernel))
+
+def embed_values(tokens: Tensor, layers: Sequence[int], tables: Sequence[Tensor], heads: int,
+                 dtype: torch.dtype) -> dict[int, Tensor]:
+    """{layer: value embedding (B, T, H, D) of tokens (B, T)} for these layers, each by a table of its own
+    (modded-nanogpt#63: -0.3 s). tables: (V, H * D) each, in the order of layers."""
+    found = {}
+    for layer, table in zip(layers, tables):
+        value_embed = F.embedding(tokens, table).to(dtype)
+        found[layer] = value_embed.unflatten(-1, (heads, -1))
+    return found
 
 def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
     """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, computed from the first channels
@@ -1249,25 +1330,6 @@ def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
     half = weight.size(1) // 2
     seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
     return 2 * gate(seen, weight)[..., None] * value_embed
-
-class MuddGate(NamedTuple):
-    """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
-    name: str
-    layer: int  # where it is used
-    width: int  # how many values it is
-    first: float  # their first value
-
-def gate_values(gates: list[MuddGate]) -> list[float]:
-    """The first values of these gates in a row (n,)."""
-    values = []
-    for g in gates:
-        values += [g.first] * g.width
-    return values
-
-def named_gates(values: Tensor, gates: list[MuddGate]) -> dict[tuple[str, int], Tensor]:
-    """Splits what mudd() gives (B, T, n) into {(name, layer): (B, T, width)}, in the order of gates."""
-    parts = values.split([g.width for g in gates], -1)
-    return {(g.name, g.layer): part for g, part in zip(gates, parts)}
 
 class Model(nn.Module):
     """What the rest of the file asks of a recipe's model. It also needs the attributes cfg (the recipe's
@@ -1289,10 +1351,6 @@ class Model(nn.Module):
         """The same for training steps."""
         return self.context(T, device, dtype, stage)
 
-    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
-        return values
-
     def compiled_hidden(self) -> Callable:
         """hidden() for scoring, compiled."""
         return partial(compile_once(type(self).hidden), self)
@@ -1304,9 +1362,18 @@ class Model(nn.Module):
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
         raise NotImplementedError
 
+    def cap(self) -> tuple:
+        """cap, shift and width of softcap()."""
+        return self.cfg.logit_softcap, 0.0, 0.0
+
     def logits(self, x: Tensor) -> Tensor:
         """Last activations (..., C) -> logits in fp32 (..., V)."""
-        raise NotImplementedError
+        return softcap(linear(x, self.head).float(), *self.cap())
+
+    def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
+        """tokens and targets (B, T) -> mean training loss in nats."""
+        x = self.hidden(tokens, context)
+        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
 
     def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Further inputs of a training step on tokens and targets (B, T), each with B rows."""
@@ -1810,9 +1877,13 @@ class TargetStage(WindowStage):
 
 class SeveralTargets(Model):
     """A model whose training loss has several targets per token: the next ones and the target's prefix token.
-    It needs TargetStages, contexts with next_targets, prefixes and loss_weights, a buffer `prefixes` (V,),
-    and cfg.loss_weights(), which gives the weights of the losses at a progress."""
-    prefixes: Tensor
+    It needs TargetStages, contexts with next_targets, prefixes and loss_weights, and cfg.loss_weights(),
+    which gives the weights of the losses at a progress."""
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        # each token's prefix token; -1: none
+        self.register_buffer("prefixes", torch.full((cfg.vocab_size,), -1), persistent=False)
 
     def training_context(self, T: int, device: torch.device, dtype: torch.dtype,
                          stage: TargetStage) -> Any:
@@ -1846,6 +1917,13 @@ class SeveralTargets(Model):
             further = torch.cat((further, self.prefixes[targets][..., None]), -1)
         return further
 
+    def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
+        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
+        x = self.hidden(tokens, context)
+        targets = self.targets_of(targets, context)
+        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
+                                 context.loss_weights)
+
 def kind_of(name: str) -> str:
     """The kind of a parameter: blocks.3.query -> query, value_embeds.0 -> value_embeds."""
     return [part for part in name.split(".") if not part.isdigit()][-1]
@@ -1872,7 +1950,7 @@ def first_values(model: Model, seed: int) -> dict[str, Tensor]:
             layer = numbers[0] if numbers else 0
             value += row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
         values[name] = value
-    return model.first_values(values)
+    return model.cfg.first_values(values)
 
 # ---------- 5 recipes
 
@@ -2194,9 +2272,7 @@ class TinyModel(CountingModel):
 
     def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
-        masks = {}
-        for kind, window in context.windows.items():
-            masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
+        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
         x = x0 = self.embedded(tokens, candidates, context.dtype)
         outputs = []
         for i, block in enumerate(self.blocks):
@@ -2305,8 +2381,7 @@ class TinyModel(CountingModel):
         inputs = inputs or tuple(self.target_inputs(tokens, targets))
         if self.gate_weight is None:
             x = self.activations(tokens, context, *inputs)
-            cap = (self.cfg.logit_softcap, 0.0, 0.0)
-            return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
+            return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
         rows, shares, classes, matches = inputs
         x = self.activations(tokens, context, rows)
         own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
@@ -2521,15 +2596,6 @@ class GolfModel(Model):
                 x = x + self.skip_weights[i].to(x.dtype) * outputs.pop()
             x = block(x, x0, context)
         return rms_norm(x)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: GolfContext) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats."""
-        x = self.hidden(tokens, context)
-        cap = (self.cfg.logit_softcap, 0.0, 0.0)
-        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
     """The sizes of the golf recipes' proxies: grouped queries stay."""
@@ -2870,15 +2936,6 @@ class GolfPlusModel(Model):
         if not self.cfg.skip_mix:
             return x + skipped
         return learned_lerp(skipped, x, self.skip_mix[i])
-
-    def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: GolfPlusContext) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats."""
-        x = self.hidden(tokens, context)
-        cap = (self.cfg.logit_softcap, 0.0, 0.0)
-        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     """Layers, loops, grouped queries and the stages stay. The record trains some 109 tokens per weight, which
@@ -3234,9 +3291,7 @@ class SpeedrunModel(Model):
         documents = None
         if self.cfg.max_doc_len:
             documents = (tokens == self.cfg.bos_id).cumsum(1)
-        masks = {}
-        for kind, window in context.windows.items():
-            masks[kind] = self.kernels.window_mask(window, tokens.size(1), documents, tokens.device)
+        masks = layer_masks(context.windows, tokens, documents, self.kernels.window_mask)
         x = F.embedding(tokens, self.embed).to(context.dtype)
         if self.smear is not None:
             x = smear(x, self.smear, self.smear_gate)
@@ -3259,15 +3314,6 @@ class SpeedrunModel(Model):
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * outputs[self.cfg.backout_layer]
         return rms_norm(x)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: SpeedrunContext) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats."""
-        x = self.hidden(tokens, context)
-        cap = (self.cfg.logit_softcap, 0.0, 0.0)
-        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 def speedrun_windows(full: Any, share: float) -> list[Scaled]:
     """Windows, documents and rows of the speedruns' proxies. share: width / the recipe's."""
@@ -3564,9 +3610,7 @@ class GPT2Model(Model):
 
     def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        masks = {}
-        for kind, window in context.windows.items():
-            masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
+        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         for block, kind, table in zip(self.blocks, self.kinds, self.tables):
             value_embed = None
@@ -3575,15 +3619,6 @@ class GPT2Model(Model):
                 value_embed = split_heads(value_embed, block.head_dim)
             x = block(x, x0, value_embed, masks[kind], context)
         return rms_norm(x)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: GPT2Context) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats."""
-        x = self.hidden(tokens, context)
-        cap = (self.cfg.logit_softcap, 0.0, 0.0)
-        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
     """The recipe at the depth of a proxy, and the proxy's sizes. The dial has a layer per 64 channels; a
@@ -3917,9 +3952,7 @@ class GPT2PlusModel(Model):
 
     def hidden(self, tokens: Tensor, context: GPT2PlusContext) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        masks = {}
-        for kind, window in context.windows.items():
-            masks[kind] = self.kernels.window_mask(window, tokens.size(1), None, tokens.device)
+        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
         x = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         if self.smear is not None:
             x = smear(x, self.smear, self.smear_gate)
@@ -3936,15 +3969,6 @@ class GPT2PlusModel(Model):
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * backed_out
         return rms_norm(x)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), self.cfg.logit_softcap)
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: GPT2PlusContext) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats."""
-        x = self.hidden(tokens, context)
-        cap = (self.cfg.logit_softcap, 0.0, 0.0)
-        return self.kernels.loss(x, self.head, targets, cap, self.kernels.head_linear)
 
 def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
     """The depth dial with another width."""
@@ -4185,7 +4209,7 @@ class SpeedrunPlus(Config):
             table("bigram_embed", "value_embed"),
             gate("value_gate", "gate", gate_lr, decay=1),
             gate("smear_gate", "stream_gate", gate_lr * 0.01),
-            # MUDD; SpeedrunPlusModel.first_values() sets the last biases
+            # MUDD; first_values() sets the last biases
             mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
             mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
             mudd("mudd_b2", lr=gate_lr * 0.25),
@@ -4199,6 +4223,19 @@ class SpeedrunPlus(Config):
             scalar("resid_lambdas", lr=self.scalar_lr, beta2=0.95, scale=1.1**0.5),
             scalar("post_lambdas", lr=gate_lr, beta2=0.95, scale=1.0),
         ])
+
+    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The embedding starts as lm_head; queries, keys and values start at half; MUDD's biases give its
+        weights and gates their first values."""
+        values["embed"] = values["head"].clone()
+        for layer in range(self.num_layers):
+            values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
+        for place, weights in enumerate(self.first_mudd()):
+            values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
+        for half, gates in enumerate(self.gate_tables()):
+            first = torch.tensor(gate_values(gates))
+            values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
+        return values
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
@@ -4263,7 +4300,7 @@ class SpeedrunPlus(Config):
             frequencies, scale = yarn(frequencies, scale, old, new)
         return frequencies, scale
 
-    def mudd_gates(self) -> tuple[list[MuddGate], list[MuddGate]]:
+    def gate_tables(self) -> tuple[list[MuddGate], list[MuddGate]]:
         """The MUDD gates that are made of the embedding, and those that are made of gate_layer's input, each
         list in the order of its rows in the weights."""
         H = self.num_heads
@@ -4281,8 +4318,8 @@ class SpeedrunPlus(Config):
         return early, late
 
     def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's first weights, before the last layer and after it, in the order in which last_layer() and
-        hidden() use them: value embeddings in full and the factors of other layers; at the end half of
+        """MUDD's first weights, before the last layer and after it, in the order in which hidden() uses them:
+        value embeddings in full and the factors of other layers; at the end half of
         attn_source's output is subtracted."""
         of_streams = [0.0] * 6
         of_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
@@ -4372,7 +4409,8 @@ class SpeedrunPlusContext(NamedTuple):
     rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
     pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
     attn_scale: Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {L, S or P: how many earlier tokens a token sees in such a layer}, see Kernels.window
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
     dtype: torch.dtype  # the activations'
     # in training only
     next_targets: int = 1  # targets per token
@@ -4380,84 +4418,59 @@ class SpeedrunPlusContext(NamedTuple):
     loss_weights: Tensor | None = None  # (n,), one per target; None: the next token alone
 
 class SpeedrunPlusBlock(nn.Module):
-    """Attention and MLP, pre-norm, with factors on the residual stream and on what each of them adds."""
+    """The parameters of a layer, and its attention."""
     def __init__(self, cfg: SpeedrunPlus, layer: int) -> None:
         super().__init__()
         C = cfg.model_dim
-        H = cfg.num_heads
+        self.cfg = cfg
         self.kind = cfg.window_pattern[layer]
-        self.qk_dim = cfg.qk_dim
-        self.head_dim = C // H
-        self.key_offset = cfg.key_offset and self.kind == "L"
         attends = self.kind != "-"
-        self.query = parameter(H * cfg.qk_dim, C, on=attends)
-        self.key = parameter(H * cfg.qk_dim, C, on=attends)
+        self.query = parameter(cfg.num_heads * cfg.qk_dim, C, on=attends)
+        self.key = parameter(cfg.num_heads * cfg.qk_dim, C, on=attends)
         self.value = parameter(C, C, on=attends)
         self.attn_proj = parameter(C, C, on=attends)
         # MUDD gates the last layer's value embedding: there this gate is idle, as in the public record
-        self.value_gate = parameter(H, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
+        self.value_gate = parameter(cfg.num_heads, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
         self.fc = parameter(cfg.mlp_mult * C, C)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.sa_lambdas = parameter(2)  # on queries, keys and values; on attention's output
         self.resid_lambdas = parameter(2)  # on the residual stream, where attention and MLP add to it
         self.post_lambdas = parameter(2)  # on what they add
 
-    def add_attention(self, x: Tensor, attn_in: Tensor, added: Tensor, value_embed: Tensor | None,
-                      xsa: Tensor | None, head_gate: Tensor | None, mask: object,
-                      context: SpeedrunPlusContext) -> Tensor:
-        """The residual stream x plus attention's output, which reads attn_in, and `added`; all (B, T, C).
-        value_embed (B, T, H, D), in layers that have one; xsa and head_gate: see attend()."""
-        h = rms_norm(attn_in)
-        if value_embed is not None:
-            value_embed = gated_value_embed(h, value_embed, self.value_gate)
-        y = self.attend(h, value_embed, xsa, head_gate, None, mask, context)
-        return self.resid_lambdas[0].to(x.dtype) * x + self.post_lambdas[0].to(x.dtype) * y + added
-
-    def add_mlp(self, x: Tensor, scales: Tensor | None) -> Tensor:
-        """The residual stream x (B, T, C) plus the MLP's output. scales (3,): for fp8_mlp()."""
-        y = self.run_mlp(x, scales)
-        return self.resid_lambdas[1].to(x.dtype) * x + self.post_lambdas[1].to(x.dtype) * y
-
-    def run_mlp(self, x: Tensor, scales: Tensor | None) -> Tensor:
-        """The MLP's output (B, T, C) for the residual stream x (B, T, C)."""
-        return self.kernels.mlp(rms_norm(x), self.fc, self.mlp_proj, scales)
-
-    def attend(self, h: Tensor, further_values: Tensor | None, xsa: Tensor | None, head_gate: Tensor | None,
-               dynamic: tuple | None, mask: object, context: SpeedrunPlusContext) -> Tensor:
+    def attend(self, h: Tensor, further_values: Tensor | None, gates: dict, masks: dict,
+               context: SpeedrunPlusContext) -> Tensor:
         """h (B, T, C), normalized -> attention's output (B, T, C). further_values (B, T, H, D) are added to
-        the layer's own. xsa (B, T, H): strength of scaled_xsa(). head_gate (B, T, H): factors on the heads'
-        outputs. dynamic: mix, spread and mask of dynamic_attention()."""
+        the layer's own. gates: {name: (B, T, H)}, those of this layer. masks: {kind of layer: its mask}."""
         q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, self.sa_lambdas[:1])
-        q = split_heads(q, self.qk_dim)
-        k = split_heads(k, self.qk_dim)
-        v = split_heads(v, self.head_dim)
+        q = split_heads(q, self.cfg.qk_dim)
+        k = split_heads(k, self.cfg.qk_dim)
+        v = split_heads(v, self.cfg.model_dim // self.cfg.num_heads)
         if further_values is not None:
             v = v + further_values
         q = (rms_norm(q) * context.attn_scale).to(v.dtype)
         k = rms_norm(k)
         if self.kind == "P":
-            y = attend_in_pairs(q, k, v, context.pair_rope, mask, self.kernels.attention)
+            y = attend_in_pairs(q, k, v, context.pair_rope, masks["P"], self.kernels.attention)
         else:
             q = rotate_adjacent(q, *context.rope)
             k = rotate_adjacent(k, *context.rope)
-            if self.key_offset:
+            if self.kind == "L" and self.cfg.key_offset:
                 k = key_offset(k)
-            y = attend_heads(q, k, v, mask, self.kernels.attention)
-        if dynamic is not None:
-            y = y + dynamic_attention(q, k, v, *dynamic)
-        if xsa is not None:
-            y = scaled_xsa(y, v, xsa)
-        if head_gate is not None:
-            y = y * head_gate[..., None]
+            y = attend_heads(q, k, v, masks[self.kind], self.kernels.attention)
+        if "mix" in gates:
+            y = y + dynamic_attention(q, k, v, gates["mix"], gates["spread"], masks["dynamic"])
+        if "xsa" in gates:
+            y = scaled_xsa(y, v, gates["xsa"])
+        if "heads" in gates:
+            y = y * gates["heads"][..., None]
         return linear(y.flatten(2), self.sa_lambdas[1:].to(y.dtype) * self.attn_proj.to(y.dtype))
 
 class SpeedrunPlusModel(SeveralTargets):
-    """The blocks in order; the last one and the output mix earlier streams by MUDD."""
+    """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
     def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
+        super().__init__(cfg)
         V = cfg.vocab_size
         C = cfg.model_dim
-        self.cfg = cfg
         self.embed = parameter(V, C)
         self.head = parameter(V, C)
         self.blocks = nn.ModuleList([SpeedrunPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
@@ -4466,164 +4479,94 @@ class SpeedrunPlusModel(SeveralTargets):
         self.smear_lambda = parameter(1)
         self.smear_gate = parameter(1, cfg.smear_dim)
         self.skip_lambda = parameter(1)
-        self.mudd_w1 = parameter(2, cfg.mudd_dim, C)  # before the last layer, after it
-        self.mudd_w2 = parameter(2, LAST_MUDD, cfg.mudd_dim)
-        self.mudd_b2 = parameter(2, LAST_MUDD)
-        self.gate_table = cfg.mudd_gates()
-        rows = max([len(gate_values(gates)) for gates in self.gate_table])
-        self.mudd_gate_w1 = parameter(2, cfg.mudd_gate_dim, C)  # for the embedding, for gate_layer's input
-        self.mudd_gate_w2 = parameter(2, rows, cfg.mudd_gate_dim)
-        self.mudd_gate_b2 = parameter(2, rows)
+        # MUDD before the last layer and after it; gates from the embedding and from gate_layer's input
+        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, [LAST_MUDD, END_MUDD])
+        self.gate_tables = cfg.gate_tables()
+        rows = [len(gate_values(gates)) for gates in self.gate_tables]
+        self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2 = mudd_parameters(C, cfg.mudd_gate_dim, rows)
         self.mudd_gate_scale = parameter(1)
         self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
-        self.register_buffer("prefixes", torch.full((V,), -1), persistent=False)
         self.use(kernels)
         self.scales = self.kernels.mlp_scales(cfg.num_layers)
 
     def use(self, kernels: Kernels) -> None:
-        readable = dict(qkv=qkv_linear, mlp=delayed_mlp, mlp_scales=no_scales)
-        missing: dict[str, Any] = {}
-        for name, version in readable.items():
-            if getattr(kernels, name) is None:
-                missing[name] = version
-        super().use(kernels._replace(**missing))
-
-    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The embedding starts as lm_head; queries, keys and values start at half."""
-        values["embed"] = values["head"].clone()
-        for layer in range(self.cfg.num_layers):
-            values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        for place, weights in enumerate(self.cfg.first_mudd()):
-            values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
-        for half, gates in enumerate(self.gate_table):
-            first = torch.tensor(gate_values(gates))
-            values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
-        return values
+        super().use(filled(kernels, qkv=qkv_linear, mlp=delayed_mlp, mlp_scales=no_scales))
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
                 stage: TargetStage | None = None) -> SpeedrunPlusContext:
-        """See Model.context()."""
         cfg = self.cfg
         dtype = dtype or scoring_dtype(device)
-        frequencies, attn_scale = cfg.rope(stage.window if stage else None)
+        frequencies, scale = cfg.rope(stage.window if stage else None)
         rope = rope_tables(T, frequencies, device, dtype)
         pair_rope = pair_rope_tables(T, frequencies, device, dtype)
-        sizes = cfg.windows(stage, T)
-        window = self.kernels.window
-        windows = dict(L=window(sizes["long_window"], T, device, cuts=True),
-                       S=window(sizes["short_window"], T, device, cuts=True),
-                       P=window(sizes["short_window"], 2 * T, device, cuts=True))
-        return SpeedrunPlusContext(rope, pair_rope, torch.tensor(attn_scale, device=device), windows, dtype)
+        attn_scale = torch.tensor(scale, device=device)
+        windows = kernel_windows(cfg, "LS", stage, T, device, self.kernels.window, cuts=True)
+        pair_window = self.kernels.window(cfg.windows(stage, T)["short_window"], 2 * T, device, cuts=True)
+        return SpeedrunPlusContext(rope, pair_rope, attn_scale, windows, pair_window, dtype)
 
-    def masks(self, tokens: Tensor, context: SpeedrunPlusContext) -> dict[str, object]:
-        """{kind of layer: mask from Kernels.window_mask, for tokens (B, T)}, and D for dynamic attention."""
-        T = tokens.size(1)
-        device = tokens.device
-        documents = (tokens == self.cfg.bos_id).cumsum(1)
-        in_pairs = documents.repeat_interleave(2, 1)
-        masks = dict(L=self.kernels.window_mask(context.windows["L"], T, documents, device),
-                     S=self.kernels.window_mask(context.windows["S"], T, documents, device),
-                     P=self.kernels.window_mask(context.windows["P"], 2 * T, in_pairs, device))
-        width = self.cfg.dc_window
-        if width:  # by the readable function, since dynamic attention has no kernel
-            masks["D"] = window_mask(width - 1, T, documents, device, width=width)
-        return masks
-
-    def gates(self, half: int, x: Tensor) -> dict[tuple[str, int], Tensor]:
-        """{(name, layer): gate (B, T, its width)}, made of x (B, T, C): the embedding (half 0) or the input
-        of gate_layer (half 1)."""
-        gates = self.gate_table[half]
-        n = len(gate_values(gates))
-        values = mudd(x, self.mudd_gate_w1[half], self.mudd_gate_w2[half, :n], self.mudd_gate_b2[half, :n],
-                      self.mudd_gate_scale.to(x.dtype))
-        return named_gates(values, gates)
-
-    def embedded(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """tokens (B, T) -> smeared embedding, normalized, and bigrams; both (B, T, C)."""
-        x = smear(F.embedding(tokens, self.embed).to(dtype), self.smear_lambda, self.smear_gate)
-        bigrams = F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
-        if self.cfg.bigram_sign_rows:
-            bigrams = bigrams * bigram_signs(tokens, self.signs).to(dtype)
-        return rms_norm(x), bigrams
+    def cap(self) -> tuple:
+        return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width
 
     def hidden(self, tokens: Tensor, context: SpeedrunPlusContext) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
         cfg = self.cfg
-        N = len(self.blocks)
+        H = cfg.num_heads
+        last = cfg.num_layers - 1
         skip_from, skip_to = cfg.skip_layers
-        masks = self.masks(tokens, context)
-        scales = self.scales.values.unbind() if self.scales else [None] * N
-        value_embeds = {}
-        for layer, table in zip(cfg.value_embed_layers, self.value_embeds):
-            value_embed = F.embedding(tokens, table).to(context.dtype)
-            value_embeds[layer] = split_heads(value_embed, self.blocks[layer].head_dim)
-        x0, bigrams = self.embedded(tokens, context.dtype)
-        gates = self.gates(0, x0)
-        x = first = x0 + gates["bigrams", 0] * bigrams
+        documents = (tokens == cfg.bos_id).cumsum(1)
+        masks = layer_masks(context.windows, tokens, documents, self.kernels.window_mask)
+        masks["P"] = pair_mask(context.pair_window, documents, self.kernels.window_mask)
+        if cfg.dc_window:
+            masks["dynamic"] = dynamic_mask(cfg.dc_window, documents)
+        scales = self.scales.values.unbind() if self.scales else [None] * cfg.num_layers
+        value_embeds = embed_values(tokens, cfg.value_embed_layers, self.value_embeds, H, context.dtype)
+        x = smear(F.embedding(tokens, self.embed).to(context.dtype), self.smear_lambda, self.smear_gate)
+        bigrams = F.embedding(bigram_ids(tokens, cfg.bigram_rows), self.bigram_embed).to(context.dtype)
+        if cfg.bigram_sign_rows:
+            bigrams = bigrams * bigram_signs(tokens, self.signs).to(context.dtype)
+        x0 = rms_norm(x)
+        gates = mudd_gates(x0, self.gate_tables[0], self.mudd_gate_w1[0], self.mudd_gate_w2[0],
+                           self.mudd_gate_b2[0], self.mudd_gate_scale)
+        x = first = x0 + gates[0]["bigrams"] * bigrams
         outputs = {}  # of the two layers that later ones read
         for i, block in enumerate(self.blocks[:-1]):
+            resid = block.resid_lambdas.to(x.dtype)
+            post = block.post_lambdas.to(x.dtype)
             if i == cfg.gate_layer:
-                gates = self.gates(1, x)
+                gates = mudd_gates(x, self.gate_tables[1], self.mudd_gate_w1[1], self.mudd_gate_w2[1],
+                                   self.mudd_gate_b2[1], self.mudd_gate_scale)
             if i == skip_to:
-                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates["skip", i] * outputs[skip_from]
+                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates[i]["skip"] * outputs[skip_from]
             else:
-                added = gates["x0", i] * x0
+                added = gates[i]["x0"] * x0
                 if i > 0:  # the first layer's bigrams are in the residual stream already
-                    added = added + gates["bigrams", i] * bigrams
-                attn_in = outputs.get(cfg.attn_source, x)
-                x = block.add_attention(x, attn_in, added, value_embeds.get(i), gates.get(("xsa", i)),
-                                        gates.get(("heads", i)), masks[block.kind], context)
-            x = block.add_mlp(x, scales[i])
+                    added = added + gates[i]["bigrams"] * bigrams
+                h = rms_norm(outputs.get(cfg.attn_source, x))
+                values = None
+                if i in value_embeds:
+                    values = gated_value_embed(h, value_embeds[i], block.value_gate)
+                y = block.attend(h, values, gates[i], masks, context)
+                x = resid[0] * x + post[0] * y + added
+            y = self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[i])
+            x = resid[1] * x + post[1] * y
             if i in (skip_from, cfg.attn_source):
                 outputs[i] = x
         before = x
         attn_in = outputs[cfg.attn_source]
-        x = self.last_layer(x, first, attn_in, bigrams, value_embeds[N - 1], gates, masks, scales[-1],
-                            context)
-        mu = self.stream_weights(1, x, END_MUDD)
+        # in the last layer MUDD's weights stand in place of learned factors and mix earlier streams in
+        block = self.blocks[last]
+        mu = mudd_weights(x, LAST_MUDD, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
+        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
+        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
+        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(H // 2, -1)
+        values = split_heads(values, cfg.model_dim // H) + halves[..., None] * value_embeds[last]
+        y = block.attend(rms_norm(attn_in), values, gates.get(last, {}), masks, context)
+        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
+        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
+        mu = mudd_weights(x, END_MUDD, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
         x = x + mu[0] * first + mu[1] * attn_in + mu[2] * before
         x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
         return rms_norm(x)
-
-    def stream_weights(self, place: int, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        """MUDD's n weights of each token (B, T, 1), before the last layer (place 0) or after it (place 1)."""
-        values = mudd(x, self.mudd_w1[place], self.mudd_w2[place, :n], self.mudd_b2[place, :n], MUDD_SCALE)
-        return values.split(1, -1)
-
-    def last_layer(self, x: Tensor, first: Tensor, attn_in: Tensor, bigrams: Tensor, value_embed: Tensor,
-                   gates: dict, masks: dict, scales: Tensor | None, context: SpeedrunPlusContext) -> Tensor:
-        """The residual stream after the last layer, which mixes earlier streams into its values and its
-        residual stream by MUDD instead of learned factors, and has dynamic attention. x, bigrams, first, the
-        first layer's input, and attn_in, attn_source's output, are (B, T, C)."""
-        block = self.blocks[-1]
-        layer = len(self.blocks) - 1
-        mu = self.stream_weights(0, x, LAST_MUDD)
-        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
-        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
-        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(self.cfg.num_heads // 2, -1)
-        values = split_heads(values, block.head_dim) + halves[..., None] * value_embed
-        dynamic = None
-        if self.cfg.dc_window:
-            mix = mix_of_heads(gates["mix", layer], x.dtype)
-            dynamic = (mix, gates["spread", layer], masks["D"])
-        y = block.attend(rms_norm(attn_in), values, gates.get(("xsa", layer)), gates.get(("heads", layer)),
-                         dynamic, masks[block.kind], context)
-        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
-        return mu[12] * x + mu[13] * block.run_mlp(x, scales)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return softcap(linear(x, self.head).float(), *self.cap())
-
-    def cap(self) -> tuple[float, float, float]:
-        """cap, shift and width of softcap()."""
-        return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: SpeedrunPlusContext) -> Tensor:
-        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
-        x = self.hidden(tokens, context)
-        targets = self.targets_of(targets, context)
-        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
-                                 context.loss_weights)
 
 def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
     """All layers, skips and stages stay, and so do the channels of gates. Tables of bigrams have as many rows

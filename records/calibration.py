@@ -63,27 +63,24 @@ class Known(NamedTuple):
 
 
 STATIC_MUDD = (
-    "        values = mudd(x, self.mudd_w1[place], self.mudd_w2[place, :n], self.mudd_b2[place, :n], "
-    "MUDD_SCALE)\n",
-    "        static = (MUDD_SCALE * self.mudd_b2[place, :n]).to(x.dtype)\n"
-    "        values = static.expand(*x.shape[:2], n)\n")
+    "    values = mudd(x, w1, w2[:n], bias[:n], scale)\n",
+    "    static = (scale * bias[:n]).to(x.dtype)\n"
+    "    values = static.expand(*x.shape[:2], n)\n")
 STATIC_GATES = (
-    "        values = mudd(x, self.mudd_gate_w1[half], self.mudd_gate_w2[half, :n], "
-    "self.mudd_gate_b2[half, :n],\n"
-    "                      self.mudd_gate_scale.to(x.dtype))\n",
-    "        static = (self.mudd_gate_b2[half, :n] * self.mudd_gate_scale).to(x.dtype)\n"
-    "        values = static.expand(*x.shape[:2], n)\n")
+    "    values = mudd(x, w1, w2[:n], bias[:n], scale.to(x.dtype))\n",
+    "    static = (bias[:n] * scale).to(x.dtype)\n"
+    "    values = static.expand(*x.shape[:2], n)\n")
 SHARED_TABLES = (
-    "        for layer, table in zip(cfg.value_embed_layers, self.value_embeds):\n",
-    "        shared = [self.value_embeds[i] for i in (0, 1, 2, 0, 1)]\n"
-    "        for layer, table in zip(cfg.value_embed_layers, shared):\n")
+    "    for layer, table in zip(layers, tables):\n",
+    "    shared = [tables[i] for i in (0, 1, 2, 0, 1)]\n"
+    "    for layer, table in zip(layers, shared):\n")
 ZERO_PROJ = (
     '            matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),\n',
     '            matrix("attn_proj", init="constant", scale=0.0, lr=lr, second="columns"),\n')
 FULL_VALUES = ("torch.tensor([0.5, 1.0])", "torch.tensor([1.0, 1.0])")
 UNGATED = (
-    "            value_embed = gated_value_embed(h, value_embed, self.value_gate)\n",
-    "            value_embed = 1.0 * value_embed\n")
+    "                    values = gated_value_embed(h, value_embeds[i], block.value_gate)\n",
+    "                    values = 1.0 * value_embeds[i]\n")
 GELU = (
     "are not needed here.\"\"\"\n    return mlp(x, fc, proj)\n",
     "are not needed here.\"\"\"\n    return linear(F.gelu(linear(x, fc)), proj)\n")
@@ -92,17 +89,20 @@ WHOLE_OFFSET = (
     "    return torch.cat((k[:, :1], k[:, :-1]), 1)\n"
     "    own, moved = k.tensor_split(2, -1)\n")
 NORMED_TABLES = (
-    "            value_embed = F.embedding(tokens, table).to(context.dtype)\n"
-    "            value_embeds[layer] =",
-    "            value_embed = rms_norm(F.embedding(tokens, table).to(context.dtype))\n"
-    "            value_embeds[layer] =")
+    "        value_embed = F.embedding(tokens, table).to(dtype)\n"
+    "        found[layer] =",
+    "        value_embed = rms_norm(F.embedding(tokens, table).to(dtype))\n"
+    "        found[layer] =")
 NO_FIRST_MLP = (
-    "            x = block.add_mlp(x, scales[i])\n",
+    "            y = self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[i])\n"
+    "            x = resid[1] * x + post[1] * y\n",
     "            if i > 0:\n"
-    "                x = block.add_mlp(x, scales[i])\n")
+    "                y = self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[i])\n"
+    "                x = resid[1] * x + post[1] * y\n")
 NO_LAST_MLP = (
-    "        return mu[12] * x + mu[13] * block.run_mlp(x, scales)\n",
-    "        return mu[12] * x\n")
+    "        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, "
+    "scales[last])\n",
+    "        x = mu[12] * x\n")
 
 # Steps are those of the logs and pages in records/track_1_short of github.com/KellerJordan/modded-nanogpt, as
 # of its commit f411b3d3; #N is a pull request there.

@@ -16,6 +16,7 @@ from golden_common import (
     CPU, GOLDEN, MATRICES, Later, close, difference, gradients, make_loader, make_optimizer, open_set,
     open_shards, parameter_rows, replace, set_fixture, stated_law, step_on_gradients, tie, value_tables)
 from helpers import ROOT
+from train_gpt import window_mask
 
 LOSS, TRAIN_LOSS, NATS, XDIGEST, GRADIENT, GRADIENT_DIGEST = 1e-6, 1e-5, 1e-4, 1e-4, 5e-4, 2e-3
 UPDATE, WEIGHT_DIGEST, UNIT, FP8 = 1e-3, 1e-3, 2e-4, 5e-3
@@ -84,7 +85,8 @@ class SpeedrunFrontier(Later):
             context = self.context_at(row["step"], row["training"])
             sizes = {kind: int(size) for kind, size in context.windows.items()}
             T = self.meta["tokens"]
-            assert sizes == {"L": min(T, row["long"]), "S": min(T, row["short"]), "P": min(T, row["short"])}
+            assert sizes == {"L": min(T, row["long"]), "S": min(T, row["short"])}
+            assert int(context.pair_window) == min(T, row["short"])
             assert context.attn_scale.item() == pytest.approx(row["attn_scale"], rel=1e-6)
             weights = [1.0] if context.loss_weights is None else context.loss_weights.tolist()
             theirs = row["mtp"] + [row["prefix_weight"]] * context.prefixes
@@ -282,8 +284,11 @@ def test_frontier_attention_alone(speedrun_frontier):
     attention."""
     golden = speedrun_frontier
     model, (tokens, _) = golden.model(), golden.batch(0)
-    context = golden.context_at(UNIT_STEP)
-    masks, x = model.masks(tokens, context), golden.tensor("unit.x")[None]
+    context, cfg = golden.context_at(UNIT_STEP), golden.cfg
+    documents, x = (tokens == cfg.bos_id).cumsum(1), golden.tensor("unit.x")[None]
+    masks = train_gpt.layer_masks(context.windows, tokens, documents, window_mask)
+    masks["P"] = train_gpt.pair_mask(context.pair_window, documents, window_mask)
+    masks["dynamic"] = train_gpt.dynamic_mask(cfg.dc_window, documents)
     edges = sorted({*golden.array("cu_seqlens_0").tolist()})
     assert torch.nonzero(tokens[0] == golden.meta["bos"])[:, 0].tolist() == edges[:-1]
 
@@ -293,15 +298,14 @@ def test_frontier_attention_alone(speedrun_frontier):
     values = given("aux_v").unflatten(-1, (golden.meta["heads"], -1))
     mix = train_gpt.mix_of_heads(given("dc_w1"), torch.float32)
     assert difference(mix, given("dc_w1_normed")) < UNIT
-    dynamic = mix, given("dc_w2"), masks["D"]
-    cases = {"9": (9, values, None, None, None), "1_xsa": (1, values, given("xsa_alpha"), None, None),
-             "3": (3, None, given("xsa_alpha"), given("attn_gate"), None),
-             "10_dc": (10, values, None, given("attn_gate"), dynamic)}
+    dynamic = dict(mix=given("dc_w1"), spread=given("dc_w2"))
+    cases = {"9": (9, values, {}), "1_xsa": (1, values, dict(xsa=given("xsa_alpha"))),
+             "3": (3, None, dict(xsa=given("xsa_alpha"), heads=given("attn_gate"))),
+             "10_dc": (10, values, dict(heads=given("attn_gate"), **dynamic))}
     assert sorted(cases) == sorted(golden.matches(r"unit\.attention_(.*)"))
-    for name, (layer, *arguments) in cases.items():
-        block = model.blocks[layer]
+    for name, (layer, further_values, gates) in cases.items():
         with torch.no_grad():
-            ours = block.attend(x, *arguments, masks[block.kind], context)
+            ours = model.blocks[layer].attend(x, further_values, gates, masks, context)
         assert difference(ours, given(f"attention_{name}")) < UNIT, name
 
 
@@ -331,10 +335,13 @@ def test_frontier_mudd(speedrun_frontier):
     x = golden.tensor("unit.x")[None]
     with torch.no_grad():
         for place, n in enumerate((train_gpt.LAST_MUDD, train_gpt.END_MUDD)):
-            ours = torch.cat(model.stream_weights(place, x, n), -1)
+            weights = model.mudd_w1[place], model.mudd_w2[place], model.mudd_b2[place]
+            ours = torch.cat(train_gpt.mudd_weights(x, n, *weights, train_gpt.MUDD_SCALE), -1)
             assert difference(ours[0], golden.tensor(f"unit.mudd_{place}")) < UNIT
-        for half in range(2):
-            ours = torch.cat([*model.gates(half, x).values()], -1)
+        for half, table in enumerate(golden.cfg.gate_tables()):
+            weights = model.mudd_gate_w1[half], model.mudd_gate_w2[half], model.mudd_gate_b2[half]
+            gates = train_gpt.mudd_gates(x, table, *weights, model.mudd_gate_scale)
+            ours = torch.cat([gates[entry.layer][entry.name] for entry in table], -1)
             assert difference(ours[0], golden.tensor(f"unit.mudd_gate_{half}")) < UNIT
 
 
@@ -387,9 +394,9 @@ def test_frontier_bigrams(speedrun_frontier):
     ours = train_gpt.bigram_signs(tokens, numbered)[0, :, 0]
     assert ours.tolist() == golden.array("unit.sign_rows").tolist()
     model, wanted = golden.model(), golden.tensor("unit.sign_out")
-    with torch.no_grad():
-        ours = model.embedded(tokens, torch.float32)[1][0, :len(wanted)]
-    assert difference(ours, wanted) < UNIT
+    bigrams = F.embedding(train_gpt.bigram_ids(tokens, golden.cfg.bigram_rows), model.bigram_embed)
+    ours = bigrams * train_gpt.bigram_signs(tokens, model.signs)
+    assert difference(ours[0, :len(wanted)].detach(), wanted) < UNIT
 
 
 def test_frontier_signs_at_full_size(speedrun_frontier):
@@ -544,7 +551,7 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
               if p.numel() < 1e6 else torch.empty(0) for name, p in model.named_parameters()}
     values["head"] = torch.ones(1)
     values["mudd_b2"], values["mudd_gate_b2"] = torch.zeros(2, 14), torch.zeros(2, 41)
-    values = model.first_values(values)
+    values = cfg.first_values(values)
     assert torch.equal(values["embed"], values["head"])
     for kind, shape in shapes.items():
         row, about = rows[kind], entry_of(golden, kind)

@@ -121,9 +121,10 @@ def test_dynamic_attention_equals_its_definition(T, window):
     mix, spread = (torch.randn(2, T, 4, generator=draw).requires_grad_() for _ in range(2))
     documents = torch.stack([torch.arange(T) // 9, torch.arange(T) // 41])
     _, weights = dense(q, k, v, seen_by_each(window - 1, T, documents))
-    pattern = torch.einsum("bth,bhts->bts", mix, weights)
+    normed = mix * (mix.square().mean(-1, keepdim=True) + 1e-6)**-0.5
+    pattern = torch.einsum("bth,bhts->bts", normed, weights)
     want = spread[..., None] * torch.einsum("bts,bshe->bthe", pattern, v)
-    mask = window_mask(window - 1, T, documents, CPU, width=window)
+    mask = train_gpt.dynamic_mask(window, documents)
     got = train_gpt.dynamic_attention(q, k, v, mix, spread, mask)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     inputs = q, k, v, mix, spread
