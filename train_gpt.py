@@ -131,8 +131,8 @@ class Recipe:
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Updates p and both moments, all of one shape, in place. step counts from 1. grad_scale, step, lr
-        and decay are 0-dim; decay is None where the parameter table has 0."""
+        """Updates p and both moments, all of one shape, in place. grad_scale, step, lr and decay are 0-dim;
+        decay is None where the parameter table has 0."""
         raise NotImplementedError
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -884,8 +884,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
               kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
     """Causal attention. q (B, H, T, D), already scaled, k and v (B, KV, T, D) -> (B, H, T, D). mask: from
-    window_mask(); its size is what attention costs. kernel: a function with the arguments of
-    scaled_dot_product_attention."""
+    window_mask(); its size is what attention costs. kernel: has scaled_dot_product_attention's arguments."""
     B, H, T, _ = q.shape
     kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)
     if mask is None:
@@ -1233,6 +1232,15 @@ def scoring_dtype(device: torch.device) -> torch.dtype:
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, T, H * head_dim) -> (B, T, H, head_dim)"""
     return x.unflatten(-1, (-1, head_dim))
+
+def project_heads(x: Tensor, head_dim: int, product: Callable, *matrices: Tensor) -> Sequence[Tensor]:
+    """x (B, T, C) by each of the matrices (H * head_dim, C) -> heads (B, T, H, head_dim). In bf16 that is
+    one product, which a GPU does faster; other products take one matrix each."""
+    if product is linear and x.dtype == torch.bfloat16:
+        # split as heads, in the shape in which the gradients come: so these are not copied
+        heads = split_heads(linear(x, torch.cat(matrices)), head_dim)
+        return heads.split([len(matrix) // head_dim for matrix in matrices], -2)
+    return [split_heads(product(x, matrix), head_dim) for matrix in matrices]
 
 def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: object, kernel: Callable) -> Tensor:
     """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
@@ -2197,12 +2205,9 @@ class TinyBlock(nn.Module):
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: TinyContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
-        q = split_heads(linear(h, self.query), self.head_dim)
-        k = split_heads(linear(h, self.key), self.head_dim)
-        v = linear(h, self.value)
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         if value_embed is not None:
-            v = v + value_embed
-        v = split_heads(v, self.head_dim)
+            v = v + split_heads(value_embed, self.head_dim)
         # expanded over tokens, so that the norm's kernel also sums the gain's gradient
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
@@ -2556,14 +2561,12 @@ class GolfBlock(nn.Module):
     def attend(self, h: Tensor, context: GolfContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
-        q = split_heads(linear(h, self.query), self.head_dim)
-        k = split_heads(linear(h, self.key), self.head_dim)
-        v = split_heads(linear(h, self.value), self.head_dim)
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         # expanded over tokens, so that the norm's kernel also sums the gain's gradient
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, None, self.kernels.attention)  # every token sees all before it
+        y = attend_heads(q, k, v, None, self.kernels.attention)
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfModel(Model):
@@ -2584,7 +2587,6 @@ class GolfModel(Model):
         return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
 
     def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         half = len(self.blocks) // 2
         outputs = []
@@ -2879,9 +2881,7 @@ class GolfPlusBlock(nn.Module):
     def attend(self, h: Tensor, context: GolfPlusContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
-        q = split_heads(linear(h, self.query), self.head_dim)
-        k = split_heads(linear(h, self.key), self.head_dim)
-        v = split_heads(linear(h, self.value), self.head_dim)
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         # expanded over tokens, so that the norm's kernel also sums the gain's gradient
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
@@ -3239,14 +3239,11 @@ class SpeedrunBlock(nn.Module):
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: SpeedrunContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
-        q = split_heads(linear(h, self.query), self.head_dim)
-        k = split_heads(linear(h, self.key), self.head_dim)
-        v = linear(h, self.value)
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         own, embedded = self.value_lambdas.to(v.dtype)
         v = own * v
         if value_embed is not None:
-            v = v + embedded * value_embed
-        v = split_heads(v, self.head_dim)
+            v = v + embedded * split_heads(value_embed, self.head_dim)
         q = rotate(rms_norm(q) * context.attn_scale, *context.rope)
         k = rotate(rms_norm(k), *context.rope)
         y = attend_heads(q, k, v, mask, self.kernels.attention)
@@ -3572,9 +3569,7 @@ class GPT2Block(nn.Module):
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2Context) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
-        q = split_heads(linear(h, self.query), self.head_dim)
-        k = split_heads(linear(h, self.key), self.head_dim)
-        v = split_heads(linear(h, self.value), self.head_dim)
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         if self.value_gate is not None:
             gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
             v = v + gates * value_embed
@@ -3911,9 +3906,7 @@ class GPT2PlusBlock(nn.Module):
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2PlusContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
-        q = split_heads(linear(h, self.query), self.head_dim)
-        k = split_heads(linear(h, self.key), self.head_dim)
-        v = split_heads(linear(h, self.value), self.head_dim)
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         if self.value_gate is not None:
             gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
             v = v + gates * value_embed
@@ -4696,8 +4689,7 @@ def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta
 
 class Bank:
     """Parameters with the same update rule, as views of one flat buffer, so that one collective serves all.
-    The buffer consists of units, which are matrices for Muon and 64 numbers for Adam; each rank updates an
-    equal share of them.
+    It consists of units: matrices for Muon, 64 numbers for Adam. Each rank updates an equal share of them.
 
     data: the weights that the model reads; every rank has all of them. master: this rank's share in fp32,
     which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
@@ -4890,8 +4882,8 @@ class Optimizer:
 
     def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
                   decay_factor: float) -> tuple:
-        """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one compiled graph serves
-        all steps. A tall matrix gets a higher learning rate, so that its rows move as far as a square's."""
+        """Arguments of the recipe's muon_step(). A tall matrix gets a higher learning rate, so that its rows
+        move as far as a square's."""
         R, C = bank.unit
         lr = bank.row.lr * lr_factor * max(1, R / C) ** 0.5
         decay = bank.row.decay * decay_factor
@@ -5065,8 +5057,7 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
 
 def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> None:
     """For datasets whose manifest lists no hashes of documents: looks for samples of each train shard in val.
-    Raises Refused if a twentieth of them, and at least nine, are there: text of the web repeats itself, but
-    not by that much."""
+    Raises Refused if a twentieth of them, and at least nine, are there: the web repeats itself less."""
     known = set(beginnings(val, bos))
     for shard, tokens in train.items():
         sample = set()
@@ -5085,7 +5076,7 @@ def open_data(cfg: Config, log: Callable = print) -> Data:
         return read_dataset(cfg, folder, get_it, log)
     except Refused:
         raise
-    except Exception as error:  # a damaged file may raise anything
+    except Exception as error:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
@@ -5399,7 +5390,7 @@ class Shards(RankRows):
 
 class Loader:
     """Batches of training rows. The recipe's packer plans the rows of a step, which the ranks share; a thread
-    reads one step ahead, in vain where a stage changes. `position` is the whole state."""
+    reads one step ahead, in vain where a stage changes."""
     MOST_FILES = 256  # open at a time
 
     def __init__(self, cfg: Config, data: Data, team: "Team", log: Callable = print):
@@ -5585,8 +5576,7 @@ def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
 
 def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
                 stage: Stage | None = None, compiled: bool = False) -> None:
-    """Writes the nats of the targets of this rank's share of rows, as evaluation_rows() has them, into
-    nats."""
+    """Writes the nats of the targets of this rank's share of evaluation_rows() into nats."""
     mine = rows[team.rank::team.world_size]
     asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
     for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
@@ -5597,7 +5587,7 @@ def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
                stage: Stage | None = None) -> np.ndarray:
     """fp64 (len(tokens),): nats of each token given those before it in rows of eval_context tokens, which
     score their last eval_stride ones, the first row all; 0 for the first token and for the targets of other
-    ranks. stage: see score_rows()."""
+    ranks."""
     nats = np.zeros(len(tokens))
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
     score_share(nats, rows, model, cfg, tokens, team, stage, compiled=team.on_gpu and cfg.compile)
@@ -5912,8 +5902,8 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
-# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log (15,820,684 bytes),
-# 0.9963 to 0.9967 in five of golf_plus (15,967,802 to 15,973,467 bytes)
+# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
+# five of golf_plus
 TRAINED_PART = 0.9965
 SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
 
@@ -6199,8 +6189,7 @@ def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: 
 # ---------- 11 checkpoints
 # A checkpoint is a dictionary written by torch.save: config, code_sha256, shape and tensors as load_model
 # reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and generator
-# stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
-# checkpoint_prev.pt.
+# stand). A thread writes it while training goes on; the one before stays.
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
 WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails; torchrun kills after 30
 # What may be given with RESUME; everything else is as the run began.
@@ -7499,8 +7488,8 @@ def rehearse(run: Run) -> float:
     return slowest
 
 def use_torch_kernels(run: Run) -> None:
-    """On a GPU: attention by torch with explicit masks, and the loss as Inductor makes it. Slower, but they
-    may compile where flex attention or Triton's kernel do not."""
+    """On a GPU: torch's attention with explicit masks, and Inductor's loss. Slower, but they may compile
+    where flex attention or our kernel do not."""
     run.cfg = replace(run.cfg, sdpa_backend="torch", triton_kernels=False)
     run.kernels = choose_kernels(run.cfg, True, run.log)
     run.model.use(run.kernels)

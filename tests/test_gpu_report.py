@@ -189,6 +189,25 @@ def test_numbers_of_a_toy_are_fine(measured):
     assert found[4][1] == f"loss at step 0: {math.log(512):.4f}, {math.log(512):.4f} is log 512, on any text"
 
 
+@pytest.mark.parametrize("dtype, linear, first", [
+    (torch.bfloat16, train_gpt.linear, "one"), (torch.float32, train_gpt.linear, "three"),
+    (torch.bfloat16, train_gpt.fp8_linear, "three")])
+def test_the_first_of_the_products_is_in_use(dtype, linear, first, monkeypatch):
+    """And both are the same queries, keys and values."""
+    taken = []
+    monkeypatch.setattr(gpu_report, "compare", lambda *args: taken.append(args))
+    monkeypatch.setattr(gpu_report, "last_stage", lambda run: SimpleNamespace(row_tokens=6))
+    call = SimpleNamespace(q=(1, 4, 6, 8), k=(1, 2, 6, 8), v=(1, 2, 6, 8))
+    run = SimpleNamespace(team=SimpleNamespace(dtype=dtype, device=torch.device("cpu")),
+                          cfg=SimpleNamespace(model_dim=16), kernels=train_gpt.Kernels(linear))
+    gpu_report.products(SimpleNamespace(trainer=train_gpt), run, [(call, 3)], 2)
+    ((_, _, what, options, inputs, times),) = taken
+    assert [option.name for option in options][0] == first and (what[:9], times) == ("q, k and ", 6)
+    values = [option.function(*inputs) for option in options]
+    assert values[0].shape == (6, 64)
+    torch.testing.assert_close(*values, rtol=0.02, atol=0.02)
+
+
 def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
     kernel = "cpu_attention = partial(attention, kernel=cpu_kernel)\n"
     slow = "def slow(*args):\n    time.sleep(0.02)\n    return attention(*args, kernel=cpu_kernel)\n\n"

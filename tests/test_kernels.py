@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import SCRIPT, TOY, fake_team, init_parameters
+from helpers import SCRIPT, TOY, fake_team, init_parameters, toy_config
 from train_gpt import RECIPES, Kernels, attention, linear, lm_loss, preset_config, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,6 +53,90 @@ def seen_by_each(window, T, documents):
     query, key = torch.arange(T)[:, None], torch.arange(T)
     seen = ((key <= query) & (query - key <= window))[None]
     return seen if documents is None else seen & (documents[:, :, None] == documents[:, None])
+
+
+# ------------------------------------------------------------ queries, keys and values
+class Products(TorchDispatchMode):
+    """The shapes of the matrix products that run inside, and of what is joined there."""
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+        self.joined = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **kwargs or {})
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.shapes.append(tuple(y.shape))
+        if function is torch.ops.aten.cat.default:
+            self.joined.append(tuple(y.shape))
+        return y
+
+
+def projected(dtype, product=linear, weights=None):
+    """[q, k, v and the gradients of x and the matrices], what Products saw: 48 channels, 4 query heads of 8,
+    2 heads of keys and values. weights: the matrices' dtype, if another one."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 48, generator=draw).to(dtype).requires_grad_()
+    matrices = []
+    for n in (32, 16, 16):
+        matrices.append(torch.randn(n, 48, generator=draw).to(weights or dtype).requires_grad_())
+    with Products() as products:
+        heads = train_gpt.project_heads(x, 8, product, *matrices)
+        assert [part.shape for part in heads] == [(2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)]
+        grads = [torch.randn(part.shape, generator=draw).to(dtype) for part in heads]
+        found = [*heads, *torch.autograd.grad(heads, [x, *matrices], grads)]
+    return found, products
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_in_bf16_queries_keys_and_values_are_one_product(weights):
+    """One forward and one for each gradient, equal to the definition but for bf16's rounding."""
+    found, products = projected(torch.bfloat16, weights=weights)
+    assert sorted(products.shapes) == [(10, 48), (10, 64), (64, 48)]
+    # gradients are joined as heads: the kernels that make them can write them in place, see docs/log.md
+    assert products.joined == [(64, 48), (2, 5, 8, 8)]
+    apart, several = projected(torch.bfloat16, lambda x, w: linear(x, w), weights)
+    assert len(several.shapes) == 9
+    exact, _ = projected(torch.float32)
+    for mine, three, wanted in zip(found, apart, exact):
+        assert mine.dtype == three.dtype and mine.shape == three.shape
+        for other in (three, wanted):
+            assert (mine.float() - other.float()).norm() < 0.01 * wanted.norm()
+    # views of one buffer, which rotary, norm and attention read as they lie
+    assert len({part.untyped_storage().data_ptr() for part in found[:3]}) == 1
+    assert all(part.stride(-1) == 1 and part.stride(-2) == 8 for part in found[:3])
+
+
+def test_in_fp32_and_by_other_products_they_are_three():
+    """The same numbers as ever; fp8 and calibration see each matrix by itself."""
+    found, products = projected(torch.float32)
+    assert len(products.shapes) == 9 and not products.joined
+    seen = []
+
+    def product(x, weight):
+        seen.append(weight)
+        return linear(x, weight)
+
+    again, _ = projected(torch.float32, product)
+    assert len(seen) == 3 and all(map(torch.equal, found, again))
+    projected(torch.bfloat16, product)
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("preset", ["tiny", "golf", "golf_plus", "gpt2", "gpt2_plus", "speedrun"])
+def test_each_recipe_s_blocks_make_one_product_of_them(preset):
+    cfg = toy_config("", preset)
+    model = cfg.make_model(Kernels())
+    init_parameters(model, 0)
+    tokens = torch.arange(48).view(1, 48)
+    counted = []
+    for dtype in (torch.float32, torch.bfloat16):
+        context = model.context(48, tokens.device, dtype)
+        with torch.no_grad(), Products() as products:
+            model.hidden(tokens, context)
+        counted.append(len(products.shapes))
+    attending = [i for i in cfg.layer_order(cfg.stages()[-1]) if model.blocks[i].query is not None]
+    assert counted[0] - counted[1] == 2 * len(attending) > 0
 
 
 # ------------------------------------------------------------ masks and attention

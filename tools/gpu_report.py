@@ -786,9 +786,11 @@ def products(subject: Subject, run: Any, calls: list[tuple[Call, int]], micro_st
         return F.linear(h, torch.cat(matrices))
 
     options = [
-        Option("three", "", three),
-        Option("one", "join query, key and value in the recipe's block (no constant yet)", one),
+        Option("three", "let project_heads() take one matrix at a time", three),
+        Option("one", "let project_heads() join the matrices in this dtype, too", one),
     ]
+    if run.team.dtype == torch.bfloat16 and run.kernels.linear is subject.trainer.linear:
+        options.reverse()  # one is in use
     compare(subject, run, f"q, k and v of {tokens:,} tokens", options, [h, *matrices], layers * micro_steps)
 
 
