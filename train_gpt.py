@@ -881,14 +881,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., C) @ weight (n, C).T in the dtype of x."""
     return F.linear(x, weight.to(x.dtype))
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: None = None,
+                     kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
+    """Each token sees itself and all tokens before it. q (B, H, T, D), already scaled, k and v (B, KV, T, D)
+    -> (B, H, T, D). kernel: a function with the arguments of scaled_dot_product_attention."""
+    return kernel(q, k, v, attn_mask=None, is_causal=True, scale=1.0, enable_gqa=k.size(1) < q.size(1))
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
               kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
-    """Causal attention. q (B, H, T, D), already scaled, k and v (B, KV, T, D) -> (B, H, T, D). mask: from
-    window_mask(); its size is what attention costs. kernel: has scaled_dot_product_attention's arguments."""
+    """causal_attention() with a mask from window_mask(), whose size is what attention costs, or without."""
+    if mask is None:
+        return causal_attention(q, k, v, None, kernel)
     B, H, T, _ = q.shape
     kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)
-    if mask is None:
-        return kernel(q, k, v, attn_mask=None, is_causal=True)
     blocks = mask.size(1)
     width = mask.size(2)
     if blocks == 1:
@@ -960,26 +965,21 @@ def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) 
     return window
 
 class Kernels(NamedTuple):
-    """The functions that have faster versions in section 12; these are the readable ones."""
+    """The functions that have faster versions in section 12. None: the model has a readable one, if it needs
+    one."""
     linear: Callable = linear  # in the blocks
     head_linear: Callable = linear
-    window: Callable = plain_window
-    window_mask: Callable = window_mask
-    attention: Callable = attention
     loss: Callable = lm_loss
-    # of speedrun_plus alone, whose model has the readable ones
+    attention: Callable | None = None
+    window: Callable | None = None
+    window_mask: Callable | None = None
+    # of speedrun_plus alone
     qkv: Callable | None = None  # query, key and value in one product
     mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
     mlp_scales: Callable | None = None
     losses: Callable | None = None  # token_losses(), for tiny
 
-def filled(kernels: Kernels, **readable: Callable) -> Kernels:
-    """kernels with these readable functions, {field: function}, where it has none."""
-    missing: dict[str, Any] = {}
-    for name, version in readable.items():
-        if getattr(kernels, name) is None:
-            missing[name] = version
-    return kernels._replace(**missing)
+WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable ones
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable, cuts: bool = False) -> dict:
@@ -1343,9 +1343,14 @@ class Model(nn.Module):
     """What the rest of the file asks of a recipe's model. It also needs the attributes cfg (the recipe's
     constants), embed and head (two (V, C) parameters) and blocks."""
     scales: Any = None  # DelayedScales of fp8
+    # {field of Kernels: the readable function, where no other is chosen}
+    readable: dict = dict(attention=causal_attention)
 
     def use(self, kernels: Kernels) -> None:
         """From now on the model computes with these kernels."""
+        for name, function in self.readable.items():
+            if getattr(kernels, name) is None:
+                kernels = kernels._replace(**{name: function})
         for module in (self, *self.blocks):
             module.kernels = kernels
 
@@ -2221,6 +2226,8 @@ class TinyModel(CountingModel):
     """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
     first half, the last one first (U-Net). The output mixes the model's own distribution of the next token
     with those of the memory."""
+    readable = WINDOWED
+
     def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -3253,6 +3260,8 @@ class SpeedrunBlock(nn.Module):
 
 class SpeedrunModel(Model):
     """The blocks in order, each with its window; skip connections, and backout at the end."""
+    readable = WINDOWED
+
     def __init__(self, cfg: Speedrun, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -3580,6 +3589,8 @@ class GPT2Block(nn.Module):
 
 class GPT2Model(Model):
     """The blocks in order, each with its window and its value embedding."""
+    readable = WINDOWED
+
     def __init__(self, cfg: GPT2, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -3917,6 +3928,8 @@ class GPT2PlusBlock(nn.Module):
 
 class GPT2PlusModel(Model):
     """The blocks in order, each with its window and its value embedding."""
+    readable = WINDOWED
+
     def __init__(self, cfg: GPT2Plus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -4460,6 +4473,8 @@ class SpeedrunPlusBlock(nn.Module):
 
 class SpeedrunPlusModel(SeveralTargets):
     """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
+    readable = WINDOWED | dict(qkv=qkv_linear, mlp=delayed_mlp, mlp_scales=no_scales)
+
     def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
         super().__init__(cfg)
         V = cfg.vocab_size
@@ -4481,9 +4496,6 @@ class SpeedrunPlusModel(SeveralTargets):
         self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
         self.use(kernels)
         self.scales = self.kernels.mlp_scales(cfg.num_layers)
-
-    def use(self, kernels: Kernels) -> None:
-        super().use(filled(kernels, qkv=qkv_linear, mlp=delayed_mlp, mlp_scales=no_scales))
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
                 stage: TargetStage | None = None) -> SpeedrunPlusContext:
@@ -6630,6 +6642,7 @@ def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     return scores.softmax(-1).to(q.dtype) @ v
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
+cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
 
 def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
                     device: torch.device) -> BlockMask | Tensor | None:
@@ -6696,7 +6709,7 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
         return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1),
                               kernel_options=FLEX_OPTIONS or None)
     if mask is None:
-        return attention(q, k, v, None)
+        return causal_attention(q, k, v)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return attention(q, k, v, mask)
 
@@ -6759,7 +6772,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module:
 def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
     """Kernels of attention where every token sees all tokens before it."""
     if not on_gpu:
-        return dict(attention=cpu_attention)
+        return dict(attention=cpu_causal_attention)
     module = flash_attention_3(cfg)
     log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
     return dict(attention=partial(flash_causal, module=module)) if module else {}

@@ -296,6 +296,7 @@ def test_no_cudnn_attention_with_a_mask(monkeypatch):
 
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(train_gpt.attention, "__defaults__", (kernel,))
+    monkeypatch.setattr(train_gpt.causal_attention, "__defaults__", (None, kernel))
     q, k, v = tensors(1, 2, 2, 64, 16)
     documents = torch.arange(64)[None] // 9
     for mask in (None, window_mask(8, 64, None, "cpu"), window_mask(63, 64, documents, "cpu")):
@@ -443,7 +444,7 @@ def test_fused_loss_leaves_the_rest_to_the_reference(cap, compiled, fused, monke
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("preset, fp8, in_fp8", [
     ("speedrun", "off", set()), ("speedrun", "head", {"head_linear"}),
-    ("gpt2", "all", {"linear", "head_linear"}), ("tiny", None, {"losses"}),
+    ("gpt2", "all", {"linear", "head_linear"}), ("tiny", None, {"losses"}), ("golf", None, set()),
     ("speedrun_plus", "all", {"head_linear", "qkv", "mlp", "mlp_scales"})])
 def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, in_fp8, monkeypatch):
     """The same arguments in the same order, any other has a default; and each device gets its own."""
@@ -454,11 +455,11 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
         cfg = replace(cfg, fp8=fp8)
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
     fast = train_gpt.choose_kernels(cfg, on_gpu, lambda line: None)
-    plain = Kernels(qkv=train_gpt.qkv_linear, mlp=train_gpt.delayed_mlp, mlp_scales=train_gpt.no_scales,
-                    losses=train_gpt.token_losses)
+    readable = train_gpt.SpeedrunPlusModel.readable | dict(losses=train_gpt.token_losses)
+    if preset == "golf":
+        readable |= train_gpt.GolfModel.readable
+    plain = Kernels(**readable)
     for name, mine, readable in zip(Kernels._fields, fast, plain):
-        if mine is None and preset != "speedrun_plus":
-            continue
         mine = mine or readable
         arguments = [argument for argument in inspect.signature(readable).parameters if argument not in own]
         found = inspect.signature(mine).parameters
@@ -466,7 +467,9 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
         assert all(found[more].default is not inspect.Parameter.empty for more in found.keys() - {*arguments})
         if mine is not readable:
             replaced.add(name)
-    assert replaced == in_fp8 | {"attention", "loss"} | ({"window", "window_mask"} if on_gpu else set())
+    windows = {"window", "window_mask"} if on_gpu and preset != "golf" else set()
+    attention = set() if on_gpu and preset == "golf" else {"attention"}     # there torch's choice
+    assert replaced == in_fp8 | {"loss"} | attention | windows
 
 
 @pytest.mark.parametrize("triton, constant", [(None, True), (True, False)])

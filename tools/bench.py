@@ -434,7 +434,8 @@ def alike(block, args):
     shapes = [tuple(p.shape) for p in block.parameters()]
     given = [x.window if isinstance(x, LazyMask) else tuple(x.shape) if torch.is_tensor(x) else type(x)
              for x in args]
-    return str(shapes + given)
+    kind = getattr(block, "kind", "")   # of layers that are given the masks of all kinds
+    return str([kind, *shapes, *given])
 
 
 def parts_of(run, stage, rows):
@@ -445,8 +446,14 @@ def parts_of(run, stage, rows):
     h = torch.randn((*tokens.shape, cfg.model_dim), device=team.device, dtype=team.dtype)
     attended, (_, _, targets, cap, linear, *weights) = recorded_calls(run, stage, tokens)
 
+    def made(value):
+        """A mask, also those in a dictionary."""
+        if isinstance(value, dict):
+            return {name: made(mask) for name, mask in value.items()}
+        return kernels.window_mask(*value) if isinstance(value, LazyMask) else value
+
     def attend(block, args, h):
-        args = [kernels.window_mask(*x) if isinstance(x, LazyMask) else x for x in args]
+        args = [made(value) for value in args]
         return block.attend(train_gpt.rms_norm(h), *args)
 
     def mlp(h, fc, proj):

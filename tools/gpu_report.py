@@ -430,7 +430,7 @@ def judge(subject: Subject, what: str, errors: dict[str, float], most: float) ->
 
 def as_it_is(subject: Subject, run: Any, call: Call) -> Callable:
     """Attention as a compiled step of this run computes it."""
-    kernels = run.kernels
+    kernels = run.model.kernels
     T = call.q[2]
     documents = call.documents
     window: Any = call.window
