@@ -131,8 +131,8 @@ class Recipe:
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Updates p and both moments, all of one shape, in place. grad_scale, step, lr and decay are 0-dim;
-        decay is None where the parameter table has 0."""
+        """Updates p and both moments, all of one shape, in place. step counts from 1. grad_scale, step, lr
+        and decay are 0-dim; decay is None where the parameter table has 0."""
         raise NotImplementedError
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -2594,6 +2594,7 @@ class GolfModel(Model):
         return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
 
     def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
         x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
         half = len(self.blocks) // 2
         outputs = []
@@ -4705,8 +4706,9 @@ class Bank:
 
     data: the weights that the model reads; every rank has all of them. master: this rank's share in fp32,
     which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
-    for embedding tables. my_data, my_grad: this rank's share. state: momentum or Adam's moments, then the EMA
-    of weights. fresh: the next gradients replace what grad holds."""
+    for embedding tables. sent: a step's gradients in the dtype of data, instead of grad, if they need no sum.
+    my_data, my_grad: this rank's share. state: momentum or Adam's moments, then the EMA of weights. fresh:
+    the next gradients replace what grad holds."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
@@ -4715,6 +4717,7 @@ class Bank:
         self.world_size = world_size
         self.state = []
         self.fresh = True
+        self.sent: Tensor | None = None
         self.unit: tuple = (64,)
         if row.optimizer == "muon":
             self.unit = (row.unit_rows or len(params[0]), params[0].size(1))
@@ -4767,13 +4770,27 @@ class Bank:
         for mine in (self.master, *self.state[2:]):
             mine.copy_(self.share(whole))
 
+    def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
+        """Adds the gradients of a micro-step. alone: the step has no other."""
+        self.sent = None
+        narrow = self.data.dtype != self.grad.dtype and self.world_size > 1
+        if alone and narrow and self.row.optimizer == "muon" and self.row.every == 1:
+            self.sent = torch.zeros_like(self.data)
+            torch._foreach_copy_(self.views(self.sent), gradients)
+        elif self.fresh:
+            torch._foreach_copy_(self.grads, gradients)
+        else:
+            torch._foreach_add_(self.grads, gradients)
+        self.fresh = False
+
     def reduce(self, group: object) -> "dist.Work | None":
         """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
         if self.fresh:  # this rank had no rows
             self.grad.zero_()
         if self.world_size == 1:
             return None
-        whole = self.grad.to(self.data.dtype)
+        whole = self.grad.to(self.data.dtype) if self.sent is None else self.sent
+        self.sent = None
         return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
 class Optimizer:
@@ -4817,18 +4834,17 @@ class Optimizer:
         for device in {"cpu", self.banks[0].data.device.type}:
             all_reduce(torch.zeros(3, device=device), group=self.group)
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a micro-step's loss to those of the micro-steps before."""
+    def backward(self, loss: Tensor, alone: bool = False) -> None:
+        """Adds the gradients of a micro-step's loss to those of the micro-steps before. alone: the step has
+        no other."""
         wanted = [*self.params]
         if self.scales:
             wanted.append(self.scales.values)
         gradients = torch.autograd.grad(loss, wanted, materialize_grads=True)
         place = 0
         for bank in self.banks:
-            add = torch._foreach_copy_ if bank.fresh else torch._foreach_add_
             end = place + len(bank.grads)
-            add(bank.grads, gradients[place:end])
-            bank.fresh = False
+            bank.add(gradients[place:end], alone)
             place = end
         if self.scales:
             self.scales.largest = gradients[-1]
@@ -4894,8 +4910,8 @@ class Optimizer:
 
     def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
                   decay_factor: float) -> tuple:
-        """Arguments of the recipe's muon_step(). A tall matrix gets a higher learning rate, so that its rows
-        move as far as a square's."""
+        """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one compiled graph serves
+        all steps. A tall matrix gets a higher learning rate, so that its rows move as far as a square's."""
         R, C = bank.unit
         lr = bank.row.lr * lr_factor * max(1, R / C) ** 0.5
         decay = bank.row.decay * decay_factor
@@ -5088,7 +5104,7 @@ def open_data(cfg: Config, log: Callable = print) -> Data:
         return read_dataset(cfg, folder, get_it, log)
     except Refused:
         raise
-    except Exception as error:
+    except Exception as error:  # a damaged file may raise anything
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
@@ -5402,7 +5418,7 @@ class Shards(RankRows):
 
 class Loader:
     """Batches of training rows. The recipe's packer plans the rows of a step, which the ranks share; a thread
-    reads one step ahead, in vain where a stage changes."""
+    reads one step ahead, in vain where a stage changes. `position` is the whole state."""
     MOST_FILES = 256  # open at a time
 
     def __init__(self, cfg: Config, data: Data, team: "Team", log: Callable = print):
@@ -5914,8 +5930,8 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
-# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
-# five of golf_plus
+# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log (15,820,684 bytes),
+# 0.9963 to 0.9967 in five of golf_plus (15,967,802 to 15,973,467 bytes)
 TRAINED_PART = 0.9965
 SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
 
@@ -7432,7 +7448,7 @@ def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int
     total = 0.0
     for tokens, targets, *candidates in parts:
         loss = loss_fn(tokens, targets, context, *candidates) / len(parts)
-        optimizer.backward(loss * grad_factor)
+        optimizer.backward(loss * grad_factor, len(parts) == 1)
         total = total + loss.detach()
     optimizer.step(*schedule)
     return total
@@ -7526,7 +7542,7 @@ def rehearse_stages(run: Run) -> float:
             context = run.model.training_context(T, team.device, team.dtype, stage)
             # one tensor as tokens and as targets would make another graph
             loss = run.loss_fn(tokens, tokens.clone(), context, *run.model.candidates(tokens, tokens))
-            run.optimizer.backward(loss)
+            run.optimizer.backward(loss, rows == share)
             team.wait()
         except Exception as error:
             problem = error

@@ -162,10 +162,11 @@ def init_parameters(model, seed):
         p.data.copy_(values[name])
 
 
-def add_gradients(optimizer, gradients):
-    """{name: gradient}, as a backward pass would add them."""
+def add_gradients(optimizer, gradients, alone=False):
+    """{name: gradient}, as a backward pass would add them. alone: see Optimizer.backward()."""
     names = [name for bank in optimizer.banks for name in bank.names]
-    optimizer.backward(sum((p * gradients[name]).sum() for p, name in zip(optimizer.params, names)))
+    loss = sum((p * gradients[name]).sum() for p, name in zip(optimizer.params, names))
+    optimizer.backward(loss, alone)
 
 
 def fake_team(rank=0, world_size=1):

@@ -499,6 +499,46 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     assert groups == ["G"]
 
 
+def test_a_single_micro_step_sends_its_gradients_as_they_are(monkeypatch):
+    """In bf16, those of Muon's matrices without a copy in fp32; what is sent is the same. Several micro-steps
+    are summed in fp32, and one rank needs no copy for others."""
+    sent = []
+    monkeypatch.setattr(train_gpt, "reduce_scatter", lambda _, whole, **__: sent.append(whole.clone()))
+    model = randomised(TINY)
+    gradients = some_gradients(model, 0)
+
+    def copied(world_size, alone):
+        """[(optimizer of a bank, was its sum written?)] after two steps, the first with other gradients."""
+        optimizer = Optimizer(model, TINY, 0, world_size, dtype=torch.bfloat16)
+        add_gradients(optimizer, some_gradients(model, 1), alone)
+        for bank in optimizer.banks:
+            bank.reduce(None)
+            bank.fresh = True
+            for grad in bank.grads:
+                grad.fill_(7.0)
+        sent.clear()
+        add_gradients(optimizer, gradients, alone)
+        for bank in optimizer.banks:
+            bank.reduce(None)
+        return {(bank.row.optimizer, bool((bank.grads[0] != 7).any())) for bank in optimizer.banks}
+
+    assert copied(2, alone=True) == {("muon", False), ("adam", True)}
+    as_they_are = [*sent]
+    assert copied(2, alone=False) == {("muon", True), ("adam", True)} == copied(1, alone=True)
+    assert {whole.dtype for whole in as_they_are} == {torch.bfloat16}
+    assert copied(2, alone=False) and all(map(torch.equal, as_they_are, sent)) and len(sent) > 3
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_of_one_micro_step_says_so(parts, monkeypatch):
+    """train_step() to Optimizer.backward()."""
+    said = []
+    optimizer = SimpleNamespace(backward=lambda loss, alone: said.append(alone), step=lambda *_: None)
+    batch = (torch.zeros(4, 8), torch.zeros(4, 8))
+    train_gpt.train_step(lambda *_: torch.zeros(()), optimizer, batch, 4 // parts, (), 1.0)
+    assert said == [parts == 1] * parts
+
+
 def test_collectives_of_a_step_run_once_before_the_clock(monkeypatch):
     """connect() has them all, with their sizes, dtypes and group, so that NCCL makes no connection later; it
     changes neither weights nor gradients."""
