@@ -1,8 +1,9 @@
 """Which gains of the full-size speedrun do its proxies show? ./run.sh record calibrate
 
-The list, its public gains, their conversion into tokens and the analysis were written before the first
-run. A technique is taken out of speedrun_plus, a known loser is put into it. A third of both, drawn by a
-seed, is kept for the end: `--kept` runs and reports it.
+The list, its public gains and their conversion into tokens were written before the first run. A technique is
+taken out of speedrun_plus, a known loser is put into it, and each run is compared with the recipe's of the
+same seed. A third of both, drawn by a seed, is kept for the end: `--kept` runs and reports it. Its runs began
+after the comparison by pairs was committed; the first two thirds were to be compared by means.
 """
 import random
 import sys
@@ -222,8 +223,7 @@ def scripts(text: str) -> dict[str, Path]:
 
 
 def jobs_of(args: Any, chosen: list[Known]) -> list:
-    """[(change, proxy, seed)]: all changes at the first seed, then at the next; base has two seeds for each
-    of theirs."""
+    """[(change, proxy, seed)]: the recipe and all changes at the first seed, then at the next."""
     further = tries.flags_of(args.settings)
     files = scripts(inputs.read_text(ROOT / "train_gpt.py"))
     base = Change("base", files["base"], further)
@@ -233,7 +233,7 @@ def jobs_of(args: Any, chosen: list[Known]) -> list:
         for width in args.widths:
             for text in args.texts:
                 proxy = Proxy(PRESET, width, text)
-                jobs += [(base, proxy, seed), (base, proxy, seed + 1)]
+                jobs.append((base, proxy, seed))
                 for known in chosen:
                     change = Change(known.name, files[known.name], flags_at(known, width) | further)
                     jobs.append((change, proxy, seed))
@@ -256,7 +256,7 @@ def calibrate(args: Any, say: Callable) -> dict:
             run_jobs(missing, tries.workers_of(args), say)
         losses = losses_of(jobs)
         if args.write:
-            write_runs(losses, RUNS)
+            write_runs(losses_of(jobs_of(args, LIST)), RUNS)
     return report(chosen, losses, say)
 
 
@@ -314,16 +314,20 @@ def read_runs(path: Path) -> dict:
 
 
 # ------------------------------------------------------------ analysis
-def gain_of(known: Known, losses: dict, width: int, text: str) -> tuple[float, float] | None:
-    """What a technique or a loser gains at this width on this text, in nats, negative for a loss, and its
-    standard error. None without runs."""
-    mine = [*losses.get((known.name, width, text), {}).values()]
-    base = [*losses.get(("base", width, text), {}).values()]
-    if not mine or len(base) < 2:
-        return None
-    difference = float(np.mean(mine) - np.mean(base))
-    error = float(np.std(base, ddof=1)) * (1 / len(mine) + 1 / len(base)) ** 0.5
-    return (-difference if known.put_in else difference), error
+def gains_of(known: Known, losses: dict, width: int, text: str) -> list[float]:
+    """What a technique or a loser gains at this width on this text, in nats, negative for a loss: one number
+    for each seed that it shares with the recipe. Runs of one seed read the same rows and draw the same first
+    values, so they differ less than runs of two."""
+    mine = losses.get((known.name, width, text), {})
+    base = losses.get(("base", width, text), {})
+    sign = -1 if known.put_in else 1
+    return [sign * (loss - base[seed]) for seed, loss in sorted(mine.items()) if seed in base]
+
+
+def spread_of(gains: list[list[float]]) -> float:
+    """The standard deviation of a gain, pooled over changes. nan if none has two."""
+    several = [some for some in gains if len(some) > 1]
+    return float(np.mean([np.var(some, ddof=1) for some in several])) ** 0.5 if several else float("nan")
 
 
 def rank_correlation(public: np.ndarray, gains: np.ndarray) -> float:
@@ -356,28 +360,35 @@ def agreement(pairs: list) -> dict:
 
 
 def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
-    """The table of gains, then agreement with the public ones by width and text and for their means."""
+    """The table of gains, then agreement with the public ones by width and text and for their means. Where a
+    change changes no loss, the proxy is the same with it and counts for nothing: two heads are one pair."""
     places = sorted({(width, text) for _, width, text in losses})
-    found: dict = {}
+    gains: dict = {}
+    spreads: dict = {}
+    for place in places:
+        here = {known.name: gains_of(known, losses, *place) for known in known_ones}
+        gains[place] = {name: some for name, some in here.items() if any(some)}
+        spreads[place] = spread_of([*gains[place].values()])
     columns: dict = {place: [] for place in places}
     means = []
     for known in known_ones:
         public = known.percent
         told = "worse" if public is None else f"{public:+.2f} %"
         line = f"{known.name}: public {told}"
-        here = []
-        for width, text in places:
-            gain = gain_of(known, losses, width, text)
-            if gain is None:
+        mine = []
+        for place in places:
+            some = gains[place].get(known.name)
+            if not some:
                 continue
-            columns[width, text].append((public, gain[0]))
-            here.append(gain[0])
-            line += f"; {width} {text} {gain[0]:+.4f} ± {gain[1]:.4f}"
-        if here:
-            means.append((public, float(np.mean(here))))
-            say(line)
-    for width, text in places:
-        found[f"{width} {text}"] = agreement(columns[width, text])
+            gain = float(np.mean(some))
+            columns[place].append((public, gain))
+            mine.append(gain)
+            width, text = place
+            line += f"; {width} {text} {gain:+.4f} ± {spreads[place] / len(some) ** 0.5:.4f}"
+        if mine:
+            means.append((public, float(np.mean(mine))))
+        say(line if mine else f"{line}; changes nothing here, or was not run")
+    found = {f"{width} {text}": agreement(columns[width, text]) for width, text in places}
     found["mean of all"] = agreement(means)
     for name, one in found.items():
         if "rho" in one:
@@ -387,8 +398,6 @@ def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
         if "signs_interval" in one:
             low, high = one["signs_interval"]
             say(f"{name}: {one['signs']} of {one['n']} signs agree ({low:.0%} to {high:.0%})")
-    spreads = [float(np.std([*cell.values()], ddof=1)) for (name, _, _), cell in losses.items()
-               if name == "base" and len(cell) > 1]
-    if spreads:
-        say(f"deviation of the recipe's own runs: {min(spreads):.4f} to {max(spreads):.4f} nats")
+    for (width, text), spread in spreads.items():
+        say(f"{width} {text}: one seed's gain has a deviation of {spread:.4f} nats")
     return found

@@ -1,5 +1,6 @@
 """records/calibration.py: its list fits today's train_gpt.py, its conversions and its analysis."""
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import calibration
 import train_gpt
 import tries
-from calibration import LIST, Known, Public, agreement, edited, flags_at, gain_of, kept_names, report
+from calibration import (
+    LIST, Known, Public, agreement, edited, flags_at, gains_of, kept_names, report, spread_of)
 from helpers import ROOT, SCRIPT, look
 
 
@@ -92,12 +94,13 @@ def test_edited_scripts_train(root, monkeypatch, tmp_path, one_thread):
 
 def test_gains_and_agreement():
     """Signs of what is taken out and of what is put in; a perfect order, an inverted one."""
-    losses = {("base", 32, "a"): {1: 3.0, 2: 3.02}, ("MUDD", 32, "a"): {1: 3.11},
-              ("GELU", 32, "a"): {1: 3.05}}
+    losses = {("base", 32, "a"): {1: 3.0, 2: 4.0, 3: 9.0}, ("MUDD", 32, "a"): {1: 3.11, 2: 4.13, 4: 5.0},
+              ("GELU", 32, "a"): {1: 3.05}, ("Muon on pairs of heads", 32, "a"): {1: 3.0, 2: 4.0}}
     by_name = {known.name: known for known in LIST}
-    assert gain_of(by_name["MUDD"], losses, 32, "a")[0] == pytest.approx(0.1)
-    assert gain_of(by_name["GELU"], losses, 32, "a")[0] == pytest.approx(-0.04)
-    assert gain_of(by_name["XSA"], losses, 32, "a") is None
+    assert gains_of(by_name["MUDD"], losses, 32, "a") == pytest.approx([0.11, 0.13])
+    assert gains_of(by_name["GELU"], losses, 32, "a") == pytest.approx([-0.05])
+    assert gains_of(by_name["XSA"], losses, 32, "a") == []
+    assert spread_of([[1.0, 3.0], [0.0], [5.0, 5.0]]) == pytest.approx(1.0) and math.isnan(spread_of([[1.0]]))
     public = np.array([5.0, 4.0, 3.0, 2.0, 1.0, -1.0])
     good = agreement([*zip(public, public / 100), (None, -0.1)])
     assert good["rho"] == pytest.approx(1) and good["signs"] == good["n"] == 7
@@ -107,8 +110,10 @@ def test_gains_and_agreement():
     assert bad["rho"] == pytest.approx(-1) and bad["signs"] == 0
     lines = []
     found = report(LIST, losses, lines.append)
-    assert found["32 a"]["n"] == 2
-    assert any(line.startswith("MUDD: public +4.72 %; 32 a +0.1000") for line in lines)
+    assert found["32 a"]["n"] == 2, "without the change that changes nothing"
+    assert "MUDD: public +4.72 %; 32 a +0.1200 ± 0.0100" in lines
+    assert "Muon on pairs of heads: public +0.67 %; changes nothing here, or was not run" in lines
+    assert lines[-1] == "32 a: one seed's gain has a deviation of 0.0141 nats"
 
 
 def test_the_command_runs_from_any_folder(tmp_path):
@@ -116,7 +121,7 @@ def test_the_command_runs_from_any_folder(tmp_path):
     command = [sys.executable, str(ROOT / "records" / "record.py"), "calibrate", "--report", "--seeds", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    runs = 2 * 2 * (2 + len(LIST) - len(kept_names()))
+    runs = 2 * 2 * (1 + len(LIST) - len(kept_names()))
     assert f"{runs} runs, of which {runs} are missing" in done.stdout
 
 
@@ -139,10 +144,11 @@ def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
     import record
     words = ["calibrate", "--widths", "32", "--texts", "a", "--seeds", "1", "--workers", "1"]
     assert record.main([*words, "--write"]) == 0
-    assert len(asked) == len({*asked}) == 2 + len(LIST) - len(kept_names())
-    assert record.main([*words, "--write"]) == 0 and len(asked) == 2 + len(LIST) - len(kept_names())
+    assert len(asked) == len({*asked}) == 1 + len(LIST) - len(kept_names())
+    assert record.main([*words, "--write"]) == 0 and len(asked) == 1 + len(LIST) - len(kept_names())
     assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST) - len(kept_names())
     assert record.main(["calibrate", "--from-file"]) == 0
     asked.clear()
-    assert record.main([*words, "--kept"]) == 0
+    assert record.main([*words, "--kept", "--write"]) == 0
     assert {name for name, _, _ in asked} == {*kept_names()}       # base is there
+    assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST), "all of them are written"
