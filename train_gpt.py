@@ -526,9 +526,11 @@ def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
     """[(a name that is no constant, the constant that it is one slip away from)]"""
     found = []
     for typed in names:
+        if typed in NAMES:
+            continue
         close = get_close_matches(typed.upper(), NAMES, 3, 0.75)
         close = [name for name in close if abs(len(typed) - len(name)) < 2]
-        if close and typed not in NAMES:
+        if close:
             found.append((typed, close[0]))
     return found
 
@@ -884,7 +886,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: None = None,
                      kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
     """Each token sees itself and all tokens before it. q (B, H, T, D), already scaled, k and v (B, KV, T, D)
-    -> (B, H, T, D). kernel: a function with the arguments of scaled_dot_product_attention."""
+    -> (B, H, T, D). mask: always None, so that all functions of Kernels.attention are called alike. kernel: a
+    function with the arguments of scaled_dot_product_attention."""
     return kernel(q, k, v, attn_mask=None, is_causal=True, scale=1.0, enable_gqa=k.size(1) < q.size(1))
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
@@ -965,21 +968,21 @@ def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) 
     return window
 
 class Kernels(NamedTuple):
-    """The functions that have faster versions in section 12. None: the model has a readable one, if it needs
-    one."""
+    """The functions that have faster versions in section 12. None: the model takes its own readable version
+    (Model.readable), if it needs one."""
     linear: Callable = linear  # in the blocks
     head_linear: Callable = linear
     loss: Callable = lm_loss
     attention: Callable | None = None
     window: Callable | None = None
     window_mask: Callable | None = None
-    # of speedrun_plus alone
+    # of one recipe each
     qkv: Callable | None = None  # query, key and value in one product
     mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
     mlp_scales: Callable | None = None
     losses: Callable | None = None  # token_losses(), for tiny
 
-WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable ones
+WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable versions
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable, cuts: bool = False) -> dict:
@@ -993,8 +996,8 @@ def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T
     return windows
 
 def layer_masks(windows: dict, tokens: Tensor, documents: Tensor | None, kernel: Callable) -> dict:
-    """{L or S: mask of such a layer for tokens (B, T)} for their windows from kernel_windows(). documents
-    (B, T): the number of each token's document, or None. kernel: Kernels.window_mask."""
+    """{L or S: mask for tokens (B, T)}, one for each window from kernel_windows(). documents (B, T): the
+    number of each token's document, or None. kernel: Kernels.window_mask."""
     masks = {}
     for kind, window in windows.items():
         masks[kind] = kernel(window, tokens.size(1), documents, tokens.device)
@@ -1063,8 +1066,8 @@ def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tens
     """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
     modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` makes a single attention pattern out of those of all
     heads; it reads all values and is spread over the heads. q (B, T, H, D), already scaled, k (B, T, H, D),
-    v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads. mask: from dynamic_mask(); memory
-    grows as T times its last side, per head."""
+    v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads here. mask: from dynamic_mask();
+    memory grows as T times its last side, per head."""
     T = q.size(1)
     mix = mix_of_heads(mix, v.dtype)
     blocks = mask.size(1)
@@ -1088,7 +1091,7 @@ def dynamic_mask(keys: int, documents: Tensor) -> Tensor:
     return window_mask(keys - 1, documents.size(1), documents, documents.device, width=keys)
 
 def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The `mix` of dynamic_attention(): x (B, T, H) with the same mean square over heads for each token."""
+    """x (B, T, H) scaled to a mean square of 1 over the heads of each token."""
     return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(dtype)
 
 def query_blocks(x: Tensor, blocks: int, width: int) -> Tensor:
@@ -1109,7 +1112,8 @@ def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor)
 
 def mudd_parameters(width: int, hidden: int, rows: list[int]) -> tuple:
     """w1 (places, hidden, C), w2 (places, n, hidden) and bias (places, n) for mudd() in several places of a
-    model of width C. rows: how many values each place needs; n is the most, and further rows are idle."""
+    model of width C. rows: how many values each place needs; n is the largest, and the rows that a place does
+    not need are idle."""
     places = len(rows)
     n = max(rows)
     return parameter(places, hidden, width), parameter(places, n, hidden), parameter(places, n)
@@ -1124,11 +1128,11 @@ class MuddGate(NamedTuple):
     """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
     name: str
     layer: int  # where it is used
-    width: int  # how many values it is
+    width: int  # how many values it has
     first: float  # their first value
 
 def gate_values(gates: list[MuddGate]) -> list[float]:
-    """The first values of these gates in a row (n,)."""
+    """The first values of all these gates, one after the other (n,)."""
     values = []
     for g in gates:
         values += [g.first] * g.width
@@ -1234,10 +1238,10 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim))
 
 def project_heads(x: Tensor, head_dim: int, product: Callable, *matrices: Tensor) -> Sequence[Tensor]:
-    """x (B, T, C) by each of the matrices (H * head_dim, C) -> heads (B, T, H, head_dim). In bf16 that is
-    one product, which a GPU does faster; other products take one matrix each."""
+    """x (B, T, C) times each matrix (H * head_dim, C) -> heads (B, T, H, head_dim). In bf16 all matrices are
+    joined into one product, which is faster on a GPU; in fp32 and fp8 each has its own."""
     if product is linear and x.dtype == torch.bfloat16:
-        # split as heads, in the shape in which the gradients come: so these are not copied
+        # split by heads: gradients arrive in this shape, so the backward pass copies nothing
         heads = split_heads(linear(x, torch.cat(matrices)), head_dim)
         return heads.split([len(matrix) // head_dim for matrix in matrices], -2)
     return [split_heads(product(x, matrix), head_dim) for matrix in matrices]
@@ -2039,7 +2043,7 @@ class Tiny(Config):
     eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
-    val_part: int = optional(8_192, "tokens of val that are scored during training, off the clock; 0: none")
+    val_part: int = optional(8_192, "tokens of val scored every val_part_every steps, off the clock; 0: none")
     val_part_every: int = option(50, "steps between those scores", 1, 10**9)
 
     def stages(self) -> list[WindowStage]:
@@ -2164,7 +2168,7 @@ class Tiny(Config):
         return TinyModel(self, kernels)
 
 def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
-    """Logs the loss of the first val_part tokens of val, for the curve of loss.png."""
+    """Logs the loss of the first val_part tokens of val, which ./run.sh draws in loss.png."""
     loss = evaluate(model, replace(cfg, val_tokens=cfg.val_part), data, team).val_loss
     log(f"val_part step:{step} val_loss:{loss:.4f}")
     return {}
@@ -2894,7 +2898,7 @@ class GolfPlusBlock(nn.Module):
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, None, self.kernels.attention)  # every token sees all before it
+        y = attend_heads(q, k, v, None, self.kernels.attention)
         if self.cfg.exclusive:
             y = remove_own_value(y, v)
         return linear(y.flatten(2), self.attn_proj)
@@ -4325,8 +4329,8 @@ class SpeedrunPlus(Config):
         return early, late
 
     def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's first weights, before the last layer and after it, in the order in which hidden() uses them:
-        value embeddings in full and the factors of other layers; at the end half of
+        """MUDD's first weights, before the last layer and after it, in the order in which hidden() uses them.
+        Value embeddings start at full strength and factors as in other layers; at the end half of
         attn_source's output is subtracted."""
         of_streams = [0.0] * 6
         of_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
@@ -4559,11 +4563,12 @@ class SpeedrunPlusModel(SeveralTargets):
                 outputs[i] = x
         before = x
         attn_in = outputs[cfg.attn_source]
-        # in the last layer MUDD's weights stand in place of learned factors and mix earlier streams in
+        # the last layer: MUDD's weights replace the learned factors and mix in earlier streams
         block = self.blocks[last]
         mu = mudd_weights(x, LAST_MUDD, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
         values = mu[0] * first + mu[1] * attn_in + mu[2] * x
         x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
+        # each half of the heads has its own weight
         halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(H // 2, -1)
         values = split_heads(values, cfg.model_dim // H) + halves[..., None] * value_embeds[last]
         y = block.attend(rms_norm(attn_in), values, gates.get(last, {}), masks, context)
@@ -4706,7 +4711,8 @@ class Bank:
 
     data: the weights that the model reads; every rank has all of them. master: this rank's share in fp32,
     which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
-    for embedding tables. sent: a step's gradients in the dtype of data, instead of grad, if they need no sum.
+    for embedding tables. sent: in a step of one micro-step, Muon's gradients in the dtype of data, which take
+    the place of grad; else None.
     my_data, my_grad: this rank's share. state: momentum or Adam's moments, then the EMA of weights. fresh:
     the next gradients replace what grad holds."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
@@ -4771,9 +4777,10 @@ class Bank:
             mine.copy_(self.share(whole))
 
     def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
-        """Adds the gradients of a micro-step. alone: the step has no other."""
+        """Adds the gradients of a micro-step. alone: it is the only one of its step."""
         self.sent = None
         narrow = self.data.dtype != self.grad.dtype and self.world_size > 1
+        # not Adam's: while lm_head is tied, its sum takes in the embedding's
         if alone and narrow and self.row.optimizer == "muon" and self.row.every == 1:
             self.sent = torch.zeros_like(self.data)
             torch._foreach_copy_(self.views(self.sent), gradients)
@@ -4835,8 +4842,8 @@ class Optimizer:
             all_reduce(torch.zeros(3, device=device), group=self.group)
 
     def backward(self, loss: Tensor, alone: bool = False) -> None:
-        """Adds the gradients of a micro-step's loss to those of the micro-steps before. alone: the step has
-        no other."""
+        """Adds the gradients of a micro-step's loss to those of the micro-steps before. alone: it is the only
+        one of its step."""
         wanted = [*self.params]
         if self.scales:
             wanted.append(self.scales.values)
@@ -7533,6 +7540,8 @@ def rehearse_stages(run: Run) -> float:
     for step in range(max(cfg.warmup_steps, len(table))):
         began = time.perf_counter()
         stage = table[step % len(table)]
+        for bank in run.optimizer.banks:
+            bank.sent = None  # of a stage that took no step
         T = stage.row_tokens
         share = stage.batch_tokens // T // team.world_size
         rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
@@ -7670,6 +7679,7 @@ def evaluate_further(run: Run, further: list[Callable]) -> None:
     """Further evaluations and samples, off the clock."""
     for evaluation in further:
         evaluation(run.model, run.cfg, run.data, run.team, run.log)
+    gc.collect()  # garbage_kept() turned it off
     run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
 
 def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None) -> Score:
@@ -7688,7 +7698,6 @@ def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None)
     log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
     log.seal()
     check_finite(score.val_loss, "val_loss", step, state.curves["train"])
-    gc.collect()
     return score
 
 def time_text(seconds: float, step: int) -> str:

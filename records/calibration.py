@@ -2,8 +2,9 @@
 
 The list, its public gains and their conversion into tokens were written before the first run. A technique is
 taken out of speedrun_plus, a known loser is put into it, and each run is compared with the recipe's of the
-same seed. A third of both, drawn by a seed, is kept for the end: `--kept` runs and reports it. Its runs began
-after the comparison by pairs was committed; the first two thirds were to be compared by means.
+same seed. A third of both, drawn by a seed, is kept for the end: `--kept` runs and reports it. The plan was
+to compare means; comparing runs of one seed was decided after the first two thirds had run, and committed
+before any of the kept third.
 """
 import random
 import sys
@@ -17,6 +18,8 @@ import tries
 from folders import ROOT
 from runs import demand, inputs
 from tries import Change, Proxy
+
+sys.path.insert(0, str(ROOT))   # for train_gpt, which flags_at() imports
 
 PRESET = "speedrun_plus"
 WIDTHS = (32, 48)
@@ -198,7 +201,6 @@ def edited(text: str, edits: tuple) -> str:
 
 def flags_at(known: Known, width: int) -> dict:
     """Its flags at a width."""
-    sys.path.insert(0, str(ROOT))
     import train_gpt
     full = train_gpt.preset_config(PRESET)
     windows = train_gpt.speedrun_windows(full, width / full.model_dim)
@@ -229,7 +231,7 @@ def jobs_of(args: Any, chosen: list[Known]) -> list:
     base = Change("base", files["base"], further)
     jobs = []
     for number in range(args.seeds):
-        seed = FIRST_SEED + 2 * number
+        seed = FIRST_SEED + 2 * number      # the recipe was also run at the odd ones, for means
         for width in args.widths:
             for text in args.texts:
                 proxy = Proxy(PRESET, width, text)
@@ -317,7 +319,7 @@ def read_runs(path: Path) -> dict:
 def gains_of(known: Known, losses: dict, width: int, text: str) -> list[float]:
     """What a technique or a loser gains at this width on this text, in nats, negative for a loss: one number
     for each seed that it shares with the recipe. Runs of one seed read the same rows and draw the same first
-    values, so they differ less than runs of two."""
+    values, so their difference is less noisy than that of runs of two seeds."""
     mine = losses.get((known.name, width, text), {})
     base = losses.get(("base", width, text), {})
     sign = -1 if known.put_in else 1
@@ -360,8 +362,9 @@ def agreement(pairs: list) -> dict:
 
 
 def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
-    """The table of gains, then agreement with the public ones by width and text and for their means. Where a
-    change changes no loss, the proxy is the same with it and counts for nothing: two heads are one pair."""
+    """The table of gains, then agreement with the public ones by width and text and for their means. A change
+    that leaves every loss as it was does nothing in this proxy and is left out: with two heads, Muon on pairs
+    of heads is Muon on all of them."""
     places = sorted({(width, text) for _, width, text in losses})
     gains: dict = {}
     spreads: dict = {}

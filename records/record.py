@@ -189,7 +189,7 @@ def new(args, say):
 # A plain GPT within the limits of a game, as docs/log.md has it ("tiny on other text, times and sizes")
 PLAIN = {"tiny": [{"name": "a plain GPT", "metric": "val_bpb", "better": "lower",
                    "value": 1.6039, "about": "2 layers of 128, two runs"}]}
-PACE_STEP = 100     # by which a machine is compared with that of the record
+PACE_STEP = 100     # at which a machine's speed is compared with the record's
 
 
 def verdict_of(folder):
@@ -253,8 +253,8 @@ def rules_table(version):
 
 def target_of(name, folders):
     """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. Where the game
-    is to reach a value in the least time, `seconds` is what the record took. pace: the seconds of its runs,
-    their median, at an early step."""
+    is to reach a value in the least time, `seconds` is what the record took. pace: the median training
+    seconds of its runs at step PACE_STEP, and their machine."""
     track = RULES[NEWEST].tracks[name]
     mean, about = track.start, f"{track.start_name}, {track.hardware}"
     best, curve, pace = best_before(folders, ""), [], None
@@ -264,7 +264,7 @@ def target_of(name, folders):
         mean, about = round(s.mean, 4), f"{best.partition('_')[2]}, {s.n} seeds"
         times = [point.seconds for run in record.runs for point in run.curves["train"]
                  if point.step == PACE_STEP]
-        if times:
+        if times and track.time_cap:
             machine = record.hardware().removeprefix("1 ranks x ")
             pace = dict(step=PACE_STEP, seconds=round(float(np.median(times)), 1), machine=machine)
         end = min(run.curves["train"][-1].seconds for run in record.runs)

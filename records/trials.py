@@ -353,8 +353,8 @@ def draw(curves, path, title, by="seconds", grey=()):
 
 
 def draw_run(folder, record=()):
-    """A finished run's loss.png: the mean train_loss between two lines, val_loss, and that of the part of val
-    which is scored on the way, stages as bands, the LR factor; in grey the record of its game, [(seconds,
+    """A finished run's loss.png: mean train_loss between log lines, val_loss, the loss of the part of val
+    that is scored in training, stages as bands, the LR factor; in grey the record of its game, [(seconds,
     loss)]."""
     from matplotlib.figure import Figure
     run = read_log(folder / "train.log")
@@ -370,11 +370,12 @@ def draw_run(folder, record=()):
     if record:
         axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
     axes.plot(seconds, losses, color="tab:blue", label="train, mean between two lines")
-    part = re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", text, re.M)
+    part = dict(re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", text, re.M))   # resumed runs repeat some
     if part:
-        at, of_part = np.array(part, float).T
-        axes.plot(np.interp(at, steps, ms / 1e3), of_part, color="tab:red", linewidth=1,
-                  label="val, the part that is scored on the way")
+        at, of_part = np.array([*part.items()], float).T
+        order = np.argsort(steps, kind="stable")
+        axes.plot(np.interp(at, steps[order], ms[order] / 1e3), of_part, color="tab:red", linewidth=1,
+                  label="a part of val, in training")
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
     axes.plot(*zip(*val), "o-", color="tab:red", label=f"val, at the end {val[-1][1]:.4f}")
     right.plot(ms / 1e3, rates, ":", color="tab:green")

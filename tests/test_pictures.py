@@ -58,7 +58,7 @@ def test_a_run_with_stages(drawn):
 def test_a_part_of_val_is_a_curve_of_its_own(drawn):
     """At the seconds of its steps."""
     axes, _ = drawn(val=VAL[-1:], part=[(1414, 3.7), (2065, 3.4)])
-    assert labels(axes)[1:] == ["val, the part that is scored on the way", "val, at the end 3.2700"]
+    assert labels(axes)[1:] == ["a part of val, in training", "val, at the end 3.2700"]
     curve = axes.get_lines()[1]
     assert list(curve.get_xdata()) == pytest.approx([66.0, 118 + 11 / 2])
     assert list(curve.get_ydata()) == [3.7, 3.4]

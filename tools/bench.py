@@ -432,10 +432,15 @@ def recorded_calls(run, stage, tokens, note=lambda *_: None):
 def alike(block, args):
     """What blocks have in common whose attention takes as long."""
     shapes = [tuple(p.shape) for p in block.parameters()]
-    given = [x.window if isinstance(x, LazyMask) else tuple(x.shape) if torch.is_tensor(x) else type(x)
-             for x in args]
-    kind = getattr(block, "kind", "")   # of layers that are given the masks of all kinds
-    return str([kind, *shapes, *given])
+    given = []
+    for x in args:
+        if isinstance(x, LazyMask):
+            given.append(x.window)
+        elif isinstance(x, dict):   # gates, or the masks of all kinds of layers, which tell none apart
+            given.append(sorted(x))
+        else:
+            given.append(tuple(x.shape) if torch.is_tensor(x) else type(x))
+    return str([getattr(block, "kind", ""), *shapes, *given])
 
 
 def parts_of(run, stage, rows):
@@ -484,7 +489,7 @@ def collective_seconds(run, repeats):
     """Seconds of a step's collectives alone, those of a bank as often as it is updated."""
     def communicate(banks):
         for bank in banks:
-            bank.reduce(None).wait()
+            train_gpt.reduce_scatter(bank.my_grad.view(-1), bank.data)
             train_gpt.all_gather(bank.data, bank.my_data.flatten())
 
     seconds = 0.0

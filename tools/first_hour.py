@@ -32,7 +32,7 @@ STEPS = [       # command, what it is
 ]
 MARK = "<!-- measured -->"      # what follows on a page is written here
 LIVE = re.compile(r" *\d+% \|")
-COLUMNS = 100       # of the terminal
+COLUMNS = 80        # of the terminal
 BOARD_HEIGHT = 1900     # pixels: table, curves, and where the constants begin
 
 
@@ -84,12 +84,11 @@ def picture(page, path, width, height):
 
 
 def terminal_picture(lines, path, folder):
-    """A screenshot of a terminal, which goes on in the next row where a line is too long."""
-    rows = [line[i:i + COLUMNS] for line in lines for i in range(0, max(1, len(line)), COLUMNS)]
-    page, body = Path(folder, "terminal.html"), html.escape("\n".join(rows))
+    """A screenshot of a terminal."""
+    page, body = Path(folder, "terminal.html"), html.escape("\n".join(lines))
     page.write_text(f"<meta charset=utf-8><body style='margin:0;background:#fafafa'><pre style='margin:12px;"
                     f"font:14px/1.4 monospace;color:#111'>{body}</pre>", encoding="utf-8")
-    picture(page, path, 880, 24 + 20 * len(rows))
+    picture(page, path, 720, 24 + 20 * len(lines))
 
 
 def fill(page, home, env):
@@ -123,7 +122,7 @@ def main(folder):
         if command == "./run.sh":
             training = [text for text in live if LIVE.match(text)]
             half = training[len(training) // 2]
-            terminal_picture([f"$ {known}", *lines[:2], half], ROOT / "docs/terminal_live.png", folder)
+            terminal_picture([f"$ {known}", *lines[:3], half], ROOT / "docs/terminal_live.png", folder)
             terminal_picture(end_screen(lines), ROOT / "docs/terminal_end.png", folder)
             run = max((home / "logs").glob("tiny_*/loss.png"))
             shutil.copy(run, ROOT / "docs/loss.png")

@@ -44,17 +44,19 @@ QUIET = re.compile(
 STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
 SAMPLE_ROWS = 5     # of each sample on a terminal; train.log has them all
-SLOWER = 1.15       # so many times the record's seconds are worth a line
+SLOWER = 1.15       # times the record's seconds: from there on a line says so
 
 
-def in_rows(text):
-    """The text in rows that fit the terminal, broken between words; what goes on is indented."""
+def in_rows(text, break_words=False):
+    """The text in rows that fit the terminal, broken between words; further rows of a line are indented. A
+    word that is longer than a row, such as a path, is left whole unless break_words."""
     rows = []
     for line in text.splitlines() or [""]:
         line = line.expandtabs()
         further = " " * (len(line) - len(line.lstrip()) + 2)
         rows += textwrap.wrap(line, shutil.get_terminal_size().columns, subsequent_indent=further,
-                              replace_whitespace=False, break_on_hyphens=False) or [""]
+                              replace_whitespace=False, break_on_hyphens=False,
+                              break_long_words=break_words) or [""]
     return rows
 
 
@@ -66,12 +68,14 @@ class Progress:
         self.at = 0, 0          # the last step that a line told, and of how many
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
         self.trained = self.in_samples = self.in_summary = self.paced = False
+        self.pace = None        # the record's, once the log tells the recipe
         self.sample, self.rows_left = [], 0
 
     def read(self, line):
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
         found, told = STEP.match(line), STEP_OF.match(line)
-        if self.in_samples and told and self.at[0] < int(told[1]) <= int(told[2]) == self.at[1]:
+        later = told and self.at[0] < int(told[1]) <= int(told[2]) == self.at[1]
+        if self.in_samples and (later or line.startswith("val_part step:")):
             self.in_samples = False         # a step after samples in the middle of the run
         if line.startswith("sample 1: ") and not self.in_samples:
             self.in_samples, self.sample = True, []
@@ -120,7 +124,7 @@ class Progress:
         """Of a line of a sample what fits into the sample's first rows on the terminal; None: nothing."""
         if re.match(r"sample \d+: ", line):
             self.rows_left = SAMPLE_ROWS
-        rows = in_rows(line)[:self.rows_left]
+        rows = in_rows(line, break_words=True)[:self.rows_left]
         self.rows_left -= len(rows)
         return "\n".join(rows) if rows else None
 
@@ -151,15 +155,14 @@ class Progress:
         return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
 
     def slower(self):
-        """A line, once, where the machine is slower than the record's; else None."""
+        """A line, once, where this machine is slower than the record's; else None."""
         if self.paced or "folder" not in self.seen or not self.step:
             return None
-        log = inputs.read_text(Path(self.seen["folder"], "train.log"), "replace")
-        preset = re.search(r"^config preset=(\w+)", log, re.M)[1]
-        overrides = re.findall(r"^override (\w+) ", log, re.M)
-        pace = target_of(dict(preset=preset, overrides=overrides)).get("pace")
+        if self.pace is None:
+            self.pace = pace_of(Path(self.seen["folder"]))
+        pace = self.pace
         step, seconds, *_ = self.step
-        if pace and step < pace["step"]:
+        if step < pace.get("step", 0):
             return None
         self.paced = True
         if not pace or step > pace["step"] or seconds < SLOWER * pace["seconds"]:
@@ -180,6 +183,17 @@ class Progress:
         return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
 
 
+def pace_of(folder):
+    """The pace of the record of a run's game, from targets.json; {} where the run changes the recipe."""
+    with suppress(Exception):   # it is a hint: the run goes on without
+        log = inputs.read_text(folder / "train.log", "replace")
+        preset = re.search(r"^config preset=(\w+)$", log, re.M)
+        changed = {*re.findall(r"^override (\w+) ", log, re.M)} - {"run_id", "seed"}
+        if preset and not changed:
+            return target_of(dict(preset=preset[1], overrides={})).get("pace") or {}
+    return {}
+
+
 class Screen:
     """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
     def __init__(self, terminal):
@@ -192,7 +206,8 @@ class Screen:
     def show(self, line, stream):
         if self.bar is not None:
             self.bar.clear()
-            line = "\n".join(in_rows(line))
+            if stream.isatty():
+                line = "\n".join(in_rows(line))
         print(line, file=stream, flush=True)
         if self.bar is not None:
             self.bar.refresh()
@@ -338,6 +353,8 @@ class Logger:
         if self.run and found and not progress.in_samples:
             pairs = re.findall(r"(\w+(?:/s)?):(-?\d+(?:\.\d+)?)(?=ms\b|s\b|\s|$)", line)
             self.scalars(int(found[1]), {name: float(value) for name, value in pairs if name != "step"})
+        if self.run and (part := re.fullmatch(r"val_part step:(\d+) val_loss:(\S+)", line)):
+            self.scalars(int(part[1]), {"val_part_loss": float(part[2])})
 
     def scalars(self, step, values):
         if self.kind == "wandb":
