@@ -742,6 +742,13 @@ def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) ->
         rates.append(Scaled(name, round(factor * getattr(full, name), 6), rule))
     return rates
 
+def proxy_rows() -> list[Scaled]:
+    """Rows for recipes that train on the beginnings of documents: at a small width these are so short that a
+    text would be a fraction of itself, read again and again."""
+    return [Scaled("packing", "rows", "the whole text: beginnings of documents would be a small part of it"),
+            Scaled("shuffle", True, "in one random order"),
+            Scaled("seq_schedule", (1,), "a step has as many tokens in rows of one length")]
+
 def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     """Scores, artifact, clock and compiler. context: tokens per row in evaluation."""
     scores = [
@@ -3360,7 +3367,7 @@ def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
     rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
     return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
         Scaled("attn_scale", full.attn_scale * grown**0.5, "rises as the root of the heads' width falls"),
-    ] + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
+    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
@@ -4607,7 +4614,7 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
         Scaled("adam_weight_decay", round(decay, 6), "takes as much of the tables in the whole run"),
         Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
                "rises as the root of the heads' width falls"),
-    ] + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
+    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,

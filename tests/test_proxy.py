@@ -61,6 +61,15 @@ def test_the_speedruns_keep_their_proportions():
     assert any(line.startswith("proxy weight_decay=4.8: ") for line in lines)
 
 
+@pytest.mark.parametrize("preset", ["speedrun", "speedrun_plus"])
+def test_the_speedruns_train_on_the_whole_text(preset):
+    """Not on the first 80 tokens of each document, which English has 232,400 of."""
+    cfg, lines = scaled(f"--preset={preset}", "--proxy=32")
+    assert cfg.packer() is train_gpt.Rows and cfg.shuffle
+    assert {stage.row_tokens for stage in cfg.stages()} == {cfg.train_seq_len}
+    assert any(line.startswith("proxy packing=rows: ") for line in lines)
+
+
 @pytest.mark.parametrize("preset", ["golf", "golf_plus"])
 def test_golf_keeps_its_proportions(preset):
     full = preset_config(preset)
