@@ -327,9 +327,9 @@ def gains_of(known: Known, losses: dict, width: int, text: str) -> list[float]:
 
 
 def spread_of(gains: list[list[float]]) -> float:
-    """The standard deviation of a gain, pooled over changes. nan if none has two."""
-    several = [some for some in gains if len(some) > 1]
-    return float(np.mean([np.var(some, ddof=1) for some in several])) ** 0.5 if several else float("nan")
+    """The standard deviation of a gain, pooled over changes; 0 if none has two."""
+    variances = [np.var(some, ddof=1) for some in gains if len(some) > 1]
+    return float(np.mean(variances)) ** 0.5 if variances else 0.0
 
 
 def rank_correlation(public: np.ndarray, gains: np.ndarray) -> float:
@@ -387,7 +387,9 @@ def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
             columns[place].append((public, gain))
             mine.append(gain)
             width, text = place
-            line += f"; {width} {text} {gain:+.4f} ± {spreads[place] / len(some) ** 0.5:.4f}"
+            line += f"; {width} {text} {gain:+.4f}"
+            if spreads[place] > 0:
+                line += f" ± {spreads[place] / len(some) ** 0.5:.4f}"
         if mine:
             means.append((public, float(np.mean(mine))))
         say(line if mine else f"{line}; changes nothing here, or was not run")
@@ -402,5 +404,6 @@ def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
             low, high = one["signs_interval"]
             say(f"{name}: {one['signs']} of {one['n']} signs agree ({low:.0%} to {high:.0%})")
     for (width, text), spread in spreads.items():
-        say(f"{width} {text}: one seed's gain has a deviation of {spread:.4f} nats")
+        if spread > 0:
+            say(f"{width} {text}: one seed's gain has a deviation of {spread:.4f} nats")
     return found

@@ -1,6 +1,5 @@
 """records/calibration.py: its list fits today's train_gpt.py, its conversions and its analysis."""
 import importlib.util
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +99,7 @@ def test_gains_and_agreement():
     assert gains_of(by_name["MUDD"], losses, 32, "a") == pytest.approx([0.11, 0.13])
     assert gains_of(by_name["GELU"], losses, 32, "a") == pytest.approx([-0.05])
     assert gains_of(by_name["XSA"], losses, 32, "a") == []
-    assert spread_of([[1.0, 3.0], [0.0], [5.0, 5.0]]) == pytest.approx(1.0) and math.isnan(spread_of([[1.0]]))
+    assert spread_of([[1.0, 3.0], [0.0], [5.0, 5.0]]) == pytest.approx(1.0) and spread_of([[1.0]]) == 0
     public = np.array([5.0, 4.0, 3.0, 2.0, 1.0, -1.0])
     good = agreement([*zip(public, public / 100), (None, -0.1)])
     assert good["rho"] == pytest.approx(1) and good["signs"] == good["n"] == 7
@@ -114,6 +113,9 @@ def test_gains_and_agreement():
     assert "MUDD: public +4.72 %; 32 a +0.1200 ± 0.0100" in lines
     assert "Muon on pairs of heads: public +0.67 %; changes nothing here, or was not run" in lines
     assert lines[-1] == "32 a: one seed's gain has a deviation of 0.0141 nats"
+    lines.clear()
+    report(LIST, {cell: {1: some[1]} for cell, some in losses.items()}, lines.append)
+    assert "MUDD: public +4.72 %; 32 a +0.1100" in lines and "deviation" not in lines[-1]
 
 
 def test_the_command_runs_from_any_folder(tmp_path):
