@@ -743,8 +743,8 @@ def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) ->
     return rates
 
 def proxy_rows() -> list[Scaled]:
-    """Rows for recipes that train on the beginnings of documents: at a small width these are so short that a
-    text would be a fraction of itself, read again and again."""
+    """Rows of the whole text, for recipes that read only the beginnings of documents: at a small width those
+    are so short that a proxy would read a small part of the text several times."""
     return [Scaled("packing", "rows", "the whole text: beginnings of documents would be a small part of it"),
             Scaled("shuffle", True, "in one random order"),
             Scaled("seq_schedule", (1,), "a step has as many tokens in rows of one length")]
@@ -4719,9 +4719,8 @@ class Bank:
     data: the weights that the model reads; every rank has all of them. master: this rank's share in fp32,
     which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
     for embedding tables. sent: in a step of one micro-step, Muon's gradients in the dtype of data, which take
-    the place of grad; else None.
-    my_data, my_grad: this rank's share. state: momentum or Adam's moments, then the EMA of weights. fresh:
-    the next gradients replace what grad holds."""
+    the place of grad; else None. my_data, my_grad: this rank's share. state: momentum or Adam's moments, then
+    the EMA of weights. fresh: the next gradients replace what grad holds."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
@@ -5099,7 +5098,8 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
 
 def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> None:
     """For datasets whose manifest lists no hashes of documents: looks for samples of each train shard in val.
-    Raises Refused if a twentieth of them, and at least nine, are there: the web repeats itself less."""
+    Raises Refused if a twentieth of them, and at least nine, are there: text of the web repeats itself, but
+    not by that much."""
     known = set(beginnings(val, bos))
     for shard, tokens in train.items():
         sample = set()
@@ -5629,7 +5629,7 @@ def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
                stage: Stage | None = None) -> np.ndarray:
     """fp64 (len(tokens),): nats of each token given those before it in rows of eval_context tokens, which
     score their last eval_stride ones, the first row all; 0 for the first token and for the targets of other
-    ranks."""
+    ranks. stage: see score_rows()."""
     nats = np.zeros(len(tokens))
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
     score_share(nats, rows, model, cfg, tokens, team, stage, compiled=team.on_gpu and cfg.compile)
@@ -6231,7 +6231,8 @@ def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: 
 # ---------- 11 checkpoints
 # A checkpoint is a dictionary written by torch.save: config, code_sha256, shape and tensors as load_model
 # reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and generator
-# stand). A thread writes it while training goes on; the one before stays.
+# stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
+# checkpoint_prev.pt.
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
 WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails; torchrun kills after 30
 # What may be given with RESUME; everything else is as the run began.

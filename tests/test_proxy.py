@@ -63,7 +63,7 @@ def test_the_speedruns_keep_their_proportions():
 
 @pytest.mark.parametrize("preset", ["speedrun", "speedrun_plus"])
 def test_the_speedruns_train_on_the_whole_text(preset):
-    """Not on the first 80 tokens of each document, which English has 232,400 of."""
+    """Not on the first 80 tokens of each document."""
     cfg, lines = scaled(f"--preset={preset}", "--proxy=32")
     assert cfg.packer() is train_gpt.Rows and cfg.shuffle
     assert {stage.row_tokens for stage in cfg.stages()} == {cfg.train_seq_len}
