@@ -242,6 +242,19 @@ def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
         assert len(when) > 3 and not any(when) and gc.isenabled() and not gc.get_freeze_count()
 
 
+@pytest.mark.parametrize("settings", [
+    dict(VAL_LOSS_EVERY="3"), dict(VAL_PART_EVERY="3"), dict(SAMPLE_EVERY="3")])
+def test_garbage_is_collected_in_every_pause(settings, train, monkeypatch):
+    """After a validation, a part of val and samples, in the middle of the run."""
+    step, collect, made, collected = train_gpt.train_step, gc.collect, [], []
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: made.append(1) or step(*args))
+    monkeypatch.setattr(gc, "collect", lambda *args: collected.append(len(made)) or collect(*args))
+    assert train(SIX, **settings).code == 0 and 3 in collected
+    collected.clear()
+    made.clear()
+    assert train(SIX).code == 0 and 3 not in collected
+
+
 def test_checkpoints_by_the_clock(train, paced, monkeypatch):
     """After each second of training, which is eight steps, and at the end."""
     write, written = train_gpt.write_checkpoint, []
