@@ -870,6 +870,7 @@ def watch_clock(trainer: ModuleType) -> dict:
     dist.all_reduce = noting("all_reduce", dist.all_reduce)
     trainer.train = running(trainer.train, True)
     trainer.validate = running(trainer.validate, False)
+    trainer.evaluate_further = running(trainer.evaluate_further, False)
     gc.callbacks.append(collecting)
     return notes
 
