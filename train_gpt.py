@@ -255,7 +255,7 @@ class Config(Recipe):
     sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.8, "0: greedy", 0, 10)
     sample_top_k: int = optional(0, "sample from the k likeliest tokens; 0: from all", 0, 65_536)
-    train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: every 100")
     val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
     # data and batch
     data_path: str = option("", "folder of token shards")
@@ -288,7 +288,7 @@ class Config(Recipe):
     iterations: int = option(1, "maximum number of steps", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
-    warmup_steps: int = optional(2, "warmup steps before the clock starts, undone afterwards", 0, 1000)
+    warmup_steps: int = optional(2, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "bytes of artifact and script, by coarser steps; 0: no limit")
@@ -707,7 +707,7 @@ def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
     wanted = full.num_heads * (width / full.model_dim) ** 0.5
     heads = min(possible, key=lambda n: abs(math.log(n / wanted)))
     return [Scaled("model_dim", width, "the width of the proxy"),
-            Scaled("num_heads", heads, "even; number and width of heads both fall as the root of the width"),
+            Scaled("num_heads", heads, "even; heads, and channels per head, fall as the root of model_dim"),
             Scaled("vocab_size", size.vocab_size, "that of the text")]
 
 def proxy_length(full: Any, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
@@ -738,7 +738,7 @@ def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) ->
     rates = [Scaled("matrix_lr", full.matrix_lr,
                     "stays: Muon's updates have the same spectral norm at any width (arXiv:2310.17813)")]
     for name in tables:
-        rule = f"Adam's rates of tables rise as width**-0.5, as on gpt2's depth dial: {factor:.3g} times"
+        rule = f"Adam's rates of tables go as width**-0.5, as on gpt2's depth dial: {factor:.3g} times"
         rates.append(Scaled(name, round(factor * getattr(full, name), 6), rule))
     return rates
 
@@ -893,8 +893,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: None = None,
                      kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
     """Each token sees itself and all tokens before it. q (B, H, T, D), already scaled, k and v (B, KV, T, D)
-    -> (B, H, T, D). mask: always None, so that all functions of Kernels.attention are called alike. kernel: a
-    function with the arguments of scaled_dot_product_attention."""
+    -> (B, H, T, D). mask: unused; all functions of Kernels.attention take one. kernel: a function
+    with the arguments of scaled_dot_product_attention."""
     return kernel(q, k, v, attn_mask=None, is_causal=True, scale=1.0, enable_gqa=k.size(1) < q.size(1))
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
@@ -961,9 +961,9 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
             weights: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy in nats. x (B, T, C), head (V, C), targets (B, T). cap: cap, shift and width of
-    softcap(). With weights (n,) each token has n targets (B, T, n), -1 meaning none, and its loss is their
-    weighted sum."""
+    """Mean cross-entropy in nats. x (B, T, C), head (V, C), targets (B, T). cap: the arguments of
+    softcap() after logits. With weights (n,) each token has n targets (B, T, n), -1 meaning none, and its
+    loss is their weighted sum."""
     logits = softcap(linear(x, head).float(), *cap)
     if weights is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -1011,15 +1011,15 @@ def layer_masks(windows: dict, tokens: Tensor, documents: Tensor | None, kernel:
     return masks
 
 def rope_spectrum(head_dim: int, base: float, fraction: float = 1.0) -> Tensor:
-    """Radians per token of each pair of channels (head_dim / 2,), from 1 down to almost 1 / base (RoFormer,
-    arXiv:2104.09864); base 0: no rotation. Only the first `fraction` of the pairs rotate (partial
+    """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to almost 1 / base
+    (RoFormer, arXiv:2104.09864); base 0: no rotation. Only the first `fraction` of the pairs rotate (partial
     rotary)."""
     pairs = head_dim // 2
     rotating = int(fraction * head_dim / 2) if base else 0
     return F.pad(base ** -(torch.arange(rotating) / rotating), (0, pairs - rotating))
 
 def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor:
-    """Radians per token of each pair of channels (head_dim / 2,), from 1 down to exactly 1 / base
+    """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to exactly 1 / base
     (modded-nanogpt); base 0: no rotation. Only the first `fraction` of the pairs rotate."""
     rotating = int(fraction * head_dim / 2) if base else 0
     return F.pad(base ** -torch.linspace(0, 1, rotating), (0, head_dim // 2 - rotating))
@@ -1057,8 +1057,9 @@ def rotate_adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def key_offset(k: Tensor) -> Tensor:
     """Takes the second half of each key's channels from the token before, so that a query that matches a
-    token finds what came after it (modded-nanogpt#49: -1.4 s). k (B, T, ..., D): heads, or both halves of
-    each head where rotate() pairs channels of the two. The first token of a row keeps its own."""
+    token finds what came after it (modded-nanogpt#49: -1.4 s). k (B, T, ..., D): heads. With rotate(), pass
+    k.unflatten(-1, (2, -1)), so that both channels of a pair move together. The first token of a row keeps
+    its own."""
     own, moved = k.tensor_split(2, -1)
     moved = torch.cat((moved[:, :1], moved[:, :-1]), 1)
     return torch.cat((own, moved), -1)
@@ -1248,19 +1249,19 @@ def project_heads(x: Tensor, head_dim: int, product: Callable, *matrices: Tensor
     """x (B, T, C) times each matrix (H * head_dim, C) -> heads (B, T, H, head_dim). In bf16 all matrices are
     joined into one product, which is faster on a GPU; in fp32 and fp8 each has its own."""
     if product is linear and x.dtype == torch.bfloat16:
-        # split by heads: gradients arrive in this shape, so the backward pass copies nothing
+        # heads first, then the split: the backward pass gets heads and copies nothing
         heads = split_heads(linear(x, torch.cat(matrices)), head_dim)
         return heads.split([len(matrix) // head_dim for matrix in matrices], -2)
     return [split_heads(product(x, matrix), head_dim) for matrix in matrices]
 
 def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: object, kernel: Callable) -> Tensor:
     """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
-    -> (B, T, H, D). kernel: Kernels.attention, with a mask from Kernels.window_mask."""
+    -> (B, T, H, D). kernel: Kernels.attention. mask: from Kernels.window_mask, or None."""
     return kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE that pairs channel i of each head with channel i + D / 2. x (B, T, H, D), cos and sin (T, 1, D /
-    2)."""
+    """RoPE that pairs channel i of each head with channel i + D / 2. x (B, T, H, D), cos and sin
+    (T, 1, D / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
@@ -1853,7 +1854,7 @@ class Row(NamedTuple):
     change: float = 0.0  # constant: what the last layer has on top of the first; linear in between
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
     levels: float = 127.0  # int8: the largest rounded number
-    step: float = 0.0  # int8: rounding step / rms of a row; 0: its maximum / levels
+    step: float = 0.0  # int8: rounding step / rms of a row; 0: the step is the row's maximum / levels
     unit_rows: int = 0  # Muon orthogonalizes this many rows at a time; 0: the whole matrix
 
 @dataclass(frozen=True)
@@ -1996,7 +1997,7 @@ class Tiny(Config):
                                  model=True)
     window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: 128",
                                     0, 1 << 20, model=True, of=int)
-    rope_base: float = optional(1_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_base: float = optional(1_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     qk_gain_init: float = option(1.5, "first value of the gain of each query head", 0, 100, model=True)
     # modded-nanogpt#49: -1.4 s
     key_offset: bool = option(True, "long layers: half of each key head comes from the token before",
@@ -2027,7 +2028,7 @@ class Tiny(Config):
     shuffle: bool = option(True, "training rows in one random order; 0: in order")
     packing: str = option("rows", "how training rows are cut from the stream: see Rows and Spans",
                           choices=("rows", "spans"))
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams and candidates", 0, 10)
@@ -2108,13 +2109,13 @@ class Tiny(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. p (N, R, C) and buffer, a mean of gradients, change in place."""
+        """Muon. Changes p (N, R, C) and buffer, a running mean of gradients, in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. p, m and v change in place."""
+        """Adam. Changes p, m and v in place."""
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -2184,7 +2185,7 @@ class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
 
 class TinyBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
@@ -2205,7 +2206,7 @@ class TinyBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
+        self.layer_scale = parameter(2, C)  # row 0: of attention's output, row 1: of the MLP's
 
     def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
                 context: TinyContext) -> Tensor:
@@ -2224,7 +2225,7 @@ class TinyBlock(nn.Module):
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         if value_embed is not None:
             v = v + split_heads(value_embed, self.head_dim)
-        # expanded over tokens, so that the norm's kernel also sums the gain's gradient
+        # one factor per token: the kernel of rms_norm's backward pass then sums the gain's gradient, too
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2421,17 +2422,17 @@ class TinyModel(CountingModel):
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
 @dataclass(frozen=True)
 class Golf(Config):
-    """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. Every token sees all
-    tokens before it in its row, other documents' included."""
+    """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
+    earlier tokens of its row, those of other documents too."""
     preset: str = option("golf", "the recipe", model=True)
     # size
-    num_layers: int = option(9, "blocks; the first half skips to the second", 1, 1000, model=True)
+    num_layers: int = option(9, "blocks; the second half adds the outputs of the first", 1, 1000, model=True)
     model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(8, "query heads", 1, 4096, model=True)
     num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
     mlp_mult: int = option(2, "MLP width / model_dim", 1, 64, model=True)
     logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     qk_gain_init: float = option(1.5, "first value of the gain of each query head", 0, 100, model=True)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_sp1024", "folder of token shards")
@@ -2443,7 +2444,7 @@ class Golf(Config):
     packing: str = option("spans", "how training rows are cut from the stream: see Spans", choices=("spans",))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(1000, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
     tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
@@ -2456,16 +2457,16 @@ class Golf(Config):
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length: the clock ends the run, and the warmdown follows the clock
+    # length: the clock ends the run; warmdown steps become seconds by the pace so far
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
-    warmup_steps: int = optional(20, "warmup steps before the clock starts, undone afterwards", 0, 1000)
+    warmup_steps: int = optional(20, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
     # artifact and scores
-    artifact_bytes_limit: int = optional(16_000_000, "most bytes of artifact and script; 0: no limit")
-    artifact_scale_floor: float = optional(1 / 127, "smallest scale of an int8 row; 0: no floor", 0, 1)
+    artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
+    artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
 
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
 
     def check(self) -> None:
         super().check()
@@ -2475,7 +2476,9 @@ class Golf(Config):
         return Spans
 
     def stages(self) -> list[Stage]:
-        return stage_rows(self, [Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
+        return stage_rows(self, [
+            # begins at, tokens per step, tokens per row
+            Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -2501,25 +2504,26 @@ class Golf(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. p (N, R, C) and buffer, a sum of gradients, change in place."""
+        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
         p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. p, m and v change in place."""
+        """Adam. Changes p, m and v in place."""
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
     def progress(self, step: int, seconds: float) -> float:
-        """Progress by the clock alone, if there is a cap, as in the public script: if iterations run out
-        first, LR has not fallen to 0."""
+        """With a cap and a warmdown, progress is seconds / cap, as in the public script. So if iterations end
+        the run first, LR has not reached 0."""
         if self.max_wallclock_seconds and self.warmdown_iters:
             return min(1.0, seconds / self.max_wallclock_seconds)
         return super().progress(step, seconds)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1, then falls linearly to 0 over the last warmdown_iters steps, judged by the pace so far."""
-        warmdown = self.warmdown_iters * progress / max(step, 1)  # its length as a fraction of the run
+        """LR is 1, then falls linearly to 0 over the last warmdown_iters steps."""
+        progress_per_step = progress / max(step, 1)  # at the pace so far
+        warmdown = self.warmdown_iters * progress_per_step  # its length as a fraction of the run
         lr = 1.0
         if warmdown:
             lr = min(1.0, (1 - progress) / warmdown)
@@ -2547,7 +2551,7 @@ class Golf(Config):
 class GolfContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
 
 class GolfBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -2566,7 +2570,7 @@ class GolfBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
+        self.layer_scale = parameter(2, C)  # row 0: of attention's output, row 1: of the MLP's
 
     def forward(self, x: Tensor, x0: Tensor, context: GolfContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
@@ -2580,7 +2584,7 @@ class GolfBlock(nn.Module):
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        # expanded over tokens, so that the norm's kernel also sums the gain's gradient
+        # one factor per token: the kernel of rms_norm's backward pass then sums the gain's gradient, too
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2588,7 +2592,8 @@ class GolfBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfModel(Model):
-    """Blocks of the second half add the outputs of the first half, in reverse order (U-Net)."""
+    """Blocks of the second half add the outputs of the first half, in reverse order (U-Net). The last of an
+    odd number of blocks adds none."""
     def __init__(self, cfg: Golf, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         self.cfg = cfg
@@ -2619,20 +2624,21 @@ class GolfModel(Model):
         return rms_norm(x)
 
 def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
-    """The sizes of the golf recipes' proxies: grouped queries stay."""
+    """The sizes of the golf recipes' proxies, with as many query heads per key head as in the recipe."""
     shape = proxy_shape(full, size)
     kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
     T = max(64, round(full.train_seq_len * size.width / full.model_dim))
     return shape + [
         Scaled("num_kv_heads", kv_heads, "one per two query heads"),
-        Scaled("train_seq_len", T, "context falls as the width")]
+        Scaled("train_seq_len", T, "in proportion to the width")]
 
 def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
-    """Layers, grouped queries and the part of the run in which LR falls stay. The record trains 194 tokens
-    per weight, which no small machine can; a proxy trains 20 (arXiv:2203.15556)."""
+    """The number of layers stays, and the warmdown's part of the run. The record trains on 194 tokens per
+    weight, too many for a small machine; a proxy trains on 20 (arXiv:2203.15556)."""
     shape = golf_shape(full, size)
     rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
-    return shape + proxy_length(full, shape, 8394, 20) + rates + [
+    length = proxy_length(full, shape, steps=8394, tokens_per_weight=20)
+    return shape + length + rates + [
         Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
         Scaled("tokenizer_path", "", "that of the text"),
     ] + proxy_scores(value_of(shape, "train_seq_len"), size)
@@ -2655,7 +2661,7 @@ class GolfPlus(Config):
     mlp_slope: float = optional(0.5, "slope of negative activations, before the square; 0: ReLU^2", 0, 1,
                                 model=True)
     logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
     qk_gain_init: float = option(4.0, "first value of the gain of each query head", 0, 100, model=True)
     # parameter-golf: -0.005 together with ema_decay
@@ -2682,7 +2688,7 @@ class GolfPlus(Config):
                           choices=("shards", "spans", "rows"))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
     tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
@@ -2706,9 +2712,9 @@ class GolfPlus(Config):
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
-    warmup_steps: int = optional(40, "warmup steps before the clock starts, undone afterwards", 0, 1000)
+    warmup_steps: int = optional(40, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
     # artifact and scores
-    artifact_bytes_limit: int = optional(16_000_000, "most bytes of artifact and script; 0: no limit")
+    artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
     artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
                                     0, 10)
@@ -2721,7 +2727,7 @@ class GolfPlus(Config):
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
 
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
 
     def check(self) -> None:
         super().check()
@@ -2776,7 +2782,7 @@ class GolfPlus(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. p (N, R, C) and buffer, a sum of gradients, change in place."""
+        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
         update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
         if self.muon_row_norm:
             update = normalize_rows(update)
@@ -2786,7 +2792,7 @@ class GolfPlus(Config):
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam with decoupled weight decay. p, m and v change in place."""
+        """Adam with decoupled weight decay. Changes p, m and v in place."""
         update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
         if decay is not None:
             update = update + decay * p  # decoupled (arXiv:1711.05101)
@@ -2864,7 +2870,7 @@ class GolfPlus(Config):
 class GolfPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
     loops: int  # how many more times loop_layers run
 
 class GolfPlusBlock(nn.Module):
@@ -2886,7 +2892,7 @@ class GolfPlusBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # on what attention adds, on what the MLP adds
+        self.layer_scale = parameter(2, C)  # row 0: of attention's output, row 1: of the MLP's
 
     def forward(self, x: Tensor, x0: Tensor, context: GolfPlusContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
@@ -2901,7 +2907,7 @@ class GolfPlusBlock(nn.Module):
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        # expanded over tokens, so that the norm's kernel also sums the gain's gradient
+        # one factor per token: the kernel of rms_norm's backward pass then sums the gain's gradient, too
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2962,7 +2968,8 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     shape = golf_shape(full, size)
     rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
     table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
-    return shape + proxy_length(full, shape, 4988, 20) + rates + [
+    length = proxy_length(full, shape, steps=4988, tokens_per_weight=20)
+    return shape + length + rates + [
         Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "takes as much in the whole run"),
         Scaled("adam_weight_decay", round(full.adam_weight_decay / PROXY_STEPS / table_factor, 6),
                "takes as much of the embedding in the whole run"),
@@ -2995,7 +3002,7 @@ class Speedrun(Config):
     max_doc_len: int = optional(2048, "maximum document length; also keeps attention within documents; "
                                 "0: off", model=True)
     attn_scale: float = option(0.1, "factor on q @ k in the first stage", 0, 100, model=True)
-    rope_base: float = optional(1024.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_base: float = optional(1024.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     rope_fraction: float = option(0.5, "part of each head that rotates", 0, 1, model=True)
     value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
                                        "per layer: number of its value embedding, 0: none; repeated", 0, 999,
@@ -3024,7 +3031,7 @@ class Speedrun(Config):
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: if the GPU has it",
                       choices=("off", "head", "auto-head"))
     fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
@@ -3130,7 +3137,7 @@ class Speedrun(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -3139,7 +3146,7 @@ class Speedrun(Config):
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. p, m and v change in place."""
+        """Adam. Changes p, m and v in place."""
         p.sub_(lr * adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
     def top_lr(self, progress: float) -> float:
@@ -3222,7 +3229,7 @@ class SpeedrunContext(NamedTuple):
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
 
 class SpeedrunBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
@@ -3339,7 +3346,7 @@ def speedrun_windows(full: Any, share: float) -> list[Scaled]:
     windows = [stage.window // full.window_block * block for stage in full.stages()]
     longest = full.max_doc_len // full.window_block * block
     return [
-        Scaled("window_block", block, "context falls as the width"),
+        Scaled("window_block", block, "in proportion to the width"),
         Scaled("window_schedule", tuple(windows), "as many blocks as in the recipe"),
         Scaled("eval_window", full.eval_window // full.window_block * block,
                "as many blocks as in the recipe"),
@@ -3371,8 +3378,8 @@ def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
 
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
-# size, batch, learning rates, weight decay and length: see depth_dial(). The rates and weight decay below are
-# those of depth 12 and a batch of 2**19 tokens.
+# size, learning rates, weight decay and length, and the batch if train_batch_tokens=0: see depth_dial(). The
+# rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
 class GPT2(Config):
     """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
@@ -3389,7 +3396,7 @@ class GPT2(Config):
     num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    rope_base: float = optional(10_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
     window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
                                     0, 1 << 20, model=True)
@@ -3408,7 +3415,7 @@ class GPT2(Config):
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
     # optimizer
@@ -3492,7 +3499,7 @@ class GPT2(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -3501,7 +3508,7 @@ class GPT2(Config):
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. p, m and v change in place."""
+        """Adam. Changes p, m and v in place."""
         p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -3557,7 +3564,7 @@ class GPT2Context(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
 
 class GPT2Block(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -3647,7 +3654,7 @@ def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
     rows = [
         Scaled("depth", depth, "64 channels a layer, as on the dial, but four layers at least"),
         *proxy_shape(full, size),
-        Scaled("train_seq_len", T, f"2048 at a width of {REFERENCE_WIDTH}; context falls as the width")]
+        Scaled("train_seq_len", T, f"2048 at a width of {REFERENCE_WIDTH}, in proportion to the width")]
     return replace(full, **full.size_of_depth(depth)), rows
 
 def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
@@ -3694,7 +3701,7 @@ class GPT2Plus(Config):
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     # 1.44 * 128 ** -0.5: q and k are multiplied by 1.2 each after their norm
     attn_scale: float = optional(0.12727922, "factor on q @ k; 0: head_dim ** -0.5", 0, 100, model=True)
-    rope_base: float = optional(100_000.0, "RoPE: longest wavelength / 2 pi; 0: no RoPE", 0, 1e9, model=True)
+    rope_base: float = optional(100_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
     window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
                                     0, 1 << 20, model=True)
@@ -3717,7 +3724,7 @@ class GPT2Plus(Config):
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: 100")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
     # optimizer
@@ -3821,7 +3828,7 @@ class GPT2Plus(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -3830,7 +3837,7 @@ class GPT2Plus(Config):
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. p, m and v change in place."""
+        """Adam. Changes p, m and v in place."""
         update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
         if decay is not None:
             update = update + decay * p
@@ -3895,7 +3902,7 @@ class GPT2PlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
 
 class GPT2PlusBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -4257,7 +4264,7 @@ class SpeedrunPlus(Config):
 
     def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
                   momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. p (N, R, C), buffer (a mean of gradients) and second change in place."""
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
         update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
         update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
         update = normuon_scale(update, second, self.normuon_beta2)
@@ -4266,7 +4273,7 @@ class SpeedrunPlus(Config):
 
     def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
                   lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam with cautious decay. p, m and v change in place."""
+        """Adam with cautious decay. Changes p, m and v in place."""
         update = adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
         if decay is not None:
             update = update + decay * p * (update * p > 0)
@@ -4429,7 +4436,7 @@ class SpeedrunPlusContext(NamedTuple):
     attn_scale: Tensor  # factor on q @ k, 0-dim
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
-    dtype: torch.dtype  # the activations'
+    dtype: torch.dtype  # of activations
     # in training only
     next_targets: int = 1  # targets per token
     prefixes: bool = False  # is the target's prefix token a further target?
@@ -4631,7 +4638,7 @@ PROXIES = dict(golf=golf_proxy, golf_plus=golf_plus_proxy, speedrun=speedrun_pro
 REWRITERS.append(expand_proxy)
 
 # ---------- 6 optimizer
-# (a, b, c) for each iteration x <- a x + (b g + c g g) x with g = x x'; the last ones repeat
+# (a, b, c) of each iteration x <- a x + (b gram + c gram gram) x with gram = x x'; the last ones repeat
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)]  # Muon: kellerjordan.github.io/posts/muon
 POLAR_EXPRESS = [  # arXiv:2505.16932
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -4643,7 +4650,7 @@ POLAR_EXPRESS = [  # arXiv:2505.16932
 def orthogonalize(g: Tensor, steps: int, table: list = NEWTON_SCHULZ, dtype: torch.dtype = torch.float32,
                   safety_factor: float = 1.0, eps: float = 1e-7) -> Tensor:
     """g (N, R, C) -> nearly semi-orthogonal matrices: singular values from 0.6 to 1.3. table: the iterations.
-    dtype: of the matrix products. g is first divided by safety_factor * its norm + eps."""
+    dtype: of the matrix products. g is first divided by (safety_factor * its norm + eps)."""
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
@@ -4652,7 +4659,8 @@ def orthogonalize(g: Tensor, steps: int, table: list = NEWTON_SCHULZ, dtype: tor
     for i in range(steps):
         a, b, c = table[min(i, len(table) - 1)]
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     if tall:
         x = x.mT
     return x.to(g.dtype)
@@ -4679,11 +4687,13 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
 
 def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
     """Nesterov momentum; buffer, a decaying sum of gradients, changes in place. All (N, R, C)."""
-    return grad + momentum * buffer.mul_(momentum).add_(grad)
+    buffer.mul_(momentum).add_(grad)
+    return grad + momentum * buffer
 
 def nesterov_of_mean(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
     """Nesterov momentum; buffer, a running mean of gradients, changes in place. All (N, R, C)."""
-    return grad.lerp(buffer.lerp_(grad, 1 - momentum), momentum)
+    buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(buffer, momentum)
 
 def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
     """Weight decay, only where the update shrinks the weight as well (arXiv:2411.16085). p (N, R, C) changes
@@ -4697,7 +4707,7 @@ def normalize_rows(update: Tensor) -> Tensor:
 
 def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
                 eps: float) -> Tensor:
-    """Adam's update (arXiv:1412.6980) at a learning rate of 1. As in torch, eps is added to the root of the
+    """Adam's update (arXiv:1412.6980) before the learning rate. As in torch, eps is added to the root of the
     corrected second moment. step counts from 1. grad, m and v have one shape; m and v change in place."""
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
@@ -4979,15 +4989,15 @@ class Schedule(NamedTuple):
 
 def stage_rows(cfg: Config, rows: list, **columns: str) -> list:
     """The stages of a recipe with the columns that cfg overrides. columns: {column that only this recipe has:
-    the constant that overrides it}. An override of several entries splits a single row into equal stages.
-    Raises Refused."""
+    the constant that overrides it}. If there is one row and an override has n entries, the row becomes n
+    equal stages. Raises Refused."""
     columns = dict(start="stage_starts", batch_tokens="batch_schedule", row_tokens="seq_schedule") | columns
     unit = dict(batch_tokens=cfg.train_batch_tokens, row_tokens=cfg.train_seq_len)
     for column, constant in columns.items():
         values = getattr(cfg, constant)
         if not values:
             continue
-        if len(rows) == 1 < len(values):
+        if len(rows) == 1 and len(values) > 1:
             rows = [replace(rows[0], start=i / len(values)) for i in range(len(values))]
         require(len(values) in (1, len(rows)),
                 f"{constant}={show(values)}: {cfg.preset} has {len(rows)} stages")
@@ -5241,8 +5251,8 @@ class Rows(Packer):
         return [[(int(self.order[place % len(self.order)]) * T, T + 1)] for place in places], position + n
 
 class Spans(Packer):
-    """Each eighth of a step is a span of the stream, one token longer than what it trains on, cut into rows
-    that share their edges. Spans follow one another, across the edges of shards and endlessly. The position
+    """A step is 8 spans of the stream. A span has one token more than it trains on, and its rows overlap by
+    one token. Spans follow one another, across the edges of shards and endlessly. The position
     counts tokens."""
     SPANS = 8  # per step
     any_length = True
