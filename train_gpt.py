@@ -7,7 +7,7 @@
     EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py           score what a run left behind
     python train_gpt.py --preset=speedrun --proxy=64                           a recipe's proxy on any machine
 
-`--help` lists every constant, `--dry-run` prints the plan of a run without training.
+`--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
 
 Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: what you edit - 6 optimizer -
 7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints -
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     # stages of different sizes then share memory
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # `python -W error` would make errors of torch's own warnings
+    # `python -W error` would turn torch's own warnings into errors
     warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
     try:
         os.getcwd()  # without one, MKL ends the process
@@ -85,7 +85,7 @@ class Missing(Refused):
     """Data that has not been downloaded or prepared yet."""
 
 def require(condition: object, sentence: str, error: type[Exception] = Refused) -> None:
-    """Raises Refused, or the given kind of it, with this sentence unless the condition holds."""
+    """Raises `error` with this sentence unless the condition holds."""
     if not condition:
         raise error(sentence)
 
@@ -107,7 +107,7 @@ def optional(default: object, doc: str, least: float = 0, most: float = 1e12, mo
 class Recipe:
     """What the rest of the file asks of a recipe besides its constants. Every recipe provides the methods of
     the first group; the others have neutral defaults. Golf is the shortest example."""
-    # constants of the game's public script that the recipe has no use for: {name: its one value, None: any}
+    # constants of the game's public script that this recipe lacks: {name: the value accepted; None: any}
     unused = {}
 
     def stages(self) -> list:
@@ -166,7 +166,7 @@ class Recipe:
         return "off"
 
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
-        """linear() of the blocks and of lm_head, and the loss that computes its logits like the latter."""
+        """linear() of the blocks, linear() of lm_head, and the loss that computes logits by the second."""
         return linear, linear, fused_loss
 
     def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
@@ -190,7 +190,7 @@ class Recipe:
         return 0
 
     def scoring_window(self) -> int:
-        """Tokens before its own that a token sees in long layers in evaluation; 0: all."""
+        """How many earlier tokens a token sees in long layers in evaluation; 0: all."""
         return 0
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
@@ -203,7 +203,7 @@ class Recipe:
         return {}
 
     def wider_steps(self, model: "Model", hessians: dict, coarser: float, size: float, most: float) -> float:
-        """`coarser` for `most` bytes."""
+        """The `coarser` to try next, so that `size` bytes shrink to `most`."""
         bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
         return coarser * max(1.002, 2**bits)  # twice as wide: one bit less each
 
@@ -237,7 +237,8 @@ class Config(Recipe):
     # the run
     run_id: str = option("", "folder under logs/; empty: preset, seed and time")
     seed: int = option(1337, "seed of first values and samples", 0, 2**31 - 1)
-    device: str = option("auto", "where to train; auto: all GPUs there are", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where to train; auto: one GPU per rank if there are any",
+                         choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
                         choices=("auto", "float32", "bfloat16"))
     sdpa_backend: str = option("auto", "attention on a GPU; auto: flex for windows and documents, else what "
@@ -284,14 +285,14 @@ class Config(Recipe):
     # optimizer and length
     grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
     ema_decay: float = optional(0.0, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
-    loss_sum_ranks: int = optional(0, "gradients: of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(0, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     iterations: int = option(1, "maximum number of steps", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
     warmup_steps: int = optional(2, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
-    artifact_bytes_limit: int = optional(0, "bytes of artifact and script, by coarser steps; 0: no limit")
+    artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("zlib", "compressor", choices=("zlib", "brotli"))
     artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
 
@@ -334,8 +335,8 @@ class Config(Recipe):
 
     @classmethod
     def of_file(cls: "type[Config]", shape: dict, base: "Config | None") -> "Config":
-        """The recipe with a file's constants, the rest as in base if that is of this recipe, else what base
-        overrides. Its batch is a single row, since the file's rows may not divide any other batch."""
+        """The recipe with a file's constants. The others come from base: all of them if it is of this
+        recipe, else its overrides. The batch is one row: the file's rows may not divide another batch."""
         constants = {name: shape[name] for name in cls.model_fields()}
         constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
                           seq_schedule=())
@@ -359,7 +360,7 @@ class Config(Recipe):
         return list(range(self.num_layers))
 
     def top_lr(self: "Config", progress: float) -> float:
-        """LR factor before the warmdown."""
+        """LR factor at this progress, without the warmdown."""
         return stage_at(self, progress).lr
 
 def check_window_pattern(cfg: Any) -> None:
@@ -376,7 +377,7 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# what rewrites a command line before it is read: --proxy, which a script of one recipe lacks
+# functions that rewrite a command line before it is read: --proxy's, which single-recipe scripts lack
 REWRITERS: list[Callable] = []
 
 def fields_of(recipe: Any) -> dict[str, Field]:
@@ -453,7 +454,7 @@ def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
     return {name for word, name in NAMES.items() if word in typed}
 
 def off_values(f: Field) -> list:
-    """The values of a constant, by its dataclass field, that turn off what it is for."""
+    """The values that turn a constant off. f: its dataclass field."""
     default: Any = f.default
     if isinstance(default, bool):
         return [False]
@@ -471,7 +472,7 @@ def off_values(f: Field) -> list:
     return []
 
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
-    """Config of a preset with given {name: value} in place of its own, and the depth dial's. Raises
+    """Config of a preset with given {name: value} in place of its own and the depth dial's. Raises
     Refused."""
     if preset not in RECIPES:
         raise Refused(f"preset={preset!r} is none of {', '.join(RECIPES)}")
@@ -627,7 +628,7 @@ def depth_dial(cfg: Any, given: dict) -> Any:
     growth = weights / horizon_weights(reference)
     # 3. Batch: it grows with a power of the tokens, which grow as the weights do; the nearest power of 2.
     batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
-    # 4. Steps: until the FLOPs are spent, or this many tokens per weight are read (arXiv:2203.15556).
+    # 4. Steps: until the FLOPs are spent, or target_param_data_ratio tokens per weight (arXiv:2203.15556).
     derived = {}
     tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
     if tokens:
@@ -665,7 +666,7 @@ def horizon_weights(cfg: Config) -> int:
 
 def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
     """Matmul FLOPs of training as PaLM counts them (arXiv:2204.02311): 6 per weight, and 12 * width * window
-    per layer. Layers that run again count as often as in the mean of the stages. stage: whose windows count;
+    per layer. Layers that run again count each time, averaged over the stages. stage: whose windows count;
     None: the last one's."""
     keys = sum([layer.window for layer in cfg.layers(stage)])
     passes = [len(cfg.layer_order(row)) for row in cfg.stages()]
@@ -711,7 +712,7 @@ def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
             Scaled("vocab_size", size.vocab_size, "that of the text")]
 
 def proxy_length(full: Any, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
-    """Steps, and the batch that follows from them. full: the recipe, which takes these steps. shape: the
+    """Steps, and the batch that follows from them. full: the recipe, whose run takes `steps`. shape: the
     proxy's other sizes."""
     small = replace(full, **{row.name: row.value for row in shape})
     T = small.train_seq_len
@@ -767,8 +768,8 @@ def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     return scores
 
 def proxy_text(path: str, full: Any) -> tuple[int, int]:
-    """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. One that is not
-    there is planned like the embedded corpus; one without a tokenizer has the recipe's tokens."""
+    """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. If it is not
+    there, those of the embedded corpus; without a tokenizer, the recipe's vocab_size."""
     try:
         manifest = json.loads(read_text(Path(path, "manifest.json")))
         vocab_size = (manifest.get("tokenizer") or {}).get("vocab_size", full.vocab_size)
@@ -778,7 +779,7 @@ def proxy_text(path: str, full: Any) -> tuple[int, int]:
     return int(vocab_size), PROXY_VAL if val > PROXY_VAL else 0
 
 def without_proxy(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """What --proxy says, "" if it is bare and None if there is none; and the other words."""
+    """The value of --proxy ("" if it is bare, None if it is absent) and the other words."""
     others: list[str] = []
     width = None
     words = [*argv]
@@ -851,7 +852,7 @@ def largest_proxy(scaled: Callable, widths: list[int], others: list[str], env: M
     return best
 
 def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
-    """Seconds that training will take, by uncompiled steps of the last stage, the longest ones."""
+    """Estimated seconds of training, from uncompiled steps of the last stage, which are the longest."""
     team = Team(cfg, env)
     if team.world_size > 1:
         raise Refused("--proxy without a width is for one process: give a width")
@@ -899,7 +900,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: None = None,
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
               kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
-    """causal_attention() with a mask from window_mask(), whose size is what attention costs, or without."""
+    """causal_attention() with a mask from window_mask(), or None. Its cost grows with the mask's size."""
     if mask is None:
         return causal_attention(q, k, v, None, kernel)
     B, H, T, _ = q.shape
@@ -925,10 +926,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
 
 def window_mask(window: int | Tensor, T: int, documents: Tensor | None, device: torch.device,
                 width: int = 0) -> Tensor | None:
-    """Each token sees itself and the `window` tokens before it, as far as they are in its document.
-    documents (B, T): the number of each token's document, or None. Returns None if every token sees
-    everything before it, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to the block's
-    end. width: W, at least the window; 0: the window."""
+    """Each token sees itself and those of the `window` tokens before it that are in its document.
+    documents (B, T): the number of each token's document, or None. Returns None if every token sees all
+    earlier ones, else bool (B or 1, n, W, K): n blocks of W queries by the K keys up to the block's end.
+    width: W, at least the window; 0: the window."""
     window = int(window)
     if window >= T - 1 and documents is None:
         return None
@@ -971,7 +972,7 @@ def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callab
     return (losses * (targets >= 0) * weights).sum() / targets[..., 0].numel()
 
 def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int:
-    """The window as window_mask() takes it: in tokens before the query. cuts: documents split rows, too."""
+    """The window as window_mask() takes it: tokens before the query. cuts: do documents also split rows?"""
     return window
 
 class Kernels(NamedTuple):
@@ -1072,10 +1073,10 @@ def scaled_xsa(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
 
 def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tensor, mask: Tensor) -> Tensor:
     """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
-    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` makes a single attention pattern out of those of all
-    heads; it reads all values and is spread over the heads. q (B, T, H, D), already scaled, k (B, T, H, D),
-    v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads here. mask: from dynamic_mask();
-    memory grows as T times its last side, per head."""
+    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` merges the attention patterns of all heads
+    into one, which is applied to the values of each head; `spread` weights the results. q (B, T, H, D),
+    already scaled, k (B, T, H, D), v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads
+    here. mask: from dynamic_mask(); memory grows as T * mask.size(-1) per head."""
     T = q.size(1)
     mix = mix_of_heads(mix, v.dtype)
     blocks = mask.size(1)
@@ -1094,8 +1095,8 @@ def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tens
     return spread[..., None] * y.flatten(1, 2)[:, :T]
 
 def dynamic_mask(keys: int, documents: Tensor) -> Tensor:
-    """The mask of dynamic_attention() in which each token sees this many keys of its document, its own among
-    them. documents (B, T): the number of each token's document."""
+    """The mask for dynamic_attention(): each token sees the last `keys` tokens of its document, itself
+    included. documents (B, T): the number of each token's document."""
     return window_mask(keys - 1, documents.size(1), documents, documents.device, width=keys)
 
 def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -1113,7 +1114,7 @@ def with_block_before(x: Tensor) -> Tensor:
     return torch.cat((before, x), 2)
 
 def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor) -> Tensor:
-    """Weights with which each token mixes streams, values or gates, by a small MLP on its own stream (MUDD,
+    """A small MLP gives each token weights to mix streams and values with, or gates (MUDD,
     arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden), bias (n,),
     scale: a number or (1,) -> (B, T, n)."""
     return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
@@ -1137,10 +1138,10 @@ class MuddGate(NamedTuple):
     name: str
     layer: int  # where it is used
     width: int  # how many values it has
-    first: float  # their first value
+    first: float  # initial value of each
 
 def gate_values(gates: list[MuddGate]) -> list[float]:
-    """The first values of all these gates, one after the other (n,)."""
+    """The initial values of all these gates, one after the other (n,)."""
     values = []
     for g in gates:
         values += [g.first] * g.width
@@ -1149,8 +1150,8 @@ def gate_values(gates: list[MuddGate]) -> list[float]:
 def mudd_gates(x: Tensor, gates: list[MuddGate], w1: Tensor, w2: Tensor, bias: Tensor,
                scale: Tensor) -> dict[int, dict[str, Tensor]]:
     """{layer: {name: gate (B, T, its width)}}, in place of learned factors and of gates that each layer makes
-    for itself (modded-nanogpt#85: -3.5 s with dynamic attention). mudd() of x (B, T, C) gives them all in the
-    order of `gates`, by the first rows of w2 and bias. scale (1,)."""
+    for itself (modded-nanogpt#85: -3.5 s with dynamic attention). One mudd() of x (B, T, C), with the first
+    rows of w2 and bias, gives them all, in the order of `gates`. scale (1,)."""
     n = len(gate_values(gates))
     values = mudd(x, w1, w2[:n], bias[:n], scale.to(x.dtype))
     found: dict[int, dict[str, Tensor]] = {}
@@ -1274,13 +1275,13 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     return y.flatten(2, 3)
 
 def ln_scale(layer: int) -> float:
-    """Factor on the normalized input of a layer, 1 / sqrt(layer + 1) counted from 0, so that later layers
+    """Factor on the normalized input of a layer, numbered from 0: 1 / sqrt(layer + 1), so that later layers
     change the residual stream less."""
     return (layer + 1) ** -0.5
 
 def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
     """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
-    those that run `loops` more times, one after the other; (0,): none."""
+    the block that runs `loops` more times; (0,): none."""
     layers = list(range(num_layers))
     if looped == (0,):
         return layers
@@ -1306,7 +1307,7 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
 
 def smear(x: Tensor, weight: Tensor, gate_weight: Tensor) -> Tensor:
     """Adds to each token a gated part of the one before it (modded-nanogpt#130: -1.1 s). x (B, T, C), weight
-    (1, 1), gate_weight (1, channels)."""
+    (1,) or (1, 1), gate_weight (1, channels)."""
     before = F.pad(x, (0, 0, 1, -1))
     return x + weight.to(x.dtype) * gate(x, gate_weight) * before
 
@@ -1327,8 +1328,8 @@ def pair_mask(window: int | Tensor, documents: Tensor, kernel: Callable) -> obje
     return kernel(window, 2 * T, documents.repeat_interleave(2, 1), documents.device)
 
 def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, kernel: Callable) -> Tensor:
-    """Attention of paired heads on q (B, T, H, D), already scaled, k (B, T, H, D), v (B, T, H, E) before RoPE
-    -> (B, T, H, E). rope: from pair_rope_tables(). mask: from pair_mask()."""
+    """Attention of paired heads. q (B, T, H, D), already scaled, and k (B, T, H, D), both before RoPE,
+    v (B, T, H, E) -> (B, T, H, E). rope: from pair_rope_tables(). mask: from pair_mask()."""
     q = rotate_adjacent(q.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
     k = rotate_adjacent(k.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
     return unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, kernel))
@@ -1353,7 +1354,7 @@ def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
 
 class Model(nn.Module):
     """What the rest of the file asks of a recipe's model. It also needs the attributes cfg (the recipe's
-    constants), embed and head (two (V, C) parameters) and blocks."""
+    constants), embed and head ((V, C); one and the same parameter if tied) and blocks."""
     scales: Any = None  # DelayedScales of fp8
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
@@ -1423,16 +1424,17 @@ class Model(nn.Module):
 
 def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     """The row of the hashed bigram table (B, T) for each token (B, T) and the one before. The first token of
-    a row gets the last row of the table, and as in the public record the second one hashes that number as the
-    token before."""
+    a row gets the last row of the table, and the second one hashes that number as its previous token, as in
+    the public record."""
     seen = torch.cat((torch.full_like(tokens[:, :1], rows - 1), tokens[:, 1:]), 1).int()
     pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
     return torch.cat((seen[:, :1], pairs), 1)
 
-# The memory: what followed the last n tokens in the training text, for each n, and earlier in the row. None
-# of it has to be learned. At the input each order of n-grams names a candidate for the next token: the input
-# gets an embedding of it, scaled by its class, and one of the class, which says how sure it is. At the output
-# each order is a distribution of the next token, and the model mixes these with its own.
+# The memory: which tokens followed the last n tokens in the training text, for each n, and earlier in the
+# row. None of it has to be learned. At the input, each order of n-grams in the text and the longest match in
+# the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its class,
+# and one of the class, which says how sure it is. At the output, each order in text and row gives a
+# distribution of the next token, and the model mixes these with its own.
 CLASSES = 16  # of candidates, per order of n-grams
 # widths of what is packed into integers
 KEY_BITS = 36  # hash of an n-gram
@@ -1478,7 +1480,7 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     packed in this order and sorted."""
     pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
     begins = run_starts(pairs)
-    documents = np.diff(begins, append=len(pairs))  # that have this pair
+    documents = np.diff(begins, append=len(pairs))  # how many have each pair
     pairs = pairs[begins]
     ranked = documents << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
     begins = run_starts(pairs >> TOKEN_BITS)
@@ -1506,17 +1508,17 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 class TextMatches(NamedTuple):
     """How the training text goes on after the last n tokens, each (orders, B, T) int64."""
-    start: Tensor  # of the list of next tokens in NgramCounts.lists
+    start: Tensor  # where its next tokens begin in NgramCounts.lists
     size: Tensor  # number of next tokens; 0: the text does not have the n-gram
-    total: Tensor  # sum of their documents
+    total: Tensor  # sum of their document counts
     best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
     second: Tensor  # the same for the runner-up; 0: there is none
 
 class NgramCounts(nn.Module):
-    """For each n-gram of the training text, how many documents have which token after it. There is a table
-    per n, which says at the place of an n-gram's hash where its list begins. A list holds the number of next
-    tokens (16 bits) and a check (16), the sum of their documents, and documents << TOKEN_BITS | token for
-    each: first the two that most documents have, then the others by token."""
+    """For each n-gram of the training text, which tokens come next, and in how many documents each. There is
+    a table per n: its entry at an n-gram's hash says where the n-gram's list begins. A list holds the number
+    of next tokens (16 bits) and a check (16), the sum of their document counts, and documents << TOKEN_BITS |
+    token for each: first the two with the most documents, then the others, sorted by token."""
     tables: Tensor  # (orders, 2**count_bits), int32; 0: no such n-gram
     lists: Tensor  # int32; each order has a part of the same size
 
@@ -1525,7 +1527,7 @@ class NgramCounts(nn.Module):
         self.cfg = cfg
         self.text: Any = b""  # uint16 (n,)
         self.packed: bytes | bytearray = b""
-        self.shift = KEY_BITS  # key >> shift is a place in a table: of one entry until they are counted
+        self.shift = KEY_BITS  # key >> shift is a place in a table; before count() a table has one entry
         self.room = 0  # size of an order's part of lists
         self.most_next = 0  # next tokens in the longest list
         self.orders = cfg.counted_orders()
@@ -1543,7 +1545,7 @@ class NgramCounts(nn.Module):
         self.shift = KEY_BITS - self.cfg.count_bits
         self.room = 3 * len(text) + 8
         tables = np.empty((len(self.orders), 1 << self.cfg.count_bits), np.int32)
-        torch.from_numpy(tables).zero_()  # by all threads; np.zeros would map small pages, later
+        torch.from_numpy(tables).zero_()  # all threads map its pages now; np.zeros would map small ones later
         lists = np.empty((len(self.orders), self.room), np.int32)  # untouched pages take no memory
         lists[:, :4] = 0
         tokens = torch.from_numpy(text).int()
@@ -1566,8 +1568,8 @@ class NgramCounts(nn.Module):
         self.lists = torch.from_numpy(lists.reshape(-1)).to(self.lists.device)
 
     def fill(self, table: np.ndarray, lists: np.ndarray, seen: np.ndarray, begin: int) -> int:
-        """Writes a sorted part of the text, which begins at `begin` of all, into an order's table and lists;
-        returns the size of the longest list. seen: see ngram_lists()."""
+        """Writes a part of an order's sorted n-grams into its table and lists; returns the size of the
+        longest list. seen: see ngram_lists(). begin: where the part begins in all of them."""
         if not len(seen):
             return 0
         keys, starts, made = ngram_lists(seen)
@@ -1625,8 +1627,8 @@ class NgramCounts(nn.Module):
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
-    """What the other documents say, in training, where a row's own document has each target (B, T) after its
-    n-gram. Only the target is taken out: other tokens that follow the n-gram elsewhere in the own document
+    """What the other documents say, for training, where the row's own document has each target (B, T) after
+    its n-gram. Only the target is taken out: other tokens that follow the n-gram elsewhere in that document
     stay. documents: from documents_with()."""
     one_document = 1 << TOKEN_BITS
     size = found.size - (documents == 1).long()
@@ -1672,7 +1674,7 @@ class CountingModel(Model):
         self.counts = other.counts
 
 def limits_reached(x: Tensor, limits: tuple) -> Tensor:
-    """How many of growing limits each number reaches, int64, any shape."""
+    """For each number, how many of the rising limits it reaches, int64, any shape."""
     reached = torch.zeros_like(x, dtype=torch.int64)
     for limit in limits:
         reached += x >= limit
@@ -1684,12 +1686,12 @@ class RowMatches(NamedTuple):
     rank: Tensor  # how many of the same n-gram come before, in that order
     total: Tensor  # how often the n-gram came before
     size: Tensor  # number of different tokens that followed it
-    next_count: Tensor  # how often the token that follows here had followed it
-    last: Tensor  # the token that followed it last
-    repeated: Tensor  # 1: it had also followed the time before
+    next_count: Tensor  # how often the token that comes next here had followed it before
+    last: Tensor  # the token that followed it most recently
+    repeated: Tensor  # 1: that token had also followed the time before
 
 def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted values (..., T) -> where each one's run of equal ones begins, and its rank in it, (..., T)."""
+    """Sorted values (..., T) -> where each one's run of equal values begins, and its rank there, (..., T)."""
     place = torch.arange(values.size(-1), device=values.device)
     begins = F.pad(values[..., 1:] != values[..., :-1], (1, 0), value=True)
     start = torch.where(begins, place, 0).cummax(-1).values
@@ -1732,13 +1734,13 @@ def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
     return matches > 0, found.last.gather(0, longest), sure.gather(0, longest)
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """Cross-entropy of each target in nats (B, T). x (B, T, C), head (V, C), targets (B, T). cap: of the
-    softcap."""
+    """Cross-entropy of each target in nats (B, T). x (B, T, C), head (V, C), targets (B, T). cap: see
+    softcap()."""
     logits = softcap(linear(x, head).float(), cap)
     return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
 
-# Confidence class of an n-gram's distribution, by how often the n-gram occurred and how many distinct tokens
-# followed it; 0: no match.
+# Confidence class of an n-gram's distribution, by how often the n-gram occurred (its `total`, which in the
+# text counts documents) and how many distinct tokens followed it; 0: no match.
 TEXT_LIMITS = (2, 3, 6, 16, 64)  # how often it occurred
 ROW_LIMITS = (2, 3, 5, 9, 20)
 SPREADS = 6  # classes for what followed; the text has four
@@ -1766,8 +1768,8 @@ def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     return first + torch.arange(total, device=sizes.device)
 
 def in_parts(sizes: Tensor, most: int = 1 << 24) -> list[slice]:
-    """Slices of places (n,) of which each has about `most` tokens in all, so that memory stays bounded. The
-    last limit is at least the sum of sizes, so all places are in."""
+    """Slices of the places (n,), each with about `most` tokens in total, so that memory stays bounded. The
+    last limit is at least the sum of sizes, so no place is left out."""
     ends = sizes.cumsum(0)
     limits = torch.arange(most, int(ends[-1]) + most, most, device=sizes.device)
     cuts = torch.searchsorted(ends, limits, right=True).tolist()
@@ -1806,16 +1808,16 @@ def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tens
             mixed.view(-1).index_add_(0, place, share[part].repeat_interleave(n))
 
 def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
-    """Scores (B, T, 1 + n) from activations and classes (B, T, n) -> logs of the gates (B, T, 1 + n), whose
-    sum is 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0, no
+    """scores (B, T, 1 + n), made from activations, and classes (B, T, n) -> logs of gates (B, T, 1 + n) that
+    sum to 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0, no
     match, is masked out."""
     of_source = MIX_CLASSES * torch.arange(classes.size(-1), device=classes.device)
     by_class = torch.where(classes > 0, class_scores.float()[of_source + classes], -math.inf)
     return (scores + F.pad(by_class, (1, 0))).log_softmax(-1)
 
 def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
-    """Rows (B, T, 2, sources) of the tables of candidates and of classes, in which each source has rows of
-    its own and the last row is for no candidate. found: from text_candidates() and row_candidate(), each
+    """Row numbers (B, T, 2, sources) in the tables of candidates and of classes. Each source has rows of its
+    own; the last row means no candidate. found: from text_candidates() and row_candidate(), each
     (there, token, class) of shape (n, B, T). classes: of one source."""
     there = torch.cat([parts[0] for parts in found])
     token = torch.cat([parts[1] for parts in found])
@@ -1841,7 +1843,7 @@ class Row(NamedTuple):
     group: str  # kinds of one group may share buffers in the optimizer; the plan counts by group
     optimizer: str  # muon (whole matrices) or adam
     lr: float  # at an LR factor of 1
-    decay: float = 0.0  # weight decay; a step multiplies it by the learning rate and the schedule's factor
+    decay: float = 0.0  # weight decay, times the learning rate; Muon's also times Schedule.decay
     decay_with_lr: bool = False  # Adam's decay is multiplied by the LR factor, too
     beta1: float = 0.0  # Adam
     beta2: float = 0.0  # Adam
@@ -1866,7 +1868,7 @@ class Stage:
     lr: float = 1.0  # factor on learning rates before the warmdown
     doc_len: int = 0  # maximum document length in tokens; 0: max_doc_len
     begins: float = 0.0  # start as a fraction of the whole run, extension included; set by stage_rows()
-    first_step: int = 0  # start as a step, unless the clock ends the run first; set by stage_rows()
+    first_step: int = 0  # its first step, unless the clock brings it forward; set by stage_rows()
 
 @dataclass(frozen=True)
 class WindowStage(Stage):
@@ -1980,8 +1982,8 @@ def first_values(model: Model, seed: int) -> dict[str, Tensor]:
 # ---------- 5 recipes
 
 # ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
-# Our own game; its records are in records/track_tiny. Two minutes are few steps, so what needs no training
-# helps: the tokens that most often follow the last n in the training text, or followed them in the row.
+# Our own game; its records are in records/track_tiny. Two minutes allow few steps, so the model
+# looks up what needs no training: which tokens followed the last n, in the training text and in the row.
 @dataclass(frozen=True)
 class Tiny(Config):
     """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
@@ -2010,10 +2012,10 @@ class Tiny(Config):
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
     memory: bool = option(True, "n-grams of the training text and of the row; 0: a plain GPT", model=True)
-    mixture: bool = option(True, "mixes their distributions with the model's softmax; 0: input candidates "
-                           "only", model=True)
-    own_loss: float = option(3.0, "weight of the loss of the model's own distribution; that of the mixture "
-                             "has 1", 0, 100)
+    mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
+                           "candidates only", model=True)
+    own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
+                             0, 100)
     count_orders: tuple = option((2, 3, 4, 6, 9), "lengths of n-grams that are counted in the training text; "
                                  "0: none", 0, 64, model=True)
     count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
@@ -2176,7 +2178,7 @@ class Tiny(Config):
         return TinyModel(self, kernels)
 
 def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
-    """Logs the loss of the first val_part tokens of val, which ./run.sh draws in loss.png."""
+    """Logs the loss on the first val_part tokens of val; ./run.sh sends it to LOGGER."""
     loss = evaluate(model, replace(cfg, val_tokens=cfg.val_part), data, team).val_loss
     log(f"val_part step:{step} val_loss:{loss:.4f}")
     return {}
@@ -2225,7 +2227,7 @@ class TinyBlock(nn.Module):
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         if value_embed is not None:
             v = v + split_heads(value_embed, self.head_dim)
-        # one factor per token: the kernel of rms_norm's backward pass then sums the gain's gradient, too
+        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2343,7 +2345,7 @@ class TinyModel(CountingModel):
 
     def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
         """The class of each distribution (B, T, n), and the row of gate_matches (B, T), which says how many
-        orders the text has and how many the row."""
+        orders match in the text and how many in the row."""
         classes = []
         matches: Any = 0
         if text:
@@ -2413,8 +2415,8 @@ class TinyModel(CountingModel):
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
         # Where n-grams predict well, the mixture passes almost no gradient to the model's own softmax, which
-        # would stay untrained. So own_loss times its cross-entropy is added, and the value subtracted again:
-        # train_loss is that of the mixture.
+        # would stay untrained. So own_loss times its cross-entropy is added, but for its gradient only: its
+        # value is subtracted again, so train_loss is the mixture's.
         own_loss = -self.cfg.own_loss * own.mean()
         return own_loss - own_loss.detach() - mixture.mean()
 
@@ -2584,7 +2586,7 @@ class GolfBlock(nn.Module):
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        # one factor per token: the kernel of rms_norm's backward pass then sums the gain's gradient, too
+        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2648,8 +2650,8 @@ def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
 # Gains below are in bits per byte, as records of parameter-golf report them.
 @dataclass(frozen=True)
 class GolfPlus(Config):
-    """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and weights that
-    GPTQ rounds to 6 bits."""
+    """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and GPTQ
+    to 6 bits (8 for the embedding)."""
     preset: str = option("golf_plus", "the recipe", model=True)
     # size
     num_layers: int = option(11, "blocks", 1, 1000, model=True)
@@ -2668,16 +2670,16 @@ class GolfPlus(Config):
     exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
                              "it", model=True)
     # parameter-golf: -0.002 together with rope_fraction
-    depth_scale: bool = option(True, "layer i, from 1, reads its input / sqrt(i) (ln_scale); 0: its input",
+    depth_scale: bool = option(True, "divide the i-th layer's normalized input by sqrt(i) (ln_scale); 0: off",
                                model=True)
     skip_mix: bool = option(True, "learned per-channel lerp between residual stream and skip; 0: their sum",
                             model=True)
     # parameter-golf: -0.002
-    loop_layers: tuple = option((4, 5), "depth recurrence: first and last of the layers that run again; 0: "
-                                "none", 0, 1000, model=True)
-    # a column of the table of stages, one entry per stage; empty: as the rows of stages() have it
-    loop_schedule: tuple = option((), "how many more times these layers run; scores use the last stage's", 0,
-                                  16, model=True, of=int)
+    loop_layers: tuple = option((4, 5), "depth recurrence: first and last layer of the loop; 0: no loop", 0,
+                                1000, model=True)
+    # overrides a column of stages(), one entry per stage; empty: as stages() has it
+    loop_schedule: tuple = option((), "extra runs of the loop, per stage; final scores: as in the last stage",
+                                  0, 16, model=True, of=int)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
     tokenizer_path: str = option("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model")
@@ -2700,7 +2702,8 @@ class GolfPlus(Config):
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
     muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
                                  "(MuonEq-R); 0: don't")
-    weight_decay: float = optional(4.25, "Muon: decay, times matrix_lr and the LR factor; 0: none", 0, 1e6)
+    weight_decay: float = optional(4.25, "Muon: a step takes this * matrix_lr**2 * LR factor off; 0: none",
+                                   0, 1e6)
     adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; 4.25 times as high for the embedding; "
                                         "0: none", 0, 1e6)
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
@@ -2716,12 +2719,12 @@ class GolfPlus(Config):
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
-    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: its maximum / 31",
-                                    0, 10)
-    artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: its maximum / 127", 0, 10)
-    gptq_batches: int = optional(64, "batches that calibrate GPTQ; 0: round to nearest instead", 0, 10_000)
-    gptq_seconds: float = optional(12.0, "most seconds that they may take in a run with a cap, with fewer "
-                                   "batches if need be; 0: no limit", 0, 1e7)
+    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: the row's "
+                                    "maximum / 31 is the step", 0, 10)
+    artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: maximum / 127", 0, 10)
+    gptq_batches: int = optional(64, "calibration batches for GPTQ; 0: round to nearest", 0, 10_000)
+    gptq_seconds: float = optional(12.0, "seconds that calibration may take in a run with a cap; 0: no limit",
+                                   0, 1e7)
     # parameter-golf#1394: -0.0168
     eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
@@ -2767,7 +2770,7 @@ class GolfPlus(Config):
             matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
             matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
             matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
-            # a tall matrix has twice the learning rate, but not twice the decay
+            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so half the decay takes as much off
             matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
             matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
             embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
@@ -2816,7 +2819,7 @@ class GolfPlus(Config):
         return looped_order(self.num_layers, self.loop_layers, stage.loops)
 
     def calibrate(self, model: Model, data: "Data", team: "Team", log: Callable = print) -> dict:
-        """Hessians for GPTQ; the embedding has one too, as lm_head."""
+        """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
         if not self.gptq_batches:
             return {}
         seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
@@ -2841,9 +2844,9 @@ class GolfPlus(Config):
                 "the game allows 600: raise eval_sliding, or set artifact_bytes_limit=0")
 
     def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
-        """By the entropy of what GPTQ makes, as rounding takes seconds on a GPU, but brotli half a minute."""
+        """Searches by the entropy of rounded weights: GPTQ takes seconds on a GPU, brotli half a minute."""
         entropy = self.entropy(model, hessians, coarser)
-        aim = entropy * (1 - 1.05 * (1 - most / size))  # brotli misses more of a lower entropy
+        aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % more: brotli's size falls less than entropy
         while entropy > aim and coarser < 4:
             coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
             entropy = self.entropy(model, hessians, coarser)
@@ -2907,7 +2910,7 @@ class GolfPlusBlock(nn.Module):
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        # one factor per token: the kernel of rms_norm's backward pass then sums the gain's gradient, too
+        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
@@ -2917,14 +2920,14 @@ class GolfPlusBlock(nn.Module):
         return linear(y.flatten(2), self.attn_proj)
 
 class GolfPlusModel(Model):
-    """The second half of the layers, in the order in which they run, mixes in the outputs of the first half,
-    the last one first (U-Net). A layer that runs again counts again."""
+    """U-Net over the layers in the order in which they run, repeats included: the second half mixes in the
+    outputs of the first, the last one first."""
     def __init__(self, cfg: GolfPlus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         self.cfg = cfg
         self.embed = parameter(cfg.vocab_size, cfg.model_dim)
         self.head = self.embed
-        # row i is for the i-th layer that runs in the second half, whichever layer that is in a stage
+        # row i is for the i-th layer run in the second half; which layer that is depends on the stage
         skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
         self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
         self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
@@ -2956,7 +2959,7 @@ class GolfPlusModel(Model):
         return rms_norm(x)
 
     def skip(self, x: Tensor, earlier: Tensor, i: int) -> Tensor:
-        """The residual stream x with an earlier one (both (B, T, C)), by row i of the skips' weights."""
+        """Mixes an earlier residual stream into x, both (B, T, C), by row i of skip_weights and skip_mix."""
         skipped = self.skip_weights[i].to(x.dtype) * earlier
         if not self.cfg.skip_mix:
             return x + skipped
@@ -2994,10 +2997,10 @@ class Speedrun(Config):
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
     window_pattern: str = option("0SSSLSS-SSSL", "per layer: L long window, S short window, - no "
                                  "attention, 0 neither attention nor MLP; repeated", model=True)
-    window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: as "
+    window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: as "
                                     "stages() has it", 0, 1 << 20, model=True, of=int)
     window_block: int = option(128, "windows are multiples of this many tokens", 1, model=True)
-    eval_window: int = optional(2560, "long window in evaluation, tokens; 0: that of the last stage",
+    eval_window: int = optional(2560, "long window of final scores, tokens; 0: as in the last stage",
                                 model=True)
     max_doc_len: int = optional(2048, "maximum document length; also keeps attention within documents; "
                                 "0: off", model=True)
@@ -3008,10 +3011,10 @@ class Speedrun(Config):
                                        "per layer: number of its value embedding, 0: none; repeated", 0, 999,
                                        model=True)
     # modded-nanogpt#117: -0.3 s
-    attn_gate_dim: int = optional(12, "channels that gate each head's output; 0: no gate", 0, 1 << 16,
+    attn_gate_dim: int = optional(12, "channels read by each head's output gate; 0: no gate", 0, 1 << 16,
                                   model=True)
     # modded-nanogpt#130: -1.1 s
-    smear_dim: int = optional(12, "channels that gate how much of the token before is added; 0: none",
+    smear_dim: int = optional(12, "channels read by the gate that adds the previous token; 0: no smear",
                               0, 1 << 16, model=True)
     skip_layers: tuple = option((4, 7), "skip connections, as pairs: from layer, to layer; 0: none", 0, 1000,
                                 model=True)
@@ -3037,7 +3040,7 @@ class Speedrun(Config):
     fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
                                   "weight, and gradient of the summed loss", 0, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "gradients: of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
     embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
@@ -3061,7 +3064,7 @@ class Speedrun(Config):
     iterations: int = option(2120, "steps before the extension", 1, 10**9)
     extension_iterations: int = optional(40, "further steps in the last stage; 0: none", 0, 10**9)
     lr_schedule: tuple = option((1.0, 1.51, 1.93), "LR factors before the warmdown, in order", 1e-6, 1000)
-    lr_switches: tuple = option((0.0, 0.33, 0.66), "fraction of iterations at which each begins", 0, 1)
+    lr_switches: tuple = option((0.0, 0.33, 0.66), "fraction of iterations at which each factor begins", 0, 1)
     warmdown_frac: float = option(0.55, "last fraction of iterations, in which LR falls", 0, 1)
     lr_floor: float = option(0.1, "LR factor at the end of the warmdown", 0, 1)
     score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
@@ -3156,8 +3159,8 @@ class Speedrun(Config):
         return begun[-1]
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR falls linearly from its lr_schedule factor to lr_floor, and weight decay falls with it. Momentum
-        warms up over the first steps and cools down over the last ones, judged by the pace so far."""
+        """LR is its lr_schedule factor, blended linearly into lr_floor by the warmdown; weight decay follows.
+        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
         warmth = warmup_done(step, self.muon_momentum_warmup_steps)
@@ -3178,7 +3181,7 @@ class Speedrun(Config):
         return self.eval_window or self.stages()[-1].window
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        """In evaluation, long windows are longer than in the last stage; short ones stay as they were."""
+        """In final scores, long windows may exceed those of the last stage; short ones do not."""
         last = self.stages()[-1].window or self.train_seq_len
         long = self.scoring_window() if stage is None else stage.window
         short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
@@ -3193,8 +3196,8 @@ class Speedrun(Config):
         return [Layer(window[kind], mlp_mult[kind]) for kind in kinds]
 
     def rope(self, window: int) -> tuple[Tensor, float]:
-        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after long
-        windows have grown to this one, or through all stages if none has it (evaluation)."""
+        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after the long
+        window has grown to this one; through all stages if none has this window (final scores)."""
         head_dim = self.model_dim // self.num_heads
         frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
         scale = self.attn_scale
@@ -3321,7 +3324,7 @@ class SpeedrunModel(Model):
         if self.smear is not None:
             x = smear(x, self.smear, self.smear_gate)
         x = x0 = rms_norm(x)
-        # once per table, though several layers use it: each look-up has a gradient of the table's size
+        # looked up once, even if layers share a table: the gradient of a look-up is as large as its table
         value_embeds = [F.embedding(tokens, table).to(x.dtype) for table in self.value_embeds]
         outputs = []
         for i, block in enumerate(self.blocks):
@@ -3341,7 +3344,7 @@ class SpeedrunModel(Model):
         return rms_norm(x)
 
 def speedrun_windows(full: Any, share: float) -> list[Scaled]:
-    """Windows, documents and rows of the speedruns' proxies. share: width / the recipe's."""
+    """Windows, documents and rows in proxies of the speedruns. share: proxy's width / recipe's width."""
     block = max(4, round(full.window_block * share))
     windows = [stage.window // full.window_block * block for stage in full.stages()]
     longest = full.max_doc_len // full.window_block * block
@@ -3354,7 +3357,8 @@ def speedrun_windows(full: Any, share: float) -> list[Scaled]:
         Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
 
 def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
-    """Decay, momentum and the scale of the loss in the speedruns' proxies, whose steps have this batch."""
+    """Weight decay, momentum cooldown, gradient scale and fp8 in proxies of the speedruns. batch: tokens
+    per step of the proxy."""
     ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
     return [
         Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "takes as much in the whole run"),
@@ -3385,7 +3389,7 @@ class GPT2(Config):
     """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
     preset: str = option("gpt2", "the recipe", model=True)
     # the dial
-    depth: int = optional(26, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
+    depth: int = optional(26, "the depth dial: sets size, rates, decay and steps; 0: off", 0, 198)
     target_param_data_ratio: float = optional(7.25, "tokens per weight of matrices and lm_head; 0: off",
                                               0, 1e6)
     target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
@@ -3398,7 +3402,7 @@ class GPT2(Config):
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
-    window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
+    window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
                                     0, 1 << 20, model=True)
     short_window: float = option(0.5, "short window / long one", 0, 1, model=True)
     value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
@@ -3416,7 +3420,7 @@ class GPT2(Config):
     val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
-    fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it (+17 % tok/s)",
+    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks, gates", 0, 10)
@@ -3646,9 +3650,9 @@ class GPT2Model(Model):
         return rms_norm(x)
 
 def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
-    """The recipe at the depth of a proxy, and the proxy's sizes. The dial has a layer per 64 channels; a
-    proxy has four layers at least, so that each kind of layer is there. --depth sets another number. Windows
-    and value embeddings follow the depth."""
+    """-> (the recipe at the proxy's depth, the proxy's sizes). A layer per 64 channels, as on the dial, but
+    at least four, so that each kind of layer occurs; --depth overrides that. Windows and value embeddings
+    follow the depth."""
     depth = size.depth or max(4, size.width // CHANNELS_PER_LAYER)
     T = max(64, 2048 * size.width // REFERENCE_WIDTH // 16 * 16)
     rows = [
@@ -3658,8 +3662,8 @@ def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
     return replace(full, **full.size_of_depth(depth)), rows
 
 def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
-    """Rates of the dial's reference model, those of tables scaled by the width. The dial's factor for the
-    batch is left out, since the batch shrinks here only because the run does."""
+    """Rates of the dial's reference model, for embeddings and lm_head scaled with the width; weight decay;
+    fp8 and CORE off. The dial's batch factor is left out: the batch shrinks only because the run does."""
     reference = type(full)()
     rates = proxy_rates(reference, size.width, REFERENCE_WIDTH, ["embed_lr", "head_lr"])
     decay = full.weight_decay * (full.matrix_lr / reference.matrix_lr) ** 2 / PROXY_STEPS
@@ -3684,8 +3688,8 @@ def gpt2_proxy(full: GPT2, size: ProxySize) -> list[Scaled]:
 # rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
 class GPT2Plus(Config):
-    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay and momentum follow the
-    run."""
+    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay falls as a cosine,
+    momentum with LR."""
     preset: str = option("gpt2_plus", "the recipe", model=True)
     # the dial
     depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
@@ -3699,11 +3703,11 @@ class GPT2Plus(Config):
     num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    # 1.44 * 128 ** -0.5: q and k are multiplied by 1.2 each after their norm
+    # 1.44 * 128 ** -0.5: the public script multiplies q and k by 1.2 each after their norm
     attn_scale: float = optional(0.12727922, "factor on q @ k; 0: head_dim ** -0.5", 0, 100, model=True)
     rope_base: float = optional(100_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
-    window_schedule: tuple = option((0,), "long window, tokens before its own, per stage; 0: train_seq_len",
+    window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
                                     0, 1 << 20, model=True)
     short_window: float = option(0.25, "short window / long one", 0, 1, model=True)
     value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
@@ -3711,7 +3715,7 @@ class GPT2Plus(Config):
     value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
     value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
                                       0, 100, model=True)
-    smear_dim: int = optional(24, "channels that gate how much of the token before is added; 0: none",
+    smear_dim: int = optional(24, "channels read by the gate that adds the previous token; 0: no smear",
                               0, 1 << 16, model=True)
     backout_layer: int = optional(12, "layer whose output is partly subtracted at the end; 0: none",
                                   0, 1000, model=True)
@@ -3725,7 +3729,7 @@ class GPT2Plus(Config):
     val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
-    fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it (+17 % tok/s)",
+    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks, value gates", 0, 10)
@@ -3733,7 +3737,7 @@ class GPT2Plus(Config):
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
     scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
     gate_lr: float = option(0.2, "Adam: smear, its gate, backout; the same at any depth", 0, 10)
-    muon_momentum: float = option(0.97, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum: float = option(0.97, "Muon's momentum between warmup and warmdown", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(400, "steps of that warmup; 0: none")
     muon_momentum_end: float = optional(0.9, "momentum at the end of LR's warmdown; 0: it does not fall", 0,
@@ -3807,7 +3811,7 @@ class GPT2Plus(Config):
             matrix("key",          "matrix", init="uniform", scale=1.7320508),
             matrix("value",        "matrix", init="uniform", scale=1.7320508),
             matrix("attn_proj",    "matrix", init="constant", scale=0.0),
-            matrix("fc",           "matrix", init="uniform", scale=0.6928203),  # 0.4 of that
+            matrix("fc",           "matrix", init="uniform", scale=0.6928203),  # std 0.4 / sqrt(columns)
             matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
             matrix("value_gate",   "gate", init="positive", scale=0.02, precision="fp32"),
             Row("embed",           "embed", init="normal", scale=0.8, lr=self.embed_lr, beta2=0.995,
@@ -4025,7 +4029,7 @@ class SpeedrunPlus(Config):
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
     window_pattern: str = option("PSPLSP-SSPL", "per layer: L long window, S short, P short with paired "
                                  "heads (modded-nanogpt#58: -3.5 s), - no attention", model=True)
-    window_schedule: tuple = option((), "long window, tokens before its own, per stage; empty: as stages() "
+    window_schedule: tuple = option((), "long window per stage, in earlier tokens; empty: as stages() "
                                     "has it", 1, 1 << 20, model=True, of=int)
     window_block: int = option(128, "windows are multiples of this many tokens", 1, 1 << 16, model=True)
     eval_window: int = option(2560, "long window of the final scores, tokens", 1, 1 << 20, model=True)
@@ -4037,12 +4041,12 @@ class SpeedrunPlus(Config):
                                  "none", 0, 999, model=True)
     head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
                                        0, 999, model=True)
-    skip_layers: tuple = option((3, 6), "the output of the first is added where the second has no attention",
+    skip_layers: tuple = option((3, 6), "the second adds the output of the first in place of attention",
                                 0, 999, model=True)
-    attn_source: int = option(7, "later layers attend to this one's output (modded-nanogpt#77: -0.7 s)",
-                              0, 999, model=True)
-    gate_layer: int = option(4, "gates from this layer on are made of its input, those of earlier layers of "
-                             "the embedding", 1, 999, model=True)
+    attn_source: int = option(7, "attention in later layers reads this layer's output "
+                              "(modded-nanogpt#77: -0.7 s)", 0, 999, model=True)
+    gate_layer: int = option(4, "MUDD gates from this layer on read its input, those before it the "
+                             "embedding", 1, 999, model=True)
     # techniques
     key_offset: bool = option(True, "long layers: half of each key head from the token before "
                               "(modded-nanogpt#49: -1.4 s)", model=True)
@@ -4050,15 +4054,15 @@ class SpeedrunPlus(Config):
                                1e-6, 100, model=True)
     rope_base: float = option(1024.0, "RoPE: longest wavelength / 2 pi", 1, 1e9, model=True)
     # modded-nanogpt#85: -3.5 s together with the MUDD gates; alone 0.0046 nats
-    dc_window: int = optional(112, "keys of dynamic attention (DC) in the last layer; 0: none", 0, 1 << 16,
+    dc_window: int = optional(112, "last layer: keys that dynamic attention (DC) sees; 0: no DC", 0, 1 << 16,
                               model=True)
-    smear_dim: int = option(12, "channels that gate what is added of the token before", 1, 1 << 16,
+    smear_dim: int = option(12, "channels read by the gate that adds the previous token (smear)", 1, 1 << 16,
                             model=True)
-    value_gate_dim: int = option(12, "channels that gate value embeddings, half of them from the embedding "
-                                 "itself (modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
+    value_gate_dim: int = option(12, "channels read by the gates on value embeddings, half of them from the "
+                                 "value embedding (modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
     bigram_rows: int = option(377_280, "rows of the hashed bigram embedding (modded-nanogpt#62: -5.6 s)",
                               3, 1 << 26, model=True)
-    bigram_sign_rows: int = optional(8192, "rows of signs on bigrams (modded-nanogpt#83: -1.3 s); 0: none",
+    bigram_sign_rows: int = optional(8192, "rows of random bigram signs (modded-nanogpt#83: -1.3 s); 0: none",
                                      0, 1 << 20, model=True)
     mudd_dim: int = option(64, "hidden width of MUDD (modded-nanogpt#81: -2.6 s)", 1, 1 << 16, model=True)
     mudd_gate_dim: int = option(64, "hidden width of the MUDD gates (modded-nanogpt#85: -3.5 s with DC)",
@@ -4069,13 +4073,13 @@ class SpeedrunPlus(Config):
     logit_shift: float = optional(5.0, "shift; 0: symmetric", 0, 1e4, model=True)
     logit_width: float = option(15.0, "width", 1e-3, 1e4, model=True)
     # modded-nanogpt#53: -2.9 s, together with untie_at
-    next_targets: int = option(3, "most targets that a token's loss has; 1: the next token alone", 1, 8)
-    prefix_weight: float = optional(0.25, "weight of the loss on the longest token that the target begins "
-                                    "with (modded-nanogpt#88: -0.8 s); 0: no such loss", 0, 100)
+    next_targets: int = option(3, "multi-token prediction: most targets of a token; 1: the next only", 1, 8)
+    prefix_weight: float = optional(0.25, "weight of the loss on the longest other token that the target "
+                                    "begins with (modded-nanogpt#88: -0.8 s); 0: no such loss", 0, 100)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
-    vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefixes of tokens "
-                             "where the dataset names no tokenizer")
+    vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefix tokens "
+                             "where there is no tokenizer")
     vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
     train_seq_len: int = option(16_384, "tokens per row of the first stage", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
@@ -4090,25 +4094,25 @@ class SpeedrunPlus(Config):
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
     # fp8, in training only
-    fp8: str = option("auto-all", "products of training in fp8; auto-all: if the GPU has it",
+    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it",
                       choices=("off", "all", "auto-all"))
-    fp8_head: bool = option(True, "lm_head's products in fp8, where fp8 is on; 0: bf16")
-    # modded-nanogpt#344: -3.8 s, together with qk_dim and the MLP's backward products
-    fp8_qkv: bool = option(True, "products of query, key and value in fp8, where fp8 is on; 0: bf16")
+    fp8_head: bool = option(True, "matmuls of lm_head in fp8, where fp8 is on; 0: bf16")
+    # modded-nanogpt#344: -3.8 s, together with qk_dim and the MLP's backward pass in fp8
+    fp8_qkv: bool = option(True, "matmuls of query, key and value in fp8, where fp8 is on; 0: bf16")
     # modded-nanogpt#84: -0.5 s (up), modded-nanogpt#89: -0.8 s (down)
-    fp8_mlp: bool = option(True, "products of the MLPs in fp8, where fp8 is on; 0: bf16")
+    fp8_mlp: bool = option(True, "matmuls of the MLPs in fp8, where fp8 is on; 0: bf16")
     fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
                                   "of the summed loss", 1e-9, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "gradients: of the summed loss / this; 0: of the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
-    gate_lr: float = option(0.008, "Adam: gates and MUDD, times the factor in a row", 0, 10)
-    scalar_lr: float = option(0.04, "Adam: lambdas", 0, 10)
+    gate_lr: float = option(0.008, "Adam: gates, MUDD, post_lambdas, times a factor in the row", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: the other lambdas", 0, 10)
     muon_pairs: bool = option(True, "orthogonalize query and key two heads at a time "
                               "(modded-nanogpt#80: -0.3 s); 0: all heads together")
-    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
     muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the first value; 0: none")
@@ -4124,8 +4128,8 @@ class SpeedrunPlus(Config):
     # length
     iterations: int = option(1270, "scheduled steps", 1, 10**9)
     extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
-    # modded-nanogpt#51: -3.2 s; the embedding starts as a copy of lm_head and is equal to it until then
-    untie_at: float = optional(847 / 1270, "fraction of iterations with lm_head tied; 0: never tied",
+    # modded-nanogpt#51: -3.2 s; the embedding starts as a copy of lm_head and stays equal to it until then
+    untie_at: float = optional(847 / 1270, "fraction of iterations at which lm_head is untied; 0: never tied",
                                0, 1)
     warmdown_frac: float = option(0.6, "last fraction of iterations, in which LR falls", 0, 1)
     lr_floor: float = option(0.15, "LR factor at the end of the warmdown", 0, 1)
@@ -4149,7 +4153,7 @@ class SpeedrunPlus(Config):
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
     def check_topology(self) -> None:
-        """Raises Refused for numbers of layers that do not fit each other."""
+        """Raises Refused if constants that name layers contradict each other."""
         pattern = self.window_pattern
         last = len(pattern) - 1
         if set(pattern) - {"L", "S", "P", "-"} or last < 1:
@@ -4224,7 +4228,7 @@ class SpeedrunPlus(Config):
             matrix("query",     init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),  # std 0.5 / sqrt(C)
             matrix("key",       init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),
             matrix("value",     init="uniform", scale=0.8660254, lr=lr),
-            # modded-nanogpt#64: -1.2 s; starts uniform instead of at 0, and sa_lambdas start values at half
+            # modded-nanogpt#64: -1.2 s; uniform instead of 0, while sa_lambdas halve the values at first
             matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),
             matrix("fc",        init="uniform", scale=0.8660254, lr=lr),  # LR doubles, since it is tall
             matrix("mlp_proj",  init="constant", scale=0.0, lr=2 * wide * lr, second="columns"),
@@ -4250,8 +4254,8 @@ class SpeedrunPlus(Config):
         ])
 
     def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The embedding starts as lm_head; queries, keys and values start at half; MUDD's biases give its
-        weights and gates their first values."""
+        """The embedding starts as a copy of lm_head; sa_lambdas halve queries, keys and values; output biases
+        of MUDD set what its weights and gates start with."""
         values["embed"] = values["head"].clone()
         for layer in range(self.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
@@ -4280,8 +4284,8 @@ class SpeedrunPlus(Config):
         p.sub_(lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR has the stage's factor until the warmdown, in which it falls linearly to lr_floor, whatever the
-        factor. Momentum warms up by steps done and cools down by steps left."""
+        """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows.
+        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
         scheduled = scheduled_progress(self, progress)
         done = warmdown_done(scheduled, self.warmdown_frac)
         lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
@@ -4326,8 +4330,8 @@ class SpeedrunPlus(Config):
         return frequencies, scale
 
     def gate_tables(self) -> tuple[list[MuddGate], list[MuddGate]]:
-        """The MUDD gates that are made of the embedding, and those that are made of gate_layer's input, each
-        list in the order of its rows in the weights."""
+        """The MUDD gates computed from the embedding, and those computed from gate_layer's input, each list
+        in the order of its rows in mudd_gate_w2."""
         H = self.num_heads
         layers = range(self.num_layers)
         gates = [MuddGate("xsa", i, H, 0.0) for i in layers if i in self.xsa_layers]
@@ -4343,17 +4347,17 @@ class SpeedrunPlus(Config):
         return early, late
 
     def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's first weights, before the last layer and after it, in the order in which hidden() uses them.
-        Value embeddings start at full strength and factors as in other layers; at the end half of
-        attn_source's output is subtracted."""
-        of_streams = [0.0] * 6
-        of_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
-        of_mlp = [1.1**0.5, 1.0]
-        return of_streams + [2.0, 2.0] + of_attention + of_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
+        """MUDD's first weights for the last layer and for the output, in the order that hidden() uses. Value
+        embeddings start at 2, the most that gates of other layers give, factors as in other layers; at the
+        end half of the stream after attn_source is subtracted."""
+        for_streams = [0.0] * 6
+        for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
+        for_mlp = [1.1**0.5, 1.0]
+        return for_streams + [2.0, 2.0] + for_attention + for_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
 
     def loss_weights(self, progress: float) -> list[float]:
-        """Weights of the losses on the next targets at this progress, then of the loss on prefixes if the
-        stage has one."""
+        """Loss weights at this progress: one per next target, then one for the prefix loss if the stage has
+        it."""
         stage: Any = stage_at(self, progress)
         later = [other.begins for other in self.stages() if other.begins > stage.begins]
         end = min([*later, 1.0])
@@ -4376,7 +4380,7 @@ class SpeedrunPlus(Config):
         return part
 
     def fp8_sides(self) -> list[int]:
-        """Sizes of matrices that fp8_part() does not know of."""
+        """Further sides of matrices for fp8_part() to check."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
@@ -4410,14 +4414,13 @@ class SpeedrunPlus(Config):
     def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunPlusModel(self, kernels)
 
-MUDD_SCALE = 0.1  # factor on MUDD's output, for which its last weights and biases are ten times as large
-# weights that MUDD gives
-LAST_MUDD = 14  # before the last layer
-END_MUDD = 5  # after it
+MUDD_SCALE = 0.1  # factor on MUDD's output, by which first_values() divides its biases
+LAST_MUDD = 14  # MUDD weights for the last layer
+END_MUDD = 5  # MUDD weights for the output
 
 def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values (B, T, n) of x (B, T, C) in one product with their matrices (n, C), which are
-    multiplied by factor (1,)."""
+    """x (B, T, C) -> queries, keys and values, each (B, T, n), by one product with their matrices (n, C),
+    which are multiplied by factor (1,)."""
     packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
     return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
 
@@ -4426,7 +4429,7 @@ def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> T
     return mlp(x, fc, proj)
 
 def no_scales(layers: int) -> None:
-    """The delayed scales of delayed_mlp(): it has none."""
+    """In place of DelayedScales: delayed_mlp() needs none."""
     return None
 
 class SpeedrunPlusContext(NamedTuple):
@@ -4458,14 +4461,15 @@ class SpeedrunPlusBlock(nn.Module):
         self.value_gate = parameter(cfg.num_heads, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
         self.fc = parameter(cfg.mlp_mult * C, C)
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.sa_lambdas = parameter(2)  # on queries, keys and values; on attention's output
-        self.resid_lambdas = parameter(2)  # on the residual stream, where attention and MLP add to it
-        self.post_lambdas = parameter(2)  # on what they add
+        self.sa_lambdas = parameter(2)  # factors on queries, keys and values; on attention's output
+        self.resid_lambdas = parameter(2)  # on the residual stream before attention and MLP are added
+        self.post_lambdas = parameter(2)  # on the outputs of attention and MLP
 
     def attend(self, h: Tensor, further_values: Tensor | None, gates: dict, masks: dict,
                context: SpeedrunPlusContext) -> Tensor:
         """h (B, T, C), normalized -> attention's output (B, T, C). further_values (B, T, H, D) are added to
-        the layer's own. gates: {name: (B, T, H)}, those of this layer. masks: {kind of layer: its mask}."""
+        the layer's own. gates: those of this layer, {name: (B, T, width)}. masks: {kind of layer: its mask}
+        and "dynamic"."""
         q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, self.sa_lambdas[:1])
         q = split_heads(q, self.cfg.qk_dim)
         k = split_heads(k, self.cfg.qk_dim)
@@ -4506,8 +4510,9 @@ class SpeedrunPlusModel(SeveralTargets):
         self.smear_lambda = parameter(1)
         self.smear_gate = parameter(1, cfg.smear_dim)
         self.skip_lambda = parameter(1)
-        # MUDD before the last layer and after it; gates from the embedding and from gate_layer's input
+        # index 0: for the last layer, 1: for the output
         self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, [LAST_MUDD, END_MUDD])
+        # index 0: from the embedding, 1: from gate_layer's input
         self.gate_tables = cfg.gate_tables()
         rows = [len(gate_values(gates)) for gates in self.gate_tables]
         self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2 = mudd_parameters(C, cfg.mudd_gate_dim, rows)
@@ -4552,7 +4557,7 @@ class SpeedrunPlusModel(SeveralTargets):
         gates = mudd_gates(x0, self.gate_tables[0], self.mudd_gate_w1[0], self.mudd_gate_w2[0],
                            self.mudd_gate_b2[0], self.mudd_gate_scale)
         x = first = x0 + gates[0]["bigrams"] * bigrams
-        outputs = {}  # of the two layers that later ones read
+        outputs = {}  # {layer: its output}, for the two layers that later ones read
         for i, block in enumerate(self.blocks[:-1]):
             resid = block.resid_lambdas.to(x.dtype)
             post = block.post_lambdas.to(x.dtype)
@@ -4594,8 +4599,8 @@ class SpeedrunPlusModel(SeveralTargets):
         return rms_norm(x)
 
 def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
-    """All layers, skips and stages stay, and so do the channels of gates. Tables of bigrams have as many rows
-    per token of the vocabulary as the record's."""
+    """All layers, skips and stages stay, and so do the channels of gates. Bigram tables keep their rows per
+    token of the vocabulary."""
     share = size.width / full.model_dim
     shape = proxy_shape(full, size)
     head_dim = size.width / value_of(shape, "num_heads")
@@ -4638,7 +4643,7 @@ PROXIES = dict(golf=golf_proxy, golf_plus=golf_plus_proxy, speedrun=speedrun_pro
 REWRITERS.append(expand_proxy)
 
 # ---------- 6 optimizer
-# (a, b, c) of each iteration x <- a x + (b gram + c gram gram) x with gram = x x'; the last ones repeat
+# (a, b, c) of each iteration x <- a x + (b gram + c gram gram) x with gram = x x'; the last row repeats
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)]  # Muon: kellerjordan.github.io/posts/muon
 POLAR_EXPRESS = [  # arXiv:2505.16932
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -4723,14 +4728,15 @@ def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta
     return m / (1 - beta1**step) / root
 
 class Bank:
-    """Parameters with the same update rule, as views of one flat buffer, so that one collective serves all.
-    It consists of units: matrices for Muon, 64 numbers for Adam. Each rank updates an equal share of them.
+    """Parameters with one update rule, as views of one flat buffer, so that one collective serves all. It
+    consists of units: for Muon matrices or blocks of their rows, for Adam 64 numbers. Each rank updates an
+    equal share of them.
 
-    data: the weights that the model reads; every rank has all of them. master: this rank's share in fp32,
-    which is data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; in the dtype of data
-    for embedding tables. sent: in a step of one micro-step, Muon's gradients in the dtype of data, which take
-    the place of grad; else None. my_data, my_grad: this rank's share. state: momentum or Adam's moments, then
-    the EMA of weights. fresh: the next gradients replace what grad holds."""
+    data: the weights that the model reads, all of them on every rank. master: this rank's share in fp32, in
+    data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; for embedding tables in the
+    dtype of data. sent: in a step of one micro-step on several ranks, Muon's gradients in the dtype of data,
+    in place of grad; else None. my_data, my_grad: this rank's share. state: first and second moments, then
+    the EMA of weights. fresh: the next gradients overwrite grad."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
@@ -4758,7 +4764,7 @@ class Bank:
         self.load(dict(zip(names, params)))
         for p, view in zip(params, self.views(self.data)):
             p.data = view
-        second = self.master  # Adam's second moment; NorMuon has one number per row, or per column if wide
+        second = self.master  # shape of Adam's second moment; NorMuon's has one number per row or column
         if row.optimizer == "muon":
             by_row = row.second == "rows" or row.second == "long" and self.unit[0] >= self.unit[1]
             second = second[:, :, :1] if by_row else second[:, :1]
@@ -4771,14 +4777,14 @@ class Bank:
         return flat.view(self.world_size, -1, *self.unit)[self.rank]
 
     def whole(self, mine: Tensor) -> Tensor:
-        """Joins the ranks' shares of master or of a state, on the CPU. All ranks call it together."""
+        """All units of master or of a state, on the CPU, from all ranks, which call it together."""
         whole = torch.cat([mine] * self.world_size)
         if self.world_size > 1:
             all_gather(whole.view(-1), mine.contiguous().view(-1))
         return whole.cpu()[:self.units]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The part of each parameter, in its shape."""
+        """Each parameter's part, in its shape."""
         return [flat[low:low + shape.numel()].view(shape) for low, shape in zip(self.places, self.shapes)]
 
     @torch.no_grad()
@@ -4796,7 +4802,7 @@ class Bank:
         """Adds the gradients of a micro-step. alone: it is the only one of its step."""
         self.sent = None
         narrow = self.data.dtype != self.grad.dtype and self.world_size > 1
-        # not Adam's: while lm_head is tied, its sum takes in the embedding's
+        # only Muon's: while tied, lm_head's grad takes in that of the embedding
         if alone and narrow and self.row.optimizer == "muon" and self.row.every == 1:
             self.sent = torch.zeros_like(self.data)
             torch._foreach_copy_(self.views(self.sent), gradients)
@@ -4880,7 +4886,7 @@ class Optimizer:
         self.step_count += 1
         cfg = self.cfg
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
-        # 1. While tied, lm_head also gets the embedding's gradients; 5. copies it back to the embedding.
+        # 1. While tied, lm_head takes in the embedding's gradients; phase 5 makes the embedding its copy.
         head = embed = None
         if tied:
             for bank in banks:
@@ -4891,9 +4897,9 @@ class Optimizer:
         if head:
             head.grad.add_(embed.grad)
             banks.remove(embed)
-        # 2. All gradients are sent at once.
+        # 2. All reductions start at once.
         jobs = [bank.reduce(self.group) for bank in banks]
-        grad_scale = 1 / self.world_size  # the jobs sum over ranks; this makes it a mean
+        grad_scale = 1 / self.world_size  # the jobs sum over ranks; this gives the mean
         # 3. Clipping waits for all of them.
         if cfg.grad_clip_norm and banks:
             for job in jobs:
@@ -4918,7 +4924,7 @@ class Optimizer:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
         for gather in gathers:
             gather.wait()
-        # 5. The embedding takes lm_head's weights and Adam moments, to go on from once untied.
+        # 5. The embedding takes lm_head's weights and state, from which it goes on once untied.
         if head:
             embed.data.copy_(head.data)
             for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
@@ -4934,7 +4940,7 @@ class Optimizer:
     def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
                   decay_factor: float) -> tuple:
         """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one compiled graph serves
-        all steps. A tall matrix gets a higher learning rate, so that its rows move as far as a square's."""
+        all steps. A tall matrix gets a higher learning rate, so its rows move as far as those of a square."""
         R, C = bank.unit
         lr = bank.row.lr * lr_factor * max(1, R / C) ** 0.5
         decay = bank.row.decay * decay_factor
@@ -4988,9 +4994,9 @@ class Schedule(NamedTuple):
     tied: bool = False  # lm_head and the embedding are one matrix
 
 def stage_rows(cfg: Config, rows: list, **columns: str) -> list:
-    """The stages of a recipe with the columns that cfg overrides. columns: {column that only this recipe has:
-    the constant that overrides it}. If there is one row and an override has n entries, the row becomes n
-    equal stages. Raises Refused."""
+    """The stages of a recipe, with the columns that cfg overrides. columns: {further column: the constant
+    that overrides it}. If there is one row and an override has n entries, the row becomes n stages of equal
+    length. Raises Refused."""
     columns = dict(start="stage_starts", batch_tokens="batch_schedule", row_tokens="seq_schedule") | columns
     unit = dict(batch_tokens=cfg.train_batch_tokens, row_tokens=cfg.train_seq_len)
     for column, constant in columns.items():
@@ -5057,7 +5063,7 @@ def check_tokens(tokens: "np.ndarray | Shard", vocab_size: int, name: str) -> No
 
 class Shard:
     """Tokens of a .bin file that is open only while they are read: a memory map keeps a file open, and a
-    process may have only some 1,024 of those."""
+    process may have only some 1,024 open."""
     def __init__(self, path: Path, tokens: int | None = None):
         self.filename = path
         self.size = len(open_shard(path, tokens))
@@ -5097,7 +5103,7 @@ def file_sha256(path: Path | str, stated: str | None = None) -> str:
     return digest
 
 BEGINNING = 64  # tokens that identify a document
-PROBES = 8  # places of each train shard at which documents are looked up in val
+PROBES = 8  # places in each train shard whose documents are looked up in val
 PROBE_TOKENS = 1 << 14
 
 def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
@@ -5107,9 +5113,9 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
 
 def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> None:
-    """For datasets whose manifest lists no hashes of documents: looks for samples of each train shard in val.
-    Raises Refused if a twentieth of them, and at least nine, are there: text of the web repeats itself, but
-    not by that much."""
+    """For datasets whose manifest lists no document hashes: samples documents of each train shard. Raises
+    Refused if at least nine, and at least a twentieth, of them are in val: web text repeats itself, but not
+    that much."""
     known = set(beginnings(val, bos))
     for shard, tokens in train.items():
         sample = set()
@@ -5196,7 +5202,7 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
     return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
 
 def open_tokenizer(cfg: Config, manifest: dict, folder: Path, sha256: dict) -> tuple:
-    """(SentencePieceProcessor or None, vocab_size, BOS). Adds its digest to sha256. Raises Refused."""
+    """(SentencePieceProcessor or None, vocab_size, BOS). Adds the file's digest to sha256. Raises Refused."""
     made_by = manifest.get("tokenizer") or {}
     stated = int(made_by.get("vocab_size", 0))
     bos = int(made_by.get("bos_id", 50256))
@@ -5230,9 +5236,9 @@ class Packer:
         self.team = loader.team
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
-        """A step of n rows, each of T tokens and the target after the last one -> (the pieces [(start,
-        length)] of each row, the position after the step). The rows are those of all ranks or only this
-        rank's. doc_len: Stage.doc_len."""
+        """Plans a step of n rows, each of T tokens and a last target -> (each row's pieces [(start, length)],
+        the position after the step). The rows are those of all ranks or only of this one. doc_len:
+        Stage.doc_len."""
         raise NotImplementedError
 
     def held_tokens(self) -> int:
@@ -5251,10 +5257,9 @@ class Rows(Packer):
         return [[(int(self.order[place % len(self.order)]) * T, T + 1)] for place in places], position + n
 
 class Spans(Packer):
-    """A step is 8 spans of the stream. A span has one token more than it trains on, and its rows overlap by
-    one token. Spans follow one another, across the edges of shards and endlessly. The position
-    counts tokens."""
-    SPANS = 8  # per step
+    """A step reads spans of the stream, one after another, endlessly and across the edges of shards. A span
+    has one token more than it trains on, and its rows overlap by one token. The position counts tokens."""
+    SPANS = 8  # at most, per step
     any_length = True
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
@@ -5283,8 +5288,8 @@ class DocumentIndex:
         require(len(self.starts), f"no token {bos} begins a document in the train split")
 
 class Documents(Packer):
-    """The beginnings of documents, in order, until a row is full, which cuts the last one; the next row
-    begins with the next document. The documents at the end of a shard that do not fill a row for every rank
+    """A row takes the beginnings of documents in order until it is full, which cuts the last one; the next
+    row begins with the next document. Documents at the end of a shard that do not fill a row for every rank
     are left out. The position counts documents."""
     any_length = True
 
@@ -5366,9 +5371,9 @@ class RankRows(Packer):
         return self.made[:share], position + n
 
 class BestFit(RankRows):
-    """Fills each row with the longest document of a buffer that fits, again and again; where none fits, with
-    the beginning of the shortest, whose rest is lost. Rank r of R reads the groups of documents r, r + R, ...
-    of each shard."""
+    """Fills each row with the longest document in a buffer that still fits, again and again; if none does,
+    with the beginning of the shortest, whose rest is lost. Rank r of R reads document groups r, r + R, ... of
+    each shard."""
     GROUP = 1024  # documents per group where the dataset does not say
     BUFFER = 1000  # documents
     READ = 128  # documents per refill
@@ -5415,8 +5420,8 @@ class BestFit(RankRows):
                         yield list(range(start, min(high, start + self.READ)))
 
 class Shards(RankRows):
-    """Rank r of R has shards r, r + R, ... In each epoch a shard is cut into rows from a random place on,
-    which come in random order. The next row is of a random shard, weighted by the rows that each has left."""
+    """Rank r of R has shards r, r + R, ... In each epoch the rows of a shard begin at a random offset and
+    are shuffled. The next row comes from a random shard, weighted by the rows that each has left."""
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
@@ -5470,7 +5475,7 @@ class Loader:
                 f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
 
     def file(self, i: int) -> io.BufferedReader:
-        """The open file of shard i. Where too many are open, the one that was read longest ago is closed."""
+        """The open file of shard i. If too many are open, it closes the least recently used one."""
         self.files[i] = self.files.pop(i, None) or open(self.shards[i].filename, "rb")
         if len(self.files) > self.MOST_FILES:
             self.files.pop(next(iter(self.files))).close()
@@ -5483,7 +5488,7 @@ class Loader:
             list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """count tokens of the endless stream, int64. By pread: with a memory map, a shard that somebody
+        """count tokens of the endless stream, int64. By pread: a memory map of a shard that somebody
         truncates would kill the run."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
@@ -5510,11 +5515,11 @@ class Loader:
         key = self.position, batch_tokens // T, T, doc_len
         job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
         rows, self.position = job.result()
-        if self.team.on_gpu:  # pinned, or the copy would wait for the device
+        if self.team.on_gpu:  # pinned, or the host would wait for the device
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, *key[1:]
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
-        # contiguous() would keep the strides of a single row, for which a compiled step is compiled again
+        # contiguous() would keep a single row's strides, and the compiled step would recompile for them
         tokens = rows[:, :-1].clone(memory_format=torch.contiguous_format)
         targets = rows[:, 1:].clone(memory_format=torch.contiguous_format)
         return tokens, targets
@@ -5531,7 +5536,7 @@ CPU_SCORE_TOKENS = 2048  # tokens at a time on a CPU, as its cache holds them
 
 class Score(NamedTuple):
     val_loss: float  # nats per target
-    val_bpb: float | None  # bits per byte; None for a part of the split
+    val_bpb: float | None  # bits per byte; None: a part of val, or bytes unknown
     val_bpb_without_bos: float | None  # the same without the nats of BOS targets
 
 @cache
@@ -5590,8 +5595,8 @@ def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Ten
 def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None,
              protocol: Callable | None = None) -> Score:
     """Score of the first val_tokens targets, with sums in fp64. stage: whose windows and loops apply; None:
-    those of evaluation. protocol: what makes their nats of (model, cfg, tokens, team=team) in place of
-    plain_nats()."""
+    those of evaluation. protocol: stands in for plain_nats() and is called with (model, cfg, tokens,
+    team=team)."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
     if protocol:
         nats = protocol(model, cfg, tokens, team=team)
@@ -5605,7 +5610,7 @@ def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage |
     return Score(val_loss, total / math.log(2) / data.val_bytes, without_bos / math.log(2) / data.val_bytes)
 
 def loss_name(cfg: Config) -> str:
-    """val_loss, or val_loss_partial for anything short of the preset's own split."""
+    """val_loss for all of val or as much as the preset scores; else val_loss_partial."""
     return "val_loss" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "val_loss_partial"
 
 def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
@@ -5615,7 +5620,7 @@ def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
 
 def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
     """How `count` tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
-    first to last. The first row scores all that it holds, each of the others `stride` tokens; 0: all."""
+    first to last. The first row scores all its targets, the others `stride` each (0: eval_context)."""
     context = cfg.eval_context or cfg.train_seq_len
     rows = []
     first = 1
@@ -5628,7 +5633,7 @@ def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
 
 def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
                 stage: Stage | None = None, compiled: bool = False) -> None:
-    """Writes the nats of the targets of this rank's share of evaluation_rows() into nats."""
+    """Scores this rank's share of evaluation_rows() and writes the nats into `nats`."""
     mine = rows[team.rank::team.world_size]
     asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
     for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
@@ -5637,9 +5642,9 @@ def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens:
 
 def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
                stage: Stage | None = None) -> np.ndarray:
-    """fp64 (len(tokens),): nats of each token given those before it in rows of eval_context tokens, which
-    score their last eval_stride ones, the first row all; 0 for the first token and for the targets of other
-    ranks. stage: see score_rows()."""
+    """Nats of each token given those before it in rows of eval_context tokens, fp64 (len(tokens),). A row
+    scores its last eval_stride tokens, the first row all; the first token and other ranks' targets have 0.
+    stage: see score_rows()."""
     nats = np.zeros(len(tokens))
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
     score_share(nats, rows, model, cfg, tokens, team, stage, compiled=team.on_gpu and cfg.compile)
@@ -5648,15 +5653,15 @@ def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
 # Named scores: the same text by other protocols, each under its own name. Every token but the first is a
 # target once and is scored by log_probs given earlier tokens in its row.
 #   sliding    EVAL_SLIDING=n: rows of eval_context tokens that start n apart, each scores its last n.
-#   ttt        EVAL_TTT=n, score-first test-time training on the rows of sliding, else on the plain ones.
+#   ttt        EVAL_TTT=n: score-first test-time training on the rows of sliding if it is on, else plain ones.
 #              Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR times the learning rates
 #              trains on whole rows of them. No weight that scores a token has seen it or anything after it.
 PROTOCOLS = ("sliding", "ttt")
-TTT_TOKENS = 16_384  # tokens per micro-step of test-time training, which fit beside a model of golf's size
+TTT_TOKENS = 16_384  # tokens at a time in test-time training and calibration; they fit beside golf's models
 
 def test_time_step(model: Model, optimizer: Optimizer, cfg: Config, tokens: np.ndarray, team: "Team") -> None:
-    """An optimizer step on tokens (n * train_seq_len + 1,) as n rows. Unlike in train_step the rows need not
-    divide by anything: each micro-step counts by its rows, and a rank may have none."""
+    """An optimizer step on tokens (n * train_seq_len + 1,) as n rows. Unlike in train_step(), n may be any
+    number: each micro-step is weighted by its rows, and a rank may have none."""
     T = cfg.train_seq_len
     rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
     mine = torch.from_numpy(rows)[team.rank::team.world_size]
@@ -5691,8 +5696,8 @@ def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "
             trained += full
     return nats
 
-# FLOPs of scoring over what the hardware could do: about what rows of golf_plus reach on a GPU (reckoned, not
-# measured), and more than any scorer does
+# Part of the peak FLOP/s that scoring reaches: about that of golf_plus's rows on a GPU (estimated, not
+# measured), and more than any scorer reaches
 SCORING_PART = 0.15
 MOST_SCORING_PART = 0.5
 
@@ -5705,7 +5710,7 @@ def scoring_flops(cfg: Any, protocol: str, count: int) -> float:
     return flops_per_token(cfg) * (rows * context / 3 + training)
 
 def scoring_seconds(cfg: Config, team: "Team", protocol: str, count: int) -> float:
-    """Estimate for this machine."""
+    """Estimated seconds on this machine."""
     flops = SCORING_PART * H100_FLOPS if team.on_gpu else CPU_FLOPS * torch.get_num_threads()
     return scoring_flops(cfg, protocol, count) / flops / team.world_size
 
@@ -5819,9 +5824,9 @@ def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
 
 def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) -> list[tuple]:
     """Example i of a task -> (ids, first) for each option; ids[first:] are scored. A prompt is BOS, the
-    shots, drawn from all other examples, and the question, with a blank line between them. Scored is what
-    follows the first token that differs between the options; in a schema, the longest common end; in language
-    modeling, what follows the question's tokens. Prompts of more than `longest` tokens lose their start."""
+    shots, drawn from all other examples, and the question, with a blank line between them. Scoring begins
+    at the first token that differs between the options; in a schema, at their longest common end; in language
+    modeling, after the question's tokens. Prompts of more than `longest` tokens lose their start."""
     others = task.items[:i] + task.items[i + 1:]
     shots = random.Random(CORE_SHOTS_SEED + i).sample(others, task.shots)
     lead = "".join([shot.texts[shot.gold] + "\n\n" for shot in shots])
@@ -6038,9 +6043,9 @@ def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
 @torch.no_grad()
 def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
                    log: Callable) -> dict[str, Tensor]:
-    """{matrix: sum of x x' over its inputs x in a training batch (C, C), mean of batches} for gptq(), on the
-    device. Layers that run more than once add up. The ranks share the batches, and end before another one
-    might take them beyond this many seconds; 0: no limit. All ranks call it together."""
+    """{matrix: sum of x x' over its inputs x in a batch (C, C), mean of batches} for gptq(), on the device.
+    A batch is a rank's share of a step. Layers that run more than once add up their inputs. The ranks share
+    the batches and stop before one more might exceed this many seconds; 0: no limit. All ranks call it."""
     began = time.perf_counter()
     names = {p: name for name, p in model.named_parameters()}
     sums = {}
@@ -6077,9 +6082,9 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
 
 def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
                    coarser: float = 1.0) -> dict[str, Tensor]:
-    """What the artifact holds for a parameter of this many numbers, {end of its name: tensor}: int8 rows and
-    their scales, fp16 if it is small, fp32 for scalars. w: the parameter or some of its rows. row: its row of
-    the parameter table. coarser: factor on the rounding steps."""
+    """What the artifact holds for a parameter of this many numbers, {suffix of its name: tensor}, by
+    row.precision: int8 rows and their scales (fp16 if it is small), fp16 or fp32. w: the parameter or some of
+    its rows. row: its row of the parameter table. coarser: factor on the rounding steps."""
     if row.precision == "fp32":
         return {"": w}
     if row.precision == "fp16" or numbers <= cfg.artifact_keep:
@@ -6088,8 +6093,8 @@ def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tens
     return {".int8": rows, ".scale": scales}
 
 def planned_bytes(cfg: Config) -> int | None:
-    """Estimate of the artifact's bytes: normal weights are drawn and compressed, 64 KiB for each shape of a
-    kind; trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
+    """Estimate of the artifact's bytes: some 65,536 random normal weights per kind and shape are compressed;
+    trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
     if cfg.keeps_text():
         return None
     table = cfg.parameter_table()
@@ -6135,8 +6140,8 @@ def entropy_bytes(tensors: dict[str, Tensor]) -> float:
     return total
 
 def fitting_artifact(model: Model, most: int, log: Callable, hessians: dict | None = None) -> bytes:
-    """pack_artifact() in at most `most` bytes, 0: any number, by rounding steps up to 4 times as wide; as it
-    is if that does not help. It needs no training data, so no training time."""
+    """pack_artifact() in at most `most` bytes (0: any number), by rounding steps up to 4 times as wide;
+    unchanged if that is not enough. It needs no training data, so no training time."""
     packed = pack_artifact(model, hessians)
     coarser = 1.0
     smaller = packed
@@ -6153,11 +6158,10 @@ def stored(model: Model) -> dict[str, Tensor]:
     return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.state()
 
 def to_payload(cfg: Config, tensors: dict[str, Tensor]) -> dict:
-    """What load_model reads, for torch.save. Tensors are copied, since it writes the whole buffers of
-    views."""
+    """What load_model reads, for torch.save. It would write a view's whole buffer, so tensors are copied."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
-    # tuples are copied: of one that is shared torch.save writes a reference, but not in a resumed run
+    # tuples are copied: torch.save writes a shared one as a reference, but a resumed run does not share it
     shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
     return dict(shape=shape, tensors=tensors)
 
@@ -6380,8 +6384,8 @@ class Saver:
 
     def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
         """Is a checkpoint to be made before this step? stop: a signal came to some rank. done: why no step
-        follows, in which case a run that saves at all does. While gradients wait for a bank's next update, a
-        checkpoint waits with them."""
+        follows; a run that saves at all then makes a last one. Until then, while gradients wait for a bank's
+        next update, a checkpoint waits, too."""
         cfg = self.run.cfg
         self.in_training = not done
         self.stopping = bool(stop)
@@ -6448,13 +6452,13 @@ class Saver:
         return f"RESUME={self.run.cfg.run_id}" if folder and (folder / CHECKPOINTS[0]).exists() else why
 
     def release(self) -> None:
-        """Gives the signals back."""
+        """Restores the signal handlers."""
         for handler in self.handlers:
             signal.signal(*handler)
 
 # ---------- 12 fast kernels
-# Each has the signature of what it replaces and is compared with it by a test. Beside it stands its measured
-# gain (docs/log.md), or that it is not measured yet. choose_kernels() decides, before compiling.
+# Each has the signature of what it replaces and is compared with it by a test. None has been measured on a
+# GPU yet; gains on a CPU are in docs/log.md. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
 FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gpu-report times them
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
@@ -6513,14 +6517,14 @@ class Fp8Linear(torch.autograd.Function):
         return dx.to(grad.dtype), dw.float(), None
 
 def fp8_linear(x: Tensor, weight: Tensor, scales: tuple = (None, None, None)) -> Tensor:
-    """linear() in fp8, except where no gradient is wanted, since scores are exact."""
+    """linear() in fp8; without gradients, as in scoring, linear() itself."""
     if not torch.is_grad_enabled():
         return linear(x, weight)
     return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
 
 class DelayedScales:
     """Scales of fp8_mlp for each layer, from the largest magnitudes in the step before; each rank has its
-    own. What the backward pass returns as the gradient of `values` is these magnitudes."""
+    own. The backward pass returns these magnitudes as the gradient of `values`."""
     NAME = "fp8 scales"  # in checkpoints
     FIRST = (8.0, 16.0, 1.0)  # magnitudes before the first step: of input, activations, their gradient
     FLOORS = (1e-6, 1e-6, 1e-7)  # least scales, so that nothing is divided by almost 0
@@ -6551,8 +6555,8 @@ class DelayedScales:
 
     @torch.no_grad()
     def restore(self, stored: Tensor | None, team: "Team") -> None:
-        """Takes those of a checkpoint, which rank 0 has as of_ranks() made them: each rank its own, or the
-        largest of all if there were more or fewer ranks. None: those before the first step."""
+        """Takes the scales of a checkpoint, which rank 0 has as of_ranks() made them: each rank its own, or
+        the largest of all if there were more or fewer ranks. None: those before the first step."""
         self.reset()
         whole = self.values.detach().repeat(team.world_size, 1, 1)
         if stored is not None:
@@ -6592,18 +6596,18 @@ class Fp8MLP(torch.autograd.Function):
         return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
 
 def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
-    """delayed_mlp() in fp8, except where no gradient is wanted, since scores are exact."""
+    """delayed_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
     if not torch.is_grad_enabled():
         return mlp(x, fc, proj)
     return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
 
-# largest magnitudes that Fp8QKV keeps
+# magnitudes beyond which Fp8QKV clips
 QKV_INPUT = 8.0
 QKV_GRADIENT = 1.0
 
 class Fp8QKV(torch.autograd.Function):
-    """qkv_linear() of x (N, C) by one product in e4m3. The weights are scaled by their maximum, factor (1,)
-    on top of that; the scales of the input and of the output's gradient, for a summed loss, are fixed."""
+    """qkv_linear() of x (N, C) by one product in e4m3. The weights are scaled by their maximum, and factor
+    (1,) goes into their scale; the input and the output's gradient (of a summed loss) have fixed scales."""
     @staticmethod
     def forward(ctx, x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple:
         packed = torch.cat((query, key, value))
@@ -6625,14 +6629,14 @@ class Fp8QKV(torch.autograd.Function):
         return grad_x.to(grads[0].dtype), *(factor * grad_w).split(ctx.sizes), grad_factor
 
 def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Sequence[Tensor]:
-    """qkv_linear() in fp8, except where no gradient is wanted, since scores are exact."""
+    """qkv_linear() in fp8; without gradients, as in scoring, qkv_linear() itself."""
     if not torch.is_grad_enabled():
         return qkv_linear(x, query, key, value, factor)
     products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
     return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
 
-# Largest magnitudes of lm_head's input, weight and gradient in fp8, the latter times the number of tokens,
-# since the loss is their mean. 0: that of a row with rms 1. None: by the maximum.
+# Largest magnitudes of lm_head's input, weight and gradient in fp8; the gradient is that of a summed loss. 0:
+# the largest possible in a row with rms 1. None: the tensor's own.
 HEAD_MOST = (0.0, 0.875, 1.0)
 HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
@@ -6736,8 +6740,8 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
 def gpu_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int | Tensor:
-    """plain_window() for gpu_window_mask(): a 0-dim tensor where flex attention computes it, so that one
-    compiled step serves all sizes; a number for torch's own attention."""
+    """plain_window() for gpu_window_mask(): a 0-dim tensor for flex attention, so that one compiled step
+    serves all sizes; a number for torch's own attention."""
     everything = window >= T - 1 and not cuts
     if T % FLEX_BLOCK or everything:
         return window
@@ -6764,27 +6768,33 @@ def flash_attention_3(cfg: Config) -> object:
         known = hasattr(torch.ops.flash_attn_3, "_flash_attn_forward")
         return flash_attn_interface if wanted and known else None
 
+FLASH_ENTRIES = 65_534  # documents in a call of FlashAttention 3; with more the library ends the process
+
 def flash_slots(T: int) -> int:
     """Documents that a training row of T tokens may hold for FlashAttention 3: 64, 96 and 128 in the
-    speedrun's stages, as in the public record, which gained 0.5 s by it. Documents.check_slots() looks."""
+    speedrun's stages, as in the public record, which gained 0.5 s by it. See Documents.check_slots()."""
     return 32 * (math.ceil(T / 16_384) + 1)
 
 def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device,
                longest: int = 0) -> tuple:
-    """window_mask() for flash_attention: tokens before the query, -1: all; None or where the documents of all
-    rows begin, int32, filled up with the end; and the maximum document length. The library's backward pass
-    has a block for each entry and each part of the longest document, whether they hold anything or not, so
-    compiled steps have flash_slots() entries per row and documents of `longest` tokens (0: T). Evaluation,
-    which is eager, counts them."""
+    """window_mask() for flash_attention -> (tokens before the query, -1: all; None, or where the documents of
+    all rows begin, int32, padded with the number of tokens; the maximum document length). The library's
+    backward pass launches a block for each entry and each part of the longest document, empty or not, so
+    compiled steps have flash_slots() entries per row and `longest` as the maximum (0: T). Scoring has no
+    backward pass, and rows that nobody checked: its maximum is T, with as many entries as the library takes
+    if it is compiled, else as many as there are documents."""
     begins = None
     if documents is not None:
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
         tokens = len(first)
-        if torch.compiler.is_compiling():
-            entries = len(documents) * flash_slots(T) + 1
-            begins = first.nonzero_static(size=entries, fill_value=tokens)[:, 0].int()
+        compiled = torch.compiler.is_compiling()
+        scoring = not torch.is_grad_enabled()
+        if compiled:
+            slots = min(T, FLASH_ENTRIES // len(documents)) if scoring else flash_slots(T)
+            begins = first.nonzero_static(size=len(documents) * slots + 1, fill_value=tokens)[:, 0].int()
         else:
             begins = F.pad(first.nonzero()[:, 0], (0, 1), value=tokens).int()
+        if scoring or not compiled:
             longest = 0
     return (window if window < T - 1 else -1), begins, longest or T
 
@@ -6902,8 +6912,8 @@ def row_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, fac
     return losses, (error * part * (1 - part) * (top * scale * factor)).to(dtype)
 
 class FusedLoss(torch.autograd.Function):
-    """lm_loss() with a softcap. The logits, in the dtype of x, become their gradient at once. x (N, C), head
-    (V, C); targets, weights and cap as row_losses() has them."""
+    """lm_loss() with a softcap. forward() turns the logits, in the dtype of x, into their gradient. x (N, C),
+    head (V, C); targets, weights and cap as row_losses() has them."""
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: tuple,
                 row_losses: Callable) -> Tensor:
@@ -6971,7 +6981,7 @@ def loss_rows(x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tenso
 
 def fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable,
                weights: Tensor | None = None, row_losses: Callable = row_losses) -> Tensor:
-    """lm_loss() by FusedLoss in compiled steps; on a CPU it makes a step of `tiny` a fifth faster."""
+    """lm_loss() by FusedLoss in compiled steps; on a CPU it made a step of an older tiny a fifth faster."""
     if not can_fuse(cap):
         return lm_loss(x, head, targets, cap, linear, weights)
     x, targets, weights = loss_rows(x, targets, weights)
@@ -7229,8 +7239,8 @@ def hardware(team: Team) -> str:
 def listed(table: Mapping) -> str:
     return " ".join([f"{name}:{value}" for name, value in table.items()])
 
-# What a layer keeps of a token for the backward pass, in numbers / model_dim: fitted to the peaks that
-# ./run.sh static counted, up to 7 % off (docs/log.md).
+# What a layer keeps per token for the backward pass, in multiples of model_dim: fitted to the peaks that
+# ./run.sh static counted (docs/log.md).
 KEPT_BY_ATTENTION = 13
 KEPT_BY_MLP = 2.2  # times its width / model_dim
 KEPT_IN_FP8 = 0.68  # factor on both where all products are in fp8
@@ -7260,7 +7270,7 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     kept *= cfg.model_dim
     if team.on_gpu and part == "all":
         kept *= KEPT_IN_FP8
-    # 3. logits and their gradients, which take their place on a GPU, and in fp8 a place beside them
+    # 3. logits and their gradients, which overwrite them on a GPU; in fp8 they lie beside them
     if not team.on_gpu:
         per_logit = 2 * width
     elif part == "off":
@@ -7270,8 +7280,8 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     return int(held + cfg.state_bytes() + tokens * (width * kept + per_logit * cfg.vocab_size))
 
 def micro_batch(cfg: Config, team: Team) -> int:
-    """Sequences per micro-step: the largest divisor of a rank's sequences that device_batch_size allows, or
-    else memory: what is free on a GPU, or a rank's part of half a machine."""
+    """Sequences per micro-step: the largest divisor of a rank's sequences within device_batch_size or, if
+    that is 0, memory: what is free on a GPU, or a rank's part of half the machine's."""
     share = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size
     if team.on_gpu:
         free = torch.cuda.mem_get_info()[0]
@@ -7416,8 +7426,8 @@ class Run:
 
 class Clock:
     """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks go by the
-    same time: they agree on it before each step, GPUs before every fourth, and by their pace in between. With
-    a cap at most three steps are then under way; without one the host waits at log lines only."""
+    same time: they agree on it before each step, on GPUs before every fourth (with at most three steps under
+    way if there is a cap), and go by the pace in between. Without a cap the host waits at log lines only."""
     def __init__(self, cfg: Config, team: Team, state: TrainState, counter: Callable = time.perf_counter):
         self.cap = cfg.max_wallclock_seconds
         self.team = team
@@ -7494,7 +7504,7 @@ def compile_step(run: Run, compiled: bool) -> None:
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
     if run.team.on_gpu:  # a CPU gains nothing
         run.optimizer.muon_step = torch.compile(cfg.muon_step, dynamic=False, fullgraph=True)
-    else:  # saves seconds: no trial builds; FusedLoss may be cached, since the key covers its graph
+    else:  # saves seconds: no trial builds; our fused losses may be cached: the key covers their graph
         torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
@@ -7549,8 +7559,8 @@ def use_torch_kernels(run: Run) -> None:
     run.model.use(run.kernels)
 
 def rehearse_stages(run: Run) -> float:
-    """A micro-step of each stage in turn, warmup_steps of them or more -> what rehearse() returns. If one
-    rank fails, all of them raise."""
+    """Micro-steps of the stages in turn, warmup_steps or one of each if that is more -> what rehearse()
+    returns. If one rank fails, all of them raise."""
     cfg = run.cfg
     team = run.team
     table = cfg.stages()
@@ -8013,15 +8023,15 @@ def main(argv: Sequence[str], env: Mapping) -> int:
         code, why = explain(error, log, saver)
     with suppress(OSError):  # the disk may be full
         log.last_line(why)
-    if code == 1 or ranks.local_rank == 0 or not ranks.by_torchrun:  # its ranks refuse alike
+    if code == 1 or ranks.local_rank == 0 or not ranks.by_torchrun:  # all ranks refuse alike
         print(f"train_gpt: {why}", file=sys.stderr, flush=True)
-    if dist.is_initialized():  # without waiting for the others in a collective
+    if dist.is_initialized():  # no wait for the others in a collective
         os._exit(code)
     return code
 
 def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
-    """The exit code and the last line of train.log for what ended this rank. Prints the traceback only of a
-    mistake of ours."""
+    """The exit code and the last line of train.log for what ended this rank. Prints a traceback only for
+    a bug of ours."""
     refused = isinstance(error, (Refused, ImportError))
     interrupted = isinstance(error, KeyboardInterrupt)
     run = saver.run
@@ -8043,14 +8053,14 @@ def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
     return code, saver.verdict(why, error)
 
 class Outlet(io.FileIO):
-    """stdout or stderr, for a run that goes on if nobody reads it any more or the disk there is full."""
+    """stdout or stderr of a run that goes on even if nobody reads it any more or its disk is full."""
     def write(self, text):
         with suppress(OSError):
             return super().write(text)
         return len(text)
 
 def outlet(number: int, stream: object) -> io.TextIOWrapper:
-    """The same stream as one that does not fail."""
+    """The same stream, but writing never fails."""
     try:
         os.fstat(number)
     except OSError:  # closed, as by >&-; no file of the run may get its number

@@ -1,5 +1,8 @@
 """Which gains of the full-size speedrun do its proxies show? ./run.sh record calibrate
 
+The losses of all runs are in calibration.tsv; those that it lacks are trained. Remove it when the recipe or a
+proxy's rule changes.
+
 The list, its public gains and their conversion into tokens were written before the first run. A technique is
 taken out of speedrun_plus, a known loser is put into it, and each run is compared with the recipe's of the
 same seed. A third of both, drawn by a seed, is kept for the end: `--kept` runs and reports it. The plan was
@@ -245,33 +248,36 @@ def jobs_of(args: Any, chosen: list[Known]) -> list:
 
 
 def calibrate(args: Any, say: Callable) -> dict:
-    """Runs what is missing, unless it is only to be listed or reported, then reports."""
+    """Runs what RUNS lacks, unless the changes are only to be listed or reported, then reports."""
     kept = kept_names()
     chosen = [known for known in LIST if (known.name in kept) == args.kept]
     if args.list:
         return listed(kept, say)
-    if args.from_file:
-        losses = read_runs(RUNS)
-    else:
-        jobs = jobs_of(args, chosen)
-        missing = [job for job in jobs if not tries.finished(tries.run_name(*job))]
-        say(f"{len(jobs)} runs, of which {len(missing)} are missing")
-        if not args.report:
-            run_jobs(missing, tries.workers_of(args), say)
-        losses = losses_of(jobs)
-        if args.write:
-            write_runs(losses_of(jobs_of(args, LIST)), RUNS)
+    path = RUNS
+    if args.settings:   # another recipe, whose losses are not those of RUNS
+        path = FOLDER / f"{'_'.join(args.settings).replace('/', '_')}.tsv"
+    losses = read_runs(path)
+    jobs = jobs_of(args, chosen)
+    missing = [job for job in jobs if job[-1] not in losses.get(cell_of(*job), {})]
+    say(f"{len(jobs)} runs, of which {len(missing)} are missing")
+    if not args.report:
+        run_jobs(missing, tries.workers_of(args), losses, path, say)
     return report(chosen, losses, say)
 
 
-def run_jobs(jobs: list, workers: int, say: Callable) -> None:
-    """Trains them; the first that fails ends it, once those beside it are done."""
+def run_jobs(jobs: list, workers: int, losses: dict, path: Path, say: Callable) -> None:
+    """Trains them and adds their losses to `losses` and to the file; the first that fails ends it, once those
+    beside it are done."""
     for i in range(0, len(jobs), workers):
         some = jobs[i:i + workers]
-        for (change, proxy, seed), run in zip(some, tries.side_by_side(some, workers)):
+        for job, run in zip(some, tries.side_by_side(some, workers)):
             demand(not isinstance(run, Exception), str(run))
+            change, proxy, seed = job
+            loss = tries.loss_of(run)
+            losses.setdefault(cell_of(*job), {})[seed] = loss
             say(f"{i + len(some)}/{len(jobs)} {change.name}, width {proxy.width}, {proxy.text}, seed {seed}: "
-                f"{tries.loss_of(run):.4f}, {run.time or 0:.0f} s")
+                f"{loss:.4f}, {run.time or 0:.0f} s")
+        write_runs(losses, path)
 
 
 def listed(kept: list[str], say: Callable) -> dict:
@@ -290,14 +296,9 @@ def listed(kept: list[str], say: Callable) -> dict:
 
 
 # ------------------------------------------------------------ runs as numbers
-def losses_of(jobs: list) -> dict:
-    """{(name, width, text): {seed: loss}} of the finished runs."""
-    losses: dict = {}
-    for change, proxy, seed in jobs:
-        if run := tries.finished(tries.run_name(change, proxy, seed)):
-            cell = (change.name, proxy.width, Path(proxy.text).name)
-            losses.setdefault(cell, {})[seed] = tries.loss_of(run)
-    return losses
+def cell_of(change: Change, proxy: Proxy, seed: int) -> tuple[str, int, str]:
+    """Where the losses of a job stand, by seed."""
+    return change.name, proxy.width, Path(proxy.text).name
 
 
 def write_runs(losses: dict, path: Path) -> None:
@@ -309,9 +310,9 @@ def write_runs(losses: dict, path: Path) -> None:
 
 
 def read_runs(path: Path) -> dict:
-    demand(path.exists(), f"{path.name} is not there: calibrate --write makes it")
+    """{(name, width, text): {seed: loss}} of a file that write_runs() wrote, or {}."""
     losses: dict = {}
-    for row in tries.read_table(path):
+    for row in tries.read_table(path) if path.exists() else []:
         cell = (row["name"], int(row["width"]), row["text"])
         losses.setdefault(cell, {})[int(row["seed"])] = float(row["val_loss"])
     return losses

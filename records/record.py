@@ -370,9 +370,9 @@ def parse(argv):
         ("--texts", {"nargs": "+", "default": ["data/datasets/embedded"]}),
         ("--rounds", {"type": int, "default": 6}), ("--out", text))
     add("calibrate", ("settings", {"nargs": "*"}), ("--workers", {"type": int, "default": 0}), as_json,
-        ("--seeds", {"type": int, "default": 2}), ("--texts", {"nargs": "+", "default": TEXTS}),
+        ("--seeds", {"type": int, "default": 3}), ("--texts", {"nargs": "+", "default": TEXTS}),
         ("--widths", {"type": int, "nargs": "+", "default": WIDTHS}), ("--kept", on), ("--list", on),
-        ("--report", on), ("--write", on), ("--from-file", on))
+        ("--report", on))
     add("plot", paths, ("--out", {"default": "loss.png"}),
         ("--by", {"choices": [*trials.AXES], "default": "seconds"}))
     add("board", ("paths", {"nargs": "*"}), ("--html", on), ("--out", {"default": "board.html"}))

@@ -119,23 +119,32 @@ def test_gains_and_agreement():
 
 
 def test_the_command_runs_from_any_folder(tmp_path):
-    """As a process of its own, which finds train_gpt.py by itself."""
+    """As a process of its own, which finds train_gpt.py; what calibration.tsv has is not missing."""
     command = [sys.executable, str(ROOT / "records" / "record.py"), "calibrate", "--report", "--seeds", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    runs = 2 * 2 * (1 + len(LIST) - len(kept_names()))
-    assert f"{runs} runs, of which {runs} are missing" in done.stdout
+    names = {"base", *[known.name for known in LIST]} - {*kept_names()}
+    texts = ("embedded", "eng1024")
+    cells = [(name, width, text) for name in names for width in (32, 48) for text in texts]
+    losses = calibration.read_runs(calibration.RUNS)
+    there = [cell for cell in cells if calibration.FIRST_SEED in losses.get(cell, {})]
+    assert there, "the project's own runs"
+    assert f"{len(cells)} runs, of which {len(cells) - len(there)} are missing" in done.stdout
 
 
 def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
-    """The runner trains what is missing, a bad run ends it, and the file holds every loss."""
+    """The runner trains what the file lacks, a bad run ends it, and the file holds every loss, also of other
+    settings, in a file of their own."""
     monkeypatch.chdir(tmp_path)
     asked = []
 
     def fake(change, proxy, seed, threads):
+        if change.name == "MUDD" and not asked.count("bad"):
+            asked.append("bad")
+            raise tries.Refused("MUDD broke")
         asked.append((change.name, proxy.width, seed))
         folder = Path("logs", tries.run_name(change, proxy, seed))
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_text("{}")
         loss = 2 + len(asked) / 100
         (folder / "train.log").write_text(f"step:9/9 val_loss:{loss:.4f} train_time:100ms\n")
@@ -145,12 +154,18 @@ def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "RUNS", tmp_path / "runs.tsv")
     import record
     words = ["calibrate", "--widths", "32", "--texts", "a", "--seeds", "1", "--workers", "1"]
-    assert record.main([*words, "--write"]) == 0
-    assert len(asked) == len({*asked}) == 1 + len(LIST) - len(kept_names())
-    assert record.main([*words, "--write"]) == 0 and len(asked) == 1 + len(LIST) - len(kept_names())
-    assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST) - len(kept_names())
-    assert record.main(["calibrate", "--from-file"]) == 0
-    asked.clear()
-    assert record.main([*words, "--kept", "--write"]) == 0
-    assert {name for name, _, _ in asked} == {*kept_names()}       # base is there
+    some = 1 + len(LIST) - len(kept_names())
+    assert record.main(words) != 0
+    assert 0 < len(asked) < some
+    assert record.main(words) == 0
+    asked.remove("bad")
+    assert len(asked) == len({*asked}) == some
+    assert record.main(words) == 0 and len(asked) == some
+    assert len(calibration.read_runs(tmp_path / "runs.tsv")) == some
+    asked[:] = ["bad"]
+    assert record.main([*words, "--kept"]) == 0
+    assert {name for name, _, _ in asked[1:]} == {*kept_names()}       # base is there
     assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST), "all of them are written"
+    assert record.main([*words, "MATRIX_LR=0.03"]) == 0
+    assert len(calibration.read_runs(calibration.FOLDER / "MATRIX_LR=0.03.tsv")) == some
+    assert len(calibration.read_runs(tmp_path / "runs.tsv")) == 1 + len(LIST), "as they were"

@@ -286,6 +286,21 @@ def test_flash_attention_of_compiled_steps_has_bounded_slots(compiling):
     assert [train_gpt.flash_slots(T) for T in (16_384, 32_768, 49_152)] == [64, 96, 128]
 
 
+def test_flash_attention_of_compiled_scoring_holds_any_documents(compiling):
+    """Rows of val may hold more documents than training rows, and longer ones: no step's bounds apply."""
+    T = 512
+    documents = torch.arange(2 * T).view(2, T) // 4     # 128 in a row
+    documents[1, 100:450] = 999
+    q, k, v = tensors(2, 4, 2, T, 16)
+    with torch.no_grad():
+        mask = train_gpt.flash_mask(200, T, documents, "cpu", longest=128)
+        want = attention(q, k, v, window_mask(200, T, documents, "cpu"))
+        torch.testing.assert_close(train_gpt.flash_attention(q, k, v, mask, FlashStandIn), want, atol=1e-5,
+                                   rtol=1e-4)
+        many = train_gpt.flash_mask(200, 262_144, torch.zeros(1, 262_144), "cpu", longest=128)
+    assert len(many[1]) <= 65_535 and many[2] == 262_144
+
+
 def test_no_cudnn_attention_with_a_mask(monkeypatch):
     """Its gradients have been NaN at some lengths. Without a mask torch may choose it."""
     backends = []
