@@ -6712,9 +6712,9 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
         first_whole = first_whole.maximum((low[:, None] < high[..., None]).sum(-1))
         end = end.minimum((low[:, None] <= high[..., None]).sum(-1))
         end_whole = end_whole.minimum((high[:, None] <= low[..., None]).sum(-1))
-    first = first.clamp(min=0).minimum(block).view(-1, 1, n, 1)
+    first = first.clamp(min=0).view(-1, 1, n, 1)
     first_whole = first_whole.clamp(min=0).minimum(block).view(-1, 1, n, 1)
-    end = end.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1)
+    end = end.clamp(max=n).view(-1, 1, n, 1)
     end_whole = end_whole.clamp(max=n).maximum(block + 1).view(-1, 1, n, 1)
     own = block[:, None]
     i = block

@@ -74,6 +74,7 @@ def ever(*_, **__):
 # what: (place, name, the call that takes longer, settings)
 COUNTED = {
     "the agreement on the time": (train_gpt.Clock, "agree", nth(2), {}),
+    "the count of n-grams": (train_gpt.NgramCounts, "count", ever, {}),
     "the batch": (train_gpt.Loader, "next", ever, {}),
     "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the rehearsal
     "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),

@@ -137,6 +137,37 @@ def cut_rows(data):
     return [stream[i:i + T + 1] for i in range(0, len(stream) - T, T)]
 
 
+def test_rows_of_a_shard_stay_in_it_and_begin_at_any_offset():
+    sizes = (T + 1, T + 3, 2 * T + 1, T)       # the last one holds no row
+    rows = loader_of(stream_data(sizes), packing="shards").packer.make_rows(T)
+    starts = {piece[0] for _ in range(2000) for piece in next(rows)}
+    edges = np.cumsum([0, *sizes])
+    assert starts == {0, *range(edges[1], edges[1] + 3), *range(edges[2], edges[2] + T + 1)}
+    rows = loader_of(stream_data((T + 1, T + 1)), packing="shards").packer.make_rows(T)
+    epochs = [{next(rows)[0][0], next(rows)[0][0]} for _ in range(50)]
+    assert epochs == [{0, T + 1}] * 50, "a row of each shard in each epoch"
+
+
+def test_as_many_shards_as_ranks_are_enough():
+    loader_of(stream_data((T + 1, T + 1)), world_size=2, packing="shards", train_batch_tokens=2 * T)
+    with pytest.raises(Refused, match="packing=shards deals 2 shards to 2 ranks"):
+        loader_of(stream_data((T + 1, T)), world_size=2, packing="shards", train_batch_tokens=2 * T)
+
+
+@pytest.mark.parametrize("shared, documents, refused", [(8, 8, False), (9, 180, True), (9, 181, False)])
+def test_val_documents_in_train_are_found_without_hashes(shared, documents, refused):
+    """At least nine, and at least a twentieth of those looked at."""
+    def texts(numbers):
+        return np.concatenate([np.array([BOS, *[2 + number % 90, 2 + number // 90] * 32][:train_gpt.BEGINNING])
+                               for number in numbers]).astype(np.uint16)
+
+    train, val = {"shard": texts(range(documents))}, texts([*range(shared), *range(1000, 1100)])
+    if not refused:
+        return train_gpt.refuse_val_in_train(train, val, BOS, "x")
+    with pytest.raises(Refused, match=f"{shared} of {documents} documents sampled from train shard shard"):
+        train_gpt.refuse_val_in_train(train, val, BOS, "x")
+
+
 def document_steps(data, longest, world_size, n):
     """Slow and plain, endlessly: the n rows of each step. Documents, cut to the longest and at their shard's
     end, follow each other until a row is full; the rest of the last one is dropped, and the next row begins

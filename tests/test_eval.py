@@ -38,6 +38,16 @@ def randomised(cfg, seed=0):
 
 
 # -------------------------------------------------------------------------------- the score
+def test_what_scores_compile_has_no_graph_breaks():
+    """A break would be compiled in pieces and score slowly without a word."""
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        train_gpt.compile_once(broken)(torch.ones(2))
+
+
 @torch.no_grad()
 def reference_nats(model, tokens):
     """Nats of every target, one forward for each: the exact context that the rows of evaluation give it."""

@@ -210,6 +210,14 @@ def test_the_scales_of_speedrun_plus():
     assert fp8_head(x, weight).mean().item() == pytest.approx(14, rel=0.1)
 
 
+@pytest.mark.parametrize("off", ["fp8_qkv", "fp8_mlp"])
+def test_the_part_of_speedrun_plus(off):
+    """What memory is planned for: all only if the blocks' products are in fp8, too."""
+    cfg = replace(preset_config("speedrun_plus"), fp8="all")
+    assert cfg.fp8_part(False) == "all" and replace(cfg, **{off: False}).fp8_part(False) == "head"
+    assert replace(cfg, fp8="off").fp8_part(False) == "off"
+
+
 @pytest.fixture
 def capability(monkeypatch):
     return lambda *value: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: value)

@@ -92,6 +92,18 @@ def test_scores_that_cannot_end_within_the_game_are_refused(changes, refused):
         cfg.check_data(data)
 
 
+@pytest.mark.parametrize("seconds", [600, 600.5])
+def test_the_last_second_of_the_game_counts(seconds, monkeypatch):
+    cfg = preset_config("golf_plus", dict(eval_sliding=64, eval_ttt=0))
+    flops = seconds * train_gpt.MOST_SCORING_PART * 8 * train_gpt.H100_FLOPS
+    monkeypatch.setattr(train_gpt, "scoring_flops", lambda *asked: flops)
+    data = namedtuple("Data", "val")(range(100_000))
+    if seconds == 600:
+        return cfg.check_data(data)
+    with pytest.raises(train_gpt.Refused, match="more than 600 s|more than 601 s"):
+        cfg.check_data(data)
+
+
 def test_how_long_a_score_takes_is_said_before(cfg, stream, tiny_data):
     """Rows overlap; test-time training costs three times as much for each token."""
     per_token = train_gpt.flops_per_token(cfg)

@@ -291,6 +291,20 @@ def test_momentum_is_a_mean_or_a_sum(cfg, as_sum):
         close(buffer, plain)
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 32), (2, 32, 8)])
+def test_products_of_muon_are_of_the_shorter_side(shape, monkeypatch):
+    """A tall matrix is transposed: its products would else be those of the longer side."""
+    sides, real = set(), torch.baddbmm
+
+    def baddbmm(x, first, second, **options):
+        sides.add(first.shape)
+        return real(x, first, second, **options)
+
+    monkeypatch.setattr(torch, "baddbmm", baddbmm)
+    assert train_gpt.orthogonalize(torch.randn(shape), 2).shape == shape
+    assert sides == {(2, 8, 8)}
+
+
 # ------------------------------------------------------------ orthogonalization
 @pytest.mark.parametrize("method, least, most", [
     (train_gpt.orthogonalize, 0.6, 1.3), (train_gpt.polar_express, 0.7, 1.2)])

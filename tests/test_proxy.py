@@ -1,4 +1,5 @@
 """--proxy: recipes scaled down by rules."""
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,28 @@ def test_golf_keeps_its_proportions(preset):
         factor = (full.model_dim / width) ** 0.5
         assert cfg.tied_embed_lr == pytest.approx(full.tied_embed_lr * factor, rel=1e-3)
     assert scaled("--preset=golf", "--proxy=32")[0].warmdown_iters == preset_config("golf").warmdown_iters / 4
+
+
+@pytest.mark.parametrize("preset", [*PROXIES])
+def test_the_batch_has_as_many_rows_as_the_tokens_per_weight_ask_for(preset):
+    full = preset_config(preset)
+    ratio = LENGTH[preset][0]
+    if "speedrun" in preset:
+        ratio = planned_tokens(full) / horizon_weights(full)
+    for width in (64, 256):
+        cfg, _ = scaled(f"--preset={preset}", f"--proxy={width}")
+        one_row = planned_tokens(replace(cfg, train_batch_tokens=cfg.train_seq_len))
+        rows = round(ratio * horizon_weights(cfg) / one_row)
+        assert cfg.train_batch_tokens == rows * cfg.train_seq_len and rows > 1
+
+
+@pytest.mark.parametrize("preset", [*PROXIES])
+def test_only_the_final_loss_of_the_trained_weights_counts(preset):
+    cfg, _ = scaled(f"--preset={preset}", "--proxy=32")
+    off = dict(val_loss_every=0, sample_tokens=0, artifact_bytes_limit=0, score_artifact=False,
+               max_wallclock_seconds=0, compile=False, warmup_steps=1, dtype="float32", max_epochs=0)
+    assert {name: getattr(cfg, name) for name in off} == off
+    assert cfg.val_batch_size % cfg.eval_context == 0 and cfg.val_batch_size <= 16_384
 
 
 def test_what_is_given_stays_as_given():
