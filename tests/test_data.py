@@ -158,8 +158,8 @@ def test_as_many_shards_as_ranks_are_enough():
 def test_val_documents_in_train_are_found_without_hashes(shared, documents, refused):
     """At least nine, and at least a twentieth of those looked at."""
     def texts(numbers):
-        return np.concatenate([np.array([BOS, *[2 + number % 90, 2 + number // 90] * 32][:train_gpt.BEGINNING])
-                               for number in numbers]).astype(np.uint16)
+        rows = [[BOS, *[2 + number % 90, 2 + number // 90] * 32][:train_gpt.BEGINNING] for number in numbers]
+        return np.array(rows, np.uint16).reshape(-1)
 
     train, val = {"shard": texts(range(documents))}, texts([*range(shared), *range(1000, 1100)])
     if not refused:
