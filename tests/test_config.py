@@ -193,6 +193,87 @@ def test_every_constant_of_a_recipe(preset):
     assert vars(load_config({"PRESET": preset})) == RECIPES[preset]
 
 
+# {(smallest, largest value): the numbers that have this range}; 1e12 is none at all
+RANGES = {
+    (0, 0.9999): "beta1 muon_momentum muon_momentum_end muon_momentum_warmup_start normuon_beta2",
+    (0, 0.99999): "beta2 ema_decay",
+    (0, 1): (
+        "artifact_scale_floor lr_floor lr_switches mlp_slope rope_fraction short_window stage_starts "
+        "untie_at warmdown_frac"),
+    (0, 10): (
+        "artifact_embed_step artifact_step embed_lr eval_ttt_lr gate_lr head_lr matrix_lr "
+        "sample_temperature scalar_lr tied_embed_lr"),
+    (0, 16): "loop_schedule",
+    (0, 64): "copy_orders count_orders",
+    (0, 100): "attn_scale own_loss prefix_weight qk_gain_init tied_embed_init_std value_gate_factor",
+    (0, 198): "depth",
+    (0, 999): "attn_source head_gate_layers value_embed_layers xsa_layers",
+    (0, 1000): "backout_layer loop_layers skip_layers warmup_steps",
+    (0, 4096): "num_kv_heads",
+    (0, 1e4): "gptq_batches logit_shift logit_softcap",
+    (0, 2**16 - 1): "bos_id",
+    (0, 2**16): "attn_gate_dim dc_window sample_top_k smear_dim vocab_size",
+    (0, 100_000): "sample_tokens",
+    (0, 1e6): "adam_weight_decay fp8_head_most grad_clip_norm target_param_data_ratio weight_decay",
+    (0, 2**20): "bigram_sign_rows loss_sum_ranks window_schedule",
+    (0, 1e7): "gptq_seconds max_wallclock_seconds save_every_seconds",
+    (0, 2**26): "bigram_rows",
+    (0, 1e9): "extension_iterations rope_base",
+    (0, 2**31 - 1): "seed",
+    (0, 1e12): (
+        "artifact_bytes_limit artifact_keep core_metric_every core_metric_max_per_task "
+        "device_batch_size eval_context eval_sliding eval_stride eval_ttt eval_window lr_warmup_steps "
+        "max_doc_len max_epochs muon_momentum_cooldown_steps muon_momentum_warmup_steps sample_every "
+        "save_every train_log_every val_loss_every val_part val_tokens warmdown_iters"),
+    (0, 1e30): "target_flops",
+    (1e-20, 1): "adam_eps",
+    (1e-06, 1000): "lr_schedule",
+    (0.001, 1e4): "logit_width",
+    (1, 2): "polar_margin",
+    (1, 8): "next_targets",
+    (1, 20): "muon_backend_steps",
+    (1, 64): "mlp_mult",
+    (1, 99): "bigram_every",
+    (1, 999): "gate_layer",
+    (1, 1000): "adam_every num_layers",
+    (1, 1024): "batch_schedule seq_schedule",
+    (1, 4096): "num_heads",
+    (1, 2**16): "mudd_dim mudd_gate_dim value_gate_dim",
+    (1, 2**20): "doc_schedule",
+    (1, 1e9): "iterations val_part_every",
+    (1, 2**30): "train_batch_tokens",
+    (1, 1e12): "val_batch_size window_block",
+    (2, 2**16): "model_dim",
+    (2, 2**20): "train_seq_len",
+    (4, 4096): "qk_dim",
+    (8, 28): "count_bits",
+}
+# {preset: {constant: its range where that is not the one of RANGES}}
+OTHER_RANGES = {
+    "speedrun_plus": dict(
+        attn_scale=(1e-06, 100), bigram_rows=(3, 2**26), eval_window=(1, 2**20), fp8_head_most=(1e-09, 1e6),
+        logit_softcap=(0.001, 1e4), max_doc_len=(1, 2**20), rope_base=(1, 1e9), skip_layers=(0, 999),
+        smear_dim=(1, 2**16), value_gate_dim=(2, 2**16), window_block=(1, 2**16),
+        window_schedule=(1, 2**20)),
+    "gpt2": dict(train_batch_tokens=(0, 2**30)),
+    "gpt2_plus": dict(train_batch_tokens=(0, 2**30)),
+    "golf": dict(vocab_size=(1, 2**16)),
+    "golf_plus": dict(vocab_size=(1, 2**16)),
+}
+
+
+@pytest.mark.parametrize("preset", RECIPES)
+def test_the_range_of_every_number(preset):
+    """Ranges are as public as the names. Those of tuples are for each entry."""
+    ranges = {name: limits for limits, names in RANGES.items() for name in names.split()}
+    ranges |= OTHER_RANGES.get(preset, {})
+    found = {}
+    for name, constant in train_gpt.fields_of(train_gpt.RECIPES[preset]).items():
+        if not (constant.metadata["choices"] or isinstance(constant.default, (bool, str))):
+            found[name] = (constant.metadata["least"], constant.metadata["most"])
+    assert found == {name: ranges[name] for name in found}
+
+
 @pytest.mark.parametrize("preset", RECIPES)
 def test_constants_of_other_recipes(preset):
     """They are accepted where they are off, and refused otherwise, with the presets that have them."""
