@@ -6482,7 +6482,9 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool
     assert not any([side % 16 for side in (*a.shape, *b.shape)]), "sides must be multiples of 16"
     a = a.contiguous()
     b = b.contiguous().t()
-    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    # (1, 1): a 0-dim view of a larger tensor is what Inductor of torch 2.13 cannot compile
+    scales = scale_a.view(1, 1), scale_b.view(1, 1)
+    return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 def fp8_product(x: Tensor, weight: Tensor, scales: tuple) -> tuple[Tensor, tuple]:
     """x (N, K) @ weight (M, K).T in e4m3 -> (product (N, M), what fp8_gradients needs). scales: of x and

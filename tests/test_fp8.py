@@ -64,7 +64,7 @@ def calls(monkeypatch):
     calls, real = [], torch._scaled_mm
 
     def spied(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
-        calls.append((a, b, scale_a, scale_b, use_fast_accum))
+        calls.append((a, b, scale_a.reshape(()), scale_b.reshape(()), use_fast_accum))
         return real(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
     monkeypatch.setattr(torch, "_scaled_mm", spied)

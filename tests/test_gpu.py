@@ -239,6 +239,24 @@ def test_compiled_loss_equals_the_reference(product):
         assert (mine - true).norm() < (0.02 if product is train_gpt.linear else 0.1) * true.norm()
 
 
+@pytest.mark.structure
+def test_fp8_compiles_with_the_delayed_scales_of_all_layers():
+    """They are parts of one tensor, which Inductor of torch 2.13 cannot compile as 0-dim scales."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    scales = torch.full((2, 3), 0.01, device="cuda", requires_grad=True)
+    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fc, proj = (torch.randn(shape, device="cuda", requires_grad=True) for shape in ((128, 32), (32, 128)))
+
+    def loss(x, fc, proj, scales):
+        for row in scales.unbind():
+            x = x + train_gpt.fp8_mlp(x, fc, proj, row)
+        return x.float().sum()
+
+    torch.compile(loss, fullgraph=True)(x, fc, proj, scales).backward()
+    assert all(leaf.grad.shape == leaf.shape for leaf in (x, fc, proj, scales))
+
+
 def test_compiled_fp8_of_speedrun_plus_equals_the_cpu():
     """The MLP with delayed scales, and queries, keys and values at once: outputs and gradients."""
     if torch.cuda.get_device_capability() < (8, 9):
