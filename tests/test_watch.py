@@ -22,7 +22,7 @@ RUN = """
 import sys, time
 for line in open(sys.argv[1]).read().splitlines():
     print(line, flush=True)
-    time.sleep(0.25 if line.startswith(("step:50/", "rehearsal")) else 0)
+    time.sleep(0.6 if line.startswith(("step:50/", "rehearsal")) else 0)
 """
 LINES = """override matrix_lr 0.03 -> 0.02
 data: embedded train tokens:25176420 in 1 shards, val tokens:429104
