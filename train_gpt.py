@@ -20,6 +20,7 @@ if sys.version_info < (3, 11):  # datetime.UTC and others are new in 3.11
     sys.exit(2)
 import csv
 import ctypes
+import fcntl
 import gc
 import hashlib
 import io
@@ -72,6 +73,8 @@ try:
 except ImportError as error:
     print(f"train_gpt: {error}: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
     sys.exit(2)
+
+from torch.utils.checkpoint import checkpoint
 
 triton = None  # CPU builds of torch ship without it
 with suppress(ImportError):
@@ -300,28 +303,26 @@ class Config(Recipe):
         """Raises Refused for constants that contradict each other."""
         batch = self.train_batch_tokens
         T = self.train_seq_len
-        if batch % T:
-            raise Refused(f"train_batch_tokens={batch} must be a multiple of train_seq_len={T}")
+        require(batch % T == 0, f"train_batch_tokens={batch} must be a multiple of train_seq_len={T}")
         starts = [stage.start for stage in self.stages()]
-        if starts[0] != 0 or starts != sorted(starts):
-            raise Refused(f"stage_starts={show(tuple(starts))} must grow from 0")
+        grow = starts[0] == 0 and starts == sorted(starts)
+        require(grow, f"stage_starts={show(tuple(starts))} must grow from 0")
         for stage in self.stages():
-            if stage.batch_tokens % stage.row_tokens:
-                raise Refused(f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
-                              f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
-        if self.model_dim % (2 * self.num_heads):
-            raise Refused(f"model_dim={self.model_dim} must be a multiple of 2 * num_heads={self.num_heads}")
+            require(stage.batch_tokens % stage.row_tokens == 0,
+                    f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
+                    f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
+        require(self.model_dim % (2 * self.num_heads) == 0,
+                f"model_dim={self.model_dim} must be a multiple of 2 * num_heads={self.num_heads}")
         eval_context = self.eval_context or T
-        if self.eval_stride > eval_context:
-            raise Refused(f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
-        if self.val_tokens == 1:
-            raise Refused("val_tokens=1 leaves no target")
+        require(self.eval_stride <= eval_context,
+                f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
+        require(self.val_tokens != 1, "val_tokens=1 leaves no target")
         for stage in self.stages():
-            if stage.row_tokens != T and not self.packer().any_length:
-                raise Refused(f"packing={self.packing} makes rows of train_seq_len={T}, not of "
-                              f"{stage.row_tokens} tokens")
-        if self.shuffle and self.packing != "rows":
-            raise Refused(f"shuffle=1 needs packing=rows, not packing={self.packing}")
+            require(stage.row_tokens == T or self.packer().any_length,
+                    f"packing={self.packing} makes rows of train_seq_len={T}, not of "
+                    f"{stage.row_tokens} tokens")
+        require(not self.shuffle or self.packing == "rows",
+                f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
     @classmethod
     def of(cls: "type[Config]", preset: str, given: dict) -> "Config":
@@ -370,8 +371,8 @@ def check_window_pattern(cfg: Any) -> None:
 
 def check_grouped_queries(cfg: Any) -> None:
     """Raises Refused if num_kv_heads does not divide num_heads."""
-    if cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads):
-        raise Refused(f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
+    require(cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads) == 0,
+            f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
 
 ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
            "run": "run_id"}
@@ -406,9 +407,7 @@ def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
     Refused."""
     flags = dict(parse_flags(argv))
     preset = flags.get("PRESET", env.get("PRESET", default_preset()))
-    if not isinstance(preset, str) or preset not in RECIPES:
-        raise Refused(f"preset={preset!r} is none of {', '.join(RECIPES)}")
-    own = fields_of(RECIPES[preset])
+    own = fields_of(recipe_of(preset))
     given = {}
     for source in (env, flags):
         for typed, name in NAMES.items():
@@ -432,21 +431,26 @@ def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
             return name
     return default_preset()
 
+def recipe_of(preset: Any) -> Any:
+    """A preset's class. Raises Refused."""
+    known = isinstance(preset, str) and preset in RECIPES
+    require(known, f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    return RECIPES[preset]
+
 def default_preset() -> str:
     return next(iter(RECIPES))
 
 def check_foreign(preset: str, name: str, text: str) -> None:
     """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
     game's public script has, unless it has the value that this recipe stands for."""
-    recipe: Any = RECIPES[preset]
-    if name in recipe.unused:
-        wanted = recipe.unused[name]
-        if wanted not in (None, text):
-            raise Refused(f"{name}={text}: in {preset} it is always {wanted}")
+    unused = recipe_of(preset).unused
+    if name in unused:
+        wanted = unused[name]
+        require(wanted in (None, text), f"{name}={text}: in {preset} it is always {wanted}")
         return
     owners = [other for other, its in RECIPES.items() if name in fields_of(its)]
-    if name not in KNOWN or parse_value(name, text) not in off_values(KNOWN[name]):
-        raise Refused(f"{name}={text}: {preset} has no such constant, only {', '.join(owners) or 'others'}")
+    require(name in KNOWN and parse_value(name, text) in off_values(KNOWN[name]),
+            f"{name}={text}: {preset} has no such constant, only {', '.join(owners) or 'others'}")
 
 def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
     """The constants that an environment and a command line set."""
@@ -474,9 +478,7 @@ def off_values(f: Field) -> list:
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset with given {name: value} in place of its own and the depth dial's. Raises
     Refused."""
-    if preset not in RECIPES:
-        raise Refused(f"preset={preset!r} is none of {', '.join(RECIPES)}")
-    recipe: Any = RECIPES[preset]
+    recipe = recipe_of(preset)
     cfg = recipe.of(preset, dict(given or {}))
     check_config(cfg)
     return cfg
@@ -558,23 +560,21 @@ def check_ranges(cfg: Config) -> None:
     for name, value in vars(cfg).items():
         default = known[name].default
         limits = known[name].metadata
-        if type(value) is not type(default):
-            raise Refused(f"{name}={value!r} must be of type {type(default).__name__}")
-        if limits["choices"] and value not in limits["choices"]:
-            raise Refused(f"{name}={value!r} must be one of {', '.join(limits['choices'])}")
-        if value == () and default != () and not limits["off"]:
-            raise Refused(f"{name} needs an entry")
+        require(type(value) is type(default), f"{name}={value!r} must be of type {type(default).__name__}")
+        require(not limits["choices"] or value in limits["choices"],
+                f"{name}={value!r} must be one of {', '.join(limits['choices'])}")
+        require(value != () or default == () or limits["off"], f"{name} needs an entry")
         numbers = value if isinstance(value, tuple) else [value]
         for number in numbers:
-            if not isinstance(number, str) and not limits["least"] <= number <= limits["most"]:
-                raise Refused(f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
+            require(isinstance(number, str) or limits["least"] <= number <= limits["most"],
+                    f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
 
 def check_config(cfg: Config) -> None:
     """Raises Refused for numbers out of range, then for constants that contradict each other."""
     check_ranges(cfg)
     for name in (cfg.run_id, cfg.resume):
-        if not re.fullmatch(r"(\w[\w.,=+-]*)?", name):
-            raise Refused(f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
+        require(re.fullmatch(r"(\w[\w.,=+-]*)?", name),
+                f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
     cfg.check()
     cfg.parameter_table()
 
@@ -3039,6 +3039,8 @@ class Speedrun(Config):
                       choices=("off", "head", "auto-head"))
     fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
                                   "weight, and gradient of the summed loss", 0, 1e6)
+    loss_chunk: int = optional(0, "tokens whose logits exist at once in training, a multiple of 16; 0: all "
+                               "of a micro-step", 0, 1 << 30)
     # optimizer
     loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
@@ -3103,6 +3105,8 @@ class Speedrun(Config):
                           "must grow from 0, one per entry")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
+        if self.loss_chunk % 16:
+            raise Refused(f"loss_chunk={self.loss_chunk} must be a multiple of 16")
 
     def packer(self) -> "type[Packer]":
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
@@ -3213,9 +3217,10 @@ class Speedrun(Config):
 
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
+            return linear, linear, in_chunks(fused_loss, self.loss_chunk)
         most = self.fp8_head_most
-        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
+        loss = partial(fp8_fused_loss, most=most)
+        return linear, partial(fp8_head, most=most), in_chunks(loss, self.loss_chunk)
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -4103,6 +4108,8 @@ class SpeedrunPlus(Config):
     fp8_mlp: bool = option(True, "matmuls of the MLPs in fp8, where fp8 is on; 0: bf16")
     fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
                                   "of the summed loss", 1e-9, 1e6)
+    loss_chunk: int = optional(0, "tokens whose logits exist at once in training, a multiple of 16; 0: all "
+                               "of a micro-step", 0, 1 << 30)
     # optimizer
     loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
@@ -4151,6 +4158,8 @@ class SpeedrunPlus(Config):
                               f"{self.window_block}: change window_schedule or eval_window")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
+        if self.loss_chunk % 16:
+            raise Refused(f"loss_chunk={self.loss_chunk} must be a multiple of 16")
 
     def check_topology(self) -> None:
         """Raises Refused if constants that name layers contradict each other."""
@@ -4386,9 +4395,10 @@ class SpeedrunPlus(Config):
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
         if part == "off" or not self.fp8_head:
-            return linear, linear, fused_loss
+            return linear, linear, in_chunks(fused_loss, self.loss_chunk)
         most = self.fp8_head_most
-        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
+        loss = partial(fp8_fused_loss, most=most)
+        return linear, partial(fp8_head, most=most), in_chunks(loss, self.loss_chunk)
 
     def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
         on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
@@ -7000,6 +7010,19 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear:
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
+def in_chunks(loss: Callable, chunk: int) -> Callable:
+    """A loss as lm_loss() that computes the logits of so many tokens at a time, and again in the backward
+    pass, so that no others need memory. 0: the loss itself."""
+    def chunked(x: Tensor, head: Tensor, targets: Tensor, *further: Any, **kernel: Any) -> Tensor:
+        x = x.flatten(0, 1)
+        total = x.new_zeros((), dtype=torch.float32)
+        for part, its_targets in zip(x.split(chunk), targets.flatten(0, 1).split(chunk)):
+            mean = checkpoint(loss, part[None], head, its_targets[None], *further, **kernel,
+                              use_reentrant=False)
+            total = total + mean * (len(part) / len(x))
+        return total
+    return chunked if chunk else loss
+
 def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
     """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
     block_linear, head_linear, loss = cfg.linears(on_gpu, log)
@@ -7039,7 +7062,7 @@ def read_ranks(env: Mapping) -> Ranks:
         if name in env:
             text = env[name]
             require(re.fullmatch("[0-9]{1,6}", text), f"{name}={text[:40]!r} must be a whole number")
-            numbers[name] = int(env[name])
+            numbers[name] = int(text)
     port = numbers.pop("MASTER_PORT", 1)
     require(0 < port < 65_536, f"MASTER_PORT={port} must be from 1 to 65535")
     if not numbers:
@@ -7073,6 +7096,18 @@ def meet(ranks: Ranks) -> dist.Store:
         if "EADDRINUSE" in str(error):
             why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
         raise Refused(why) from None
+
+def interface_to(host: str) -> str:
+    """The network interface that leads to a host, or has its address; empty if that is unknown."""
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a route is chosen, nothing is sent
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # without an IPv4 address
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(32, b"\0"))  # SIOCGIFADDR
+                if found[20:24] == address:
+                    return name
+    return ""
 
 def find_store(ranks: Ranks, patience: float, found: Future) -> None:
     """Puts what meet() returns or raises into a Future."""
@@ -7151,8 +7186,9 @@ class Team:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
-        if self.ranks_here == self.world_size and os.path.exists("/sys/class/net/lo"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name leads to
+        alone = self.ranks_here == self.world_size
+        if interface := interface_to("127.0.0.1" if alone else ranks.where[0]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # whatever the host's name leads to
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT), store=meet(ranks),
                                     rank=self.rank, world_size=self.world_size)
@@ -7279,7 +7315,8 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
         per_logit = width
     else:
         per_logit = width + 1
-    return int(held + cfg.state_bytes() + tokens * (width * kept + per_logit * cfg.vocab_size))
+    logits = min(tokens, getattr(cfg, "loss_chunk", 0) or tokens) * cfg.vocab_size
+    return int(held + cfg.state_bytes() + tokens * width * kept + per_logit * logits)
 
 def micro_batch(cfg: Config, team: Team) -> int:
     """Sequences per micro-step: the largest divisor of a rank's sequences within device_batch_size or, if
@@ -7289,24 +7326,14 @@ def micro_batch(cfg: Config, team: Team) -> int:
         free = torch.cuda.mem_get_info()[0]
     else:
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
-    micro = 1
-    for n in range(2, share + 1):
-        if share % n:
-            continue
-        if cfg.device_batch_size:
-            fits = n <= cfg.device_batch_size
-        else:
-            fits = step_memory(cfg, team, n) <= free
-        if fits:
-            micro = n
-    return micro
+    fitting = [n for n in range(1, share + 1) if step_memory(cfg, team, n) <= free]
+    return rows_at_once(share, cfg.device_batch_size or max(fitting, default=1))
 
 def peak_memory(team: Team, log: Callable) -> str:
     """Logs and returns the most memory that this process has held."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":
-        most *= 1024  # in KiB elsewhere
-    text = f"peak memory resident: {most >> 20} MiB"
+    bits = 20 if sys.platform == "darwin" else 10  # bytes or KiB
+    text = f"peak memory resident: {most >> bits} MiB"
     if team.on_gpu:
         used = torch.cuda.max_memory_allocated() >> 20
         held = torch.cuda.max_memory_reserved() >> 20

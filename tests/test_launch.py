@@ -139,9 +139,12 @@ def test_memory_that_grows_in_segments_unless_told_otherwise(given, found):
 
 @pytest.mark.parametrize("ranks, given, found", [
     (dict(RANK="0", WORLD_SIZE="2"), None, "lo"), (dict(RANK="0", WORLD_SIZE="2"), "eth7", "eth7"),
-    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1"), None, None)])
-def test_ranks_of_one_machine_talk_through_its_loopback(ranks, given, found, monkeypatch):
-    """The machine's name may lead elsewhere. Those of several need another interface."""
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"), None, "lo"),
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"), "eth7", "eth7"),
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="no such host"), None, None)])
+def test_the_interface_through_which_ranks_talk(ranks, given, found, monkeypatch):
+    """On one machine its loopback, where its name may lead elsewhere; on several the one that leads to the
+    first (test_cluster has two machines)."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
     if not given:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")

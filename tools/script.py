@@ -141,7 +141,10 @@ def with_one_recipe(text, preset):
             lines[node.lineno - 1] = ""
     docstring = tree.body[0]
     about = lines[docstring.lineno - 1:docstring.end_lineno]
-    others = ["--proxy", *[f"--preset={name} " for name in recipes if name != preset]]
+    others = ["--proxy"]
+    for name in recipes:
+        if name != preset:
+            others += [f"--preset={name} ", f" {name}: "]
     about = [line for line in about if not any(other in line for other in others)]
     end = '"""' if len(about) == 1 else ""
     about[0] = f'"""train_gpt: the recipe {preset} alone, made by `./run.sh script {preset}`.{end}'
