@@ -74,8 +74,6 @@ except ImportError as error:
     print(f"train_gpt: {error}: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
     sys.exit(2)
 
-from torch.utils.checkpoint import checkpoint
-
 triton = None  # CPU builds of torch ship without it
 with suppress(ImportError):
     import triton
@@ -3039,8 +3037,6 @@ class Speedrun(Config):
                       choices=("off", "head", "auto-head"))
     fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
                                   "weight, and gradient of the summed loss", 0, 1e6)
-    loss_chunk: int = optional(0, "tokens whose logits exist at once in training, a multiple of 16; 0: all "
-                               "of a micro-step", 0, 1 << 30)
     # optimizer
     loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
@@ -3105,8 +3101,6 @@ class Speedrun(Config):
                           "must grow from 0, one per entry")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
-        if self.loss_chunk % 16:
-            raise Refused(f"loss_chunk={self.loss_chunk} must be a multiple of 16")
 
     def packer(self) -> "type[Packer]":
         return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
@@ -3217,10 +3211,9 @@ class Speedrun(Config):
 
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, in_chunks(fused_loss, self.loss_chunk)
+            return linear, linear, fused_loss
         most = self.fp8_head_most
-        loss = partial(fp8_fused_loss, most=most)
-        return linear, partial(fp8_head, most=most), in_chunks(loss, self.loss_chunk)
+        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -4108,8 +4101,6 @@ class SpeedrunPlus(Config):
     fp8_mlp: bool = option(True, "matmuls of the MLPs in fp8, where fp8 is on; 0: bf16")
     fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
                                   "of the summed loss", 1e-9, 1e6)
-    loss_chunk: int = optional(0, "tokens whose logits exist at once in training, a multiple of 16; 0: all "
-                               "of a micro-step", 0, 1 << 30)
     # optimizer
     loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
@@ -4158,8 +4149,6 @@ class SpeedrunPlus(Config):
                               f"{self.window_block}: change window_schedule or eval_window")
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
-        if self.loss_chunk % 16:
-            raise Refused(f"loss_chunk={self.loss_chunk} must be a multiple of 16")
 
     def check_topology(self) -> None:
         """Raises Refused if constants that name layers contradict each other."""
@@ -4395,10 +4384,9 @@ class SpeedrunPlus(Config):
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
         if part == "off" or not self.fp8_head:
-            return linear, linear, in_chunks(fused_loss, self.loss_chunk)
+            return linear, linear, fused_loss
         most = self.fp8_head_most
-        loss = partial(fp8_fused_loss, most=most)
-        return linear, partial(fp8_head, most=most), in_chunks(loss, self.loss_chunk)
+        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
 
     def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
         on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
@@ -7010,19 +6998,6 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear:
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
-def in_chunks(loss: Callable, chunk: int) -> Callable:
-    """A loss as lm_loss() that computes the logits of so many tokens at a time, and again in the backward
-    pass, so that no others need memory. 0: the loss itself."""
-    def chunked(x: Tensor, head: Tensor, targets: Tensor, *further: Any, **kernel: Any) -> Tensor:
-        x = x.flatten(0, 1)
-        total = x.new_zeros((), dtype=torch.float32)
-        for part, its_targets in zip(x.split(chunk), targets.flatten(0, 1).split(chunk)):
-            mean = checkpoint(loss, part[None], head, its_targets[None], *further, **kernel,
-                              use_reentrant=False)
-            total = total + mean * (len(part) / len(x))
-        return total
-    return chunked if chunk else loss
-
 def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
     """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
     block_linear, head_linear, loss = cfg.linears(on_gpu, log)
@@ -7315,8 +7290,7 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
         per_logit = width
     else:
         per_logit = width + 1
-    logits = min(tokens, getattr(cfg, "loss_chunk", 0) or tokens) * cfg.vocab_size
-    return int(held + cfg.state_bytes() + tokens * width * kept + per_logit * logits)
+    return int(held + cfg.state_bytes() + tokens * (width * kept + per_logit * cfg.vocab_size))
 
 def micro_batch(cfg: Config, team: Team) -> int:
     """Sequences per micro-step: the largest divisor of a rank's sequences within device_batch_size or, if

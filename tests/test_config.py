@@ -60,9 +60,8 @@ RECIPES = {
         window_pattern="0SSSLSS-SSSL", window_schedule=(), window_block=128, eval_window=2560,
         max_doc_len=2048, attn_scale=0.1, rope_base=1024.0, rope_fraction=0.5, value_embed_layers=(0, 1, 2, 0,
         0, 0, 0, 0, 0, 3, 1, 2), attn_gate_dim=12, smear_dim=12, skip_layers=(4, 7), backout_layer=8,
-        logit_softcap=15.0, fp8='auto-head', fp8_head_most=(0.0, 0.875, 1.0), loss_chunk=0,
-        matrix_lr=0.023, embed_lr=0.6, head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95,
-        muon_momentum_warmup_start=0.85,
+        logit_softcap=15.0, fp8='auto-head', fp8_head_most=(0.0, 0.875, 1.0), matrix_lr=0.023, embed_lr=0.6,
+        head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95, muon_momentum_warmup_start=0.85,
         muon_momentum_warmup_steps=300, muon_momentum_cooldown_steps=50, muon_backend_steps=5,
         normuon_beta2=0.95, weight_decay=1.2, adam_every=2, beta1=0.65, beta2=0.95, adam_eps=1e-08,
         lr_schedule=(1.0, 1.51, 1.93), lr_switches=(0.0, 0.33, 0.66), warmdown_frac=0.55, lr_floor=0.1),
@@ -95,11 +94,11 @@ RECIPES = {
         bigram_rows=377280, bigram_sign_rows=8192, mudd_dim=64, mudd_gate_dim=64, logit_softcap=11.5,
         logit_shift=5.0, logit_width=15.0, next_targets=3, prefix_weight=0.25,
         vocab_path='data/tokenizers/gpt2_vocab.json', doc_schedule=(), fp8='auto-all', fp8_head=True,
-        fp8_qkv=True, fp8_mlp=True, fp8_head_most=(100.0, 1.6, 0.75), loss_chunk=0,
-        matrix_lr=0.023, embed_lr=0.6, head_lr=0.008, gate_lr=0.008, scalar_lr=0.04, muon_pairs=True,
-        muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300,
-        muon_momentum_cooldown_steps=50, muon_backend_steps=5, polar_margin=1.02, normuon_beta2=0.9,
-        weight_decay=1.2, adam_weight_decay=0.005, adam_eps=1e-10, adam_every=2, untie_at=0.6669291338582677,
+        fp8_qkv=True, fp8_mlp=True, fp8_head_most=(100.0, 1.6, 0.75), matrix_lr=0.023, embed_lr=0.6,
+        head_lr=0.008, gate_lr=0.008, scalar_lr=0.04, muon_pairs=True, muon_momentum=0.95,
+        muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_momentum_cooldown_steps=50,
+        muon_backend_steps=5, polar_margin=1.02, normuon_beta2=0.9, weight_decay=1.2,
+        adam_weight_decay=0.005, adam_eps=1e-10, adam_every=2, untie_at=0.6669291338582677,
         warmdown_frac=0.6, lr_floor=0.15),
     "gpt2": RUN | dict(
         preset='gpt2', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
@@ -160,7 +159,7 @@ def other_value(name):
         train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2, val_tokens=2,
         count_orders=(2, 5), copy_orders=(1, 3), skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
         lr_switches=(0.0, 0.25), polar_margin=1.01, value_gate_dim=14, fp8="head",
-        fp8_head_most=(1.0, 2.0, 3.0), loss_chunk=4096,
+        fp8_head_most=(1.0, 2.0, 3.0),
         window_block=64, eval_window=256, loop_layers=(0, 1), loop_schedule=(0, 3), stage_starts=(0.0, 0.5),
         doc_schedule=(64,), qk_dim=64, xsa_layers=(3, 4), head_gate_layers=(10,))
     if name in special:
@@ -226,7 +225,6 @@ RANGES = {
         "device_batch_size eval_context eval_sliding eval_stride eval_ttt eval_window lr_warmup_steps "
         "max_doc_len max_epochs muon_momentum_cooldown_steps muon_momentum_warmup_steps sample_every "
         "save_every train_log_every val_loss_every val_part val_tokens warmdown_iters"),
-    (0, 2**30): "loss_chunk",
     (0, 1e30): "target_flops",
     (1e-20, 1): "adam_eps",
     (1e-06, 1000): "lr_schedule",
@@ -559,7 +557,6 @@ def test_unknown_arguments_are_named_with_the_nearest_constant(argv, words):
     ("PRESET=speedrun ATTN_GATE_DIM=769", "attn_gate_dim=769 model_dim=768"),
     ("PRESET=speedrun WINDOW_PATTERN=SPL", "SPL"),
     ("PRESET=speedrun FP8_HEAD_MOST=1,2", "fp8_head_most=1.0,2.0"),
-    ("PRESET=speedrun LOSS_CHUNK=40", "loss_chunk=40 multiple of 16"),
     ("PRESET=speedrun WINDOW_SCHEDULE=64,100,64,64 WINDOW_BLOCK=64", "100 window_block=64"),
     ("PRESET=speedrun EVAL_WINDOW=100", "100 window_block=128"),
     ("PRESET=speedrun SEQ_SCHEDULE=5", "whole number of rows"),

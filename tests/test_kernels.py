@@ -396,30 +396,6 @@ def test_several_targets():
     assert lm_loss(x, head, several, cap, linear, weights).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("weights", [None, (1.0, 0.5)])
-@pytest.mark.parametrize("chunk", [16, 32, 40])
-def test_loss_in_chunks(chunk, weights, compiling):
-    """Equals the loss of all rows at once; no more logits than those of a chunk exist at a time."""
-    x, head, targets = head_and_tokens()
-    weights = torch.tensor(weights) if weights else None
-    rows = []
-
-    def spy(logits, *args):
-        rows.append(len(logits))
-        return train_gpt.row_losses(logits, *args)
-
-    whole = partial(train_gpt.fused_loss, row_losses=spy)
-    expected = loss_and_gradients(whole, x, head, targets, CAPS[3], linear, weights)
-    assert train_gpt.in_chunks(whole, 0) is whole and rows == [x[..., 0].numel()]
-    rows.clear()
-    got = loss_and_gradients(train_gpt.in_chunks(whole, chunk), x, head, targets, CAPS[3], linear, weights)
-    for mine, reference in zip(got, expected):
-        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-7)
-    n = x[..., 0].numel()
-    sizes = [min(chunk, n - first) for first in range(0, n, chunk)]
-    assert rows == sizes + sizes[::-1]  # again in the backward pass
-
-
 @pytest.mark.parametrize("product, most", [
     (train_gpt.fp8_head, train_gpt.HEAD_MOST), (train_gpt.fp8_linear, train_gpt.HEAD_MOST_BY_MAXIMUM)])
 def test_fused_loss_in_fp8_is_as_near_as_the_reference(product, most, compiling):

@@ -448,18 +448,6 @@ def test_micro_batch(fits, world_size, asked, micro, monkeypatch):
     assert train_gpt.micro_batch(cfg, team) == micro
 
 
-@pytest.mark.parametrize("preset", ["speedrun", "speedrun_plus"])
-def test_memory_of_logits_in_chunks(preset):
-    """The third stage has rows of 49,152 tokens, whose logits and their gradients take 4 bytes."""
-    team = SimpleNamespace(world_size=1, ranks_here=1, on_gpu=False, dtype=torch.bfloat16)
-    sizes = {}
-    for chunk in (0, 8192, 65_536):
-        cfg = train_gpt.load_config(dict(PRESET=preset, FP8="off", LOSS_CHUNK=str(chunk)))
-        sizes[chunk] = train_gpt.step_memory(train_gpt.replace(cfg, vocab_size=50_304), team, 1)
-    assert sizes[0] - sizes[8192] == pytest.approx(4 * 50_304 * (49_152 - 8192), abs=2)
-    assert sizes[65_536] == sizes[0]
-
-
 def test_too_little_memory_for_one_sequence(train, monkeypatch):
     memory_for(monkeypatch, 0)
     done = train(STEPS)
