@@ -192,6 +192,7 @@ def test_forms_and_workflow_of_github():
         fields = {part["id"]: (part["type"], part["attributes"]["label"]) for part in form["body"]}
         assert form["name"] and form["description"] and len(fields) == len(form["body"])
         assert {kind for kind, _ in fields.values()} <= {"textarea", "input", "dropdown"}
+        assert name != "gpu" or fields["json"] == ("textarea", "gpu_report.json")
 
 
 def takes(recipe, name, text):

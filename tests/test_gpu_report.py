@@ -119,6 +119,57 @@ def test_environment(settings, words, report, monkeypatch):
         assert not faults
 
 
+def test_another_torch_than_static_compiled_for_is_noted(report, monkeypatch):
+    asked = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    for version, noted in ((f"{asked}+cu130", False), ("9.9.9", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        report.found["verdicts"].clear()
+        gpu_report.environment(report, train_gpt, True)
+        assert any(f"asks for torch {asked}" in text for _, text in read(report)) == noted
+
+
+def test_what_to_expect_is_what_the_page_says():
+    page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
+    table = page.partition("What to expect on 8xH100")[2].partition("So golf")[0]
+    for preset, pairs in gpu_report.EXPECTED.items():
+        (line,) = [line for line in table.splitlines() if line.startswith(f"| {preset}")]
+        cells = [re.sub(r"\(.*\)", "", cell).split(",") for cell in line.split("|")[2:4]]
+        assert [*zip(*[[float(number) for number in cell] for cell in cells])] == pairs
+
+
+def test_documents_are_cut_where_the_recipe_cuts_them():
+    cfg = train_gpt.preset_config("speedrun", dict(vocab_size=1024, bos_id=1, max_doc_len=256))
+    run = SimpleNamespace(cfg=cfg, micro=1, team=SimpleNamespace(device="cpu"))
+    tokens = gpu_report.random_tokens(run, SimpleNamespace(batch_tokens=16_384, row_tokens=16_384))
+    begins = torch.cat((torch.nonzero(tokens[0] == 1)[:, 0], torch.tensor([16_384])))
+    lengths = begins.diff()
+    assert begins[0] == 0 and lengths.max() == 256 and lengths.min() < 200
+
+
+def test_flash_attention_is_timed_with_the_slots_of_a_step(monkeypatch):
+    """As compiled steps would call it: documents of at most 256 tokens, not a whole row."""
+    seen = []
+
+    def varlen(q, k, v, begins, _, longest, *__, **options):
+        seen.append((len(begins), longest))
+        return q
+
+    module = SimpleNamespace(flash_attn_varlen_func=varlen)
+    monkeypatch.setattr(train_gpt, "flash_attention_3", lambda cfg: module)
+    monkeypatch.setattr(gpu_report, "importable", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    cfg = train_gpt.preset_config("speedrun", dict(vocab_size=1024, max_doc_len=256))
+    shape = (1, 2, 1024, 64)
+    call = gpu_report.Call(shape, shape, shape, 128, torch.arange(1024)[None] // 256)
+    run = SimpleNamespace(cfg=cfg, team=SimpleNamespace(device="cpu", on_gpu=True),
+                          model=SimpleNamespace(kernels=train_gpt.Kernels(**train_gpt.WINDOWED)))
+    options = gpu_report.attention_options(SimpleNamespace(trainer=train_gpt), run, call)
+    (flash,) = [option for option in options if option.name == "FlashAttention 3"]
+    flash.function(*[torch.zeros(shape) for _ in range(3)])
+    assert seen == [(train_gpt.flash_slots(1024) + 1, 256)]
+
+
 # ---------- the reference, and planted faults
 @pytest.mark.parametrize(
     "window, with_documents, heads", [(5, True, (2, 2)), (64, False, (4, 2)), (17, False, (2, 1))]
@@ -371,6 +422,10 @@ def test_the_page_of_results(tmp_path):
         "pauses / 1",
         "TRITON_KERNELS=0 |",
     ]
+    failed = result()
+    failed["verdicts"].append(dict(part="numbers", preset="golf", verdict="FAULT", text="off", figures={}))
+    (tmp_path / "mine.json").write_text(json.dumps(failed))
+    assert gpu_results.page(tmp_path).splitlines()[-1].split(" | ")[5] == "off"
     for content, words in (
         (json.dumps(result(toy=True)), "rehearsal"),
         ("[1]", "no report"),

@@ -297,8 +297,23 @@ def test_flash_attention_of_compiled_scoring_holds_any_documents(compiling):
         want = attention(q, k, v, window_mask(200, T, documents, "cpu"))
         torch.testing.assert_close(train_gpt.flash_attention(q, k, v, mask, FlashStandIn), want, atol=1e-5,
                                    rtol=1e-4)
-        many = train_gpt.flash_mask(200, 262_144, torch.zeros(1, 262_144), "cpu", longest=128)
-    assert len(many[1]) <= 65_535 and many[2] == 262_144
+        for rows in (1, 3):
+            many = train_gpt.flash_mask(200, 262_144, torch.zeros(rows, 262_144), "cpu", longest=128)
+            assert len(many[1]) <= 65_535 and many[2] == 262_144
+
+
+@pytest.mark.parametrize("preset, times", [("speedrun", 1), ("speedrun_plus", 2), ("tiny", 0)])
+def test_flash_attention_is_told_of_the_longest_document(preset, times, monkeypatch):
+    """Twice as long where paired heads double a row; 0, the whole row, where documents are not cut. Other
+    packings fill rows with any number of documents."""
+    monkeypatch.setattr(train_gpt, "flash_attention_3", lambda cfg: FlashStandIn)
+    cfg = preset_config(preset, dict(sdpa_backend="flash3"))
+    mask = cfg.attention_kernels(True, lambda line: None)["window_mask"]
+    assert mask.func is train_gpt.flash_mask and mask.keywords == dict(longest=times * cfg.document_limit())
+    assert bool(times) == bool(cfg.document_limit())
+    if times:
+        with pytest.raises(train_gpt.Refused, match="flash3 needs packing=documents"):
+            replace(cfg, packing="spans").attention_kernels(True, lambda line: None)
 
 
 def test_no_cudnn_attention_with_a_mask(monkeypatch):

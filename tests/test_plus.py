@@ -71,6 +71,7 @@ def test_two_ranks_end_as_one_does(game, go, whole):
     settings = GAMES[game] | ({"PACKING": "spans"} if game == "golf_plus" else {})
     alone, two = whole(settings), go(settings | {"SAVE_EVERY": "0"}, ranks=2)
     assert two.codes == [0, 0], two.err
+    assert game != "golf_plus" or min(run.result["calibration_ms"] for run in (alone, two)) > 0
     if game == "gpt2_plus":     # deals groups of documents to its ranks
         return
     if game == "speedrun_plus":     # a row that fills no two at a shard's end is lost
@@ -248,6 +249,44 @@ def test_golf_plus_calibration_ends_in_time(seconds, cap, made, tiny_data, monke
     assert len(batches) == made and found
     said = "calibration: 1 of 7 batches, as more would take longer than 0.001 s\n"
     assert capsys.readouterr().out == (said if made == 1 else "")
+
+
+def test_golf_plus_calibration_ends_with_the_slowest_rank(tiny_data, monkeypatch):
+    """All ranks stop at the same batch, else one would wait for the others without end."""
+    cfg = toy_config(tiny_data, "golf_plus", packing="spans", num_layers=1, loop_layers=(0,), gptq_batches=7,
+                     gptq_seconds=1e6, max_wallclock_seconds=588.0)
+    model = cfg.make_model(train_gpt.Kernels())
+    init_parameters(model, 1)
+    data = train_gpt.open_data(cfg, lambda *_: None)
+    real, said = train_gpt.all_reduce, []
+    monkeypatch.setattr(train_gpt, "all_reduce",
+                        lambda tensor, *how: tensor + 1e7 if how == ("MAX",) else real(tensor, *how))
+    cfg.calibrate(model, data, train_gpt.Team(cfg, {}), said.append)
+    assert said == ["calibration: 1 of 7 batches, as more would take longer than 1e+06 s"]
+
+
+def test_golf_plus_rounds_on_the_device(tiny_data, monkeypatch):
+    """Hessians stay where they were summed, and GPTQ goes there: on one core it takes minutes. As a CPU has
+    no other device, tensors without numbers stand for those of a GPU."""
+    cfg = toy_config(tiny_data, "golf_plus", packing="spans", num_layers=1, loop_layers=(0,), gptq_batches=1)
+    model = cfg.make_model(train_gpt.Kernels())
+    init_parameters(model, 1)
+    data = train_gpt.open_data(cfg, lambda *_: None)
+    real, seen = train_gpt.all_reduce, []
+
+    def all_reduce(tensor, *more):
+        return tensor.to("meta") if tensor.dim() == 2 else real(tensor, *more)
+
+    def gptq(w, scale, levels, hessian):
+        seen.append({tensor.device.type for tensor in (w, scale, hessian)})
+        return torch.zeros(w.shape)
+
+    monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
+    monkeypatch.setattr(train_gpt, "gptq", gptq)
+    hessians = cfg.calibrate(model, data, train_gpt.Team(cfg, {}))
+    assert {hessian.device.type for hessian in hessians.values()} == {"meta"}
+    rows, scale = train_gpt.quantize_by_gptq(model.blocks[0].query.data, 0.1, 7, hessians["blocks.0.query"])
+    assert seen == [{"meta"}] and rows.device.type == scale.device.type == "cpu"
 
 
 def test_golf_plus_compresses_at_most_twice(monkeypatch):

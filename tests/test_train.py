@@ -315,15 +315,36 @@ def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
 
 
 def test_the_training_group_is_connected_before_the_clock(train, monkeypatch):
-    events = []
+    events, groups = [], []
     for owner, name in ((train_gpt.Team, "begin_training"), (train_gpt.Optimizer, "connect"),
                         (train_gpt.Clock, "start")):
         def noted(*args, name=name, call=getattr(owner, name), **kw):
             events.append(name)
-            return call(*args, **kw)
+            if name == "connect":
+                groups.append(args[0].group)
+            found = call(*args, **kw)
+            if name == "begin_training":
+                args[0].group = "the training group"
+            return found
         monkeypatch.setattr(owner, name, noted)
     assert train(TOY, ITERATIONS="2", VAL_TOKENS="512").code == 0
-    assert events[:3] == ["begin_training", "connect", "start"] and events.count("connect") == 1
+    assert events[:3] == ["begin_training", "connect", "start"] and groups == ["the training group"]
+
+
+@pytest.mark.parametrize("micro, alone", [(16, True), (4, False)])
+def test_the_rehearsal_of_one_micro_step_says_so(micro, alone, tiny_data, monkeypatch):
+    """As train_step() does: else the first step would ask for the memory of gradients that are sent as they
+    are."""
+    cfg, said = toy_config(tiny_data, vocab_size=512), []
+    model = cfg.make_model(Kernels())
+    init_parameters(model, 0)
+    optimizer = train_gpt.Optimizer(model, cfg)
+    monkeypatch.setattr(optimizer, "backward", lambda loss, alone=False: said.append(alone))
+    run = train_gpt.Run(cfg, cfg, train_gpt.Team(cfg, {}), print, None, "", micro=micro, model=model,
+                        optimizer=optimizer)
+    run.loss_fn = model
+    train_gpt.rehearse_stages(run)
+    assert len(said) > 0 and {*said} == {alone}
 
 
 def test_ranks_rehearse_alike(tiny_data, monkeypatch):
@@ -364,7 +385,8 @@ def test_a_step_that_does_not_compile_on_a_gpu(fails, ending, tiny_data, monkeyp
     """It is compiled once more with torch's kernels, then refused: uncompiled it would take several times as
     long. A CPU goes on uncompiled (test_first_hour)."""
     cfg, said, compiled = toy_config(tiny_data, vocab_size=512, compile=True), [], []
-    model = cfg.make_model(Kernels())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    model = cfg.make_model(train_gpt.choose_kernels(cfg, True, lambda line: None))
     team = train_gpt.Team(cfg, {})
     run = train_gpt.Run(cfg, cfg, team, said.append, None, "", micro=4, model=model,
                         optimizer=train_gpt.Optimizer(model, cfg))
@@ -381,7 +403,6 @@ def test_a_step_that_does_not_compile_on_a_gpu(fails, ending, tiny_data, monkeyp
     for name, stand_in in dict(compile_step=compile_step, rehearse_stages=rehearse_stages).items():
         monkeypatch.setattr(train_gpt, name, stand_in)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     if ending:
         with pytest.raises(train_gpt.Refused) as refused:
             train_gpt.rehearse(run)

@@ -320,15 +320,19 @@ def last_stage(run: Any) -> Any:
 
 
 def random_tokens(run: Any, stage: Any) -> Tensor:
-    """A micro-batch of a stage, with documents of about 700 tokens."""
+    """A micro-batch of a stage, with documents of about 700 tokens, cut where the recipe cuts them."""
     share = stage.batch_tokens // stage.row_tokens
     rows = min(share, max(1, run.micro * run.cfg.train_seq_len // stage.row_tokens))
     device = run.team.device
     draw = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(2, run.cfg.vocab_size, (rows, stage.row_tokens), device=device, generator=draw)
     begins = torch.rand(tokens.shape, device=device, generator=draw) < 1 / 700
+    begins[:, 0] = True
+    if run.cfg.document_limit():
+        place = torch.arange(stage.row_tokens, device=device)
+        first = torch.where(begins, place, 0).cummax(1).values  # of the document
+        begins |= (place - first) % run.cfg.document_limit() == 0
     tokens[begins] = run.cfg.bos_id
-    tokens[:, 0] = run.cfg.bos_id
     return tokens
 
 
@@ -428,14 +432,13 @@ def judge(subject: Subject, what: str, errors: dict[str, float], most: float) ->
     )
 
 
-def as_it_is(subject: Subject, run: Any, call: Call) -> Callable:
-    """Attention as a compiled step of this run computes it."""
-    kernels = run.model.kernels
+def by_kernels(kernels: Any, call: Call, device: torch.device) -> Callable:
+    """Attention as a compiled step with these Kernels computes it."""
     T = call.q[2]
     documents = call.documents
     window: Any = call.window
     if documents is not None or call.window < T - 1:
-        window = kernels.window(call.window, T, run.team.device, documents is not None)
+        window = kernels.window(call.window, T, device, documents is not None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = None
@@ -479,7 +482,7 @@ def attention_numbers(subject: Subject, run: Any, call: Call) -> None:
     """Attention as the step computes it, forward and backward, and which kernel that was."""
     *inputs, grad = attention_inputs(run, call)
     exact = exact_attention(call, *inputs, grad, subject.slice_size())
-    fast = subject.compiled(as_it_is(subject, run, call))
+    fast = subject.compiled(by_kernels(run.model.kernels, call, run.team.device))
     with subject.report.compiling():
         mine = with_gradients(fast, inputs, grad)
     errors = dict(zip(("output", "grad q", "grad k", "grad v"), relative_errors(mine, exact)))
@@ -636,7 +639,7 @@ def attention_options(subject: Subject, run: Any, call: Call) -> list[Option]:
     documents = call.documents
     masked = documents is not None or call.window < T - 1
     device = run.team.device
-    found = [Option("as it is", "", as_it_is(subject, run, call))]
+    found = [Option("as it is", "", by_kernels(run.model.kernels, call, device))]
 
     def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = None
@@ -671,13 +674,10 @@ def attention_options(subject: Subject, run: Any, call: Call) -> list[Option]:
             )
     if run.team.on_gpu and importable("flash_attn_interface") and torch.cuda.get_device_capability()[0] == 9:
         cfg = trainer.replace(run.cfg, sdpa_backend="flash3")
-        module = trainer.flash_attention_3(cfg)
-
-        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = trainer.flash_mask(call.window, T, documents, device) if masked else None
-            return trainer.flash_attention(q, k, v, mask, module)
-
-        found.append(Option("FlashAttention 3", "SDPA_BACKEND=flash3", flash))
+        flash = cfg.attention_kernels(True, lambda line: None)
+        kernels = run.model.kernels._replace(window=trainer.plain_window, **flash)
+        attend = by_kernels(kernels, call, device)
+        found.append(Option("FlashAttention 3", "SDPA_BACKEND=flash3", attend))
     return found
 
 
