@@ -448,6 +448,15 @@ def test_the_micro_batch_is_what_fits_in_memory(short, train, monkeypatch):
     same_losses(done.losses, short.losses, 6)
 
 
+def test_a_micro_batch_that_does_not_fit_is_lowered_in_the_rehearsal(short, train, monkeypatch):
+    memory_for(monkeypatch, 5)
+    done = train(STEPS, ITERATIONS="6", DEVICE_BATCH_SIZE="16")
+    assert done.code == 0 and done.result["micro_batch"] == 4
+    lowered = re.findall(r"^rehearsal: OutOfMemoryError: .*; now micro_batch:(\d+)$", done.out, re.M)
+    assert lowered == ["8", "4"]
+    same_losses(done.losses, short.losses, 6)
+
+
 @pytest.mark.parametrize("fits, world_size, asked, micro", [
     (99, 1, 0, 12),     # the whole share of a rank
     (99, 2, 0, 6),
