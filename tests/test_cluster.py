@@ -131,6 +131,7 @@ def two_networks():
             subprocess.run(["ip", "netns", "del", f"{name}{n}"], capture_output=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("ip"), reason="needs iproute2")
 def test_two_machines_that_meet_through_a_cable(checkout, alone, two_networks):
     """By ssh.sh and torchrun. gloo by itself gives the other machine 127.0.0.1 as its address."""
