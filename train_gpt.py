@@ -7074,7 +7074,7 @@ def meet(ranks: Ranks) -> dist.Store:
 
 def interface_to(host: str) -> str:
     """The network interface that leads to a host, or has its address; empty if that is unknown."""
-    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+    with suppress(OSError, UnicodeError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a route is chosen, nothing is sent
         address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():

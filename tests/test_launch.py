@@ -141,7 +141,8 @@ def test_memory_that_grows_in_segments_unless_told_otherwise(given, found):
     (dict(RANK="0", WORLD_SIZE="2"), None, "lo"), (dict(RANK="0", WORLD_SIZE="2"), "eth7", "eth7"),
     (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"), None, "lo"),
     (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"), "eth7", "eth7"),
-    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="no such host"), None, None)])
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="no such host"), None, None),
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="x" * 70), None, None)])
 def test_the_interface_through_which_ranks_talk(ranks, given, found, monkeypatch):
     """On one machine its loopback, where its name may lead elsewhere; on several the one that leads to the
     first (test_cluster has two machines)."""
