@@ -7079,8 +7079,8 @@ def interface_to(host: str) -> str:
         address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # without an IPv4 address
-                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(32, b"\0"))  # SIOCGIFADDR
-                if found[20:24] == address:
+                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(32, b"\0"))  # SIOCGIFADDR
+                if answer[20:24] == address:
                     return name
     return ""
 
@@ -7161,10 +7161,11 @@ class Team:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
         self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
-        alone = self.ranks_here == self.world_size
-        if interface := interface_to("127.0.0.1" if alone else ranks.where[0]):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # whatever the host's name leads to
         if self.world_size > 1 and not dist.is_initialized():
+            one_machine = self.ranks_here == self.world_size
+            interface = interface_to("127.0.0.1" if one_machine else ranks.where[0])
+            if interface:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # whatever the host's name leads to
             dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT), store=meet(ranks),
                                     rank=self.rank, world_size=self.world_size)
 
@@ -7306,8 +7307,9 @@ def micro_batch(cfg: Config, team: Team) -> int:
 def peak_memory(team: Team, log: Callable) -> str:
     """Logs and returns the most memory that this process has held."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    bits = 20 if sys.platform == "darwin" else 10  # bytes or KiB
-    text = f"peak memory resident: {most >> bits} MiB"
+    if sys.platform != "darwin":
+        most *= 1024  # in KiB elsewhere
+    text = f"peak memory resident: {most >> 20} MiB"
     if team.on_gpu:
         used = torch.cuda.max_memory_allocated() >> 20
         held = torch.cuda.max_memory_reserved() >> 20

@@ -262,7 +262,7 @@ def calibrate(args: Any, say: Callable) -> dict:
     say(f"{len(jobs)} runs, of which {len(missing)} are missing")
     if not args.report:
         run_jobs(missing, tries.workers_of(args), losses, path, say)
-    return report(chosen, losses, say)
+    return report(chosen, losses, say) | report_whole_list(losses, say)
 
 
 def run_jobs(jobs: list, workers: int, losses: dict, path: Path, say: Callable) -> None:
@@ -399,14 +399,40 @@ def report(known_ones: list[Known], losses: dict, say: Callable) -> dict:
     found = {f"{width} {text}": agreement(columns[width, text]) for width, text in places}
     found["mean of all"] = agreement(means)
     for name, one in found.items():
-        if "rho" in one:
-            low, high = one["rho_interval"]
-            say(f"{name}: Spearman's rho {one['rho']:+.2f} ({low:+.2f} to {high:+.2f}), "
-                f"{one['ranked']} changes")
-        if "signs_interval" in one:
-            low, high = one["signs_interval"]
-            say(f"{name}: {one['signs']} of {one['n']} signs agree ({low:.0%} to {high:.0%})")
+        say_agreement(name, one, say)
     for (width, text), spread in spreads.items():
         if spread > 0:
             say(f"{width} {text}: one seed's gain has a deviation of {spread:.4f} nats")
+    return found
+
+
+def say_agreement(name: str, found: dict, say: Callable) -> None:
+    """The lines of what agreement() found."""
+    if "rho" in found:
+        low, high = found["rho_interval"]
+        say(f"{name}: Spearman's rho {found['rho']:+.2f} ({low:+.2f} to {high:+.2f}), "
+            f"{found['ranked']} changes")
+    if "signs_interval" in found:
+        low, high = found["signs_interval"]
+        say(f"{name}: {found['signs']} of {found['n']} signs agree ({low:.0%} to {high:.0%})")
+
+
+def report_whole_list(losses: dict, say: Callable) -> dict:
+    """Over the whole list, the kept third included: how far each width and text agrees with the public gains,
+    and each two of them with each other."""
+    places = sorted({(width, text) for _, width, text in losses})
+    means: dict = {}
+    for place in places:
+        here = {known.name: gains_of(known, losses, *place) for known in LIST}
+        means[place] = {name: float(np.mean(some)) for name, some in here.items() if any(some)}
+    publics = {known.name: known.percent for known in LIST}
+    found = {}
+    for i, (width, text) in enumerate(places):
+        mine = means[width, text]
+        found[f"whole list, {width} {text}"] = agreement([(publics[name], mine[name]) for name in mine])
+        for other in places[i + 1:]:
+            pairs = [(mine[name], means[other][name]) for name in mine if name in means[other]]
+            found[f"{width} {text} and {other[0]} {other[1]}"] = agreement(pairs)
+    for name, one in found.items():
+        say_agreement(name, one, say)
     return found

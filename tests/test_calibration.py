@@ -11,7 +11,8 @@ import calibration
 import train_gpt
 import tries
 from calibration import (
-    LIST, Known, Public, agreement, edited, flags_at, gains_of, kept_names, report, spread_of)
+    LIST, Known, Public, agreement, edited, flags_at, gains_of, kept_names, report, report_whole_list,
+    spread_of)
 from helpers import ROOT, SCRIPT, look
 
 
@@ -113,6 +114,12 @@ def test_gains_and_agreement():
     assert "MUDD: public +4.72 %; 32 a +0.1200 ± 0.0100" in lines
     assert "Muon on pairs of heads: public +0.67 %; changes nothing here, or was not run" in lines
     assert lines[-1] == "32 a: one seed's gain has a deviation of 0.0141 nats"
+    # at another width MUDD loses and GELU gains
+    other = {("base", 48, "a"): {1: 3.0}, ("MUDD", 48, "a"): {1: 2.9}, ("GELU", 48, "a"): {1: 2.9}}
+    whole = report_whole_list(losses | other, lines.append)
+    names = ["whole list, 32 a", "whole list, 48 a", "32 a and 48 a"]
+    assert [whole[name]["signs"] for name in names] == [2, 0, 0]
+    assert lines[-1] == "whole list, 48 a: 0 of 2 signs agree (0% to 66%)"
     lines.clear()
     report(LIST, {cell: {1: some[1]} for cell, some in losses.items()}, lines.append)
     assert "MUDD: public +4.72 %; 32 a +0.1100" in lines and "deviation" not in lines[-1]
