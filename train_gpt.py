@@ -2051,7 +2051,7 @@ class Tiny(Config):
     eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
-    val_part: int = optional(8_192, "tokens of val scored every val_part_every steps, off the clock; 0: none")
+    val_part: int = optional(32_768, "tokens of val scored every val_part_every steps off the clock; 0: none")
     val_part_every: int = option(50, "steps between those scores", 1, 10**9)
 
     def stages(self) -> list[WindowStage]:
@@ -2176,8 +2176,14 @@ class Tiny(Config):
         return TinyModel(self, kernels)
 
 def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
-    """Logs the loss on the first val_part tokens of val; ./run.sh sends it to LOGGER."""
-    loss = evaluate(model, replace(cfg, val_tokens=cfg.val_part), data, team).val_loss
+    """Logs the mean loss of rows with about val_part tokens, evenly spaced over val, each scored as in the
+    final evaluation; ./run.sh sends it to LOGGER."""
+    rows = evaluation_rows(cfg, len(data.val), cfg.eval_stride)
+    rows = rows[::max(1, len(data.val) // cfg.val_part)]
+    nats = np.zeros(len(data.val))
+    score_share(nats, rows, model, cfg, data.val, team)
+    targets = sum([1 + last - first for _, first, last in rows])
+    loss = all_reduce(torch.tensor(nats.sum())).item() / targets
     log(f"val_part step:{step} val_loss:{loss:.4f}")
     return {}
 

@@ -257,7 +257,7 @@ def target_of(name, folders):
     seconds of its runs at step PACE_STEP, and their machine."""
     track = RULES[NEWEST].tracks[name]
     mean, about = track.start, f"{track.start_name}, {track.hardware}"
-    best, curve, pace = best_before(folders, ""), [], None
+    best, curve, split, pace = best_before(folders, ""), [], "train", None
     if best != "none":
         record = folders[best]
         s = describe(record.values("time" if track.rank == "time" else track.metric))
@@ -267,15 +267,19 @@ def target_of(name, folders):
         if times and track.time_cap:
             machine = record.hardware().removeprefix("1 ranks x ")
             pace = dict(step=PACE_STEP, seconds=round(float(np.median(times)), 1), machine=machine)
-        end = min(run.curves["train"][-1].seconds for run in record.runs)
-        grid = np.geomspace(1, end, 80)
-        losses = np.median(mean_curve(record.runs, "train", "seconds", grid), 0)
+        if all(len(run.curves["part"]) > 3 for run in record.runs):
+            split = "part"
+        curves = [run.curves[split] for run in record.runs]
+        start = max(1, *[points[0].seconds for points in curves])
+        grid = np.geomspace(start, min(points[-1].seconds for points in curves), 80)
+        losses = np.median(mean_curve(record.runs, split, "seconds", grid), 0)
         curve = np.column_stack([grid, losses]).round(4).tolist()
     other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
              "about": about}
     if track.rank == "time":
         other |= {"value": track.target, "seconds": mean}
-    return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve, "pace": pace}
+    return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve,
+            "curve_of": split, "pace": pace}
 
 
 def page_of(version):

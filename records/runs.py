@@ -122,7 +122,8 @@ class Run:
     source: str | None = None       # the script that it begins with
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
     protocols: dict = dataclasses.field(default_factory=dict)   # {"sliding": [what its lines say], ...}
-    curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": []})      # of Points
+    # of Points; part: a part of val, scored during training
+    curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": [], "part": []})
     facts: dict = dataclasses.field(default_factory=dict)       # of NUMBERS and WORDS
     config: dict = dataclasses.field(default_factory=dict)
     eval: dict = dataclasses.field(default_factory=dict)
@@ -317,6 +318,7 @@ def read_curves(run, body):
             curve.append(Point(step, seconds, float(loss), tokens, float(mean) if mean else None))
         if bpb:
             run.facts["last_bpb"] = float(bpb)
+    run.curves["part"] = part_of_val(run, body)
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
         run.scores.append((f"val_{metric}", float(value)))
     for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
@@ -327,6 +329,18 @@ def read_curves(run, body):
             run.steps = int(step)
             run.facts["stopped_at"] = float(step)
             run.curves["val" if kind == "tel" else "train"].append(Point(run.steps, 0.0, float(loss), None))
+
+
+def part_of_val(run, body):
+    """The Points of `val_part step:50 val_loss:1.2345`, with the seconds of the training lines."""
+    train = {point.step: point.seconds for point in run.curves["train"]}
+    if not train:
+        return []
+    steps = sorted(train)
+    seconds = [train[step] for step in steps]
+    losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", body, re.M))
+    return [Point(int(step), float(np.interp(int(step), steps, seconds)), float(loss), None)
+            for step, loss in losses.items()]
 
 
 def read_facts(run, head, body):
@@ -697,6 +711,22 @@ def mean_curve(runs, split, axis, grid):
             losses = np.convolve(np.pad(losses, 1, "edge"), np.ones(3) / 3, "valid")
         rows.append(np.interp(grid, places, losses))
     return np.array(rows)
+
+
+def batch_means(points):
+    """[(seconds, mean loss)], means over at least a fiftieth of the run's steps: the first lines of a log are
+    of single batches, whose losses differ by more than training changes them."""
+    least = points[-1].step / 50
+    rows = []
+    before = total = weight = 0
+    for point in points:
+        total += point.smooth * (point.step - before)
+        weight += point.step - before
+        before = point.step
+        if weight >= least or point is points[-1]:
+            rows.append((point.seconds, total / weight))
+            total = weight = 0
+    return rows
 
 
 def equal_point(a, b, axis):

@@ -17,7 +17,7 @@ import numpy as np
 
 from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 from runs import (
-    cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
+    batch_means, cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
     load_runs, log_text, mean_curve, p_term, pick_metric, points_with, read_log, show, stats_line,
     test_line, test_target, test_welch)
 
@@ -298,11 +298,16 @@ def against_baseline(baseline, metric, values, times, say):
 
 
 # ------------------------------------------------------------ curves
+SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
+
+
 def draw_curves(axes, label, runs, axis, color):
     """Loss over an axis: the median of the runs, and a band from the lowest to the highest. Returns the least
     and the largest loss drawn."""
-    few_validations = any(len(run.curves["val"]) < 4 for run in runs)
-    split = "train" if axis == "tokens" or few_validations else "val"
+    split = "train"
+    if axis != "tokens":
+        scored = [split for split in ("val", "part") if all(len(run.curves[split]) > 3 for run in runs)]
+        split = (scored or ["train"])[0]
     drawn = [run for run in runs if len(points_with(run, split, axis)) > 1]
     if not drawn:
         return []
@@ -311,7 +316,8 @@ def draw_curves(axes, label, runs, axis, color):
     rows = mean_curve(drawn, split, axis, grid)
     count = f"{len(drawn)} runs" if len(drawn) > 1 else "one run"
     axes.fill_between(grid, rows.min(0), rows.max(0), color=color, alpha=0.2, linewidth=0)
-    axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=f"{label}: {split}, {count}")
+    axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4,
+              label=f"{label}: {SPLITS[split]}, {count}")
     return [rows.min(), rows.max()]
 
 
@@ -352,34 +358,40 @@ def draw(curves, path, title, by="seconds", grey=()):
     pyplot.close(figure)
 
 
-def draw_run(folder, record=()):
-    """A finished run's loss.png: mean train_loss between log lines, val_loss, the loss of the part of val
-    that is scored in training, stages as bands, the LR factor; in grey the record of its game, [(seconds,
-    loss)]."""
+def draw_run(folder, target=None):
+    """A finished run's loss.png: train_loss, mean of many batches; val_loss; the loss on the part of val that
+    is scored during training; stages as bands; the LR factor. In grey what records/targets.json has for the
+    game: the record's curve and the final scores to compare with."""
     from matplotlib.figure import Figure
     run = read_log(folder / "train.log")
     text = log_text(run.path)
+    target = target or {}
     rows = re.findall(r"^step:(\d+)/.* train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s", text, re.M)
     steps, ms, rates, eta = np.array(rows, float).T
-    seconds, losses = np.array([(point.seconds, point.smooth) for point in run.curves["train"]]).T
     last = float(re.search(r"^limits: at most (\d+) steps", text, re.M)[1])
     starts = [int(step) / last for step in re.findall(r"^ {3,}(\d+) +\d+ +\d+ +\d+ +\d+ +\S+$", text, re.M)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     right = axes.twinx()
-    if record:
-        axes.plot(*zip(*record), color="0.6", linewidth=2.5, label="record: train, median of its runs")
-    axes.plot(seconds, losses, color="tab:blue", label="train, mean between two lines")
-    part = dict(re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", text, re.M))   # resumed runs repeat some
-    if part:
-        at, of_part = np.array([*part.items()], float).T
-        order = np.argsort(steps, kind="stable")
-        axes.plot(np.interp(at, steps[order], ms[order] / 1e3), of_part, color="tab:red", linewidth=1,
-                  label="a part of val, in training")
+    if target.get("curve"):
+        of = SPLITS[target["curve_of"]]
+        axes.plot(*zip(*target["curve"]), color="0.6", linewidth=4,
+                  label=f"the record: {of}, median of its runs")
+    axes.plot(*zip(*batch_means(run.curves["train"])), color="tab:blue", linewidth=1, alpha=0.6,
+              label="train, mean of many batches")
+    if run.curves["part"]:
+        part = [(point.seconds, point.loss) for point in run.curves["part"]]
+        axes.plot(*zip(*part), color="tab:red", linewidth=2, label="a part of val, during training")
+    for other in target.get("compare", []):
+        if other["metric"] == "val_bpb" and run.value("val_bpb"):
+            nats = other["value"] / run.value("val_bpb") * run.value("val_loss")
+            axes.axhline(nats, color="0.3", linestyle="--", linewidth=1)
+            axes.annotate(f"{other['name']} ended at val_bpb {other['value']:.4f}", (0.01, nats), (0, -3),
+                          ("axes fraction", "data"), "offset points", va="top", color="0.3", fontsize=9)
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
     axes.plot(*zip(*val), "o-", color="tab:red", label=f"val, at the end {val[-1][1]:.4f}")
     right.plot(ms / 1e3, rates, ":", color="tab:green")
-    right.set(ylabel="LR factor (dotted)", ylim=(0, None))
+    right.set(ylabel="LR factor (dotted)", ylim=(0, 1.25 * max(rates) or 1))
     stage = np.searchsorted(starts, np.maximum(steps / last, ms / (ms + 1e3 * eta)), "right")
     changes = [0, *np.flatnonzero(np.diff(stage)) + 1, len(ms) - 1]
     for low, high in zip(changes[1::2], changes[2::2]):     # every second stage

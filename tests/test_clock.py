@@ -121,13 +121,30 @@ def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monke
 
 
 def test_a_part_of_val_is_scored_on_the_way(train):
-    """Its loss is that of as many val_tokens; it changes no weight and is no validation."""
-    plain = train(SIX, VAL_PART="0", VAL_PART_EVERY="3", VAL_LOSS_EVERY="3", VAL_TOKENS="512")
-    done = train(SIX, VAL_PART="512", VAL_PART_EVERY="3")
+    """The whole of val where it is as large; it changes no weight and is no validation."""
+    plain = train(SIX, VAL_PART="0", VAL_PART_EVERY="3", VAL_LOSS_EVERY="3", VAL_TOKENS="0")
+    done = train(SIX, VAL_PART="100000", VAL_PART_EVERY="3")
     told = re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", done.log, re.M)
     assert told == [("3", f"{plain.val_losses[3]:.4f}")] and "\nval_part " not in plain.log
     assert done.weights == plain.weights and [*done.val_losses] == [6]
     assert "evaluating val_loss" not in done.log.partition("val_part")[0]
+
+
+def test_a_part_of_val_comes_from_all_of_it(monkeypatch):
+    """Rows of 512 tokens, evenly spaced: 4 of 40."""
+    scored, said = [], []
+
+    def score_share(nats, rows, *_):
+        scored.extend(rows)
+        for _, first, last in rows:
+            nats[first:last + 1] = 2 + (first > 10_000)
+
+    monkeypatch.setattr(train_gpt, "score_share", score_share)
+    cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048))
+    data = SimpleNamespace(val=np.zeros(40 * 512 + 1, np.uint16))
+    train_gpt.score_part(None, cfg, data, None, said.append, 50)
+    assert [first for _, first, _ in scored] == [1, 5121, 10241, 15361]
+    assert said == ["val_part step:50 val_loss:2.5000"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):

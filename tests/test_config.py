@@ -40,7 +40,7 @@ RECIPES = {
         embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95,
         muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_backend_steps=5, bigram_every=2,
         beta1=0.8, beta2=0.95, adam_eps=1e-08, warmdown_frac=0.5, lr_floor=0.0, eval_sliding=0, eval_ttt=0,
-        eval_ttt_lr=0.05, val_part=8192, val_part_every=50),
+        eval_ttt_lr=0.05, val_part=32768, val_part_every=50),
     "golf": RUN | dict(
         preset="golf", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
         logit_softcap=30.0, rope_base=10_000.0, qk_gain_init=1.5, data_path="data/datasets/fineweb10B_sp1024",

@@ -17,7 +17,8 @@ def drawn(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
 
-    def draw(train=TRAIN, val=VAL, record=(), part=(), **settings):
+    def draw(train=TRAIN, val=VAL, target=None, part=(),
+             final="final_model val_loss:3.27", **settings):
         cfg, lines = train_gpt.load_config(settings), []
         last, length = train_gpt.total_steps(cfg), train[-1][1]
         lines += [f"limits: at most {last} steps", *train_gpt.stage_lines(cfg), f"config preset={cfg.preset}"]
@@ -28,8 +29,8 @@ def drawn(monkeypatch, tmp_path):
         lines += [f"step:{step}/{last} val_loss:{loss:.4f} {train_gpt.time_text(seconds, step)}"
                   for step, seconds, loss in val]
         lines += [f"val_part step:{step} val_loss:{loss:.4f}" for step, loss in part]
-        (tmp_path / "train.log").write_text("\n".join([*lines, "final_model val_loss:3.27", ""]))
-        trials.draw_run(tmp_path, record)
+        (tmp_path / "train.log").write_text("\n".join([*lines, final, ""]))
+        trials.draw_run(tmp_path, target)
         return figures.pop().axes
 
     return draw
@@ -41,13 +42,15 @@ def labels(axes):
 
 def test_a_run_with_stages(drawn):
     axes, right = drawn(PRESET="speedrun")
-    assert labels(axes) == ["train, mean between two lines", "val, at the end 3.2700"]
+    assert labels(axes) == ["train, mean of many batches", "val, at the end 3.2700"]
     (low, high), (left, end) = axes.get_ylim(), axes.get_xlim()
     for line in axes.get_lines():
         assert low < min(line.get_ydata()) and max(line.get_ydata()) < high
         assert left <= min(line.get_xdata()) and max(line.get_xdata()) < end
     means, _ = (line.get_ydata() for line in axes.get_lines())
-    assert list(means) == pytest.approx([loss + 0.5 for *_, loss in TRAIN])
+    # the first two lines are of single steps, and are drawn with the third
+    first = (11.4 + 9.5 + 248 * 5.0) / 250
+    assert list(means) == pytest.approx([first, *[loss + 0.5 for *_, loss in TRAIN[3:]]])
     # the second and the fourth of four stages are shaded: from the first log line in each to that of the next
     spans = [(band.get_x(), band.get_x() + band.get_width()) for band in axes.patches]
     assert spans == [pytest.approx((23.8, 66.0)), pytest.approx((129.0, 132.0))]
@@ -56,17 +59,27 @@ def test_a_run_with_stages(drawn):
 
 
 def test_a_part_of_val_is_a_curve_of_its_own(drawn):
-    """At the seconds of its steps."""
-    axes, _ = drawn(val=VAL[-1:], part=[(1414, 3.7), (2065, 3.4)])
-    assert labels(axes)[1:] == ["a part of val, in training", "val, at the end 3.2700"]
+    """At the seconds of its steps; a resumed run scores one again."""
+    axes, _ = drawn(val=VAL[-1:], part=[(1414, 3.9), (2065, 3.4), (1414, 3.7)])
+    assert labels(axes)[1:] == ["a part of val, during training", "val, at the end 3.2700"]
     curve = axes.get_lines()[1]
     assert list(curve.get_xdata()) == pytest.approx([66.0, 118 + 11 / 2])
     assert list(curve.get_ydata()) == [3.7, 3.4]
 
 
 def test_the_record_is_grey(drawn):
-    axes, _ = drawn(record=[(1.0, 5.0), (120.0, 3.0)])
-    assert labels(axes)[0].startswith("record") and axes.get_lines()[0].get_color() == "0.6"
+    axes, _ = drawn(target=dict(curve=[(1.0, 5.0), (120.0, 3.0)], curve_of="part"))
+    assert labels(axes)[0] == "the record: a part of val, median of its runs"
+    assert axes.get_lines()[0].get_color() == "0.6"
+
+
+def test_final_scores_to_compare_with_are_levels(drawn):
+    """Their bits per byte as the nats per token that this run would have had; other metrics are left out."""
+    others = [dict(name="the record", metric="val_bpb", value=0.9), dict(name="CORE", metric="core", value=1)]
+    axes, _ = drawn(target=dict(compare=others), final="final_model val_loss:3.0 val_bpb:1.2")
+    level = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert [list(line.get_ydata()) for line in level] == [[pytest.approx(2.25)] * 2]
+    assert [text.get_text() for text in axes.texts] == ["the record ended at val_bpb 0.9000"]
 
 
 def test_a_run_of_one_step(drawn):
@@ -117,3 +130,18 @@ def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
     names = labels(figures.pop().axes[0])
     assert [name for name in names if "2 runs" in name] == ["trial_20260101_0: train, 2 runs"]
     assert [name for name in names if "one run" in name] == ["trial_20260101_1: train, one run"]
+
+
+def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    text = (ROOT / "records/track_tiny/2026-11-21_Baseline/train_seed1338.log").read_text()
+    parts = [f"val_part step:{step} val_loss:{5 - step / 100}\n" for step in (50, 100, 150, 200)]
+    (tmp_path / "train.log").write_text(text + "".join(parts))
+    for by in ("seconds", "step"):
+        assert tool("plot", tmp_path, "--by", by, "--out", "x.png")[0] == 0
+        axes = figures.pop().axes[0]
+        place, = [i for i, name in enumerate(labels(axes)) if name.endswith("a part of val, one run")]
+        assert axes.get_lines()[place].get_ydata()[-1] == pytest.approx(3.0)
+    assert tool("plot", tmp_path, "--by", "tokens", "--out", "x.png")[0] == 0
+    assert not any("a part of val" in name for name in labels(figures.pop().axes[0]))

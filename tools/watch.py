@@ -419,7 +419,7 @@ def main(command):
                 rows = in_rows("\n".join(rows))
             print(*rows, sep="\n", flush=True)
             if result["steps"]:
-                draw_run(folder, target_of(result).get("curve", ()))
+                draw_run(folder, target_of(result))
         except Exception as error:      # the run itself is done: its code stays 0
             print(f"the end of {folder} cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)
     return code if code >= 0 else 128 - code
