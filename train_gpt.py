@@ -1403,8 +1403,8 @@ class Model(nn.Module):
         """Further inputs of a training step on tokens and targets (B, T), each with B rows."""
         return []
 
-    def build(self, loader: "Loader", log: Callable) -> bool:
-        """Builds the state that comes from training tokens, on the clock. Returns whether there is any."""
+    def build(self, run: "Run", fresh: bool) -> bool:
+        """Makes state, and in a fresh run first values, of training tokens, on the clock. Returns if any."""
         return False
 
     def state(self) -> dict[str, Tensor]:
@@ -1427,6 +1427,40 @@ def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     seen = torch.cat((torch.full_like(tokens[:, :1], rows - 1), tokens[:, 1:]), 1).int()
     pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
     return torch.cat((seen[:, :1], pairs), 1)
+
+MOST_BIGRAMS = 1 << 24  # of a vocabulary of 4,096
+
+def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
+    """uint16 (n,) -> how often each token is followed by each token, float64 (V, V)."""
+    counts = np.zeros(vocab_size**2)
+    for low in range(0, len(text) - 1, 1 << 22):
+        tokens = text[low:low + (1 << 22) + 1].astype(np.int64)
+        counts += np.bincount(vocab_size * tokens[:-1] + tokens[1:], minlength=len(counts))
+    return counts.reshape(vocab_size, vocab_size)
+
+def bigram_values(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Embedding, normalized, and head (V, C) whose product is close to the log-probabilities of the next
+    token, up to a constant per token. counts: from bigram_counts(). By numpy: torch's linear algebra rounds
+    differently from call to call."""
+    random = np.random.default_rng(seed)
+    # 1. log-probabilities, smoothed by 4 counts of the unigram distribution
+    often = counts.sum(1, keepdims=True)
+    unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
+    logs = np.log((counts + 4 * unigram) / (often + 4))
+    logs -= logs @ unigram[:, None]
+    # 2. the embedding: leading singular vectors, where frequent tokens count more; in a random basis
+    weight = np.sqrt(often / often.sum() + 1e-6)
+    weighted = weight * logs * np.sqrt(unigram)
+    basis = random.standard_normal((len(counts), min(C, len(counts))))
+    for _ in range(5):
+        basis = np.linalg.qr(weighted @ (weighted.T @ basis))[0]
+    left, sizes, _ = np.linalg.svd(basis.T @ weighted, full_matrices=False)
+    rotation = np.linalg.qr(random.standard_normal((C, C)))[0][:len(sizes)]
+    vectors = basis @ left * np.sqrt(sizes) / weight @ rotation
+    embed = vectors / np.sqrt(np.mean(vectors**2, 1, keepdims=True) + 1e-12)
+    # 3. the head: weighted least squares
+    head = np.linalg.lstsq(weight * embed, weight * logs, rcond=1e-3)[0].T
+    return torch.from_numpy(embed).float(), torch.from_numpy(head).float().contiguous()
 
 # The memory: which tokens followed the last n tokens in the training text, for each n, and earlier in the
 # row. None of it has to be learned. At the input, each order of n-grams in the text and the longest match in
@@ -1648,13 +1682,13 @@ class CountingModel(Model):
     """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
     counts: NgramCounts
 
-    def build(self, loader: "Loader", log: Callable) -> bool:
+    def build(self, run: "Run", fresh: bool) -> bool:
         if not len(self.counts.tables):
             return False
-        log("counting n-grams")
+        run.log("counting n-grams")
         began = time.perf_counter()
-        self.counts.count(np.concatenate(loader.shards))
-        log(f"n-grams of {loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
+        self.counts.count(np.concatenate(run.loader.shards))
+        run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
         return True
 
     def state(self) -> dict[str, Tensor]:
@@ -1925,12 +1959,13 @@ class SeveralTargets(Model):
             for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
                 weight.fill_(number)
 
-    def build(self, loader: "Loader", log: Callable) -> bool:
+    def build(self, run: "Run", fresh: bool) -> bool:
         """Finds the prefix token of each token."""
         if not self.cfg.prefix_weight:
             return False
-        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, loader.tokenizer)))
-        log(f"prefix tokens: {(self.prefixes >= 0).sum().item()} of {self.cfg.vocab_size} tokens have one")
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.loader.tokenizer)))
+        found = (self.prefixes >= 0).sum().item()
+        run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
         return True
 
     def targets_of(self, targets: Tensor, context: Any) -> Tensor:
@@ -2009,6 +2044,8 @@ class Tiny(Config):
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
+    bigram_init: bool = option(True, "embedding and head start from the training text's bigrams, up to "
+                               "vocab_size 4,096; 0: random and 0")
     memory: bool = option(True, "n-grams of the training text and of the row; 0: a plain GPT", model=True)
     mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
                            "candidates only", model=True)
@@ -2276,6 +2313,22 @@ class TinyModel(CountingModel):
         self.blocks = nn.ModuleList([TinyBlock(cfg, kind) for kind in self.kinds])
         self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
         self.use(kernels)
+
+    def build(self, run: "Run", fresh: bool) -> bool:
+        """Counts n-grams; in a fresh run, embedding and head get first values from bigrams."""
+        counted = super().build(run, fresh)
+        V = self.cfg.vocab_size
+        if not fresh or not self.cfg.bigram_init or V * V > MOST_BIGRAMS:
+            return counted
+        began = time.perf_counter()
+        counts = sum([bigram_counts(shard, V) for shard in run.loader.shards], np.zeros((V, V)))
+        embed, head = bigram_values(counts, self.cfg.model_dim, self.cfg.seed)
+        values = dict(embed=embed, head=head)
+        for bank in run.optimizer.banks:
+            if bank.names[0] in values:
+                bank.load(values)
+        run.log(f"first values of embed and head made from bigrams in {time.perf_counter() - began:.1f} s")
+        return True
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
                 stage: WindowStage | None = None) -> TinyContext:
@@ -7629,7 +7682,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
     saver = run.saver
     last = total_steps(cfg)
     began = counter()
-    if run.model.build(run.loader, run.log) and state.step == 0:  # a resumed run has paid for it already
+    if run.model.build(run, state.step == 0) and state.step == 0:  # a resumed run has paid for it
         state.seconds += counter() - began
     clock = Clock(cfg, team, state, counter)
     recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)  # sum since the last line

@@ -75,6 +75,7 @@ def ever(*_, **__):
 COUNTED = {
     "the agreement on the time": (train_gpt.Clock, "agree", nth(2), {}),
     "the count of n-grams": (train_gpt.NgramCounts, "count", ever, {}),
+    "first values from the text": (train_gpt, "bigram_values", ever, {}),
     "the batch": (train_gpt.Loader, "next", ever, {}),
     "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the rehearsal
     "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
@@ -355,7 +356,8 @@ def run_on(device, monkeypatch, others=None, preset="tiny", **settings):
         patch.setattr(type(cfg), "schedule", noted)
         for name, fake in dict(
                 train_step=device.train_step, all_reduce=all_reduce,
-                evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), hardware=lambda _: "").items():
+                evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), score_part=lambda *_, **__: {},
+                hardware=lambda _: "").items():
             patch.setattr(train_gpt, name, fake)
         patch.setattr(torch.cuda, "current_stream", lambda: device)
         score, reason = train_gpt.train(run, state, device.counter)

@@ -510,6 +510,33 @@ def test_first_values_depend_on_the_seed_alone():
     assert not torch.equal(first["blocks.0.query"], first["blocks.1.query"])
 
 
+def test_bigrams_are_counted_in_parts():
+    """Also the pair where one part of 4,194,304 tokens ends and the next begins."""
+    text = np.zeros((1 << 22) + 3, np.uint16)
+    text[1 << 22], text[-1] = 2, 1
+    counts = train_gpt.bigram_counts(text, 3)
+    assert counts.tolist() == [[(1 << 22) - 1, 1, 1], [0, 0, 0], [1, 0, 0]]
+    assert train_gpt.bigram_counts(text[:1], 3).sum() == 0
+
+
+def test_first_values_from_bigrams_predict_them():
+    """Nearly, where the width is no less than the vocabulary."""
+    text = np.random.default_rng(0).integers(0, 12, 2000) ** 2 // 12
+    counts = train_gpt.bigram_counts(text.astype(np.uint16), 12)
+    unigram = (counts.sum(0) + 1) / (counts.sum() + 12)
+    expected = torch.from_numpy((counts + 4 * unigram) / (counts.sum(1, keepdims=True) + 4)).float()
+    embed, head = train_gpt.bigram_values(counts, 16, 1)
+    assert ((embed @ head.T).softmax(-1) - expected).abs().sum(-1).max() < 0.05
+    torch.testing.assert_close(embed.square().mean(-1), torch.ones(12))
+    # with fewer channels the common tokens are fitted best
+    embed, head = train_gpt.bigram_values(counts, 4, 1)
+    errors = ((embed @ head.T).softmax(-1) - expected).abs().sum(-1)
+    common = counts.sum(1).argsort().tolist()
+    assert embed.shape == head.shape == (12, 4) and errors[common[-3:]].max() < errors[common[:3]].max() < 1
+    again, other = (train_gpt.bigram_values(counts, 4, seed)[0] for seed in (1, 2))
+    assert torch.equal(again, embed) and not torch.allclose(other, embed, atol=0.1)
+
+
 @dataclass(frozen=True)
 class Edited(Tiny):
     """tiny with other rows in its parameter table."""

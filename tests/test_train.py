@@ -250,6 +250,17 @@ def test_compiled_runs_are_the_same_bits(backend, train, monkeypatch):
     torch.set_num_threads(1)
 
 
+def test_training_starts_from_bigrams(train, monkeypatch):
+    """The first loss is that of bigrams instead of log(vocabulary), unless the vocabulary is too large."""
+    short = TOY | dict(ITERATIONS="1", MEMORY="0", WARMUP_STEPS="0")
+    drawn, fitted = (train(short, BIGRAM_INIT=on) for on in "01")
+    monkeypatch.setattr(train_gpt, "MOST_BIGRAMS", 100)
+    large = train(short)
+    losses = [float(re.search(r"train_loss:(\S+)", run.log)[1]) for run in (drawn, fitted, large)]
+    assert losses[0] == losses[2] and losses[1] < losses[0] - 0.3
+    assert [run.log.count("made from bigrams") for run in (drawn, fitted, large)] == [0, 1, 0]
+
+
 def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     """Whatever was in model and optimizer; loader and every random generator as they were, to the bit."""
     cfg = train_gpt.load_config(toy_of(

@@ -105,7 +105,8 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
         run.loss_fn = trainer.rehearse(cfg, run.team, run.model, run.optimizer, run.micro, run.log)
     seconds = time.perf_counter() - began
     if hasattr(run.model, "build"):  # once, and not as part of a step
-        run.model.build(loader, run.log)
+        older = "loader" in inspect.signature(run.model.build).parameters
+        run.model.build(*((loader, run.log) if older else (run, True)))
         run.model.build = lambda *_: False
     elif any(getattr(cfg, "count_orders", ())):  # an older one
         run.model.counts.count(np.concatenate(loader.shards))
