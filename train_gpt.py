@@ -1404,7 +1404,7 @@ class Model(nn.Module):
         return []
 
     def build(self, run: "Run", fresh: bool) -> bool:
-        """Makes state, and in a fresh run first values, of training tokens, on the clock. Returns if any."""
+        """Builds state from training tokens, on the clock; if fresh, first values, too. Is there any?"""
         return False
 
     def state(self) -> dict[str, Tensor]:
@@ -1438,28 +1438,30 @@ def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
         counts += np.bincount(vocab_size * tokens[:-1] + tokens[1:], minlength=len(counts))
     return counts.reshape(vocab_size, vocab_size)
 
-def bigram_values(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Tensor]:
+def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Tensor]:
     """Embedding, normalized, and head (V, C) whose product is close to the log-probabilities of the next
-    token, up to a constant per token. counts: from bigram_counts(). By numpy: torch's linear algebra rounds
-    differently from call to call."""
-    random = np.random.default_rng(seed)
+    token, up to a constant per token. counts: from bigram_counts(). In numpy, whose linear algebra repeats
+    its results to the bit; torch's does not."""
+    V = len(counts)
+    rng = np.random.default_rng(seed)
     # 1. log-probabilities, smoothed by 4 counts of the unigram distribution
-    often = counts.sum(1, keepdims=True)
-    unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
-    logs = np.log((counts + 4 * unigram) / (often + 4))
-    logs -= logs @ unigram[:, None]
-    # 2. the embedding: leading singular vectors, where frequent tokens count more; in a random basis
-    weight = np.sqrt(often / often.sum() + 1e-6)
-    weighted = weight * logs * np.sqrt(unigram)
-    basis = random.standard_normal((len(counts), min(C, len(counts))))
-    for _ in range(5):
+    row_sums = counts.sum(1, keepdims=True)
+    unigram = (counts.sum(0) + 1) / (counts.sum() + V)
+    log_p = np.log((counts + 4 * unigram) / (row_sums + 4))
+    log_p -= log_p @ unigram[:, None]
+    # 2. the embedding: leading singular vectors, weighted by frequency, in a random basis
+    weight = np.sqrt(row_sums / max(1, row_sums.sum()) + 1e-6)
+    weighted = weight * log_p * np.sqrt(unigram)
+    basis = rng.standard_normal((V, min(C, V)))
+    for _ in range(5):  # subspace iteration
         basis = np.linalg.qr(weighted @ (weighted.T @ basis))[0]
-    left, sizes, _ = np.linalg.svd(basis.T @ weighted, full_matrices=False)
-    rotation = np.linalg.qr(random.standard_normal((C, C)))[0][:len(sizes)]
-    vectors = basis @ left * np.sqrt(sizes) / weight @ rotation
-    embed = vectors / np.sqrt(np.mean(vectors**2, 1, keepdims=True) + 1e-12)
+    left, singular_values, _ = np.linalg.svd(basis.T @ weighted, full_matrices=False)
+    rotation = np.linalg.qr(rng.standard_normal((C, C)))[0][:len(singular_values)]
+    vectors = (basis @ left) * np.sqrt(singular_values) / weight
+    embed = vectors @ rotation
+    embed /= np.sqrt(np.mean(embed**2, 1, keepdims=True) + 1e-12)
     # 3. the head: weighted least squares
-    head = np.linalg.lstsq(weight * embed, weight * logs, rcond=1e-3)[0].T
+    head = np.linalg.lstsq(weight * embed, weight * log_p, rcond=1e-3)[0].T
     return torch.from_numpy(embed).float(), torch.from_numpy(head).float().contiguous()
 
 # The memory: which tokens followed the last n tokens in the training text, for each n, and earlier in the
@@ -2045,7 +2047,7 @@ class Tiny(Config):
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
     bigram_init: bool = option(True, "embedding and head start from the training text's bigrams, up to "
-                               "vocab_size 4,096; 0: random and 0")
+                               "vocab_size 4,096; 0: random embedding, head of zeros")
     memory: bool = option(True, "n-grams of the training text and of the row; 0: a plain GPT", model=True)
     mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
                            "candidates only", model=True)
@@ -2088,7 +2090,7 @@ class Tiny(Config):
     eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
     eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
     eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
-    val_part: int = optional(32_768, "tokens of val scored every val_part_every steps off the clock; 0: none")
+    val_part: int = optional(32_768, "val tokens scored every val_part_every steps off the clock; 0: none")
     val_part_every: int = option(50, "steps between those scores", 1, 10**9)
 
     def stages(self) -> list[WindowStage]:
@@ -2213,12 +2215,13 @@ class Tiny(Config):
         return TinyModel(self, kernels)
 
 def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
-    """Logs the mean loss of rows with about val_part tokens, evenly spaced over val, each scored as in the
+    """Logs the mean loss of rows with about val_part tokens, evenly spaced over val and scored as in the
     final evaluation; ./run.sh sends it to LOGGER."""
-    rows = evaluation_rows(cfg, len(data.val), cfg.eval_stride)
-    rows = rows[::max(1, len(data.val) // cfg.val_part)]
-    nats = np.zeros(len(data.val))
-    score_share(nats, rows, model, cfg, data.val, team)
+    tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
+    rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
+    rows = rows[::max(1, len(tokens) // cfg.val_part)]
+    nats = np.zeros(len(tokens))
+    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
     targets = sum([1 + last - first for _, first, last in rows])
     loss = all_reduce(torch.tensor(nats.sum())).item() / targets
     log(f"val_part step:{step} val_loss:{loss:.4f}")
@@ -2315,15 +2318,16 @@ class TinyModel(CountingModel):
         self.use(kernels)
 
     def build(self, run: "Run", fresh: bool) -> bool:
-        """Counts n-grams; in a fresh run, embedding and head get first values from bigrams."""
+        """Counts n-grams; in a fresh run, embedding and head start from the bigrams of the first shard."""
         counted = super().build(run, fresh)
-        V = self.cfg.vocab_size
-        if not fresh or not self.cfg.bigram_init or V * V > MOST_BIGRAMS:
+        cfg = self.cfg
+        V = cfg.vocab_size
+        if not fresh or not cfg.bigram_init or V * V > MOST_BIGRAMS:
             return counted
         began = time.perf_counter()
-        counts = sum([bigram_counts(shard, V) for shard in run.loader.shards], np.zeros((V, V)))
-        embed, head = bigram_values(counts, self.cfg.model_dim, self.cfg.seed)
-        values = dict(embed=embed, head=head)
+        counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
+        embed, head = factorize_bigrams(counts, cfg.model_dim, cfg.seed)
+        values = run.team.share(dict(embed=embed, head=head))
         for bank in run.optimizer.banks:
             if bank.names[0] in values:
                 bank.load(values)

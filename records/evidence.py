@@ -36,7 +36,8 @@ LOG_DIGEST = re.compile(rb"^log sha256:([0-9a-f]{64})\n", re.M)
 # Residuals in nats of one curve fitted to another, by SHUFFLE: those of two seeds are over 2.5 times as large
 SAME_CURVE = {"1": 4e-3, "0": 5e-4}
 LEAST_POINTS = 12       # of two curves that can be compared
-COUNTED = re.compile(r"n-grams of \d+ tokens counted in (\d+\.\d) s")
+# On the clock, before the first step
+BUILT = re.compile(r"(?:n-grams of \d+ tokens counted|first values of .* made from bigrams) in (\d+\.\d) s")
 UNUSED_STEPS = 5        # of the slowest, that a run may end before its cap
 GAIN_BY_PACKING = 5e-3  # nats by which an artifact may be better than the weights that it was made from
 CLOCKS_DIFFER = timedelta(hours=1)
@@ -92,12 +93,12 @@ def check_steps(folder, options):
         segments = check_lines(run, log, result)
         require((len(segments) > 1) == result["resumed"],
                 f"{name} says resumed {result['resumed']}, {log} was resumed {len(segments) - 1} times")
-        lines = map(COUNTED.fullmatch, lines_of(run))
-        counted = next((float(found[1]) for found in lines if found), None)
+        lines = map(BUILT.fullmatch, lines_of(run))
+        built = [float(found[1]) for found in lines if found]
         first = min((step.ms for _, steps in segments for step in steps), default=0)
-        require((counted or 0) <= first / 1e3 + 0.1,
-                f"{log}: {counted} s of counting end after its first step line")
-        check_end(log, name, segments[-1][1], result, batches_of(run, result["config"]), counted)
+        require(sum(built) <= first / 1e3 + 0.1,
+                f"{log}: {sum(built)} s of counting end after its first step line")
+        check_end(log, name, segments[-1][1], result, batches_of(run, result["config"]), built)
         check_said_once(run, log, result)
         count += sum(len(steps) for _, steps in segments)
     for run in folder.baseline:         # without results
@@ -205,11 +206,11 @@ def check_rates(where, step, result, batches):
             f"{where}: eta {step.eta} s, but train_time, steps and cap make {etas[0]:.0f} s")
 
 
-def check_end(log, name, steps, result, batches, counted=None):
-    """What the last step says of the whole run. batches: from batches_of(). counted: seconds that n-grams
-    took before the first step; None: there are none."""
+def check_end(log, name, steps, result, batches, built=()):
+    """What the last step says of the whole run. batches: from batches_of(). built: seconds of what was built
+    on the clock before the first step."""
     config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
-    mean_ms, stop = (result["train_time_ms"] - 1e3 * (counted or 0)) / result["steps"], result["stop_reason"]
+    mean_ms, stop = (result["train_time_ms"] - 1e3 * sum(built)) / result["steps"], result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
     if stop == "iterations":
         same(name, "steps", result["steps"], f"{log}, whose steps end at", steps[-1].total)
@@ -219,7 +220,7 @@ def check_end(log, name, steps, result, batches, counted=None):
         require(unused < 1, f"{name}: stopped by the cap of {cap} s after {seconds} s, with steps of at most "
                 f"{pace['max']} ms")
     ordered = pace["p50"] <= pace["p95"] <= pace["max"]
-    slack = 50 / result["steps"] if counted is not None else 0          # its seconds have one digit
+    slack = 50 * len(built) / result["steps"]       # their seconds have one digit
     require(ordered and (result["resumed"] or mean_ms < 1.01 * pace["max"] + 1 + slack),
             f"{name}: step_ms {pace}, but {result['steps']} steps took {mean_ms:.2f} ms on average")
     least = sum(result[key] for key in ("setup_ms", "compile_ms", "train_time_ms"))
@@ -275,7 +276,7 @@ def raise_same(one, other, why):
 def likeness(one, other, limit):
     """Why two runs look like the same one, or ""."""
     a, b = ({point.step: point for point in run.curves["train"]} for run in (one, other))
-    steps = sorted({*a, *b} & {*a} & {*b} - {1})        # the first loss is that of the uniform distribution
+    steps = sorted({*a, *b} & {*a} & {*b} - {1})        # the first loss is that of the first values
     if len(steps) < LEAST_POINTS:
         return ""
     losses = np.array([[a[n].loss for n in steps], [b[n].loss for n in steps]])

@@ -53,7 +53,7 @@ from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, is_plain,
     open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
 from runs import (  # noqa: E402
-    DIGITS, Refused, demand, describe, inputs, mean_curve, show, show_p)
+    DIGITS, Refused, batch_means, demand, describe, inputs, show, show_p)
 from scripts import Source, git_commit, of_one_kind, source_of  # noqa: E402
 
 
@@ -252,12 +252,13 @@ def rules_table(version):
 
 
 def target_of(name, folders):
-    """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. Where the game
-    is to reach a value in the least time, `seconds` is what the record took. pace: the median training
-    seconds of its runs at step PACE_STEP, and their machine."""
+    """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. curve_of: of
+    which split `curve` has the loss. Where the game is to reach a value in the least time, `seconds` is what
+    the record took. pace: the median training seconds of its runs at step PACE_STEP, and their machine."""
     track = RULES[NEWEST].tracks[name]
     mean, about = track.start, f"{track.start_name}, {track.hardware}"
-    best, curve, split, pace = best_before(folders, ""), [], "train", None
+    best, curve, pace = best_before(folders, ""), [], None
+    split = "train"
     if best != "none":
         record = folders[best]
         s = describe(record.values("time" if track.rank == "time" else track.metric))
@@ -267,12 +268,13 @@ def target_of(name, folders):
         if times and track.time_cap:
             machine = record.hardware().removeprefix("1 ranks x ")
             pace = dict(step=PACE_STEP, seconds=round(float(np.median(times)), 1), machine=machine)
+        curves = [batch_means(run.curves["train"]) for run in record.runs]
         if all(len(run.curves["part"]) > 3 for run in record.runs):
             split = "part"
-        curves = [run.curves[split] for run in record.runs]
-        start = max(1, *[points[0].seconds for points in curves])
-        grid = np.geomspace(start, min(points[-1].seconds for points in curves), 80)
-        losses = np.median(mean_curve(record.runs, split, "seconds", grid), 0)
+            curves = [[(point.seconds, point.loss) for point in run.curves[split]] for run in record.runs]
+        grid = np.geomspace(max(points[0][0] for points in curves),
+                            min(points[-1][0] for points in curves), 80)
+        losses = np.median([np.interp(grid, *zip(*points)) for points in curves], 0)
         curve = np.column_stack([grid, losses]).round(4).tolist()
     other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
              "about": about}

@@ -338,9 +338,9 @@ def part_of_val(run, body):
         return []
     steps = sorted(train)
     seconds = [train[step] for step in steps]
-    losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", body, re.M))
-    return [Point(int(step), float(np.interp(int(step), steps, seconds)), float(loss), None)
-            for step, loss in losses.items()]
+    losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\d+\.\d+)$", body, re.M))
+    return [Point(step, float(np.interp(step, steps, seconds)), loss, None)
+            for step, loss in sorted((int(step), float(loss)) for step, loss in losses.items())]
 
 
 def read_facts(run, head, body):
@@ -716,6 +716,8 @@ def mean_curve(runs, split, axis, grid):
 def batch_means(points):
     """[(seconds, mean loss)], means over at least a fiftieth of the run's steps: the first lines of a log are
     of single batches, whose losses differ by more than training changes them."""
+    points = [*{point.step: point for point in points}.values()]     # a resumed run repeats some
+    points.sort()
     least = points[-1].step / 50
     rows = []
     before = total = weight = 0

@@ -301,13 +301,17 @@ def against_baseline(baseline, metric, values, times, say):
 SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
 
 
-def draw_curves(axes, label, runs, axis, color):
+def split_to_draw(runs, axis):
+    """Of which split a picture shows curves: val or a part of it, if all runs have at least four points."""
+    for split in ("val", "part"):
+        if axis != "tokens" and all(len(run.curves[split]) > 3 for run in runs):
+            return split
+    return "train"
+
+
+def draw_curves(axes, label, runs, split, axis, color):
     """Loss over an axis: the median of the runs, and a band from the lowest to the highest. Returns the least
     and the largest loss drawn."""
-    split = "train"
-    if axis != "tokens":
-        scored = [split for split in ("val", "part") if all(len(run.curves[split]) > 3 for run in runs)]
-        split = (scored or ["train"])[0]
     drawn = [run for run in runs if len(points_with(run, split, axis)) > 1]
     if not drawn:
         return []
@@ -344,9 +348,10 @@ def draw(curves, path, title, by="seconds", grey=()):
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     losses = []
+    split = split_to_draw([run for runs in curves.values() for run in runs], by)
     for i, (label, runs) in enumerate(curves.items()):
         color = "0.5" if label in grey else f"C{i - len(grey)}"
-        losses += draw_curves(axes, label, runs, by, color)
+        losses += draw_curves(axes, label, runs, split, by, color)
         losses += draw_ends(axes, label, runs, by, color, "os^dv"[i % 5])
     demand(losses, "there are no curves to draw")
     axes.set(xlabel=AXES[by], ylabel="nats per token", title=title, yscale="log",
@@ -361,7 +366,7 @@ def draw(curves, path, title, by="seconds", grey=()):
 def draw_run(folder, target=None):
     """A finished run's loss.png: train_loss, mean of many batches; val_loss; the loss on the part of val that
     is scored during training; stages as bands; the LR factor. In grey what records/targets.json has for the
-    game: the record's curve and the final scores to compare with."""
+    game: the record's curve, and final val_bpb to compare with."""
     from matplotlib.figure import Figure
     run = read_log(folder / "train.log")
     text = log_text(run.path)
@@ -374,9 +379,9 @@ def draw_run(folder, target=None):
     axes = figure.subplots()
     right = axes.twinx()
     if target.get("curve"):
-        of = SPLITS[target["curve_of"]]
+        split = SPLITS[target["curve_of"]]
         axes.plot(*zip(*target["curve"]), color="0.6", linewidth=4,
-                  label=f"the record: {of}, median of its runs")
+                  label=f"the record: {split}, median of its runs")
     axes.plot(*zip(*batch_means(run.curves["train"])), color="tab:blue", linewidth=1, alpha=0.6,
               label="train, mean of many batches")
     if run.curves["part"]:
@@ -384,6 +389,7 @@ def draw_run(folder, target=None):
         axes.plot(*zip(*part), color="tab:red", linewidth=2, label="a part of val, during training")
     for other in target.get("compare", []):
         if other["metric"] == "val_bpb" and run.value("val_bpb"):
+            # bits per byte as nats per token of this text
             nats = other["value"] / run.value("val_bpb") * run.value("val_loss")
             axes.axhline(nats, color="0.3", linestyle="--", linewidth=1)
             axes.annotate(f"{other['name']} ended at val_bpb {other['value']:.4f}", (0.01, nats), (0, -3),

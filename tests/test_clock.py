@@ -75,7 +75,7 @@ def ever(*_, **__):
 COUNTED = {
     "the agreement on the time": (train_gpt.Clock, "agree", nth(2), {}),
     "the count of n-grams": (train_gpt.NgramCounts, "count", ever, {}),
-    "first values from the text": (train_gpt, "bigram_values", ever, {}),
+    "first values from the text": (train_gpt, "factorize_bigrams", ever, {}),
     "the batch": (train_gpt.Loader, "next", ever, {}),
     "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the rehearsal
     "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
@@ -123,7 +123,7 @@ def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monke
 
 def test_a_part_of_val_is_scored_on_the_way(train):
     """The whole of val where it is as large; it changes no weight and is no validation."""
-    plain = train(SIX, VAL_PART="0", VAL_PART_EVERY="3", VAL_LOSS_EVERY="3", VAL_TOKENS="0")
+    plain = train(SIX, VAL_PART="0", VAL_PART_EVERY="3", VAL_LOSS_EVERY="3")
     done = train(SIX, VAL_PART="100000", VAL_PART_EVERY="3")
     told = re.findall(r"^val_part step:(\d+) val_loss:(\S+)$", done.log, re.M)
     assert told == [("3", f"{plain.val_losses[3]:.4f}")] and "\nval_part " not in plain.log
@@ -135,7 +135,7 @@ def test_a_part_of_val_comes_from_all_of_it(monkeypatch):
     """Rows of 512 tokens, evenly spaced: 4 of 40."""
     scored, said = [], []
 
-    def score_share(nats, rows, *_):
+    def score_share(nats, rows, *_, compiled):
         scored.extend(rows)
         for _, first, last in rows:
             nats[first:last + 1] = 2 + (first > 10_000)
@@ -143,7 +143,7 @@ def test_a_part_of_val_comes_from_all_of_it(monkeypatch):
     monkeypatch.setattr(train_gpt, "score_share", score_share)
     cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048))
     data = SimpleNamespace(val=np.zeros(40 * 512 + 1, np.uint16))
-    train_gpt.score_part(None, cfg, data, None, said.append, 50)
+    train_gpt.score_part(None, cfg, data, SimpleNamespace(on_gpu=False), said.append, 50)
     assert [first for _, first, _ in scored] == [1, 5121, 10241, 15361]
     assert said == ["val_part step:50 val_loss:2.5000"]
 

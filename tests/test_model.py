@@ -525,15 +525,15 @@ def test_first_values_from_bigrams_predict_them():
     counts = train_gpt.bigram_counts(text.astype(np.uint16), 12)
     unigram = (counts.sum(0) + 1) / (counts.sum() + 12)
     expected = torch.from_numpy((counts + 4 * unigram) / (counts.sum(1, keepdims=True) + 4)).float()
-    embed, head = train_gpt.bigram_values(counts, 16, 1)
+    embed, head = train_gpt.factorize_bigrams(counts, 16, 1)
     assert ((embed @ head.T).softmax(-1) - expected).abs().sum(-1).max() < 0.05
     torch.testing.assert_close(embed.square().mean(-1), torch.ones(12))
     # with fewer channels the common tokens are fitted best
-    embed, head = train_gpt.bigram_values(counts, 4, 1)
+    embed, head = train_gpt.factorize_bigrams(counts, 4, 1)
     errors = ((embed @ head.T).softmax(-1) - expected).abs().sum(-1)
     common = counts.sum(1).argsort().tolist()
     assert embed.shape == head.shape == (12, 4) and errors[common[-3:]].max() < errors[common[:3]].max() < 1
-    again, other = (train_gpt.bigram_values(counts, 4, seed)[0] for seed in (1, 2))
+    again, other = (train_gpt.factorize_bigrams(counts, 4, seed)[0] for seed in (1, 2))
     assert torch.equal(again, embed) and not torch.allclose(other, embed, atol=0.1)
 
 

@@ -59,11 +59,15 @@ def test_a_run_with_stages(drawn):
 
 
 def test_a_part_of_val_is_a_curve_of_its_own(drawn):
-    """At the seconds of its steps; a resumed run scores one again."""
-    axes, _ = drawn(val=VAL[-1:], part=[(1414, 3.9), (2065, 3.4), (1414, 3.7)])
+    """At the seconds of its steps; a resumed run trains and scores some again, and its last values count."""
+    again = [(2000, 119.0, 3.35), (2130, 129.0, 3.29), (2160, 132.0, 3.28)]
+    axes, _ = drawn(TRAIN + again, val=VAL[-1:], part=[(1414, 3.9), (2065, 3.4), (1414, 3.7)])
+    means = axes.get_lines()[0]
+    assert list(means.get_ydata())[-3:] == pytest.approx([3.85, 3.79, 3.78])
+    assert list(means.get_xdata()) == sorted(means.get_xdata())
     assert labels(axes)[1:] == ["a part of val, during training", "val, at the end 3.2700"]
     curve = axes.get_lines()[1]
-    assert list(curve.get_xdata()) == pytest.approx([66.0, 118 + 11 / 2])
+    assert list(curve.get_xdata()) == pytest.approx([66.0, 119 + 10 / 2])
     assert list(curve.get_ydata()) == [3.7, 3.4]
 
 
@@ -138,6 +142,9 @@ def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, mo
     text = (ROOT / "records/track_tiny/2026-11-21_Baseline/train_seed1338.log").read_text()
     parts = [f"val_part step:{step} val_loss:{5 - step / 100}\n" for step in (50, 100, 150, 200)]
     (tmp_path / "train.log").write_text(text + "".join(parts))
+    assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
+    assert not any("a part of val" in name for name in labels(figures.pop().axes[0])), "the record has none"
+    monkeypatch.setattr(trials, "record_to_beat", lambda runs: {})
     for by in ("seconds", "step"):
         assert tool("plot", tmp_path, "--by", by, "--out", "x.png")[0] == 0
         axes = figures.pop().axes[0]

@@ -25,6 +25,7 @@ import scripts
 import train_gpt
 import trials
 from helpers import ROOT, SCRIPT, TOY, library_documents, slow, slow_but, tokens_of, write_dataset
+from runs import Point
 from test_record_stats import FAKE, edit, failed_rules, forked_programs
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
@@ -676,6 +677,24 @@ def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "HOME", tmp_path / "records")
     assert tool("board")[0] == 0
     assert [(tmp_path / "records" / name).read_text() for name in written] == before
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_record_s_curve_is_of_a_part_of_val_where_all_its_runs_scored_one(monkeypatch, scored):
+    """Else of the training loss, without its first lines, which are of single batches."""
+    def run(part):
+        train = [Point(step, step / 10, 9.0 if step < 50 else 5.0, None) for step in (1, 2, 50, 100, 500)]
+        points = [Point(50 * i, 5.0 * i, 4.0 - i / 10, None) for i in range(1, 5)]
+        return SimpleNamespace(curves=dict(train=train, part=points if part else []))
+
+    folder = SimpleNamespace(values=lambda metric: [1.0, 1.1], runs=[run(True), run(scored)],
+                             hardware=lambda: "1 ranks x CPU")
+    monkeypatch.setattr(record, "best_before", lambda *_: "2026-01-01_First")
+    target = record.target_of("tiny", {"2026-01-01_First": folder})
+    seconds, losses = zip(*target["curve"])
+    assert target["curve_of"] == ("part" if scored else "train")
+    assert (seconds[0], seconds[-1]) == (5.0, 20.0 if scored else 50.0)
+    assert losses[-1] == (3.6 if scored else 5.0) and losses[0] == (3.9 if scored else pytest.approx(5.16))
 
 
 @pytest.mark.slow

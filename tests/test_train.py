@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = TOY | dict(
     VALUE_EMBED_LAYERS="1,0", WINDOW_PATTERN="SL", WINDOW_SCHEDULE="16,64",
     BATCH_SCHEDULE="1,2", TRAIN_LOG_EVERY="1", VAL_TOKENS="1500", SAMPLE_TOKENS="0", VAL_LOSS_EVERY="10")
+PART = dict(VAL_PART="300", VAL_PART_EVERY="8")     # five of 24 rows
 
 
 def same_losses(got, want, steps=20):
@@ -35,7 +36,7 @@ def same_losses(got, want, steps=20):
 @pytest.fixture(scope="module")
 def alone(go):
     """The 20 steps on one rank."""
-    done = go(STEPS)
+    done = go(STEPS, **PART)
     assert done.code == 0, done.err
     return done
 
@@ -56,9 +57,11 @@ def test_one_rank(alone):
 
 def test_two_ranks_agree_with_one(alone, go):
     """... and only rank 0 speaks."""
-    two = go(STEPS, ranks=2)
+    two = go(STEPS, ranks=2, **PART)
     assert two.codes == [0, 0], two.err
     same_losses(two.losses, alone.losses)
+    parts = [re.findall(r"^val_part step:8 val_loss:(.*)$", run.log, re.M) for run in (two, alone)]
+    assert float(parts[0][0]) == pytest.approx(float(parts[1][0]), abs=1e-3) and len(parts[0]) == 1
     assert two.result["val_loss_partial"] == pytest.approx(alone.result["val_loss_partial"], abs=1e-4)
     assert two.result["world_size"] == 2
     assert len(re.findall(r"^step:20/20 train_loss", two.out, re.M)) == 1

@@ -39,8 +39,8 @@ STAGES = {
 QUIET = re.compile(
     r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
-    r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|stopping_early:|evaluating |Serialized |"
-    r"Code size:|Total submission|peak memory|scoring the artifact|final_")
+    r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|first values of |stopping_early:|evaluating |"
+    r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_")
 STEP_OF = re.compile(r"(?:stopping_early: .*)?step:(\d+)/(\d+)\b")
 SUMMARY = re.compile(r" +[a-z_ ]+  \S")     # the table after the samples
 SAMPLE_ROWS = 5     # of each sample on a terminal; train.log has them all
