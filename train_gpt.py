@@ -1404,7 +1404,7 @@ class Model(nn.Module):
         return []
 
     def build(self, run: "Run", fresh: bool) -> bool:
-        """Builds state from training tokens, on the clock; if fresh, first values, too. Is there any?"""
+        """Builds state, if fresh also first values, from training tokens, on the clock. True: it did."""
         return False
 
     def state(self) -> dict[str, Tensor]:

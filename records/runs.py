@@ -716,8 +716,7 @@ def mean_curve(runs, split, axis, grid):
 def batch_means(points):
     """[(seconds, mean loss)], means over at least a fiftieth of the run's steps: the first lines of a log are
     of single batches, whose losses differ by more than training changes them."""
-    points = [*{point.step: point for point in points}.values()]     # a resumed run repeats some
-    points.sort()
+    points = sorted({point.step: point for point in points}.values())    # a resumed run repeats some
     least = points[-1].step / 50
     rows = []
     before = total = weight = 0

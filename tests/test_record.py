@@ -679,6 +679,21 @@ def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
     assert [(tmp_path / "records" / name).read_text() for name in written] == before
 
 
+def test_what_was_built_before_the_first_step_is_no_part_of_a_step():
+    """Both kinds of lines count: without one, the steps look slower than the slowest."""
+    lines = ["n-grams of 9 tokens counted in 8.0 s",
+             "first values of embed and head made from bigrams in 2.0 s"]
+    built = [float(evidence.BUILT.fullmatch(line)[1]) for line in lines]
+    pace = dict(p50=100.0, p95=100.0, max=100.0)
+    result = dict(config={}, train_time_ms=11_000, steps=10, stop_reason="iterations", step_ms=pace,
+                  resumed=False, process_ms=20_000, setup_ms=0, compile_ms=0, tokens=110, tok_per_s=10)
+    end = [SimpleNamespace(kind="val", total=10)]
+    evidence.check_end("a.log", "a.json", end, result, [], built)
+    for less in (built[:1], built[1:], []):
+        with pytest.raises(checks.Broken, match="10 steps took"):
+            evidence.check_end("a.log", "a.json", end, result, [], less)
+
+
 @pytest.mark.parametrize("scored", [True, False])
 def test_the_record_s_curve_is_of_a_part_of_val_where_all_its_runs_scored_one(monkeypatch, scored):
     """Else of the training loss, without its first lines, which are of single batches."""
