@@ -1464,39 +1464,85 @@ def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Te
     head = np.linalg.lstsq(weight * embed, weight * log_p, rcond=1e-3)[0].T
     return torch.from_numpy(embed).float(), torch.from_numpy(head).float().contiguous()
 
-# The memory: which tokens followed the last n tokens in the training text, for each n, and earlier in the
-# row. None of it has to be learned. At the input, each order of n-grams in the text and the longest match in
-# the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its class,
-# and one of the class, which says how sure it is. At the output, each order in text and row gives a
+# The memory: which tokens followed a context in the training text and earlier in the row. None of it has to
+# be learned. Contexts are the last n tokens, for several n; in the text also the word so far with some of the
+# words before it, as in the word models of PAQ. At the input, each context in the text and the longest match
+# in the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its
+# class, and one of the class, which says how sure it is. At the output, each context in text and row gives a
 # distribution of the next token, and the model mixes these with its own.
 CLASSES = 16  # of candidates, per order of n-grams
 # widths of what is packed into integers
-KEY_BITS = 36  # hash of an n-gram
+KEY_BITS = 36  # hash of a context
 TOKEN_BITS = 16
 DOCUMENT_BITS = 12  # hash of a document's number, so counts of documents end at 4,096
-CHECK_BITS = 16  # lowest bits of the hash, which tell n-grams in the same place of a table apart
+CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
+HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
+WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
 
 def low_bits(bits: int) -> int:
     """A mask of this many low bits."""
     return (1 << bits) - 1
 
+def top_bits(key: Tensor) -> Tensor:
+    """int64 -> its KEY_BITS highest bits."""
+    return (key >> (64 - KEY_BITS)).bitwise_and_(low_bits(KEY_BITS))
+
 def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Yields (n, hashes (..., T) of the n tokens up to each place) for each n of orders. tokens (..., T)."""
     key = torch.zeros_like(tokens, dtype=torch.int64)
-    for n in range(1, max(orders) + 1):
+    for n in range(1, max(orders, default=0) + 1):
         key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
-        key.mul_(-0x61C8864680B583EB)  # modulo 2**64
+        key.mul_(HASH_FACTOR)  # modulo 2**64
         if n in orders:
-            yield n, (key >> (64 - KEY_BITS)).bitwise_and_(low_bits(KEY_BITS))
+            yield n, top_bits(key)
 
-def stacked_keys(keys: dict[int, Tensor], orders: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """keys: {n: hashes (B, T)} from ngram_keys() -> the hashes of these orders, and whether the row has n
-    tokens by then, both (orders, B, T)."""
-    chosen = [n for n in sorted(orders) if n > 0]
-    key = torch.stack([keys[n] for n in chosen])
-    place = torch.arange(key.size(-1), device=key.device)
-    enough = torch.stack([place >= n - 1 for n in chosen])
-    return key, enough[:, None].expand_as(key)
+def word_starts(texts: Sequence[bytes]) -> Tensor:
+    """Whether each token begins a word, bool (V,): unless its first byte is a lower-case letter or not ASCII.
+    texts: the bytes of each token."""
+    return torch.tensor([not (text[:1].islower() or text[:1] >= b"\x80") for text in texts])
+
+def word_keys(tokens: Tensor, starts: Tensor, contexts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields for each context of words: its hashes at each place of tokens (B, T), and whether the row has
+    all of its words, both (B, T). Bit 0 of a context stands for the word so far, bit k for the k-th word
+    before it. starts: from word_starts()."""
+    if not contexts:
+        return
+    begins = starts[tokens]
+    whole = begins[:, :1].clone()  # does the row have its first word's beginning?
+    begins[:, :1] = True
+    begins = begins.flatten()
+    place = torch.arange(len(begins), device=tokens.device)
+    begin = torch.where(begins, place, 0).cummax(0).values
+    factors = torch.full((WORD_TOKENS,), HASH_FACTOR, device=tokens.device).cumprod(0)
+    terms = (tokens.flatten() + 1) * factors[(place - begin).clamp(max=WORD_TOKENS - 1)]
+    sums = terms.cumsum(0)
+    so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
+    words = so_far[begins.roll(-1)]  # each one's last place
+    number = begins.cumsum(0) - 1  # of each place's word
+    rank = number.view_as(tokens)  # among the words that the row has from their beginning
+    rank = rank - rank[:, :1] - torch.where(whole, 0, 1)
+    for context in contexts:
+        before = torch.zeros_like(words)
+        for back in range(1, context.bit_length()):
+            if context >> back & 1:
+                before = (before + words.roll(back)) * HASH_FACTOR
+        key = before[number]
+        if context & 1:
+            key = (key + so_far) * HASH_FACTOR
+        yield top_bits(key).view_as(tokens), rank >= context.bit_length() - 1
+
+def ngram_pairs(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields for each n of orders, ascending: the hashes of ngram_keys(), and whether the row has n tokens by
+    then, both (B, T). tokens (B, T)."""
+    for n, key in ngram_keys(tokens, orders):
+        enough = torch.ones_like(tokens, dtype=torch.bool)
+        enough[:, :n - 1] = False
+        yield key, enough
+
+def stacked(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Pairs of tensors -> all first ones and all second ones."""
+    first, second = zip(*pairs)
+    return torch.stack(first), torch.stack(second)
 
 def document_hashes(text: np.ndarray, bos: int) -> np.ndarray:
     """uint16 (n,) -> for each token a hash of its document's number, int16 (n,)."""
@@ -1509,7 +1555,7 @@ def run_starts(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
 
 def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The n-grams (m,), where the list of each begins (m,), and all lists one after another, as
+    """The contexts (m,), where the list of each begins (m,), and all lists one after another, as
     NgramCounts.lists has them, int32 (k,). seen (n,): key, next token and document of each place in the text,
     packed in this order and sorted."""
     pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
@@ -1520,17 +1566,18 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     begins = run_starts(pairs >> TOKEN_BITS)
     keys = pairs[begins] >> TOKEN_BITS & low_bits(KEY_BITS)
     sizes = np.diff(begins, append=len(pairs))
+    several = sizes > 1
     best = np.maximum.reduceat(ranked, begins)
     left = np.where(ranked == best.repeat(sizes), 0, ranked)
     second = np.maximum.reduceat(left, begins)
     left = left[(left != 0) & (left != second.repeat(sizes))]
-    starts = begins + 2 * np.arange(len(begins))
-    lists = np.empty(len(pairs) + 2 * len(begins), np.int32)
-    several = sizes > 1
+    lengths = 1 + several + sizes
+    starts = lengths.cumsum() - lengths
+    lists = np.empty(lengths.sum(), np.int32)
     first = [
         (starts, sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)),
-        (starts + 1, np.add.reduceat(documents, begins)),
-        (starts + 2, best),
+        (starts[several] + 1, np.add.reduceat(documents, begins)[several]),
+        (starts + 1 + several, best),
         (starts[several] + 3, second[several]),
     ]
     rest = np.ones(len(lists), bool)
@@ -1541,20 +1588,23 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, starts, lists
 
 class TextMatches(NamedTuple):
-    """How the training text goes on after the last n tokens, each (orders, B, T) int64."""
+    """How the training text goes on after each context, each (contexts, B, T) int64."""
     start: Tensor  # where its next tokens begin in NgramCounts.lists
-    size: Tensor  # number of next tokens; 0: the text does not have the n-gram
+    size: Tensor  # number of next tokens; 0: the text does not have the context
     total: Tensor  # sum of their document counts
     best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
     second: Tensor  # the same for the runner-up; 0: there is none
 
 class NgramCounts(nn.Module):
-    """For each n-gram of the training text, which tokens come next, and in how many documents each. There is
-    a table per n: its entry at an n-gram's hash says where the n-gram's list begins. A list holds the number
-    of next tokens (16 bits) and a check (16), the sum of their document counts, and documents << TOKEN_BITS |
-    token for each: first the two with the most documents, then the others, sorted by token."""
-    tables: Tensor  # (orders, 2**count_bits), int32; 0: no such n-gram
-    lists: Tensor  # int32; each order has a part of the same size
+    """For each context in the training text, which tokens come next, and in how many documents each. There
+    is a table per kind of context (a choice of words or n tokens): its entry at a context's hash says where
+    the context's list begins. A list holds the number of next tokens (16 bits) and a check (16); the sum of
+    their document counts, if there are several tokens; and documents << TOKEN_BITS | token for each: first
+    the two with the most documents, then the others, sorted by token."""
+    tables: Tensor  # (contexts, 2**count_bits), int32; 0: no such context
+    lists: Tensor  # int32; the lists of each kind of context in turn
+    bases: Tensor  # (contexts, 1, 1), int64; a table's entry plus its base is a place in lists
+    starts: Tensor  # from word_starts(); before count() each token is a word
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -1562,102 +1612,139 @@ class NgramCounts(nn.Module):
         self.text: Any = b""  # uint16 (n,)
         self.packed: bytes | bytearray = b""
         self.shift = KEY_BITS  # key >> shift is a place in a table; before count() a table has one entry
-        self.room = 0  # size of an order's part of lists
         self.most_next = 0  # next tokens in the longest list
         self.orders = cfg.counted_orders()
-        tables = torch.zeros(len(self.orders), 1, dtype=torch.int32)
+        self.words = cfg.counted_words()
+        contexts = len(self.orders) + len(self.words)
+        tables = torch.zeros(contexts, 1, dtype=torch.int32)
         self.register_buffer("tables", tables, persistent=False)
         self.register_buffer("lists", torch.zeros(4, dtype=torch.int32), persistent=False)
+        self.register_buffer("bases", torch.zeros(contexts, 1, 1, dtype=torch.int64), persistent=False)
+        self.register_buffer("starts", torch.ones(cfg.vocab_size, dtype=torch.bool), persistent=False)
 
     def count(self, text: np.ndarray) -> None:
         """Makes tables and lists from all training tokens in order, uint16 (n,). Raises Refused."""
-        require(3 * len(text) + 8 < 1 << 31,
+        require(2 * len(text) + 8 < 1 << 31,
                 f"{len(text)} training tokens are more than n-gram tables hold: MEMORY=0 goes without them")
         self.text = text
         self.most_next = 0
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
-        self.room = 3 * len(text) + 8
-        tables = np.empty((len(self.orders), 1 << self.cfg.count_bits), np.int32)
+        tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
         torch.from_numpy(tables).zero_()  # all threads map its pages now; np.zeros would map small ones later
-        lists = np.empty((len(self.orders), self.room), np.int32)  # untouched pages take no memory
-        lists[:, :4] = 0
+        nothing = np.zeros(4, np.int32)
+        lists = [nothing]  # where entries of 0 point
+        size = 0
         tokens = torch.from_numpy(text).int()
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
         low = (tokens[1:] << DOCUMENT_BITS).add_(documents[:-1])  # (next token, document)
         del documents
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(threads) as pool:
-            for i, (n, key) in enumerate(ngram_keys(tokens, self.orders)):
-                seen = key[n - 1:-1].mul_(1 << TOKEN_BITS + DOCUMENT_BITS).add_(low[n - 1:]).numpy()
+            for i, packed in enumerate(self.occurrences(tokens, low)):
+                seen = packed.numpy()
+                del packed
                 cuts = np.arange(1, threads) * len(seen) // threads
                 seen.partition(cuts)  # then each thread sorts a part in place
                 list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
                 cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
-                parts = np.split(seen, cuts)
-                begins = [0, *cuts.tolist()]
-                sizes = list(pool.map(partial(self.fill, tables[i], lists[i]), parts, begins))
-                self.most_next = max(self.most_next, *sizes)
+                made = list(pool.map(ngram_lists, np.split(seen, cuts)))
+                del seen
+                sizes = [len(part) for _, _, part in made]
+                begins = np.cumsum([4, *sizes])[:-1]
+                longest = list(pool.map(partial(self.fill, tables[i]), made, begins))
+                self.most_next = max(self.most_next, *longest)
+                self.bases[i] = size
+                size += sum(sizes)
+                lists += [part for _, _, part in made]
+        del tokens, low, made
         self.tables = torch.from_numpy(tables).to(self.tables.device)
-        self.lists = torch.from_numpy(lists.reshape(-1)).to(self.lists.device)
+        self.lists = torch.from_numpy(np.concatenate([*lists, nothing])).to(self.lists.device)
 
-    def fill(self, table: np.ndarray, lists: np.ndarray, seen: np.ndarray, begin: int) -> int:
-        """Writes a part of an order's sorted n-grams into its table and lists; returns the size of the
-        longest list. seen: see ngram_lists(). begin: where the part begins in all of them."""
-        if not len(seen):
-            return 0
-        keys, starts, made = ngram_lists(seen)
-        first = 4 + 3 * begin
-        lists[first:first + len(made)] = made
-        table[keys >> self.shift] = first + starts
-        return int((made[starts].view(np.uint32) >> CHECK_BITS).max())
+    def occurrences(self, tokens: Tensor, low: Tensor) -> Iterator[Tensor]:
+        """Yields for each kind of context where it occurs in the text, tokens (n,) int32: key, next token and
+        document of each place, packed, int64. low (n - 1,): the next token and the document of each place."""
+        shift = TOKEN_BITS + DOCUMENT_BITS
+        found = [torch.empty(len(low), dtype=torch.int64) for _ in self.words]
+        filled = [0] * len(found)
+        starts = self.starts.cpu()
+        for chunk, low_chunk in zip(tokens[:-1].split(1 << 16), low.split(1 << 16)):
+            keys = word_keys(chunk[None], starts, self.words)
+            for i, (key, enough) in enumerate(keys):
+                packed = (key[0] << shift).add_(low_chunk)[enough[0]]
+                found[i][filled[i]:filled[i] + len(packed)] = packed
+                filled[i] += len(packed)
+        while found:
+            yield found.pop(0)[:filled.pop(0)]
+        for n, key in ngram_keys(tokens, self.orders):
+            yield key[n - 1:-1].mul_(1 << shift).add_(low[n - 1:])
+
+    def fill(self, table: np.ndarray, made: tuple, begin: int) -> int:
+        """Writes into a table where lists are; returns the size of the longest one. made: from ngram_lists();
+        begin: where these lists begin, counted from the table's base."""
+        keys, starts, lists = made
+        table[keys >> self.shift] = begin + starts
+        return int((lists[starts].view(np.uint32) >> CHECK_BITS).max(initial=0))
+
+    def keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The hash of each kind of context at each place of tokens (B, T), and whether the row has enough
+        tokens for it, both (contexts, B, T)."""
+        return stacked([*word_keys(tokens, self.starts, self.words), *ngram_pairs(tokens, self.orders)])
 
     def forward(self, key: Tensor, enough: Tensor) -> TextMatches:
-        """What follows the n-grams in the text. key, enough: from stacked_keys(), for the orders counted."""
-        order = torch.arange(len(key), device=key.device).view(-1, 1, 1)
-        table = order << (KEY_BITS - self.shift)
-        start = self.tables.view(-1)[table + (key >> self.shift)].long()
+        """What follows the contexts in the text. key, enough: from keys()."""
+        table = torch.arange(len(key), device=key.device).view(-1, 1, 1)
+        entry = (table << (KEY_BITS - self.shift)) + (key >> self.shift)
+        start = self.tables.view(-1)[entry].long()
         there = (start > 0) & enough
-        start = torch.where(there, order * self.room + start, 0)
+        start = torch.where(there, start + self.bases, 0)
         head = self.lists[start].long()
         there = there & (head & low_bits(CHECK_BITS) == key & low_bits(CHECK_BITS))
         size = torch.where(there, head >> CHECK_BITS & low_bits(TOKEN_BITS), 0)
-        total = torch.where(size > 0, self.lists[start + 1], 0).long()
-        best = torch.where(size > 0, self.lists[start + 2], 0).long()
-        second = torch.where(size > 1, self.lists[start + 3], 0).long()
-        return TextMatches(start + 2, size, total, best, second)
+        several = size > 1
+        first = start + torch.where(several, 2, 1)
+        best = torch.where(size > 0, self.lists[first], 0).long()
+        total = torch.where(several, self.lists[start + 1], best >> TOKEN_BITS).long()
+        second = torch.where(several, self.lists[first + 1], 0).long()
+        return TextMatches(first, size, total, best, second)
 
     def documents_with(self, found: TextMatches, targets: Tensor) -> Tensor:
-        """How many documents have the target (B, T) after the n-gram, int64 (orders, B, T)."""
-        low = torch.minimum(found.start + 2, found.start + found.size)
-        end = found.start + found.size
-        high = end
-        for _ in range(self.most_next.bit_length()):  # binary search among those sorted by token
-            middle = (low + high) >> 1
-            before = (self.lists[middle] & low_bits(TOKEN_BITS) < targets) & (low < high)
-            low = torch.where(before, middle + 1, low)
-            high = torch.where(before, high, middle)
-        other = torch.where(low < end, self.lists[low], 0).long()
-        documents = torch.zeros_like(low)
-        for ranked in (found.best, found.second, other):
+        """How many documents have the target (B, T) after the context, int64 (contexts, B, T)."""
+        documents = torch.zeros_like(found.size)
+        for ranked in (found.best, found.second):
             same = ranked & low_bits(TOKEN_BITS) == targets
             documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
+        others = (found.size > 2) & (documents == 0)  # binary search in the rest of these lists
+        target = targets.expand_as(others)[others]
+        end = (found.start + found.size)[others]
+        low = found.start[others] + 2
+        high = end
+        for _ in range(self.most_next.bit_length()):
+            middle = (low + high) >> 1
+            before = (self.lists[middle] & low_bits(TOKEN_BITS) < target) & (low < high)
+            low = torch.where(before, middle + 1, low)
+            high = torch.where(before, high, middle)
+        ranked = torch.where(low < end, self.lists[low], 0).long()
+        documents[others] = torch.where(ranked & low_bits(TOKEN_BITS) == target, ranked >> TOKEN_BITS, 0)
         return documents
 
     def stored(self) -> dict[str, Tensor]:
-        """What files hold: the text, uint16, compressed by zlib."""
+        """What files hold: the text, uint16, compressed by zlib, and which tokens begin a word."""
         if not len(self.tables):
             return {}
         self.packed = self.packed or bytearray(zlib.compress(self.text))
-        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8)}
+        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8),
+                "counts.starts": self.starts.cpu().byte()}
 
-    def load(self, packed: Tensor) -> None:
-        """Counts the text that a file holds, uint8 (n,). Raises Refused."""
+    def load(self, packed: Tensor, starts: Tensor) -> None:
+        """Counts the text that a file holds, uint8 (n,). starts: uint8 (V,). Raises Refused."""
         stream = zlib.decompressobj()
         text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
         if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
             raise Refused("no counted text")
         check_tokens(text, self.cfg.vocab_size, "the counted text")
+        require(starts.shape == self.starts.shape, "another vocabulary")
+        self.starts.copy_(starts)
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
@@ -1689,6 +1776,8 @@ class CountingModel(Model):
             return False
         run.log("counting n-grams")
         began = time.perf_counter()
+        if run.loader.tokenizer:  # without one each token is a word
+            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.loader.tokenizer)))
         self.counts.count(np.concatenate(run.loader.shards))
         run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
         return True
@@ -1698,7 +1787,7 @@ class CountingModel(Model):
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         if len(self.counts.tables):
-            self.counts.load(tensors.pop("counts.text"))
+            self.counts.load(tensors.pop("counts.text"), tensors.pop("counts.starts"))
 
     def drop_state(self) -> None:
         del self.counts.tables
@@ -1736,8 +1825,8 @@ def unsort(x: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, order, x)
 
 def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
-    """key, enough: from stacked_keys(). after (B, T): the token after each place. Where the last one of a row
-    is not known, any will do: only next_count depends on it."""
+    """key, enough: from ngram_pairs(), stacked. after (B, T): the token after each place. Where the last one
+    of a row is not known, any will do: only next_count depends on it."""
     place = torch.arange(key.size(-1), device=key.device)
     key = torch.where(enough, key, -1 - place)  # too few tokens: a key that nothing else has
     pair, order = (key * (1 << TOKEN_BITS) + after).sort(dim=-1, stable=True)
@@ -1801,7 +1890,7 @@ def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     first = (starts - ends + sizes).repeat_interleave(sizes, output_size=total)
     return first + torch.arange(total, device=sizes.device)
 
-def in_parts(sizes: Tensor, most: int = 1 << 24) -> list[slice]:
+def in_parts(sizes: Tensor, most: int = 1 << 22) -> list[slice]:
     """Slices of the places (n,), each with about `most` tokens in total, so that memory stays bounded. The
     last limit is at least the sum of sizes, so no place is left out."""
     ends = sizes.cumsum(0)
@@ -2053,9 +2142,12 @@ class Tiny(Config):
                            "candidates only", model=True)
     own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
                              0, 100)
-    count_orders: tuple = option((2, 3, 4, 6, 9), "lengths of n-grams that are counted in the training text; "
+    count_orders: tuple = option((2, 3, 5, 9), "lengths of n-grams that are counted in the training text; "
                                  "0: none", 0, 64, model=True)
     count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
+    count_words: tuple = option((1, 3, 5, 7, 29), "contexts of words that are counted, too: bit 0 of each "
+                                "is the word so far, bit k the k-th word before it; 0: none", 0, 127,
+                                model=True)
     copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
                                 "0: none", 0, 64, model=True)
     # data and batch
@@ -2108,9 +2200,10 @@ class Tiny(Config):
         super().check()
         if not self.window_pattern or set(self.window_pattern) - set("LS-"):
             raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
-        for name, orders in dict(count_orders=self.count_orders, copy_orders=self.copy_orders).items():
+        for name in ("count_orders", "count_words", "copy_orders"):
+            orders = getattr(self, name)
             if orders != (0,) and len({0, *orders}) <= len(orders):
-                raise Refused(f"{name}={show(orders)}: each order once, or 0 alone")
+                raise Refused(f"{name}={show(orders)}: each one once, or 0 alone")
 
     def packer(self) -> "type[Packer]":
         return dict(rows=Rows, spans=Spans)[self.packing]
@@ -2186,14 +2279,17 @@ class Tiny(Config):
     def counted_orders(self) -> list[int]:
         return [n for n in self.count_orders if n > 0 and self.memory]
 
+    def counted_words(self) -> list[int]:
+        return [context for context in self.count_words if context > 0 and self.memory]
+
     def matched_orders(self) -> list[int]:
         return [n for n in self.copy_orders if n > 0 and self.memory]
 
     def keeps_text(self) -> bool:
-        return bool(self.counted_orders())
+        return bool(self.counted_orders() or self.counted_words())
 
     def state_bytes(self) -> int:
-        return 4 * len(self.counted_orders()) << self.count_bits
+        return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         if step is None:
@@ -2299,7 +2395,7 @@ class TinyModel(CountingModel):
         self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
         self.counts = NgramCounts(cfg)
         self.classes = CLASSES * len(cfg.copy_orders)  # per source of candidates
-        counted = len(cfg.counted_orders())
+        counted = len(self.counts.tables)
         matched = len(cfg.matched_orders())
         sources = counted + min(1, matched)
         self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
@@ -2384,15 +2480,11 @@ class TinyModel(CountingModel):
         return rms_norm(x)
 
     def matches(self, tokens: Tensor, after: Tensor) -> tuple[TextMatches | None, RowMatches | None]:
-        """Looks up the last n tokens at each place of tokens (B, T), in the training text and in the row.
+        """Looks up the contexts of each place of tokens (B, T), in the training text and in the row.
         after: see row_matches()."""
-        counted = self.cfg.counted_orders()
         matched = self.cfg.matched_orders()
-        if not counted and not matched:
-            return None, None
-        keys = dict(ngram_keys(tokens, [*counted, *matched]))
-        text = self.counts(*stacked_keys(keys, counted)) if counted else None
-        row = row_matches(*stacked_keys(keys, matched), after) if matched else None
+        text = self.counts(*self.counts.keys(tokens)) if len(self.counts.tables) else None
+        row = row_matches(*stacked(ngram_pairs(tokens, matched)), after) if matched else None
         return text, row
 
     def candidate_rows(self, text: TextMatches | None, row: RowMatches | None) -> list[Tensor]:

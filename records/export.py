@@ -21,12 +21,13 @@ def model_file(run):
 
 
 def tensors_of(model, cfg):
-    """{name: tensor} of a model: its parameters, and the training text that its n-grams are counted from."""
+    """{name: tensor} of a model: its parameters, and what its n-grams are counted from."""
     import torch
     # A tied head is the embedding, which named_parameters() lists once
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     if cfg.keeps_text():
         tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
+        tensors["counts.starts"] = model.counts.starts.byte()
     return tensors
 
 

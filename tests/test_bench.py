@@ -106,7 +106,7 @@ def test_codecs(tmp_path, tiny_data):
     (tmp_path / "data").symlink_to(tiny_data / "data")
     done = run_cli(tmp_path, env=TOY | dict(ITERATIONS="30", RUN_ID="a", VAL_TOKENS="0", SAMPLE_TOKENS="0",
                                             ARTIFACT_KEEP="1000", BIGRAM_ROWS="1024", PICTURE="0",
-                                            COUNT_ORDERS="0"))      # no text to compress
+                                            COUNT_ORDERS="0", COUNT_WORDS="0"))      # no text to compress
     assert done.code == 0, done.err
     ours, = re.findall(r"^Serialized model int8\+zlib: (\d+) bytes", done.out, re.M)
     exact, = re.findall(r"^final_int8_zlib_roundtrip_exact .* val_bpb:(\S+)", done.out, re.M)

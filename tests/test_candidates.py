@@ -12,14 +12,15 @@ import torch
 
 import train_gpt
 from helpers import TOY
-from test_model import (documents_after, make_context, make_model, randomised, reference_mixture, small,
-                        some_tokens)
-from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, log_probs, ngram_keys, stacked_keys
+from test_model import (counted_contexts, documents_after, make_context, make_model, randomised,
+                        reference_mixture, small, some_starts, some_tokens)
+from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, log_probs, ngram_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOS = 1
-CFG = small("tiny", vocab_size=12, count_orders=(1, 2, 4), count_bits=20, copy_orders=(1, 3), bos_id=BOS)
-COUNTED = dict(COUNT_ORDERS="2,3", COUNT_BITS="18", COPY_ORDERS="1,2")
+CFG = small("tiny", vocab_size=12, count_orders=(1, 2, 4), count_words=(1, 5, 6), count_bits=22,
+            copy_orders=(1, 3), bos_id=BOS)
+COUNTED = dict(COUNT_ORDERS="2,3", COUNT_WORDS="3", COUNT_BITS="18", COPY_ORDERS="1,2")
 
 
 def some_text(length=4000, seed=0):
@@ -32,6 +33,7 @@ def some_text(length=4000, seed=0):
 
 def counted(cfg, text):
     counts = NgramCounts(cfg)
+    counts.starts.copy_(some_starts(cfg.vocab_size))
     counts.count(text)
     return counts
 
@@ -59,20 +61,16 @@ def expected_copy(row, t, n):
     return row[ends[-1] + 1], 0 if len(ends) < 2 else 1 + (row[ends[-1] + 1] == row[ends[-2] + 1])
 
 
-def keys_of(tokens, orders):
-    return stacked_keys(dict(ngram_keys(tokens, orders)), orders)
-
-
 def text_matches(counts, tokens, targets=None):
     """Of the first row of tokens; with targets as in training."""
-    found = counts(*keys_of(tokens, counts.orders))
+    found = counts(*counts.keys(tokens))
     if targets is None:
         return found
     return train_gpt.without_own_document(found, targets, counts.documents_with(found, targets))
 
 
 def row_matches(rows, orders):
-    return train_gpt.row_matches(*keys_of(rows, orders), rows.roll(-1, 1))
+    return train_gpt.row_matches(*train_gpt.stacked(train_gpt.ngram_pairs(rows, orders)), rows.roll(-1, 1))
 
 
 def listed(parts):
@@ -92,21 +90,22 @@ def test_counts_are_those_of_documents(training):
     other = text if training else some_text(seed=1)
     row, targets = (torch.from_numpy(part.astype(np.int64))[None] for part in (other[:-1], other[1:]))
     found = found_by(counted(CFG, text), row, targets if training else None)
-    assert any(None in order for order in found) and all(order.count(None) < len(order) for order in found)
+    assert any(None in given for given in found) and all(given.count(None) < len(given) for given in found)
     document = np.cumsum(other == BOS)
-    for n, order in zip(CFG.count_orders, found):
-        after = documents_after(text, n, BOS)
-        for t in range(n - 1, len(other) - 1):
-            gram, own = tuple(other[t + 1 - n:t + 1].tolist()), int(document[t]) if training else -1
-            wanted = expected_count(after[gram], own, int(other[t + 1])) if gram in after else None
-            assert order[t] == wanted, (n, t)
-        assert order[:n - 1] == [None] * (n - 1)
+    contexts = counted_contexts(CFG, some_starts(CFG.vocab_size))
+    assert len(contexts) == len(found) == 6
+    for context_at, given in zip(contexts, found):
+        after = documents_after(text, context_at, BOS)
+        for t in range(len(other) - 1):
+            context, own = context_at(other.tolist(), t), int(document[t]) if training else -1
+            wanted = expected_count(after[context], own, int(other[t + 1])) if context in after else None
+            assert given[t] == wanted, (context, t)
 
 
 def test_a_document_of_its_own_says_nothing():
     """In training; what only the document at hand has is no candidate there, and is one elsewhere."""
     text = np.array([1, 5, 6, 7, 5, 5, 4, 1, 8, 9, 8], np.uint16)
-    counts = counted(replace(CFG, count_orders=(2,)), text)
+    counts = counted(replace(CFG, count_orders=(2,), count_words=(0,)), text)
     row = torch.from_numpy(text.astype(np.int64))[None]
     assert {*found_by(counts, row[:, :-1], row[:, 1:])[0]} == {None}
     assert found_by(counts, row[:, 1:3])[0][1] == (7, 3)
@@ -120,15 +119,15 @@ def test_lists_are_those_of_documents(training):
     other = text if training else some_text(seed=1)
     row, targets = (torch.from_numpy(part.astype(np.int64))[None] for part in (other[:-1], other[1:]))
     counts = counted(CFG, text)
-    found = counts(*keys_of(row, counts.orders))
+    found = counts(*counts.keys(row))
     having = counts.documents_with(found, targets)
     left = text_matches(counts, row, targets)
     assert found.size.max() == counts.most_next > 8
-    for i, n in enumerate(CFG.count_orders):
-        after = documents_after(text, n, BOS)
+    for i, context_at in enumerate(counted_contexts(CFG, counts.starts)):
+        after = documents_after(text, context_at, BOS)
         for t in range(len(other) - 1):
-            gram = tuple(other[max(0, t + 1 - n):t + 1].tolist()) if t + 1 >= n else None
-            expected = {token: len(documents) for token, documents in after.get(gram, {}).items()}
+            context = context_at(other.tolist(), t)
+            expected = {token: len(documents) for token, documents in after.get(context, {}).items()}
             start, size, target = int(found.start[i, 0, t]), int(found.size[i, 0, t]), int(targets[0, t])
             pairs = counts.lists[start:start + size].tolist()
             assert {pair & 0xFFFF: pair >> 16 for pair in pairs} == expected
@@ -139,9 +138,17 @@ def test_lists_are_those_of_documents(training):
             assert int(left.size[i, 0, t]) == len(expected) - (expected.get(target) == 1)
 
 
+@pytest.mark.parametrize("length", range(4))
+def test_words_of_short_texts(length):
+    cfg = replace(CFG, count_orders=(0,))
+    tables = counted(cfg, np.full(length, BOS, np.uint16)).tables
+    assert (tables != 0).sum(1).tolist() == [
+        int(length > places) for places in (1, 3, 3)]
+
+
 def test_counts_of_short_and_extreme_texts():
     """No n-gram fits in; all tokens alike; tokens above 32,767; more documents than 16 bits hold."""
-    cfg = replace(CFG, vocab_size=65_536, count_orders=(1, 2, 4))
+    cfg = replace(CFG, vocab_size=65_536, count_words=(0,))
     after_pair = torch.tensor([[BOS, 40_000]])
     for length in range(6):
         tables = counted(cfg, np.arange(length).astype(np.uint16)).tables
@@ -165,8 +172,8 @@ def test_counts_do_not_depend_on_the_threads(threads):
 
 
 def test_a_second_text_replaces_the_first():
-    counts, (one, two) = NgramCounts(CFG), (some_text(seed=seed) for seed in (3, 4))
-    counts.count(one)
+    one, two = (some_text(seed=seed) for seed in (3, 4))
+    counts = counted(CFG, one)
     before = counts.stored()["counts.text"].clone()
     counts.count(two)
     assert torch.equal(counts.tables, counted(CFG, two).tables)
@@ -224,7 +231,7 @@ def test_a_full_table_says_nothing_wrong():
     text = some_text(20_000)
     row = torch.from_numpy(some_text(3000, seed=2).astype(np.int64))[None]
     tables = (counted(replace(CFG, count_bits=bits), text) for bits in (20, 10))
-    large, small = (found_by(table, row)[2] for table in tables)
+    large, small = (found_by(table, row)[-1] for table in tables)
     wrong = sum(b is not None and a != b for a, b in zip(large, small))
     kept = sum(a is not None and a == b for a, b in zip(large, small))
     assert wrong < 0.01 * len(large) and 300 < kept < 0.8 * sum(a is not None for a in large)
@@ -232,18 +239,18 @@ def test_a_full_table_says_nothing_wrong():
 
 # ------------------------------------------------------------ in the model
 def test_rows_and_their_embedding():
-    """Each order of counts is a source, the longest of the copies another one: vocab_size rows of one table
-    and CLASSES for each order of the other; the last row: no candidate."""
+    """Each context that is counted is a source, the longest of the copies another one: vocab_size rows of one
+    table and CLASSES for each order of the other; the last row: no candidate."""
     model, tokens = randomised(CFG), some_tokens(CFG, 2, 24)
     model.counts.count(some_text())
     text, row = model.matches(tokens, tokens.roll(-1, 1))
     rows, = model.candidate_rows(text, row)
     found = [train_gpt.text_candidates(text), train_gpt.row_candidate(row)]
     sources = [[x[i] for x in source] for source in found for i in range(len(source[0]))]
-    assert rows.shape == (2, 24, 2, 4) and model.classes == 2 * CLASSES
+    assert rows.shape == (2, 24, 2, 7) and model.classes == 2 * CLASSES
     total, kinds = torch.zeros(2, 24, CFG.model_dim), Counter()
     for (i, (there, token, sure)), b, t in itertools.product(enumerate(sources), range(2), range(24)):
-        a, c = 4 * CFG.vocab_size, 4 * model.classes
+        a, c = 7 * CFG.vocab_size, 7 * model.classes
         if there[b, t]:
             a, c = i * CFG.vocab_size + int(token[b, t]), i * model.classes + int(sure[b, t])
         assert rows[b, t, :, i].tolist() == [a, c]
@@ -264,7 +271,7 @@ def test_no_candidate_depends_on_what_comes():
 
 
 def test_without_orders_nothing_is_there():
-    for off in (dict(count_orders=(0,), copy_orders=(0,)), dict(memory=False)):
+    for off in (dict(count_orders=(0,), count_words=(0,), copy_orders=(0,)), dict(memory=False)):
         model = make_model(replace(CFG, **off))
         tokens = some_tokens(CFG, 1, 8)
         assert model.candidates(tokens, tokens) == [] and not model.counts.stored()
@@ -282,7 +289,7 @@ def test_the_mixture_is_its_definition():
     x = model.activations(tokens, context, *model.candidate_rows(*model.matches(tokens, tokens.roll(-1, 1))))
     own = train_gpt.softcap(x @ model.head.T, CFG.logit_softcap).softmax(-1)[0]
     weights = dict(model.named_parameters())
-    want = reference_mixture(CFG, model.counts.text, weights, row.tolist(), x[0], own).log()
+    want = reference_mixture(CFG, model.counts, weights, row.tolist(), x[0], own).log()
     got = log_probs(model, tokens)
     torch.testing.assert_close(got[0], want, atol=1e-4, rtol=1e-4)
     before_normalizing = model.logits(model.hidden(tokens, context))
@@ -299,7 +306,7 @@ def test_in_training_the_own_document_does_not_count():
     others = np.array([BOS, 2, 3, 4, 5, 6, 9, BOS, 4, 5, 6, 9, BOS, 4, 5, 6, 7, 3], np.uint16)
     text = np.concatenate([some_text(), own, others])
     document = torch.from_numpy(own.astype(np.int64))[None]
-    cfg = replace(CFG, count_orders=(2, 4), copy_orders=(0,))
+    cfg = replace(CFG, count_orders=(2, 4), count_words=(0,), copy_orders=(0,))
     losses = []
     for counted_text in (text, np.concatenate([some_text(), others])):
         model = randomised(cfg)
@@ -374,7 +381,7 @@ def test_a_step_trains_on_them():
 # ------------------------------------------------------------ runs
 def test_a_run_counts_on_the_clock_and_its_files_know(train, monkeypatch):
     """The artifact, scored again, has the score of the run; damaged text is refused."""
-    done, plain = train(TOY, **COUNTED), train(TOY, COUNT_ORDERS="0", COPY_ORDERS="0")
+    done, plain = train(TOY, **COUNTED), train(TOY, COUNT_ORDERS="0", COUNT_WORDS="0", COPY_ORDERS="0")
     assert done.code == plain.code == 0
     assert done.result["trained"]["val_loss"] != plain.result["trained"]["val_loss"]
     seconds = float(re.search(r"n-grams of \d+ tokens counted in (\S+) s", done.log)[1])
@@ -407,7 +414,7 @@ def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
                 train_gpt.load_model(path)
     floats = torch.frombuffer(bytearray(raw[:len(raw) // 4 * 4]), dtype=torch.float32)
     without = {name: w for name, w in whole.items() if name != "counts.text"}
-    for tensors in (without, without | {"counts.text": floats}):
+    for tensors in (without, without | {"counts.text": floats}, whole | {"counts.starts": torch.ones(11)}):
         torch.save(train_gpt.to_payload(CFG, tensors), path)
         with pytest.raises(train_gpt.Refused, match="damaged or no model"):
             train_gpt.load_model(path)
@@ -441,8 +448,9 @@ def test_memory_for_rows_that_repeat_is_bounded(monkeypatch):
 
     def small_parts(sizes):
         parts = in_parts(sizes, 50)
-        made.append(max(int(sizes[part].sum()) for part in parts))
-        assert torch.equal(torch.cat([sizes[part] for part in parts]), sizes)
+        made.append(max([int(sizes[part].sum()) for part in parts], default=0))
+        if parts:  # else nothing matches
+            assert torch.equal(torch.cat([sizes[part] for part in parts]), sizes)
         return parts
 
     monkeypatch.setattr(train_gpt, "in_parts", small_parts)

@@ -14,8 +14,8 @@ import yaml
 import fork_server
 from helpers import ROOT, TOY, look, run_cli
 
-SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", COUNT_ORDERS="0", PICTURE="0",
-                      OMP_NUM_THREADS="1")
+SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", COUNT_ORDERS="0",
+                      COUNT_WORDS="0", PICTURE="0", OMP_NUM_THREADS="1")
 # A host is this machine; options before it are left out
 SSH = '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec bash -c "$*"\n'
 SRUN = """#!/bin/bash

@@ -36,7 +36,8 @@ RECIPES = {
         warmup_steps=2, artifact_bytes_limit=0, mlp_mult=3, window_pattern='-L', window_schedule=(),
         rope_base=1000.0, qk_gain_init=1.5, key_offset=True, value_embed_layers=(0, 1), unet_skips=True,
         logit_softcap=15.0, bigram_rows=65536, bigram_init=True, memory=True, mixture=True, own_loss=3.0,
-        count_orders=(2, 3, 4, 6, 9), count_bits=24, copy_orders=(1, 2, 3, 4, 6, 9), matrix_lr=0.03,
+        count_orders=(2, 3, 5, 9), count_words=(1, 3, 5, 7, 29), count_bits=24,
+        copy_orders=(1, 2, 3, 4, 6, 9), matrix_lr=0.03,
         embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95,
         muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_backend_steps=5, bigram_every=2,
         beta1=0.8, beta2=0.95, adam_eps=1e-08, warmdown_frac=0.5, lr_floor=0.0, eval_sliding=0, eval_ttt=0,
@@ -157,7 +158,8 @@ def other_value(name):
         preset="speedrun", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
         batch_schedule=(2, 3), seq_schedule=(1, 2), packing="spans", shuffle=False, train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2, val_tokens=2,
-        count_orders=(2, 5), copy_orders=(1, 3), skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
+        count_orders=(2, 5), count_words=(1, 6), copy_orders=(1, 3),
+        skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
         lr_switches=(0.0, 0.25), polar_margin=1.01, value_gate_dim=14, fp8="head",
         fp8_head_most=(1.0, 2.0, 3.0),
         window_block=64, eval_window=256, loop_layers=(0, 1), loop_schedule=(0, 3), stage_starts=(0.0, 0.5),
@@ -205,6 +207,7 @@ RANGES = {
         "sample_temperature scalar_lr tied_embed_lr"),
     (0, 16): "loop_schedule",
     (0, 64): "copy_orders count_orders",
+    (0, 127): "count_words",
     (0, 100): "attn_scale own_loss prefix_weight qk_gain_init tied_embed_init_std value_gate_factor",
     (0, 198): "depth",
     (0, 999): "attn_source head_gate_layers value_embed_layers xsa_layers",
@@ -449,7 +452,7 @@ def test_booleans(name):
 def test_tuples_are_comma_lists(name):
     kind, least, most = map(FIELDS[name].metadata.get, ("of", "least", "most"))
     legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
-                 count_orders=["0", "2", "3,1"], copy_orders=["0", "2,3"],
+                 count_orders=["0", "2", "3,1"], count_words=["0", "5,1"], copy_orders=["0", "2,3"],
                  stage_starts=["0,0.25"], fp8_head_most=["0,1,2.5"],
                  loop_layers=["0, 1"], loop_schedule=["0,2"], batch_schedule=["1", "1, 3"],
                  seq_schedule=["1", "1,2"], window_schedule=["0", "64,128"], doc_schedule=["64", "1,2,3,4"],
@@ -467,7 +470,7 @@ def test_tuples_are_comma_lists(name):
 
 
 def test_orders_that_cannot_be():
-    for name in ("COUNT_ORDERS", "COPY_ORDERS"):
+    for name in ("COUNT_ORDERS", "COUNT_WORDS", "COPY_ORDERS"):
         assert all(name.lower() in refusal({name: text}) for text in ("0,2", "2,0", "2,2", "1,3,1"))
 
 

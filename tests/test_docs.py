@@ -19,7 +19,7 @@ BY_HEADING = ("README.md", "docs/running.md")
 PAGES = [*BY_HEADING, "docs/first_change.md", "docs/own_text.md", "docs/first_gpu.md"]
 NOWHERE = "http://127.0.0.1:9"
 SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2",
-                   TRAIN_BATCH_TOKENS="256", COUNT_ORDERS="2")
+                   TRAIN_BATCH_TOKENS="256", COUNT_ORDERS="2", COUNT_WORDS="0")
 SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE, GPT2_VOCAB_URL=NOWHERE)
 
 

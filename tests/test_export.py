@@ -27,6 +27,7 @@ def save(path, **settings):
     init_parameters(model, 7)
     generator = torch.Generator().manual_seed(7)
     if cfg.keeps_text():
+        model.counts.starts[5:15] = False
         model.counts.count(torch.randint(1, 40, (5000,), generator=generator).numpy().astype("uint16"))
     for p in model.parameters():
         p.data += 0.1 * torch.randn(p.shape, generator=generator)
@@ -41,7 +42,8 @@ MODELS |= {
     "tiny, its own size": {}, "tiny, all tokens": dict(WINDOW_SCHEDULE="0", LOGIT_SOFTCAP="30"),
     "tiny, five layers": dict(NUM_LAYERS="5", WINDOW_SCHEDULE="128,64", WINDOW_PATTERN="SL"),
     "tiny, more heads": dict(NUM_HEADS="4", QK_GAIN_INIT="1", MLP_MULT="4", KEY_OFFSET="0"),
-    "tiny, no candidates": dict(COUNT_ORDERS="0", COPY_ORDERS="0", BIGRAM_ROWS="0", VALUE_EMBED_LAYERS="0"),
+    "tiny, no candidates": dict(COUNT_ORDERS="0", COUNT_WORDS="0", COPY_ORDERS="0",
+                                BIGRAM_ROWS="0", VALUE_EMBED_LAYERS="0"),
     "tiny, two orders": dict(COUNT_ORDERS="3,1", UNET_SKIPS="0"),
     "golf, wide": dict(PRESET="golf", NUM_LAYERS="1", MODEL_DIM="64", NUM_HEADS="2", NUM_KV_HEADS="0"),
     "golf_plus, plain": MODELS["golf_plus"] | dict(LOOP_LAYERS="0", EXCLUSIVE="0", SKIP_MIX="0"),
@@ -168,25 +170,27 @@ def test_model_py_is_the_trainers_text(exported, preset):
 def test_the_counts_of_model_py_are_the_trainers(one_thread):
     """Its tables and lists say what NgramCounts.count()'s do, entries that several n-grams share included.
     Lists may lie elsewhere."""
-    cfg = train_gpt.load_config(dict(VOCAB_SIZE="65535", BOS_ID="1", COUNT_BITS="8", COUNT_ORDERS="1,2,4"))
+    cfg = train_gpt.load_config(dict(VOCAB_SIZE="65535", BOS_ID="1", COUNT_BITS="8", COUNT_ORDERS="1,2,4",
+                                     COUNT_WORDS="5"))
     for vocabulary, size in ((6, 3000), (400, 20_000), (65_535, 3000)):
         text = torch.randint(vocabulary, (size,), generator=torch.Generator().manual_seed(size))
         ours, theirs = train_gpt.NgramCounts(cfg), train_gpt.NgramCounts(cfg)
+        theirs.starts[::4] = False
         theirs.count(text.numpy().astype("uint16"))
-        model_loader.fill_counts(ours, text.to(torch.int16))
+        model_loader.fill_counts(ours, text.to(torch.int16), theirs.starts.byte())
         assert torch.equal(ours.tables > 0, theirs.tables > 0) and theirs.tables.count_nonzero() > 50
         assert ours.most_next == theirs.most_next
-        for order in range(3):
+        for order in range(4):
             for mine, other in zip(ours.tables[order].tolist(), theirs.tables[order].tolist()):
                 if mine:
                     assert list_at(ours, order, mine) == list_at(theirs, order, other)
 
 
 def list_at(counts, order, place):
-    """The list of an n-gram that a table says begins at this place."""
-    part = counts.lists.view(3, -1)[order, place:]
+    """The list of a context that a table says begins at this place."""
+    part = counts.lists[int(counts.bases[order]) + place:]
     size = int(part[0]) >> train_gpt.CHECK_BITS & 0xFFFF
-    return part[:size + 2].tolist()
+    return part[:size + 1 + (size > 1)].tolist()
 
 
 def test_a_folder_without_a_model_hides_no_run(tmp_path, monkeypatch):
@@ -207,7 +211,7 @@ def test_the_files(tool, tmp_path):
     theirs, ours = (read(tmp_path / "out/model.safetensors") for read in (
         load_file, model_loader.read_safetensors))
     model, cfg = train_gpt.load_model(path)
-    assert {*theirs} == {*ours} == {"counts.text", *dict(model.named_parameters())}
+    assert {*theirs} == {*ours} == {"counts.text", "counts.starts", *dict(model.named_parameters())}
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config.pop("scoring_window") == 128

@@ -253,7 +253,7 @@ def test_ttt_is_the_trainers_own_step(cfg, stream):
 
 def test_ttt_learns_a_text_that_repeats(cfg):
     """The same 62 tokens again and again: what was scored teaches what comes."""
-    cfg = replace(cfg, eval_ttt=80, count_orders=(0,), copy_orders=(0,))
+    cfg = replace(cfg, eval_ttt=80, count_orders=(0,), count_words=(0,), copy_orders=(0,))
     stream = np.tile(np.random.default_rng(0).permutation(np.arange(2, V)).astype(np.uint16), 20)
     nats, still = (nats_of(replace(cfg, eval_ttt_lr=lr), randomised(cfg), stream, "ttt") for lr in (0.3, 0.0))
     assert nats[-300:].mean() < 0.6 * still[-300:].mean() and np.array_equal(nats[:65], still[:65])

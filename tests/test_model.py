@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = dict(vocab_size=61, train_seq_len=24, train_batch_tokens=24, model_dim=48, num_layers=4, num_heads=6,
             mlp_mult=2, bos_id=4)
 TOY = {  # what else makes a recipe small; its techniques stay on
-    "tiny": dict(bigram_rows=500, count_bits=20, count_orders=(2,), copy_orders=(1, 3), window_pattern="L",
+    "tiny": dict(bigram_rows=500, count_bits=20, count_orders=(2,), count_words=(5,), copy_orders=(1, 3),
+                 window_pattern="L",
                  window_schedule=(0,), batch_schedule=(1,)),
     "golf": dict(num_kv_heads=3),
     "golf_plus": dict(num_kv_heads=2, loop_layers=(1, 2), gptq_batches=0),
@@ -75,8 +76,14 @@ def randomised(cfg, seed=0):
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
     if cfg.keeps_text():
+        model.counts.starts.copy_(some_starts(cfg.vocab_size))
         model.counts.count(some_tokens(cfg, 1, 3000)[0].numpy().astype(np.uint16))
     return model
+
+
+def some_starts(vocab_size):
+    """Every token but each third one begins a word."""
+    return torch.arange(vocab_size) % 3 != 2
 
 
 def values(model):
@@ -273,28 +280,56 @@ def reference_log_probs(model, tokens, window):
     scores = logits - logits.exp().sum(-1, keepdim=True).log()
     if "gate_weight" not in w:
         return scores
-    return reference_mixture(model.cfg, model.counts.text, w, tokens.tolist(), x, scores.exp()).log()
+    return reference_mixture(model.cfg, model.counts, w, tokens.tolist(), x, scores.exp()).log()
 
 
-def documents_after(text, n, bos):
-    """{n-gram: {token: documents in which it comes next}}"""
-    found, document = defaultdict(lambda: defaultdict(set)), np.cumsum(text == bos)
-    for end in range(n, len(text)):
-        found[tuple(text[end - n:end].tolist())][int(text[end])].add(int(document[end - 1]))
+def ngram_at(n):
+    """A function of tokens and a place: the last n tokens there; None: there are fewer."""
+    return lambda tokens, t: tuple(tokens[t + 1 - n:t + 1]) if t + 1 >= n else None
+
+
+def words_at(context, starts):
+    """The same for a context of words; starts: whether each token begins a word."""
+    def find(tokens, t):
+        words, word = [], []
+        while t >= 0 and len(words) < context.bit_length():
+            word.insert(0, tokens[t])
+            if starts[tokens[t]]:
+                words.append(tuple(word))
+                word = []
+            t -= 1
+        if len(words) < context.bit_length():
+            return None
+        return tuple(word for back, word in enumerate(words) if context >> back & 1)
+    return find
+
+
+def counted_contexts(cfg, starts):
+    """Functions that give a place's contexts, in the order of NgramCounts."""
+    return [words_at(context, starts.tolist()) for context in cfg.counted_words()] + [
+        ngram_at(n) for n in sorted(cfg.counted_orders())]
+
+
+def documents_after(text, context_at, bos):
+    """{context: {token: documents in which it comes next}}"""
+    found, document, tokens = defaultdict(lambda: defaultdict(set)), np.cumsum(text == bos), text.tolist()
+    for t in range(len(text) - 1):
+        if (context := context_at(tokens, t)) is not None:
+            found[context][tokens[t + 1]].add(int(document[t]))
     return found
 
 
-def reference_mixture(cfg, text, w, row, x, own):
-    """The model's own probabilities (T, V) mixed with those of the n-grams. text: the training text, which
-    counts by documents. row: T tokens. x (T, C): last activations. w: {name: weights}"""
-    counted, matched = cfg.counted_orders(), cfg.matched_orders()
-    after = {n: documents_after(text, n, cfg.bos_id) for n in counted}
+def reference_mixture(cfg, counts, w, row, x, own):
+    """The model's own probabilities (T, V) mixed with those of the n-grams. counts: holds the training text,
+    which counts by documents. row: T tokens. x (T, C): last activations. w: {name: weights}"""
+    contexts, matched = counted_contexts(cfg, counts.starts), cfg.matched_orders()
+    after = [documents_after(counts.text, context_at, cfg.bos_id) for context_at in contexts]
     mixed = torch.zeros_like(own)
     for t in range(len(row)):
         sources, classes, longest = [], [], [0, 0]
-        for n in counted:
-            gram = tuple(row[t + 1 - n:t + 1]) if t + 1 >= n else None
-            counts = Counter({token: len(documents) for token, documents in after[n].get(gram, {}).items()})
+        for context_at, following in zip(contexts, after):
+            after_it = following.get(context_at(row, t), {})
+            counts = Counter({token: len(documents) for token, documents in after_it.items()})
             few = min(len(counts), 3) - 1
             spread = few + (few == 2 and 4 * len(counts) > counts.total())
             sources.append(counts)
@@ -327,8 +362,11 @@ SETTINGS = {
     "tiny": {
         "as it is": {}, "no softcap": NO_SOFTCAP, "no RoPE": NO_ROPE, "no key offset": dict(key_offset=False),
         "no bigrams": dict(bigram_rows=0), "few bigram rows": dict(bigram_rows=31),
-        "no counts": dict(count_orders=(0,)), "no copies": dict(copy_orders=(0,)),
-        "no candidates": dict(count_orders=(0,), copy_orders=(0,)), "no memory": dict(memory=False),
+        "no counts": dict(count_orders=(0,), count_words=(0,)),
+        "words only": dict(count_orders=(0,)), "n-grams only": dict(count_words=(0,)),
+        "no copies": dict(copy_orders=(0,)),
+        "no candidates": dict(count_orders=(0,), count_words=(0,), copy_orders=(0,)),
+        "no memory": dict(memory=False),
         "no mixture": dict(mixture=False),
         "no skips": dict(unet_skips=False), "no value embeddings": dict(value_embed_layers=(0,)),
         "value embeddings": dict(value_embed_layers=(1, 0, 2)),
@@ -435,7 +473,7 @@ def test_golf_has_its_parameters():
 
 
 @pytest.mark.parametrize("preset, settings", [
-    ("tiny", dict(bigram_rows=0)), ("tiny", dict(count_orders=(0,), copy_orders=(0,))),
+    ("tiny", dict(bigram_rows=0)), ("tiny", dict(count_orders=(0,), count_words=(0,), copy_orders=(0,))),
     ("tiny", dict(memory=False)), ("tiny", dict(mixture=False)),
     ("tiny", dict(unet_skips=False)), ("tiny", dict(value_embed_layers=(0,))),
     ("golf_plus", dict(skip_mix=False)),

@@ -1,14 +1,14 @@
 """How model.py reads what ./run.sh record export wrote, with torch alone. tools/model_script.py copies these
-functions, beside definitions of train_gpt.py, which some of them ask for (ngram_keys)."""
+functions, beside definitions of train_gpt.py, which some of them ask for (low_bits)."""
 import json
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TOKEN_BITS, low_bits, ngram_keys
+from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TOKEN_BITS, low_bits
 
-DTYPES = {"F32": torch.float32, "I16": torch.int16}
+DTYPES = {"F32": torch.float32, "I16": torch.int16, "U8": torch.uint8}
 
 
 def read_safetensors(path):
@@ -33,36 +33,44 @@ def fill(model, tensors):
         p.data = tensors[name]
 
 
-def fill_counts(counts, text):
-    """Counts the training text, int16 (n,), as NgramCounts.count() does with several threads."""
+def fill_counts(counts, text, starts):
+    """Counts the training text, int16 (n,), as NgramCounts.count() does with several threads. starts, uint8
+    (V,): whether each token begins a word."""
     cfg = counts.cfg
     counts.shift = KEY_BITS - cfg.count_bits
-    counts.room = 3 * len(text) + 8
+    counts.starts = starts.bool()
     counts.tables = torch.zeros(len(counts.tables), 1 << cfg.count_bits, dtype=torch.int32)
-    counts.lists = torch.zeros(len(counts.tables), counts.room, dtype=torch.int32)
+    made = [torch.zeros(4, dtype=torch.int32)]
     tokens = text.long() & low_bits(TOKEN_BITS)
     documents = (tokens == cfg.bos_id).cumsum(0) * 0x9E3779B1 >> 8 & low_bits(DOCUMENT_BITS)
     low = (tokens[1:] << DOCUMENT_BITS) + documents[:-1]
-    for table, lists, (n, key) in zip(counts.tables, counts.lists, ngram_keys(tokens, counts.orders)):
-        # 1. each n-gram with the token after it and the document, once
-        seen = ((key[n - 1:-1] << TOKEN_BITS + DOCUMENT_BITS) + low[n - 1:]).unique()
-        # 2. how many documents have an n-gram and a token after it
+    for i, packed in enumerate(counts.occurrences(tokens, low)):
+        # 1. each context with the token after it and the document, once
+        seen = packed.unique()
+        # 2. how many documents have a context and a token after it
         pairs, having = (seen >> DOCUMENT_BITS).unique_consecutive(return_counts=True)
         ranked = having << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
-        keys, ngram, sizes = (pairs >> TOKEN_BITS).unique_consecutive(return_inverse=True, return_counts=True)
-        # 3. the list of each n-gram: the two tokens that most documents have come first
+        keys = pairs >> TOKEN_BITS
+        keys, number, sizes = keys.unique_consecutive(return_inverse=True, return_counts=True)
+        # 3. the list of each context: the two tokens that most documents have come first
         nothing = torch.zeros_like(keys)
-        best = nothing.scatter_reduce(0, ngram, ranked, "amax")
-        second = nothing.scatter_reduce(0, ngram, ranked.where(ranked != best[ngram], 0), "amax")
-        group = torch.where(ranked == best[ngram], 0, torch.where(ranked == second[ngram], 1, 2))
-        ranked = ranked[(3 * ngram + group).argsort(stable=True)]
-        starts = 4 + sizes.cumsum(0) - sizes + 2 * torch.arange(len(keys))
-        lists[starts] = (sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)).int()
-        lists[starts + 1] = nothing.index_add(0, ngram, having).int()
-        lists[torch.arange(len(pairs)) + 6 + 2 * ngram] = ranked.int()
-        # 4. of n-grams in the same place the last one stays
+        best = nothing.scatter_reduce(0, number, ranked, "amax")
+        second = nothing.scatter_reduce(0, number, ranked.where(ranked != best[number], 0), "amax")
+        group = torch.where(ranked == best[number], 0, torch.where(ranked == second[number], 1, 2))
+        ranked = ranked[(3 * number + group).argsort(stable=True)]
+        several = (sizes > 1).long()
+        lengths = sizes + 1 + several
+        begins = lengths.cumsum(0) - lengths
+        lists = torch.zeros(int(lengths.sum()), dtype=torch.int32)
+        lists[begins] = (sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)).int()
+        lists[begins + 1] = nothing.index_add(0, number, having).int()
+        before = (1 + several).cumsum(0)[number]  # entries of lists that are no next tokens
+        lists[torch.arange(len(pairs)) + before] = ranked.int()
+        # 4. of contexts in the same place the last one stays
         place = (keys & low_bits(KEY_BITS)) >> counts.shift
         last = F.pad(place[1:] != place[:-1], (0, 1), value=True)
-        table[place[last]] = starts[last].int()
+        counts.tables[i, place[last]] = 4 + begins[last].int()
+        counts.bases[i] = sum(map(len, made)) - 4
+        made.append(lists)
         counts.most_next = max(counts.most_next, int(sizes.max()))
-    counts.lists = counts.lists.flatten()
+    counts.lists = torch.cat([*made, made[0]])

@@ -30,7 +30,7 @@ def load(folder):
     fill(model, tensors)
     return model.eval()
 '''
-COUNTS = '    fill_counts(model.counts, tensors["counts.text"])\n'
+COUNTS = '    fill_counts(model.counts, tensors["counts.text"], tensors["counts.starts"])\n'
 
 
 class Piece(NamedTuple):
