@@ -1470,7 +1470,7 @@ def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Te
 # in the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its
 # class, and one of the class, which says how sure it is. At the output, each context in text and row gives a
 # distribution of the next token, and the model mixes these with its own.
-CLASSES = 16  # of candidates, per order of n-grams
+CLASSES = 16  # of candidates, per kind of context
 # widths of what is packed into integers
 KEY_BITS = 36  # hash of a context
 TOKEN_BITS = 16
@@ -1478,6 +1478,10 @@ DOCUMENT_BITS = 12  # hash of a document's number, so counts of documents end at
 CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
+# The text's words are hashed in chunks of this many tokens, small enough for the cache. Each chunk also sees
+# the tokens before it, so that a context of words is lost at its beginning only if it is longer than these.
+COUNT_CHUNK = 1 << 16
+TOKENS_BEFORE_CHUNK = 1 << 10
 
 def low_bits(bits: int) -> int:
     """A mask of this many low bits."""
@@ -1497,18 +1501,19 @@ def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Ten
             yield n, top_bits(key)
 
 def word_starts(texts: Sequence[bytes]) -> Tensor:
-    """Whether each token begins a word, bool (V,): unless its first byte is a lower-case letter or not ASCII.
+    """Whether each token begins a word, bool (V,): all do but those whose first byte is a lower-case ASCII
+    letter or not ASCII. So digits, punctuation and capitals begin one, and a token without text does, too.
     texts: the bytes of each token."""
     return torch.tensor([not (text[:1].islower() or text[:1] >= b"\x80") for text in texts])
 
-def word_keys(tokens: Tensor, starts: Tensor, contexts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields for each context of words: its hashes at each place of tokens (B, T), and whether the row has
-    all of its words, both (B, T). Bit 0 of a context stands for the word so far, bit k for the k-th word
-    before it. starts: from word_starts()."""
-    if not contexts:
+def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields for each mask the hashes of its words at each place of tokens (B, T), and whether all these
+    words, those that it skips included, begin within the row, both (B, T). Bit 0 of a mask is the word so
+    far, bit k the k-th word before it. Rows are independent of one another. starts: from word_starts()."""
+    if not masks:
         return
     begins = starts[tokens]
-    whole = begins[:, :1].clone()  # does the row have its first word's beginning?
+    row_begins_word = begins[:, :1].clone()
     begins[:, :1] = True
     begins = begins.flatten()
     place = torch.arange(len(begins), device=tokens.device)
@@ -1517,19 +1522,21 @@ def word_keys(tokens: Tensor, starts: Tensor, contexts: Sequence[int]) -> Iterat
     terms = (tokens.flatten() + 1) * factors[(place - begin).clamp(max=WORD_TOKENS - 1)]
     sums = terms.cumsum(0)
     so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
-    words = so_far[begins.roll(-1)]  # each one's last place
-    number = begins.cumsum(0) - 1  # of each place's word
-    rank = number.view_as(tokens)  # among the words that the row has from their beginning
-    rank = rank - rank[:, :1] - torch.where(whole, 0, 1)
-    for context in contexts:
-        before = torch.zeros_like(words)
-        for back in range(1, context.bit_length()):
-            if context >> back & 1:
-                before = (before + words.roll(back)) * HASH_FACTOR
-        key = before[number]
-        if context & 1:
+    word_of = begins.cumsum(0) - 1
+    # the hash of each whole word, taken at its last place; the last entry is never read
+    slot = torch.where(begins.roll(-1), word_of, len(place))
+    whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
+    words_before = word_of.view_as(tokens)  # in the row, but for one that it does not have from its beginning
+    words_before = words_before - words_before[:, :1] - torch.where(row_begins_word, 0, 1)
+    for mask in masks:
+        previous = torch.zeros_like(whole)
+        for back in range(1, mask.bit_length()):
+            if mask >> back & 1:
+                previous = (previous + whole.roll(back)) * HASH_FACTOR
+        key = previous[word_of]
+        if mask & 1:
             key = (key + so_far) * HASH_FACTOR
-        yield top_bits(key).view_as(tokens), rank >= context.bit_length() - 1
+        yield top_bits(key).view_as(tokens), words_before >= mask.bit_length() - 1
 
 def ngram_pairs(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields for each n of orders, ascending: the hashes of ngram_keys(), and whether the row has n tokens by
@@ -1540,7 +1547,7 @@ def ngram_pairs(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[Tensor,
         yield key, enough
 
 def stacked(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Pairs of tensors -> all first ones and all second ones."""
+    """Stacks the hashes and the masks of several kinds of context, each (kinds, B, T)."""
     first, second = zip(*pairs)
     return torch.stack(first), torch.stack(second)
 
@@ -1588,7 +1595,7 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, starts, lists
 
 class TextMatches(NamedTuple):
-    """How the training text goes on after each context, each (contexts, B, T) int64."""
+    """How the training text goes on after each context, each (kinds, B, T) int64."""
     start: Tensor  # where its next tokens begin in NgramCounts.lists
     size: Tensor  # number of next tokens; 0: the text does not have the context
     total: Tensor  # sum of their document counts
@@ -1597,13 +1604,13 @@ class TextMatches(NamedTuple):
 
 class NgramCounts(nn.Module):
     """For each context in the training text, which tokens come next, and in how many documents each. There
-    is a table per kind of context (a choice of words or n tokens): its entry at a context's hash says where
-    the context's list begins. A list holds the number of next tokens (16 bits) and a check (16); the sum of
-    their document counts, if there are several tokens; and documents << TOKEN_BITS | token for each: first
-    the two with the most documents, then the others, sorted by token."""
-    tables: Tensor  # (contexts, 2**count_bits), int32; 0: no such context
+    is a table per kind of context (one n, or one mask of words): its entry at a context's hash says where the
+    context's list begins. A list holds the number of next tokens (16 bits) and a check (16); if there are
+    several, the sum of their document counts; and documents << TOKEN_BITS | token for each: first the two
+    with the most documents, then the others, sorted by token."""
+    tables: Tensor  # (kinds, 2**count_bits), int32; 0: no such context
     lists: Tensor  # int32; the lists of each kind of context in turn
-    bases: Tensor  # (contexts, 1, 1), int64; a table's entry plus its base is a place in lists
+    bases: Tensor  # (kinds, 1, 1), int64; a table's entry plus its base is a place in lists
     starts: Tensor  # from word_starts(); before count() each token is a word
 
     def __init__(self, cfg: Any) -> None:
@@ -1615,11 +1622,11 @@ class NgramCounts(nn.Module):
         self.most_next = 0  # next tokens in the longest list
         self.orders = cfg.counted_orders()
         self.words = cfg.counted_words()
-        contexts = len(self.orders) + len(self.words)
-        tables = torch.zeros(contexts, 1, dtype=torch.int32)
+        kinds = len(self.orders) + len(self.words)
+        tables = torch.zeros(kinds, 1, dtype=torch.int32)
         self.register_buffer("tables", tables, persistent=False)
         self.register_buffer("lists", torch.zeros(4, dtype=torch.int32), persistent=False)
-        self.register_buffer("bases", torch.zeros(contexts, 1, 1, dtype=torch.int64), persistent=False)
+        self.register_buffer("bases", torch.zeros(kinds, 1, 1, dtype=torch.int64), persistent=False)
         self.register_buffer("starts", torch.ones(cfg.vocab_size, dtype=torch.bool), persistent=False)
 
     def count(self, text: np.ndarray) -> None:
@@ -1632,8 +1639,7 @@ class NgramCounts(nn.Module):
         self.shift = KEY_BITS - self.cfg.count_bits
         tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
         torch.from_numpy(tables).zero_()  # all threads map its pages now; np.zeros would map small ones later
-        nothing = np.zeros(4, np.int32)
-        lists = [nothing]  # where entries of 0 point
+        parts: list[np.ndarray] = []
         size = 0
         tokens = torch.from_numpy(text).int()
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
@@ -1641,9 +1647,9 @@ class NgramCounts(nn.Module):
         del documents
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(threads) as pool:
-            for i, packed in enumerate(self.occurrences(tokens, low)):
-                seen = packed.numpy()
-                del packed
+            occurrences = self.occurrences(tokens, low)
+            for i in range(len(tables)):
+                seen = next(occurrences).numpy()
                 cuts = np.arange(1, threads) * len(seen) // threads
                 seen.partition(cuts)  # then each thread sorts a part in place
                 list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
@@ -1656,22 +1662,31 @@ class NgramCounts(nn.Module):
                 self.most_next = max(self.most_next, *longest)
                 self.bases[i] = size
                 size += sum(sizes)
-                lists += [part for _, _, part in made]
-        del tokens, low, made
+                parts += [part for _, _, part in made]
+        del tokens, low, made, occurrences
+        lists = np.zeros(4 + size + 4, np.int32)  # entries of 0 point to its beginning
+        end = 4 + size
+        while parts:
+            part = parts.pop()
+            lists[end - len(part):end] = part
+            end -= len(part)
         self.tables = torch.from_numpy(tables).to(self.tables.device)
-        self.lists = torch.from_numpy(np.concatenate([*lists, nothing])).to(self.lists.device)
+        self.lists = torch.from_numpy(lists).to(self.lists.device)
 
     def occurrences(self, tokens: Tensor, low: Tensor) -> Iterator[Tensor]:
-        """Yields for each kind of context where it occurs in the text, tokens (n,) int32: key, next token and
-        document of each place, packed, int64. low (n - 1,): the next token and the document of each place."""
+        """Yields for each kind of context, masks of words first, one int64 per occurrence in the text, tokens
+        (n,): its key, the next token and the document. low (n - 1,): next token and document of each place,
+        packed."""
         shift = TOKEN_BITS + DOCUMENT_BITS
         found = [torch.empty(len(low), dtype=torch.int64) for _ in self.words]
         filled = [0] * len(found)
         starts = self.starts.cpu()
-        for chunk, low_chunk in zip(tokens[:-1].split(1 << 16), low.split(1 << 16)):
-            keys = word_keys(chunk[None], starts, self.words)
-            for i, (key, enough) in enumerate(keys):
-                packed = (key[0] << shift).add_(low_chunk)[enough[0]]
+        for begin in range(0, len(low), COUNT_CHUNK):
+            first = max(0, begin - TOKENS_BEFORE_CHUNK)
+            end = min(len(low), begin + COUNT_CHUNK)
+            for i, pair in enumerate(word_keys(tokens[None, first:end], starts, self.words)):
+                key, enough = [x[0, begin - first:] for x in pair]
+                packed = (key << shift).add_(low[begin:end])[enough]
                 found[i][filled[i]:filled[i] + len(packed)] = packed
                 filled[i] += len(packed)
         while found:
@@ -1688,7 +1703,7 @@ class NgramCounts(nn.Module):
 
     def keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The hash of each kind of context at each place of tokens (B, T), and whether the row has enough
-        tokens for it, both (contexts, B, T)."""
+        tokens for it, both (kinds, B, T)."""
         return stacked([*word_keys(tokens, self.starts, self.words), *ngram_pairs(tokens, self.orders)])
 
     def forward(self, key: Tensor, enough: Tensor) -> TextMatches:
@@ -1709,23 +1724,26 @@ class NgramCounts(nn.Module):
         return TextMatches(first, size, total, best, second)
 
     def documents_with(self, found: TextMatches, targets: Tensor) -> Tensor:
-        """How many documents have the target (B, T) after the context, int64 (contexts, B, T)."""
+        """How many documents have the target (B, T) after the context, int64 (kinds, B, T)."""
         documents = torch.zeros_like(found.size)
         for ranked in (found.best, found.second):
             same = ranked & low_bits(TOKEN_BITS) == targets
             documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
-        others = (found.size > 2) & (documents == 0)  # binary search in the rest of these lists
-        target = targets.expand_as(others)[others]
-        end = (found.start + found.size)[others]
-        low = found.start[others] + 2
-        high = end
+        # Binary search among the others, sorted by token. On a CPU only where it is needed; on a GPU
+        # everywhere, since to find out where makes the host wait.
+        needed = (found.size > 2) & (documents == 0)
+        where: Any = ... if needed.is_cuda else needed.nonzero(as_tuple=True)
+        target = targets.expand_as(needed)[where]
+        low = (found.start + found.size.clamp(max=2))[where]
+        high = end = (found.start + found.size)[where]
         for _ in range(self.most_next.bit_length()):
             middle = (low + high) >> 1
             before = (self.lists[middle] & low_bits(TOKEN_BITS) < target) & (low < high)
             low = torch.where(before, middle + 1, low)
             high = torch.where(before, high, middle)
         ranked = torch.where(low < end, self.lists[low], 0).long()
-        documents[others] = torch.where(ranked & low_bits(TOKEN_BITS) == target, ranked >> TOKEN_BITS, 0)
+        same = ranked & low_bits(TOKEN_BITS) == target
+        documents[where] = torch.where(same, ranked >> TOKEN_BITS, documents[where])
         return documents
 
     def stored(self) -> dict[str, Tensor]:
@@ -1743,13 +1761,13 @@ class NgramCounts(nn.Module):
         if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
             raise Refused("no counted text")
         check_tokens(text, self.cfg.vocab_size, "the counted text")
-        require(starts.shape == self.starts.shape, "another vocabulary")
+        require(starts.dtype == torch.uint8 and starts.shape == self.starts.shape, "another vocabulary")
         self.starts.copy_(starts)
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
     """What the other documents say, for training, where the row's own document has each target (B, T) after
-    its n-gram. Only the target is taken out: other tokens that follow the n-gram elsewhere in that document
+    its context. Only the target is taken out: other tokens that follow the context elsewhere in that document
     stay. documents: from documents_with()."""
     one_document = 1 << TOKEN_BITS
     size = found.size - (documents == 1).long()
@@ -1761,7 +1779,7 @@ def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor)
     return TextMatches(found.start, size, total, best.maximum(second), second)
 
 def text_candidates(found: TextMatches) -> tuple[Tensor, Tensor, Tensor]:
-    """The best next token of each order -> (is there one, the token, its class), each (orders, B, T)."""
+    """The best next token of each context -> (is there one, the token, its class), each (kinds, B, T)."""
     documents = found.best >> TOKEN_BITS
     share = documents / found.total
     sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
@@ -1870,7 +1888,7 @@ SPREADS = 6  # classes for what followed; the text has four
 MIX_CLASSES = 1 + SPREADS * (1 + len(TEXT_LIMITS))
 
 def text_class(found: TextMatches) -> Tensor:
-    """The class of each order's match in the text (orders, B, T)."""
+    """The class of each context's match in the text (kinds, B, T)."""
     few = limits_reached(found.size, (2, 3))
     spread = few + torch.where((few == 2) & (found.size * 4 > found.total), 1, 0)
     sure = 1 + SPREADS * limits_reached(found.total, TEXT_LIMITS) + spread
@@ -1899,7 +1917,7 @@ def in_parts(sizes: Tensor, most: int = 1 << 22) -> list[slice]:
     return [slice(low, high) for low, high in zip([0, *cuts], cuts) if low < high]
 
 def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Tensor) -> None:
-    """Adds the distributions of the training text, each times its gate (orders, B, T), to mixed (B, T, V)."""
+    """Adds the distributions of the training text, each times its gate (kinds, B, T), to mixed (B, T, V)."""
     V = mixed.size(-1)
     first = torch.arange(mixed.numel() // V, device=mixed.device) * V
     for start, size, total, gate in zip(found.start, found.size, found.total, gates):
@@ -2107,7 +2125,7 @@ def first_values(model: Model, seed: int) -> dict[str, Tensor]:
 
 # ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
 # Our own game; its records are in records/track_tiny. Two minutes allow few steps, so the model
-# looks up what needs no training: which tokens followed the last n, in the training text and in the row.
+# looks up what needs no training: which tokens followed the last ones, in the training text and in the row.
 @dataclass(frozen=True)
 class Tiny(Config):
     """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
@@ -2137,7 +2155,8 @@ class Tiny(Config):
                                 0, 1 << 26, model=True)
     bigram_init: bool = option(True, "embedding and head start from the training text's bigrams, up to "
                                "vocab_size 4,096; 0: random embedding, head of zeros")
-    memory: bool = option(True, "n-grams of the training text and of the row; 0: a plain GPT", model=True)
+    memory: bool = option(True, "what followed in the training text and in the row; 0: a plain GPT",
+                          model=True)
     mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
                            "candidates only", model=True)
     own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
@@ -2145,9 +2164,9 @@ class Tiny(Config):
     count_orders: tuple = option((2, 3, 5, 9), "lengths of n-grams that are counted in the training text; "
                                  "0: none", 0, 64, model=True)
     count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
-    count_words: tuple = option((1, 3, 5, 7, 29), "contexts of words that are counted, too: bit 0 of each "
-                                "is the word so far, bit k the k-th word before it; 0: none", 0, 127,
-                                model=True)
+    count_words: tuple = option((1, 3, 5, 7, 29), "masks of words that are counted, too: bit 0 is the word "
+                                "so far, bit k the k-th word before it, so 5 is the word so far and the "
+                                "second one before; 0: none", 0, 127, model=True)
     copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
                                 "0: none", 0, 64, model=True)
     # data and batch
@@ -2414,7 +2433,7 @@ class TinyModel(CountingModel):
         self.use(kernels)
 
     def build(self, run: "Run", fresh: bool) -> bool:
-        """Counts n-grams; in a fresh run, embedding and head start from the bigrams of the first shard."""
+        """Counts contexts; in a fresh run, embedding and head start from the bigrams of the first shard."""
         counted = super().build(run, fresh)
         cfg = self.cfg
         V = cfg.vocab_size
@@ -2498,7 +2517,7 @@ class TinyModel(CountingModel):
 
     def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
         """The class of each distribution (B, T, n), and the row of gate_matches (B, T), which says how many
-        orders match in the text and how many in the row."""
+        kinds of context match in the text and how many n-grams in the row."""
         classes = []
         matches: Any = 0
         if text:

@@ -17,8 +17,8 @@ from helpers import ROOT, library_documents, run_cli, tokens_of, train_tokenizer
 MEGABYTES = "2"
 TOY = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=0", "NUM_LAYERS=2", "MODEL_DIM=32",
        "TRAIN_SEQ_LEN=64", "TRAIN_BATCH_TOKENS=256", "ITERATIONS=2",
-       "MAX_WALLCLOCK_SECONDS=0", "COUNT_BITS=12", "COUNT_ORDERS=2", "COPY_ORDERS=1,3", "BIGRAM_ROWS=1024",
-       "VALUE_EMBED_LAYERS=0,1"]
+       "MAX_WALLCLOCK_SECONDS=0", "COUNT_BITS=12", "COUNT_ORDERS=2", "COUNT_WORDS=3", "COPY_ORDERS=1,3",
+       "BIGRAM_ROWS=1024", "VALUE_EMBED_LAYERS=0,1"]
 
 
 @pytest.fixture(scope="module")

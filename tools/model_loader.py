@@ -47,6 +47,8 @@ def fill_counts(counts, text, starts):
     for i, packed in enumerate(counts.occurrences(tokens, low)):
         # 1. each context with the token after it and the document, once
         seen = packed.unique()
+        if not len(seen):
+            continue
         # 2. how many documents have a context and a token after it
         pairs, having = (seen >> DOCUMENT_BITS).unique_consecutive(return_counts=True)
         ranked = having << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
@@ -70,7 +72,7 @@ def fill_counts(counts, text, starts):
         place = (keys & low_bits(KEY_BITS)) >> counts.shift
         last = F.pad(place[1:] != place[:-1], (0, 1), value=True)
         counts.tables[i, place[last]] = 4 + begins[last].int()
-        counts.bases[i] = sum(map(len, made)) - 4
+        counts.bases[i] = sum(map(len, made)) - 4  # a table counts from 4 before its lists
         made.append(lists)
         counts.most_next = max(counts.most_next, int(sizes.max()))
     counts.lists = torch.cat([*made, made[0]])

@@ -114,7 +114,7 @@ PEERS = {
                  SMALL | dict(NUM_KV_HEADS="1", ITERATIONS="100000"), GOLF_TRIES, GOLF_PARTS, shuffled=True),
     "gpt2": Peer("gpt2's recipe (nanochat), 4 layers of 128", "gpt2", GPT2, GPT2_TRIES),
     "memory-0": Peer("tiny without its memory, MEMORY=0", "tiny", dict(MEMORY="0", VAL_PART="0"), TINY_TRIES),
-    "tiny": Peer("tiny as ./run.sh trains it: 2 layers of 128, n-grams of the train text and of the row",
+    "tiny": Peer("tiny as ./run.sh trains it: 2 layers of 128, with its memory",
                  "tiny", dict(VAL_PART="0"), TINY_TRIES),
 }
 
