@@ -360,7 +360,7 @@ def test_picks_equal_the_reference(toy, bundle, name):
     preset, settings = MODELS[name]
     cfg = toy.config(preset, **settings)
     tasks = read_bundle(bundle)
-    model, picked = taught_model(cfg, 6, toy, tasks), {}
+    model, picked = taught_model(cfg, 7, toy, tasks), {}
     ranks = 1 + [*MODELS].index(name)
     for mine, task in zip(read_tasks(bundle), tasks, strict=True):
         picked[task["label"]] = set(assert_same_picks(toy, model, mine, task, ranks=ranks))
