@@ -1526,7 +1526,8 @@ def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[
     # the hash of each whole word, taken at its last place; the last entry is never read
     slot = torch.where(begins.roll(-1), word_of, len(place))
     whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
-    words_before = word_of.view_as(tokens)  # in the row, but for one that it does not have from its beginning
+    # how many whole words of the row come before this one; -1 in a word that the row's start cuts off
+    words_before = word_of.view_as(tokens)
     words_before = words_before - words_before[:, :1] - torch.where(row_begins_word, 0, 1)
     for mask in masks:
         previous = torch.zeros_like(whole)
@@ -1684,9 +1685,10 @@ class NgramCounts(nn.Module):
         for begin in range(0, len(low), COUNT_CHUNK):
             first = max(0, begin - TOKENS_BEFORE_CHUNK)
             end = min(len(low), begin + COUNT_CHUNK)
-            for i, pair in enumerate(word_keys(tokens[None, first:end], starts, self.words)):
-                key, enough = [x[0, begin - first:] for x in pair]
-                packed = (key << shift).add_(low[begin:end])[enough]
+            skip = begin - first
+            for i, (key, enough) in enumerate(word_keys(tokens[None, first:end], starts, self.words)):
+                packed = (key[0, skip:] << shift).add_(low[begin:end])
+                packed = packed[enough[0, skip:]]
                 found[i][filled[i]:filled[i] + len(packed)] = packed
                 filled[i] += len(packed)
         while found:
@@ -1729,10 +1731,10 @@ class NgramCounts(nn.Module):
         for ranked in (found.best, found.second):
             same = ranked & low_bits(TOKEN_BITS) == targets
             documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
-        # Binary search among the others, sorted by token. On a CPU only where it is needed; on a GPU
-        # everywhere, since to find out where makes the host wait.
+        # Binary search among the others, sorted by token: on a CPU only where it is needed, on a GPU
+        # everywhere, because the host would have to wait to learn where.
         needed = (found.size > 2) & (documents == 0)
-        where: Any = ... if needed.is_cuda else needed.nonzero(as_tuple=True)
+        where: Any = slice(None) if needed.is_cuda else needed.nonzero(as_tuple=True)
         target = targets.expand_as(needed)[where]
         low = (found.start + found.size.clamp(max=2))[where]
         high = end = (found.start + found.size)[where]
@@ -2299,7 +2301,7 @@ class Tiny(Config):
         return [n for n in self.count_orders if n > 0 and self.memory]
 
     def counted_words(self) -> list[int]:
-        return [context for context in self.count_words if context > 0 and self.memory]
+        return [mask for mask in self.count_words if mask > 0 and self.memory]
 
     def matched_orders(self) -> list[int]:
         return [n for n in self.copy_orders if n > 0 and self.memory]

@@ -20,8 +20,7 @@ SIZE = dict(vocab_size=61, train_seq_len=24, train_batch_tokens=24, model_dim=48
             mlp_mult=2, bos_id=4)
 TOY = {  # what else makes a recipe small; its techniques stay on
     "tiny": dict(bigram_rows=500, count_bits=20, count_orders=(2,), count_words=(5,), copy_orders=(1, 3),
-                 window_pattern="L",
-                 window_schedule=(0,), batch_schedule=(1,)),
+                 window_pattern="L", window_schedule=(0,), batch_schedule=(1,)),
     "golf": dict(num_kv_heads=3),
     "golf_plus": dict(num_kv_heads=2, loop_layers=(1, 2), gptq_batches=0),
     "speedrun": dict(
@@ -82,7 +81,7 @@ def randomised(cfg, seed=0):
 
 
 def some_starts(vocab_size):
-    """Every token but each third one begins a word."""
+    """All tokens begin a word except every third."""
     return torch.arange(vocab_size) % 3 != 2
 
 
@@ -289,7 +288,7 @@ def ngram_at(n):
 
 
 def words_at(context, starts):
-    """The same for a context of words; starts: whether each token begins a word."""
+    """Like ngram_at(), for a mask of words; starts: whether each token begins a word."""
     def find(tokens, t):
         words, word = [], []
         while t >= 0 and len(words) < context.bit_length():
