@@ -953,10 +953,12 @@ def mlp(x: Tensor, fc: Tensor, proj: Tensor, linear: Callable = linear, slope: f
     return linear(F.leaky_relu(linear(x, fc), slope).square(), proj)
 
 def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) -> Tensor:
-    """cap * tanh((logits + shift) / width), any shape. A width of 0 means cap; a cap of 0 changes nothing."""
+    """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    return cap * torch.tanh((logits + shift) / (width or cap))
+    if shift:
+        logits = logits + shift
+    return cap * torch.tanh(logits / (width or cap))
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
             weights: Tensor | None = None) -> Tensor:
@@ -1478,7 +1480,7 @@ DOCUMENT_BITS = 12  # hash of a document's number, so counts of documents end at
 CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
-# The text's words are hashed in chunks of this many tokens, small enough for the cache. Each chunk also sees
+# The text is hashed in chunks of this many tokens, small enough for the cache. For words each chunk also sees
 # the tokens before it, so that a context of words is lost at its beginning only if it is longer than these.
 COUNT_CHUNK = 1 << 16
 TOKENS_BEFORE_CHUNK = 1 << 10
@@ -1639,69 +1641,66 @@ class NgramCounts(nn.Module):
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
         tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
-        torch.from_numpy(tables).zero_()  # all threads map its pages now; np.zeros would map small ones later
-        parts: list[np.ndarray] = []
-        size = 0
-        tokens = torch.from_numpy(text).int()
+        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)  # at most; takes memory where it is written
+        lists[:4] = 0  # entries of 0 point to these
+        end = 4
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
-        low = (tokens[1:] << DOCUMENT_BITS).add_(documents[:-1])  # (next token, document)
-        del documents
-        threads = torch.get_num_threads()
-        with ThreadPoolExecutor(threads) as pool:
-            occurrences = self.occurrences(tokens, low)
-            for i in range(len(tables)):
-                seen = next(occurrences).numpy()
-                cuts = np.arange(1, threads) * len(seen) // threads
-                seen.partition(cuts)  # then each thread sorts a part in place
-                list(pool.map(np.ndarray.sort, np.split(seen, cuts)))
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            occurrences = self.occurrences(torch.from_numpy(text), documents)
+            for i, table in enumerate(tables):
+                torch.from_numpy(table).zero_()  # by all threads; np.zeros would map small pages, and later
+                packed = next(occurrences)
+                torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
+                seen = packed.numpy()
                 cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
-                made = list(pool.map(ngram_lists, np.split(seen, cuts)))
-                del seen
-                sizes = [len(part) for _, _, part in made]
-                begins = np.cumsum([4, *sizes])[:-1]
-                longest = list(pool.map(partial(self.fill, tables[i]), made, begins))
-                self.most_next = max(self.most_next, *longest)
-                self.bases[i] = size
-                size += sum(sizes)
-                parts += [part for _, _, part in made]
-        del tokens, low, made, occurrences
-        lists = np.zeros(4 + size + 4, np.int32)  # entries of 0 point to its beginning
-        end = 4 + size
-        while parts:
-            part = parts.pop()
-            lists[end - len(part):end] = part
-            end -= len(part)
+                self.bases[i] = end - 4
+                for made in pool.map(ngram_lists, np.split(seen, cuts)):
+                    end += self.add(table, lists[end:], made, end - int(self.bases[i]))
+                del packed, seen
+        lists[end:end + 4] = 0
         self.tables = torch.from_numpy(tables).to(self.tables.device)
-        self.lists = torch.from_numpy(lists).to(self.lists.device)
+        self.lists = torch.from_numpy(lists[:end + 4]).to(self.lists.device)
 
-    def occurrences(self, tokens: Tensor, low: Tensor) -> Iterator[Tensor]:
-        """Yields for each kind of context, masks of words first, one int64 per occurrence in the text, tokens
-        (n,): its key, the next token and the document. low (n - 1,): next token and document of each place,
-        packed."""
-        shift = TOKEN_BITS + DOCUMENT_BITS
-        found = [torch.empty(len(low), dtype=torch.int64) for _ in self.words]
+    def occurrences(self, tokens: Tensor, documents: Tensor) -> Iterator[Tensor]:
+        """Yields for each kind of context, masks of words first, one int64 per occurrence in the text: its
+        key, the next token and the document, packed. tokens, documents (n,): from document_hashes()."""
+        n = len(tokens) - 1
+
+        def pack(key: Tensor, begin: int, end: int) -> Tensor:
+            low = (tokens[begin + 1:end + 1].int() << DOCUMENT_BITS).add_(documents[begin:end])
+            return (key << (TOKEN_BITS + DOCUMENT_BITS)).add_(low)
+
+        found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
         filled = [0] * len(found)
         starts = self.starts.cpu()
-        for begin in range(0, len(low), COUNT_CHUNK):
+        for begin in range(0, n, COUNT_CHUNK):
             first = max(0, begin - TOKENS_BEFORE_CHUNK)
-            end = min(len(low), begin + COUNT_CHUNK)
+            end = min(n, begin + COUNT_CHUNK)
             skip = begin - first
-            for i, (key, enough) in enumerate(word_keys(tokens[None, first:end], starts, self.words)):
-                packed = (key[0, skip:] << shift).add_(low[begin:end])
-                packed = packed[enough[0, skip:]]
+            part = tokens[None, first:end].int()
+            for i, (key, enough) in enumerate(word_keys(part, starts, self.words)):
+                packed = pack(key[0, skip:], begin, end)[enough[0, skip:]]
                 found[i][filled[i]:filled[i] + len(packed)] = packed
                 filled[i] += len(packed)
         while found:
             yield found.pop(0)[:filled.pop(0)]
-        for n, key in ngram_keys(tokens, self.orders):
-            yield key[n - 1:-1].mul_(1 << shift).add_(low[n - 1:])
+        for order in self.orders:
+            packed = torch.empty(max(0, n - order + 1), dtype=torch.int64)
+            for begin in range(0, len(packed), COUNT_CHUNK):
+                end = min(len(packed), begin + COUNT_CHUNK)
+                (_, key), = ngram_keys(tokens[begin:end + order - 1].int(), (order,))
+                packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
+            yield packed
 
-    def fill(self, table: np.ndarray, made: tuple, begin: int) -> int:
-        """Writes into a table where lists are; returns the size of the longest one. made: from ngram_lists();
-        begin: where these lists begin, counted from the table's base."""
-        keys, starts, lists = made
+    def add(self, table: np.ndarray, lists: np.ndarray, made: tuple, begin: int) -> int:
+        """Writes the lists that ngram_lists() made to the beginning of lists, and where each is to table.
+        begin: where lists begins, from the table's base on. Returns the length of what was written."""
+        keys, starts, part = made
+        lists[:len(part)] = part
         table[keys >> self.shift] = begin + starts
-        return int((lists[starts].view(np.uint32) >> CHECK_BITS).max(initial=0))
+        sizes = part[starts].view(np.uint32) >> CHECK_BITS
+        self.most_next = max(self.most_next, int(sizes.max(initial=0)))
+        return len(part)
 
     def keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The hash of each kind of context at each place of tokens (B, T), and whether the row has enough
@@ -2163,10 +2162,10 @@ class Tiny(Config):
                            "candidates only", model=True)
     own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
                              0, 100)
-    count_orders: tuple = option((2, 3, 5, 9), "lengths of n-grams that are counted in the training text; "
+    count_orders: tuple = option((3, 5, 8, 14), "lengths of n-grams that are counted in the training text; "
                                  "0: none", 0, 64, model=True)
     count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
-    count_words: tuple = option((1, 3, 5, 7, 29), "masks of words that are counted, too: bit 0 is the word "
+    count_words: tuple = option((1, 3, 5, 29), "masks of words that are counted, too: bit 0 is the word "
                                 "so far, bit k the k-th word before it, so 5 is the word so far and the "
                                 "second one before; 0: none", 0, 127, model=True)
     copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "

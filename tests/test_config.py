@@ -36,7 +36,7 @@ RECIPES = {
         warmup_steps=2, artifact_bytes_limit=0, mlp_mult=3, window_pattern='-L', window_schedule=(),
         rope_base=1000.0, qk_gain_init=1.5, key_offset=True, value_embed_layers=(0, 1), unet_skips=True,
         logit_softcap=15.0, bigram_rows=65536, bigram_init=True, memory=True, mixture=True, own_loss=3.0,
-        count_orders=(2, 3, 5, 9), count_words=(1, 3, 5, 7, 29), count_bits=24,
+        count_orders=(3, 5, 8, 14), count_words=(1, 3, 5, 29), count_bits=24,
         copy_orders=(1, 2, 3, 4, 6, 9), matrix_lr=0.03,
         embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95,
         muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_backend_steps=5, bigram_every=2,

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import math
+import operator
 import platform
 import re
 import zipfile
@@ -46,6 +47,22 @@ def test_what_scores_compile_has_no_graph_breaks():
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
         train_gpt.compile_once(broken)(torch.ones(2))
+
+
+def test_what_scores_compile_adds_no_zero_to_logits():
+    """With dynamic shapes torch.compile turns floats into tensors on the CPU. On a GPU, one that is added to
+    a product becomes its bias, and the product is refused."""
+    called = []
+
+    def backend(graph, inputs):
+        called.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    def logits(x):
+        return train_gpt.softcap(x, 15.0)
+
+    torch.compile(logits, dynamic=True, backend=backend)(torch.ones(2, 3))
+    assert torch.tanh in called and operator.add not in called
 
 
 @torch.no_grad()

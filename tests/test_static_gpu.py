@@ -455,6 +455,17 @@ def test_the_structure_of_runs(tmp_path):
 
 
 @pytest.mark.static
+def test_the_default_game_on_one_gpu(tmp_path):
+    """Training with counts of n-grams and words, and the mixture's score."""
+    args = ["tiny", "--ranks", "1", "--json", str(tmp_path / "json")]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "static_gpu.py", *args], capture_output=True, text=True
+    )
+    (found,) = json.loads((tmp_path / "json").read_text()).values()
+    assert done.returncode == 0 and found["evaluation"]["launches"], done.stdout
+
+
+@pytest.mark.static
 @pytest.mark.parametrize("gpu, ranks", [("a100", 1), ("l4", 2), ("t4", 1)])
 def test_other_gpus(gpu, ranks, tmp_path):
     """The step compiles, without fp8 where there is none."""

@@ -43,8 +43,7 @@ def fill_counts(counts, text, starts):
     made = [torch.zeros(4, dtype=torch.int32)]
     tokens = text.long() & low_bits(TOKEN_BITS)
     documents = (tokens == cfg.bos_id).cumsum(0) * 0x9E3779B1 >> 8 & low_bits(DOCUMENT_BITS)
-    low = (tokens[1:] << DOCUMENT_BITS) + documents[:-1]
-    for i, packed in enumerate(counts.occurrences(tokens, low)):
+    for i, packed in enumerate(counts.occurrences(tokens, documents)):
         # 1. each context with the token after it and the document, once
         seen = packed.unique()
         if not len(seen):
