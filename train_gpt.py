@@ -1641,7 +1641,7 @@ class NgramCounts(nn.Module):
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
         tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
-        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)  # at most; takes memory where it is written
+        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)  # at most; mapped as it is written
         lists[:4] = 0  # entries of 0 point to these
         end = 4
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
