@@ -956,9 +956,8 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    if shift:
-        logits = logits + shift
-    return cap * torch.tanh(logits / (width or cap))
+    # Inductor would make + a CPU bias
+    return cap * torch.tanh((logits - -shift) / (width or cap))
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
             weights: Tensor | None = None) -> Tensor:
@@ -1480,8 +1479,8 @@ DOCUMENT_BITS = 12  # hash of a document's number, so counts of documents end at
 CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
-# The text is hashed in chunks of this many tokens, small enough for the cache. For words each chunk also sees
-# the tokens before it, so that a context of words is lost at its beginning only if it is longer than these.
+# The text is hashed in chunks of this many tokens, small enough for the cache. For words, each chunk also
+# sees the tokens before it, so a context of words is lost at its beginning only if it is longer than these.
 COUNT_CHUNK = 1 << 16
 TOKENS_BEFORE_CHUNK = 1 << 10
 
@@ -1653,9 +1652,9 @@ class NgramCounts(nn.Module):
                 torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
                 seen = packed.numpy()
                 cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
-                self.bases[i] = end - 4
+                self.bases[i] = base = end - 4
                 for made in pool.map(ngram_lists, np.split(seen, cuts)):
-                    end += self.add(table, lists[end:], made, end - int(self.bases[i]))
+                    end += self.add(table, lists[end:], made, end - base)
                 del packed, seen
         lists[end:end + 4] = 0
         self.tables = torch.from_numpy(tables).to(self.tables.device)
@@ -1693,8 +1692,8 @@ class NgramCounts(nn.Module):
             yield packed
 
     def add(self, table: np.ndarray, lists: np.ndarray, made: tuple, begin: int) -> int:
-        """Writes the lists that ngram_lists() made to the beginning of lists, and where each is to table.
-        begin: where lists begins, from the table's base on. Returns the length of what was written."""
+        """Copies what ngram_lists() made to the start of lists, and enters in table where each list begins.
+        begin: the place of lists[0], counted from the table's base. Returns how many entries were copied."""
         keys, starts, part = made
         lists[:len(part)] = part
         table[keys >> self.shift] = begin + starts
@@ -1791,13 +1790,19 @@ class CountingModel(Model):
     counts: NgramCounts
 
     def build(self, run: "Run", fresh: bool) -> bool:
+        """Counts the contexts of the training text. Raises Refused if there is no memory for it."""
         if not len(self.counts.tables):
             return False
         run.log("counting n-grams")
         began = time.perf_counter()
         if run.loader.tokenizer:  # without one each token is a word
             self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.loader.tokenizer)))
-        self.counts.count(np.concatenate(run.loader.shards))
+        try:
+            self.counts.count(np.concatenate(run.loader.shards))
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error) or "bad_alloc" in str(error):
+                raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
+            raise
         run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
         return True
 

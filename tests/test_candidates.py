@@ -5,6 +5,7 @@ import re
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,15 +195,31 @@ def test_counts_of_short_and_extreme_texts():
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_counts_do_not_depend_on_the_threads(threads):
-    text = some_text(20_011)
-    row = torch.from_numpy(text.astype(np.int64))[None]
+    text = some_text(70_001)  # more than a chunk, and enough for torch to sort with several threads
+    row = torch.from_numpy(text[:5000].astype(np.int64))[None]
     alone = counted(CFG, text)
     torch.set_num_threads(threads)
     together = counted(CFG, text)
     torch.set_num_threads(1)
-    assert torch.equal(alone.tables, together.tables)
+    assert torch.equal(alone.tables, together.tables) and torch.equal(alone.lists, together.lists)
     for a, b in zip(text_matches(alone, row), text_matches(together, row)):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc"), RuntimeError("a bug")])
+def test_no_memory_to_count(error, monkeypatch):
+    def fails(counts, text):
+        raise error
+
+    monkeypatch.setattr(NgramCounts, "count", fails)
+    loader = SimpleNamespace(tokenizer=None, shards=[some_text()])
+    run = SimpleNamespace(loader=loader, log=lambda line: None)
+    if str(error) == "a bug":
+        refused = pytest.raises(RuntimeError, match="a bug")
+    else:
+        refused = pytest.raises(train_gpt.Refused, match="MEMORY=0")
+    with refused:
+        make_model(CFG).build(run, fresh=False)
 
 
 def test_a_second_text_replaces_the_first():

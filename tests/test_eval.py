@@ -49,7 +49,8 @@ def test_what_scores_compile_has_no_graph_breaks():
         train_gpt.compile_once(broken)(torch.ones(2))
 
 
-def test_what_scores_compile_adds_no_zero_to_logits():
+@pytest.mark.parametrize("shift", [0.0, 5.0])
+def test_what_scores_compile_adds_no_float_to_logits(shift):
     """With dynamic shapes torch.compile turns floats into tensors on the CPU. On a GPU, one that is added to
     a product becomes its bias, and the product is refused."""
     called = []
@@ -59,7 +60,7 @@ def test_what_scores_compile_adds_no_zero_to_logits():
         return graph.forward
 
     def logits(x):
-        return train_gpt.softcap(x, 15.0)
+        return train_gpt.softcap(x, 15.0, shift)
 
     torch.compile(logits, dynamic=True, backend=backend)(torch.ones(2, 3))
     assert torch.tanh in called and operator.add not in called
