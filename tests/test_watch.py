@@ -325,7 +325,7 @@ def test_a_real_run(tiny_data, tmp_path):
     python, env = fork_server.start(), TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
     done = in_pipe([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, **env)
     assert done.returncode == 0 and "in logs/r/: train.log" in done.stdout
-    env["RUN_ID"] = "s"
+    env |= dict(RUN_ID="s", SAMPLE_TOKENS="300")  # sampling takes longer than a tick of the live line
     code, lines, live = on_terminal([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, env=env)
     assert code == 0 and any(text.startswith("writing samples") for text in live)
     said = [line.split(":")[0] for line in lines if line and not line.startswith("override ")]
