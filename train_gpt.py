@@ -956,7 +956,7 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    # Inductor would make + a CPU bias
+    # minus -shift: with dynamic shapes, a float that is added becomes a bias on the CPU
     return cap * torch.tanh((logits - -shift) / (width or cap))
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
@@ -1640,19 +1640,21 @@ class NgramCounts(nn.Module):
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
         tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
-        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)  # at most; mapped as it is written
-        lists[:4] = 0  # entries of 0 point to these
+        # An occurrence adds at most two entries. What is never written takes no memory.
+        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)
+        lists[:4] = 0  # a table's entry of 0 points to these
         end = 4
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             occurrences = self.occurrences(torch.from_numpy(text), documents)
             for i, table in enumerate(tables):
-                torch.from_numpy(table).zero_()  # by all threads; np.zeros would map small pages, and later
+                torch.from_numpy(table).zero_()  # by all threads, in huge pages, unlike np.zeros
                 packed = next(occurrences)
                 torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
                 seen = packed.numpy()
                 cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
-                self.bases[i] = base = end - 4
+                base = end - 4
+                self.bases[i] = base
                 for made in pool.map(ngram_lists, np.split(seen, cuts)):
                     end += self.add(table, lists[end:], made, end - base)
                 del packed, seen
@@ -1662,7 +1664,7 @@ class NgramCounts(nn.Module):
 
     def occurrences(self, tokens: Tensor, documents: Tensor) -> Iterator[Tensor]:
         """Yields for each kind of context, masks of words first, one int64 per occurrence in the text: its
-        key, the next token and the document, packed. tokens, documents (n,): from document_hashes()."""
+        key, the next token and the document, packed. tokens (n,), documents (n,) from document_hashes()."""
         n = len(tokens) - 1
 
         def pack(key: Tensor, begin: int, end: int) -> Tensor:
@@ -1687,7 +1689,7 @@ class NgramCounts(nn.Module):
             packed = torch.empty(max(0, n - order + 1), dtype=torch.int64)
             for begin in range(0, len(packed), COUNT_CHUNK):
                 end = min(len(packed), begin + COUNT_CHUNK)
-                (_, key), = ngram_keys(tokens[begin:end + order - 1].int(), (order,))
+                _, key = next(ngram_keys(tokens[begin:end + order - 1].int(), (order,)))
                 packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
             yield packed
 
@@ -1800,7 +1802,7 @@ class CountingModel(Model):
         try:
             self.counts.count(np.concatenate(run.loader.shards))
         except (MemoryError, RuntimeError) as error:
-            if out_of_memory(error) or "bad_alloc" in str(error):
+            if out_of_memory(error) or "bad_alloc" in str(error):  # by torch.sort
                 raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
             raise
         run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
@@ -4930,7 +4932,7 @@ class Bank:
         size = math.prod(self.unit)
         self.shapes = [p.shape for p in params]
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
-        self.units = int(self.places[-1]) // size  # excludes the padding that makes shares equal
+        self.units = int(self.places[-1]) // size  # without the padding of shares
         total = math.ceil(self.units / world_size) * world_size * size
         grad_dtype = dtype if "embed" in row.group else torch.float32
         self.data = torch.zeros(total, dtype=dtype, device=params[0].device)
@@ -5709,7 +5711,7 @@ def log_probs(model: Model, tokens: Tensor, context: tuple | None = None) -> Ten
     context = context or model.context(tokens.size(1), model.embed.device)
     return F.log_softmax(model.logits(model.hidden(tokens, context)), -1)
 
-MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, and without torch.compile a few copies of that
+MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, uncompiled a few times that
 CPU_SCORE_TOKENS = 2048  # tokens at a time on a CPU, as its cache holds them
 
 class Score(NamedTuple):
@@ -6392,7 +6394,7 @@ def write_atomically(path: Path, write: Callable) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
-        temporary.unlink(missing_ok=True)  # the disk may be full: free space so that the log can say so
+        temporary.unlink(missing_ok=True)  # leaves room for the log if the disk is full
         while not isinstance(error, OSError) and error.__context__:
             error = error.__context__  # torch raises its own error on top of the disk's
         raise error
