@@ -143,7 +143,12 @@ def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, mo
     parts = [f"val_part step:{step} val_loss:{5 - step / 100}\n" for step in (50, 100, 150, 200)]
     (tmp_path / "train.log").write_text(text + "".join(parts))
     assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
-    assert not any("a part of val" in name for name in labels(figures.pop().axes[0])), "the record has none"
+    names = [name for name in labels(figures.pop().axes[0]) if "a part of val" in name]
+    assert len(names) == 2 and names[0].startswith("record "), "the record has such a curve, too"
+    old = trials.load_runs([ROOT / "records/track_tiny/2026-11-21_Baseline"], print)
+    monkeypatch.setattr(trials, "record_to_beat", lambda runs: {"record of old": old})
+    assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
+    assert not any("a part of val" in name for name in labels(figures.pop().axes[0])), "that record has none"
     monkeypatch.setattr(trials, "record_to_beat", lambda runs: {})
     for by in ("seconds", "step"):
         assert tool("plot", tmp_path, "--by", by, "--out", "x.png")[0] == 0
