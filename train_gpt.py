@@ -2445,7 +2445,11 @@ class TinyModel(CountingModel):
         counted = super().build(run, fresh)
         cfg = self.cfg
         V = cfg.vocab_size
-        if not fresh or not cfg.bigram_init or V * V > MOST_BIGRAMS:
+        if not fresh or not cfg.bigram_init:
+            return counted
+        if V * V > MOST_BIGRAMS:
+            run.log(f"first values of embed are random, of head zero: vocab_size {V} is above "
+                    f"{math.isqrt(MOST_BIGRAMS)}")
             return counted
         began = time.perf_counter()
         counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
@@ -5739,7 +5743,7 @@ def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage
         hidden = model.compiled_hidden()
         score = compile_once(score_targets, dynamic=True)
     while order:
-        # 1. The longest rows that are left, filled up with zeros.
+        # 1. The longest rows left, padded with zeros.
         if not (compiled and context):
             T = len(rows[order[-1]][0]) - 1
             dtype = team.dtype if team.on_gpu else torch.float32
@@ -5753,7 +5757,7 @@ def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage
             row, first = rows[number]
             ids[i, :len(row)] = row
             wanted[i, first - 1:len(row) - 1] = True
-        # 2. Their activations, of which those before a target are scored.
+        # 2. Their activations; those before a target are scored.
         targets = torch.from_numpy(ids[:, 1:][wanted]).to(team.device)
         places = torch.from_numpy(np.flatnonzero(wanted)).to(team.device)
         x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
@@ -8228,7 +8232,7 @@ def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
     else:
         why = brief(error)
     if out_of_memory(error):
-        why = "out of memory: lower DEVICE_BATCH_SIZE"
+        why = "out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"
     elif "No space left" in str(error):
         why = "the disk is full: free some GB"
     elif lost_peer(error):

@@ -131,8 +131,11 @@ def test_a_part_of_val_is_scored_on_the_way(train):
     assert "evaluating val_loss" not in done.log.partition("val_part")[0]
 
 
-def test_a_part_of_val_comes_from_all_of_it(monkeypatch):
-    """Rows of 512 tokens, evenly spaced: 4 of 40."""
+@pytest.mark.parametrize("stride, firsts, loss", [
+    (0, [1, 5121, 10241, 15361], "2.5000"),
+    (256, [1, 2817, 5377, 7937, 10497, 13057, 15617, 18177], "2.4444")])
+def test_a_part_of_val_comes_from_all_of_it(monkeypatch, stride, firsts, loss):
+    """Rows of 512 tokens, evenly spaced: 4 of 40; 8 of 79 where each but the first scores 256 targets."""
     scored, said = [], []
 
     def score_share(nats, rows, *_, compiled):
@@ -141,11 +144,11 @@ def test_a_part_of_val_comes_from_all_of_it(monkeypatch):
             nats[first:last + 1] = 2 + (first > 10_000)
 
     monkeypatch.setattr(train_gpt, "score_share", score_share)
-    cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048))
+    cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048, eval_stride=stride))
     data = SimpleNamespace(val=np.zeros(40 * 512 + 1, np.uint16))
     train_gpt.score_part(None, cfg, data, SimpleNamespace(on_gpu=False), said.append, 50)
-    assert [first for _, first, _ in scored] == [1, 5121, 10241, 15361]
-    assert said == ["val_part step:50 val_loss:2.5000"]
+    assert [first for _, first, _ in scored] == firsts
+    assert said == [f"val_part step:50 val_loss:{loss}"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):

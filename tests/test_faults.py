@@ -319,7 +319,7 @@ def test_the_timeout_of_training_is_longer_where_steps_are(monkeypatch):
     ("raise@step:8@1", "rank 1: RuntimeError: an injected mistake"),
     slow("raise@step:8@0", "rank 0: RuntimeError: an injected mistake"),
     slow("nan@step:8", "rank 0: train_loss is not finite at step 8 (before: "),
-    slow("oom@step:8@1", "rank 1: out of memory: lower DEVICE_BATCH_SIZE"),
+    slow("oom@step:8@1", "rank 1: out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"),
     slow("full@write/checkpoint_new.pt:300@0", "rank 0: the disk is full: free some GB; RESUME=")])
 def test_two_ranks_of_which_one_fails(fault, sentence, go, whole, report):
     """Each says what it saw, the cause among it, and both go on to the same bits."""
@@ -595,7 +595,7 @@ def test_out_of_memory(go, whole, report):
     """... while the last checkpoint is still being written: it is finished, and is the one that is named."""
     done = go(PLAIN, "nap@sync/checkpoint_new.pt.tmp:2;oom@step:8", NAP="1")
     said = one_sentence(done)
-    assert said.startswith("out of memory: lower DEVICE_BATCH_SIZE"), said
+    assert said.startswith("out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"), said
     assert said.endswith(f"; RESUME={done.run_id} goes on from step 6"), said
     goes_on(go, whole, done)
     report("out of memory in a step", said, done.since)

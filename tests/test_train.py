@@ -262,6 +262,9 @@ def test_training_starts_from_bigrams(train, monkeypatch):
     losses = [float(re.search(r"train_loss:(\S+)", run.log)[1]) for run in (drawn, fitted, large)]
     assert losses[0] == losses[2] and losses[1] < losses[0] - 0.3
     assert [run.log.count("made from bigrams") for run in (drawn, fitted, large)] == [0, 1, 0]
+    said = [f"vocab_size {large.result['config']['vocab_size']} is above 10" in run.log
+            for run in (drawn, fitted, large)]
+    assert said == [False, False, True]
 
 
 def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
