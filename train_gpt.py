@@ -1429,7 +1429,7 @@ def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
     return torch.cat((seen[:, :1], pairs), 1)
 
-MOST_BIGRAMS = 1 << 24  # of a vocabulary of 4,096
+MOST_BIGRAM_VOCAB = 4096  # whose bigrams are counted in a table of 128 MiB
 
 def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
     """uint16 (n,) -> how often each token is followed by each token, float64 (V, V)."""
@@ -2447,9 +2447,9 @@ class TinyModel(CountingModel):
         V = cfg.vocab_size
         if not fresh or not cfg.bigram_init:
             return counted
-        if V * V > MOST_BIGRAMS:
-            run.log(f"first values of embed are random, of head zero: vocab_size {V} is above "
-                    f"{math.isqrt(MOST_BIGRAMS)}")
+        if V > MOST_BIGRAM_VOCAB:
+            run.log("first values of embed are random, those of head zero: no bigrams are counted for "
+                    f"vocab_size {V}, only up to {MOST_BIGRAM_VOCAB}")
             return counted
         began = time.perf_counter()
         counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
