@@ -35,7 +35,8 @@ setup() {
             break
         fi
     done
-    [ -n "$found" ] || refuse "Python 3.11, 3.12 or 3.13 is needed; python3 here is $(python3 -V 2>&1 | head -n 1)"
+    candidate=$(python3 -V 2>/dev/null)
+    [ -n "$found" ] || refuse "Python 3.11, 3.12 or 3.13 is needed; ${candidate:-no python3} is here"
     install "$found" .venv "$(cat requirements.txt)"
     without_spaces .venv
 }
@@ -66,7 +67,7 @@ driver_fits() {
     refuse "the NVIDIA driver $driver runs CUDA 12, but PyPI's $torch is built for CUDA 13, which needs driver 580 or" \
         "newer: update the driver, or install the CUDA 12 build by 'python3 -m venv mine && mine/bin/pip install" \
         "$torch --index-url https://download.pytorch.org/whl/cu126 && mine/bin/pip install -r requirements.txt' and" \
-        "put PYTHON=mine/bin/python before ./run.sh; DEVICE=cpu does without the GPU"
+        "put PYTHON=mine/bin/python before ./run.sh; DEVICE=cpu before it does without the GPU"
 }
 
 # install PYTHON FOLDER REQUIREMENTS: a virtual environment that has them; sets PYTHON to its interpreter
@@ -151,7 +152,7 @@ preset_data() {
 one_recipe() {
     local folder=logs/.script/$1
     mkdir -p "$folder" && "$PYTHON" tools/script.py "$1" >"$folder/$$" && mv "$folder/$$" "$folder/train_gpt.py" ||
-        refuse "the script of $1 cannot be written to $folder"
+        refuse "the script of $1 could not be made in $folder"
     script=$folder/train_gpt.py
 }
 
@@ -163,7 +164,8 @@ fast_sort() {
 }
 
 train() {
-    local script=train_gpt.py flags=() preset=${PRESET:-tiny} device=${DEVICE:-auto} path=${DATA_PATH:-} plan_only="" proxy="" argument n word=""
+    local script=train_gpt.py flags=() preset=${PRESET:-tiny} path=${DATA_PATH:-} resume=${RESUME:-} proxy="" log
+    local argument n word="" plan_only=${DRY_RUN:-}
     for argument in "$@"; do
         case $argument in
             --*) ;;
@@ -173,14 +175,23 @@ train() {
         esac
         case $argument in
             --preset=*) preset=${argument#*=} ;;
-            --device=*) device=${argument#*=} ;;
+            --device=*) DEVICE=${argument#*=} ;;    # driver_fits asks it, too
             --data-path=*) path=${argument#*=} ;;
-            --dry-run | --dry-run=1) plan_only=1 ;;
-            --help) plan_only=1 device=cpu ;;
+            --resume=*) resume=${argument#*=} ;;
+            --dry-run=*) plan_only=${argument#*=} ;;
+            --dry-run) plan_only=1 ;;
+            --help) plan_only=1 DEVICE=cpu ;;
             --proxy | --proxy=*) proxy=1 ;;
         esac
         flags+=("$argument")
     done
+    case $plan_only in 0 | [Ff]alse | FALSE) plan_only="" ;; esac
+    # A run goes on with the script and the GPUs of its own preset; its data are there
+    if [ -n "$resume" ]; then
+        log=logs/$resume/train.log path=$resume
+        ! grep -qs '^config preset=' "$log" || preset=$(sed -n 's/^config preset=//p' "$log" | head -n 1)
+        ! grep -qs '^proxy ' "$log" || proxy=1
+    fi
     setup
     fast_sort
     case $preset$proxy in
@@ -194,7 +205,7 @@ train() {
         [ -n "$path$plan_only" ] || preset_data tiny    # any text will do
     elif [ -z "$path$plan_only" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
-        if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "$device" != cpu ]; then
+        if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "${DEVICE:-}" != cpu ]; then
             machine=$("$PYTHON" "$script" ${flags[@]+"${flags[@]}"} --dry-run) || {
                 local code=$?
                 [ -z "$word" ] || echo "run.sh: ./run.sh help lists its commands" >&2
@@ -205,7 +216,7 @@ train() {
         fi
         preset_data "$preset"
     fi
-    if [ "$n" -gt 1 ] && [ "$device" != cpu ]; then
+    if [ "$n" -gt 1 ] && [ "${DEVICE:-}" != cpu ]; then
         # What is refused is refused here: torchrun would add a traceback and make exit code 2 a 1
         "$PYTHON" "$script" ${flags[@]+"${flags[@]}"} --dry-run >/dev/null || exit $?
         exec "${run[@]}" -m torch.distributed.run --standalone --nproc_per_node="$n" "$script" \

@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    # stages of different sizes then share memory
+    # lets stages of different sizes share memory
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # `python -W error` would turn torch's own warnings into errors
@@ -158,6 +158,10 @@ class Recipe:
         on the rounding steps. hessian: what calibrate() found for this matrix."""
         raise NotImplementedError
 
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        """{field of Kernels: function} of attention and its masks."""
+        raise NotImplementedError
+
     # ----- neutral defaults
     def check(self) -> None:
         """Raises Refused for constants that contradict each other."""
@@ -167,15 +171,11 @@ class Recipe:
         return "off"
 
     def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
-        """linear() of the blocks, linear() of lm_head, and the loss that computes logits by the second."""
+        """linear() of the blocks, linear() of lm_head, and the loss, which takes logits from the latter."""
         return linear, linear, fused_loss
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        """{field of Kernels: function} of attention and its masks."""
-        raise NotImplementedError
-
     def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
-        """{field of Kernels: function} for what the recipe has a faster version of."""
+        """{field of Kernels: function}: further fast kernels of the recipe."""
         return {}
 
     def first_values(self, values: "dict[str, Tensor]") -> "dict[str, Tensor]":
@@ -237,7 +237,7 @@ class Config(Recipe):
     preset: str = option("", "the recipe", model=True)
     # the run
     run_id: str = option("", "folder under logs/; empty: preset, seed and time")
-    seed: int = option(1337, "seed of first values and samples", 0, 2**31 - 1)
+    seed: int = option(1337, "seed of initial values and samples", 0, 2**31 - 1)
     device: str = option("auto", "where to train; auto: one GPU per rank if there are any",
                          choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
@@ -290,7 +290,7 @@ class Config(Recipe):
     iterations: int = option(1, "maximum number of steps", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
-    warmup_steps: int = optional(2, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
+    warmup_steps: int = optional(2, "steps on made-up tokens before the clock starts", 0, 1000)
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
@@ -310,7 +310,7 @@ class Config(Recipe):
                     f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
                     f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
         require(self.model_dim % (2 * self.num_heads) == 0,
-                f"model_dim={self.model_dim} must be a multiple of 2 * num_heads={self.num_heads}")
+                f"model_dim={self.model_dim} must be a multiple of twice num_heads={self.num_heads}")
         eval_context = self.eval_context or T
         require(self.eval_stride <= eval_context,
                 f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
@@ -474,7 +474,7 @@ def off_values(f: Field) -> list:
     return []
 
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
-    """Config of a preset with given {name: value} in place of its own and the depth dial's. Raises
+    """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
     Refused."""
     recipe = recipe_of(preset)
     cfg = recipe.of(preset, dict(given or {}))
@@ -499,7 +499,8 @@ def parse_value(name: str, text: str, f: Field | None = None) -> object:
             return type(default)(0)
         return type(default)(text)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise Refused(f"{name}={text!r} must be written like {show(default) or 'text in UTF-8'}") from None
+        like = show(default) or ("1,2" if default == () else "text in UTF-8")
+        raise Refused(f"{name}={text!r} must be written like {like}") from None
 
 def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03 and a bare --compile. Raises
@@ -507,7 +508,7 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     words = [*argv]
     while words:
         flag, equals, text = words.pop(0).partition("=")
-        name = flag[2:].replace("-", "_").upper()
+        name = flag.lstrip("-").replace("-", "_").upper()
         if flag[:2] != "--" or name not in NAMES:
             longer = [known for known in NAMES if name and known.startswith(name)]
             nearest = dict(near_misses([name])).get(name, [*longer, "help"][0]).lower().replace("_", "-")
@@ -614,7 +615,7 @@ def check_horizons(cfg: Any) -> None:
 def depth_dial(cfg: Any, given: dict) -> Any:
     """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
     Refused."""
-    # 1. One of three horizons. One that is given replaces the preset's.
+    # 1. The length of the run, by one of HORIZONS; a given one replaces the preset's.
     horizons = [name for name in HORIZONS if given.get(name)]
     if horizons:
         others: dict[str, Any] = {name: 0.0 for name in HORIZONS[1:] if name not in horizons}
@@ -624,18 +625,19 @@ def depth_dial(cfg: Any, given: dict) -> Any:
     cfg = replace(cfg, **cfg.size_of_depth(cfg.depth) | given)
     weights = horizon_weights(cfg)
     growth = weights / horizon_weights(reference)
-    # 3. Batch: it grows with a power of the tokens, which grow as the weights do; the nearest power of 2.
+    # 3. Batch, unless given: a power of the tokens, which grow as the weights do, rounded to a power of 2.
     batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
     # 4. Steps: until the FLOPs are spent, or target_param_data_ratio tokens per weight (arXiv:2203.15556).
     derived = {}
     tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
     if tokens:
         derived["iterations"] = max(1, int(tokens / batch))
-    repeated = horizons[:1] == ["iterations"] and derived.get("iterations") == cfg.iterations
+    # Iterations may stand beside another horizon that comes to the same number, as in a record's command.
+    repeated = len(horizons) == 2 and derived.get("iterations") == given.get("iterations")
     if len(horizons) > 1 and not repeated:
         raise Refused(f"{' and '.join(horizons)} are two horizons: give one")
-    # 5. Learning rates grow with the square root of the batch (arXiv:2205.10287). Adam's also fall with the
-    #    square root of the width, halfway between standard parametrization and muP (arXiv:2203.03466).
+    # 5. Learning rates grow with the square root of the batch (arXiv:2205.10287). Those of embeddings and
+    #    lm_head also fall with the square root of the width, halfway to muP (arXiv:2203.03466).
     rate = (batch / REFERENCE_BATCH) ** 0.5
     adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
     # 6. Weight decay is lower in longer runs. It is multiplied by matrix_lr, so it grows with the batch
@@ -746,12 +748,12 @@ def proxy_rows() -> list[Scaled]:
     are so short that a proxy would read a small part of the text several times."""
     return [Scaled("packing", "rows", "the whole text: beginnings of documents would be a small part of it"),
             Scaled("shuffle", True, "in one random order"),
-            Scaled("seq_schedule", (1,), "a step has as many tokens in rows of one length")]
+            Scaled("seq_schedule", (1,), "rows of one length, as many tokens a step")]
 
 def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     """Scores, artifact, clock and compiler. context: tokens per row in evaluation."""
     scores = [
-        Scaled("eval_context", context, "some documents long"),
+        Scaled("eval_context", context, "tokens per row"),
         Scaled("val_tokens", size.val_tokens, "the same part of val at any width"),
         Scaled("val_batch_size", max(context, 16_384 // context * context), "fits any machine"),
         Scaled("val_loss_every", 0, "only the final one counts"),
@@ -814,11 +816,13 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Callable = pr
     full = preset_config(preset)
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     vocab_size, val_tokens = proxy_text(path, full)
-    vocab_size = int(given.get("vocab_size", 0)) or vocab_size
-    depth = int(given.get("depth", 0))
+    asked: dict[str, Any] = {}
+    for name in ("vocab_size", "depth"):
+        asked[name] = parse_value(name, given.get(name, "0"))
+    vocab_size = asked["vocab_size"] or vocab_size
 
     def scaled(width: int) -> list[Scaled]:
-        rows = PROXIES[preset](full, ProxySize(width, vocab_size, val_tokens, depth, on_gpu))
+        rows = PROXIES[preset](full, ProxySize(width, vocab_size, val_tokens, asked["depth"], on_gpu))
         rows.append(Scaled("data_path", path, "the embedded corpus, unless another text is given"))
         return [row for row in rows if row.name not in given]
 
@@ -956,7 +960,7 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    # minus -shift: with dynamic shapes, a float that is added becomes a bias on the CPU
+    # - -shift: with dynamic shapes, Inductor makes an added float a bias on the CPU, which GPUs refuse
     return cap * torch.tanh((logits - -shift) / (width or cap))
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
@@ -970,8 +974,9 @@ def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callab
     losses = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets.clamp(min=0))
     return (losses * (targets >= 0) * weights).sum() / targets[..., 0].numel()
 
-def plain_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int:
-    """The window as window_mask() takes it: tokens before the query. cuts: do documents also split rows?"""
+def plain_window(window: int, T: int, device: torch.device, by_document: bool = False) -> int:
+    """The window as window_mask() takes it: tokens before the query. by_document: attention stays within
+    documents."""
     return window
 
 class Kernels(NamedTuple):
@@ -992,14 +997,14 @@ class Kernels(NamedTuple):
 WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable versions
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
-                   window: Callable, cuts: bool = False) -> dict:
+                   window: Callable, by_document: bool = False) -> dict:
     """{L or S: its window in rows of T tokens} for the kinds that layers have. window: Kernels.window."""
     sizes = cfg.windows(stage, T)
     windows = {}
     if "L" in kinds:
-        windows["L"] = window(sizes["long_window"], T, device, cuts)
+        windows["L"] = window(sizes["long_window"], T, device, by_document)
     if "S" in kinds:
-        windows["S"] = window(sizes["short_window"], T, device, cuts)
+        windows["S"] = window(sizes["short_window"], T, device, by_document)
     return windows
 
 def layer_masks(windows: dict, tokens: Tensor, documents: Tensor | None, kernel: Callable) -> dict:
@@ -1041,8 +1046,8 @@ def rope_tables(T: int, frequencies: Tensor, device: torch.device,
 
 def pair_rope_tables(T: int, frequencies: Tensor, device: torch.device,
                      dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for paired heads, each (T, 1, 2, pairs of channels): the even heads of token t turn as at
-    position 2 t, its odd ones as at 2 t + 1, wherever pair_heads() puts them (modded-nanogpt#58)."""
+    """cos and sin for paired heads, each (T, 1, 2, pairs of channels): even heads of token t turn as at
+    position 2 t, odd ones as at 2 t + 1, although pair_heads() pairs by halves, as in modded-nanogpt#58."""
     positions = torch.arange(2 * T, device=device).view(T, 1, 2, 1)
     angles = positions * frequencies.to(device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -1352,8 +1357,8 @@ def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
     return 2 * gate(seen, weight)[..., None] * value_embed
 
 class Model(nn.Module):
-    """What the rest of the file asks of a recipe's model. It also needs the attributes cfg (the recipe's
-    constants), embed and head ((V, C); one and the same parameter if tied) and blocks."""
+    """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
+    ((V, C); the same parameter if tied) and blocks."""
     scales: Any = None  # DelayedScales of fp8
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
@@ -1405,7 +1410,7 @@ class Model(nn.Module):
         return []
 
     def build(self, run: "Run", fresh: bool) -> bool:
-        """Builds state, if fresh also first values, from training tokens, on the clock. True: it did."""
+        """Builds state, if fresh also initial values, from training tokens, on the clock: did it?"""
         return False
 
     def state(self) -> dict[str, Tensor]:
@@ -1475,7 +1480,7 @@ CLASSES = 16  # of candidates, per kind of context
 # widths of what is packed into integers
 KEY_BITS = 36  # hash of a context
 TOKEN_BITS = 16
-DOCUMENT_BITS = 12  # hash of a document's number, so counts of documents end at 4,096
+DOCUMENT_BITS = 12  # hash of a document's number, so document counts saturate at 4,096
 CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
@@ -1524,7 +1529,7 @@ def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[
     sums = terms.cumsum(0)
     so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
     word_of = begins.cumsum(0) - 1
-    # the hash of each whole word, taken at its last place; the last entry is never read
+    # the hash of each whole word, taken at its last place; only masked words read the last entry
     slot = torch.where(begins.roll(-1), word_of, len(place))
     whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
     # how many whole words of the row come before this one; -1 in a word that the row's start cuts off
@@ -1564,9 +1569,9 @@ def run_starts(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
 
 def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The contexts (m,), where the list of each begins (m,), and all lists one after another, as
-    NgramCounts.lists has them, int32 (k,). seen (n,): key, next token and document of each place in the text,
-    packed in this order and sorted."""
+    """seen (n,): key, next token and document of each place in the text, packed in this order and sorted ->
+    the keys (m,), where the list of each begins (m,), and all lists one after another, as NgramCounts.lists
+    has them, int32 (k,)."""
     pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
     begins = run_starts(pairs)
     documents = np.diff(begins, append=len(pairs))  # how many have each pair
@@ -1613,7 +1618,7 @@ class NgramCounts(nn.Module):
     tables: Tensor  # (kinds, 2**count_bits), int32; 0: no such context
     lists: Tensor  # int32; the lists of each kind of context in turn
     bases: Tensor  # (kinds, 1, 1), int64; a table's entry plus its base is a place in lists
-    starts: Tensor  # from word_starts(); before count() each token is a word
+    starts: Tensor  # from word_starts(); without a tokenizer each token is a word
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -1768,9 +1773,9 @@ class NgramCounts(nn.Module):
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
-    """What the other documents say, for training, where the row's own document has each target (B, T) after
-    its context. Only the target is taken out: other tokens that follow the context elsewhere in that document
-    stay. documents: from documents_with()."""
+    """Matches without the row's own document, for training, where each target (B, T) follows its context
+    there. Only the target is taken out: other tokens that follow the context elsewhere in that document stay.
+    documents: from documents_with()."""
     one_document = 1 << TOKEN_BITS
     size = found.size - (documents == 1).long()
     total = found.total - (documents > 0).long()
@@ -1778,7 +1783,7 @@ def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor)
     second = found.second
     best = torch.where(best & low_bits(TOKEN_BITS) == targets, best - one_document, best)
     second = torch.where(second & low_bits(TOKEN_BITS) == targets, second - one_document, second)
-    return TextMatches(found.start, size, total, best.maximum(second), second)
+    return TextMatches(found.start, size, total, best.maximum(second), best.minimum(second))
 
 def text_candidates(found: TextMatches) -> tuple[Tensor, Tensor, Tensor]:
     """The best next token of each context -> (is there one, the token, its class), each (kinds, B, T)."""
@@ -1831,7 +1836,7 @@ def limits_reached(x: Tensor, limits: tuple) -> Tensor:
 
 class RowMatches(NamedTuple):
     """What followed the last n tokens earlier in the row, each (orders, B, T) int64."""
-    order: Tensor  # places of the row, sorted by n-gram, equal ones by place
+    by_ngram: Tensor  # places of the row, sorted by n-gram, then by place
     rank: Tensor  # how many of the same n-gram come before, in that order
     total: Tensor  # how often the n-gram came before
     size: Tensor  # number of different tokens that followed it
@@ -1892,7 +1897,7 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor
 # text counts documents) and how many distinct tokens followed it; 0: no match.
 TEXT_LIMITS = (2, 3, 6, 16, 64)  # how often it occurred
 ROW_LIMITS = (2, 3, 5, 9, 20)
-SPREADS = 6  # classes for what followed; the text has four
+SPREADS = 6  # classes of how varied the next tokens are; text_class() has 4
 MIX_CLASSES = 1 + SPREADS * (1 + len(TEXT_LIMITS))
 
 def text_class(found: TextMatches) -> Tensor:
@@ -1944,7 +1949,7 @@ def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tens
     B, T, V = mixed.shape
     row = torch.arange(B, device=tokens.device)[:, None] * T
     column = torch.arange(T, device=tokens.device)
-    for order, rank, gate in zip(found.order, found.rank, gates):
+    for order, rank, gate in zip(found.by_ngram, found.rank, gates):
         follows = tokens.roll(-1, 1).gather(-1, order).flatten()
         size = rank.flatten()
         start = (row + column - rank).flatten()  # of the earlier occurrences, sorted as in `order`
@@ -2147,10 +2152,10 @@ class Tiny(Config):
     mlp_mult: int = option(3, "MLP width / model_dim", 1, 64, model=True)
     window_pattern: str = option("-L", "per layer: L long window, S half of it, - no attention; repeated",
                                  model=True)
-    window_schedule: tuple = option((), "long window, tokens before its own, per stage; 0: all; empty: 128",
+    window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: 128",
                                     0, 1 << 20, model=True, of=int)
     rope_base: float = optional(1_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    qk_gain_init: float = option(1.5, "first value of the gain of each query head", 0, 100, model=True)
+    qk_gain_init: float = option(1.5, "initial gain of each query head", 0, 100, model=True)
     # modded-nanogpt#49: -1.4 s
     key_offset: bool = option(True, "long layers: half of each key head comes from the token before",
                               model=True)
@@ -2316,6 +2321,7 @@ class Tiny(Config):
         return bool(self.counted_orders() or self.counted_words())
 
     def state_bytes(self) -> int:
+        # of the tables; the lists grow with the text
         return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
@@ -2375,7 +2381,7 @@ class TinyBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # row 0: of attention's output, row 1: of the MLP's
+        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
 
     def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
                 context: TinyContext) -> Tensor:
@@ -2619,7 +2625,7 @@ class Golf(Config):
     mlp_mult: int = option(2, "MLP width / model_dim", 1, 64, model=True)
     logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    qk_gain_init: float = option(1.5, "first value of the gain of each query head", 0, 100, model=True)
+    qk_gain_init: float = option(1.5, "initial gain of each query head", 0, 100, model=True)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_sp1024", "folder of token shards")
     tokenizer_path: str = option("data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model")
@@ -2634,7 +2640,7 @@ class Golf(Config):
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
     tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
-    tied_embed_init_std: float = option(0.005, "std of the embedding's first values", 0, 100)
+    tied_embed_init_std: float = option(0.005, "std of the initial embedding", 0, 100)
     scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
     muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
@@ -2643,11 +2649,11 @@ class Golf(Config):
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length: the clock ends the run; warmdown steps become seconds by the pace so far
+    # length: the clock ends the run; warmdown_iters becomes time at the pace so far
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
-    warmup_steps: int = optional(20, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
+    warmup_steps: int = optional(20, "steps on made-up tokens before the clock starts", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
@@ -2756,7 +2762,7 @@ class GolfBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # row 0: of attention's output, row 1: of the MLP's
+        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
 
     def forward(self, x: Tensor, x0: Tensor, context: GolfContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
@@ -2849,7 +2855,7 @@ class GolfPlus(Config):
     logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
-    qk_gain_init: float = option(4.0, "first value of the gain of each query head", 0, 100, model=True)
+    qk_gain_init: float = option(4.0, "initial gain of each query head", 0, 100, model=True)
     # parameter-golf: -0.005 together with ema_decay
     exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
                              "it", model=True)
@@ -2878,7 +2884,7 @@ class GolfPlus(Config):
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
     tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
-    tied_embed_init_std: float = option(0.005, "std of the embedding's first values", 0, 100)
+    tied_embed_init_std: float = option(0.005, "std of the initial embedding", 0, 100)
     scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
     muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
@@ -2886,7 +2892,7 @@ class GolfPlus(Config):
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
     muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
                                  "(MuonEq-R); 0: don't")
-    weight_decay: float = optional(4.25, "Muon: a step takes this * matrix_lr**2 * LR factor off; 0: none",
+    weight_decay: float = optional(4.25, "Muon: decay per step is this * matrix_lr**2 * LR factor; 0: none",
                                    0, 1e6)
     adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; 4.25 times as high for the embedding; "
                                         "0: none", 0, 1e6)
@@ -2899,7 +2905,7 @@ class GolfPlus(Config):
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
-    warmup_steps: int = optional(40, "rehearsal on made-up tokens before the clock, in steps", 0, 1000)
+    warmup_steps: int = optional(40, "steps on made-up tokens before the clock starts", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
@@ -2954,7 +2960,7 @@ class GolfPlus(Config):
             matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
             matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
             matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
-            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so half the decay takes as much off
+            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so half the decay shrinks it as much
             matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
             matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
             embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
@@ -3079,7 +3085,7 @@ class GolfPlusBlock(nn.Module):
         self.mlp_proj = parameter(C, cfg.mlp_mult * C)
         self.resid_lambda = parameter(C)
         self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # row 0: of attention's output, row 1: of the MLP's
+        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
 
     def forward(self, x: Tensor, x0: Tensor, context: GolfPlusContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
@@ -3157,9 +3163,9 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
     length = proxy_length(full, shape, steps=4988, tokens_per_weight=20)
     return shape + length + rates + [
-        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "takes as much in the whole run"),
+        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
         Scaled("adam_weight_decay", round(full.adam_weight_decay / PROXY_STEPS / table_factor, 6),
-               "takes as much of the embedding in the whole run"),
+               "shrinks the embedding as much over the whole run"),
         Scaled("ema_decay", 1 - (1 - full.ema_decay) / PROXY_STEPS, "the mean of the same part of the run"),
         Scaled("tokenizer_path", "", "that of the text"),
         Scaled("gptq_batches", 0, "there is no artifact to round"),
@@ -3237,7 +3243,7 @@ class Speedrun(Config):
     # modded-nanogpt#144: -0.8 s; with tuned rates modded-nanogpt#146: -1.9 s
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
     # modded-nanogpt#154: -1.7 s
-    weight_decay: float = optional(1.2, "Muon: cautious; a step takes this * (matrix_lr * LR factor)**2 off",
+    weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
                                    0, 1e6)
     # modded-nanogpt#136: -1.7 s, with a smaller batch
     adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
@@ -3494,7 +3500,7 @@ class SpeedrunModel(Model):
         dtype = dtype or scoring_dtype(device)
         frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
         windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window,
-                                 cuts=cfg.max_doc_len > 0)
+                                 by_document=cfg.max_doc_len > 0)
         rope = rope_tables(T, frequencies, device, dtype)
         return SpeedrunContext(rope, torch.tensor(scale, device=device), windows, dtype)
 
@@ -3545,7 +3551,7 @@ def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
     per step of the proxy."""
     ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
     return [
-        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "takes as much in the whole run"),
+        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
         Scaled("muon_momentum_cooldown_steps", round(PROXY_STEPS * full.muon_momentum_cooldown_steps),
                "the same part of the run"),
         Scaled("loss_sum_ranks", ranks, "gradients as large beside adam_eps as in the recipe, or nearly"),
@@ -3557,11 +3563,11 @@ def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
     shape = proxy_shape(full, size)
     heads = value_of(shape, "num_heads")
     shape += speedrun_windows(full, share)
-    grown = (full.model_dim / full.num_heads) / (size.width / heads)
+    shrunk = (full.model_dim / full.num_heads) / (size.width / heads)
     length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
     rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
     return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
-        Scaled("attn_scale", full.attn_scale * grown**0.5, "rises as the root of the heads' width falls"),
+        Scaled("attn_scale", full.attn_scale * shrunk**0.5, "rises as the root of the heads' width falls"),
     ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
@@ -3853,7 +3859,7 @@ def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
     decay = full.weight_decay * (full.matrix_lr / reference.matrix_lr) ** 2 / PROXY_STEPS
     return rates + [
         Scaled("scalar_lr", reference.scalar_lr, "that of the dial's reference model"),
-        Scaled("weight_decay", round(decay, 4), "takes as much in the whole run"),
+        Scaled("weight_decay", round(decay, 4), "shrinks as much over the whole run"),
         Scaled("fp8", "off", "fp8 gains seconds, not loss per token"),
         Scaled("packing", "rows", "a small text has too few documents to pack rows from"),
         Scaled("shuffle", True, "so that a step has rows of several documents"),
@@ -4196,7 +4202,7 @@ def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
 
 # ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
 # modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
-# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. Not measured on a GPU here. The matrices that
+# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
 # Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
 @dataclass(frozen=True)
 class SpeedrunPlus(Config):
@@ -4303,7 +4309,7 @@ class SpeedrunPlus(Config):
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
     normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
-    weight_decay: float = optional(1.2, "Muon: cautious; a step takes this * (matrix_lr * LR factor)**2 off",
+    weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
                                    0, 1e6)
     adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the factor in a row "
                                         "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
@@ -4327,8 +4333,8 @@ class SpeedrunPlus(Config):
             raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
         half = self.value_gate_dim // 2
         if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
-            raise Refused(f"smear_dim={self.smear_dim} and half of value_gate_dim={self.value_gate_dim} may "
-                          f"not exceed model_dim={self.model_dim}, and the second is even")
+            raise Refused(f"smear_dim={self.smear_dim} and value_gate_dim / 2 may not exceed model_dim="
+                          f"{self.model_dim}, and value_gate_dim={self.value_gate_dim} must be even")
         for window in [stage.window for stage in self.stages()] + [self.eval_window]:
             if window % self.window_block:
                 raise Refused(f"a window of {window} tokens is not a multiple of window_block="
@@ -4346,13 +4352,13 @@ class SpeedrunPlus(Config):
             raise Refused(f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, "
                           "and the other lists name them by their numbers")
         if len(self.skip_layers) != 2 or not self.skip_layers[0] < self.skip_layers[1] < last:
-            raise Refused(f"skip_layers={show(self.skip_layers)}: a layer, and a later one before the last")
+            raise Refused(f"skip_layers={show(self.skip_layers)}: two rising layers before the last one")
         if [i for i, kind in enumerate(pattern) if kind == "-"] != [self.skip_layers[1]]:
-            raise Refused(f"window_pattern={pattern}: by skip_layers={show(self.skip_layers)} layer "
-                          f"{self.skip_layers[1]} alone is without attention")
+            raise Refused(f"window_pattern={pattern}: layer {self.skip_layers[1]}, the second of "
+                          f"skip_layers={show(self.skip_layers)}, must be -, and no other")
         if not self.gate_layer <= self.skip_layers[1] or not self.attn_source < last:
-            raise Refused(f"gate_layer={self.gate_layer}, attn_source={self.attn_source}: the first is not "
-                          "after the skip, the second before the last layer")
+            raise Refused(f"gate_layer={self.gate_layer} must not be after the second of skip_layers, "
+                          f"attn_source={self.attn_source} must be before the last layer")
         for name in ("value_embed_layers", "xsa_layers", "head_gate_layers"):
             for layer in getattr(self, name):
                 if layer > last or pattern[layer] == "-":
@@ -4532,8 +4538,8 @@ class SpeedrunPlus(Config):
 
     def first_mudd(self) -> tuple[list[float], list[float]]:
         """MUDD's first weights for the last layer and for the output, in the order that hidden() uses. Value
-        embeddings start at 2, the most that gates of other layers give, factors as in other layers; at the
-        end half of the stream after attn_source is subtracted."""
+        embeddings start at 2, the maximum of the other layers' gates; the factors start as in other layers.
+        The output starts as the stream minus half of that after attn_source."""
         for_streams = [0.0] * 6
         for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
         for_mlp = [1.1**0.5, 1.0]
@@ -4608,12 +4614,12 @@ def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Ten
     packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
     return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
 
-def delayed_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
-    """mlp() with the arguments of fp8_mlp(), whose delayed scales (3,) are not needed here."""
+def unscaled_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
+    """mlp() with the arguments of fp8_mlp(); its delayed scales (3,) are not needed here."""
     return mlp(x, fc, proj)
 
 def no_scales(layers: int) -> None:
-    """In place of DelayedScales: delayed_mlp() needs none."""
+    """In place of DelayedScales: unscaled_mlp() needs none."""
     return None
 
 class SpeedrunPlusContext(NamedTuple):
@@ -4680,7 +4686,7 @@ class SpeedrunPlusBlock(nn.Module):
 
 class SpeedrunPlusModel(SeveralTargets):
     """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
-    readable = WINDOWED | dict(qkv=qkv_linear, mlp=delayed_mlp, mlp_scales=no_scales)
+    readable = WINDOWED | dict(qkv=qkv_linear, mlp=unscaled_mlp, mlp_scales=no_scales)
 
     def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
         super().__init__(cfg)
@@ -4713,8 +4719,9 @@ class SpeedrunPlusModel(SeveralTargets):
         rope = rope_tables(T, frequencies, device, dtype)
         pair_rope = pair_rope_tables(T, frequencies, device, dtype)
         attn_scale = torch.tensor(scale, device=device)
-        windows = kernel_windows(cfg, "LS", stage, T, device, self.kernels.window, cuts=True)
-        pair_window = self.kernels.window(cfg.windows(stage, T)["short_window"], 2 * T, device, cuts=True)
+        window = self.kernels.window
+        windows = kernel_windows(cfg, "LS", stage, T, device, window, by_document=True)
+        pair_window = window(cfg.windows(stage, T)["short_window"], 2 * T, device, by_document=True)
         return SpeedrunPlusContext(rope, pair_rope, attn_scale, windows, pair_window, dtype)
 
     def cap(self) -> tuple:
@@ -4807,7 +4814,7 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
     rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
     decay = full.adam_weight_decay / PROXY_STEPS * share  # the squared rates of tables rise as 1 / share
     return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
-        Scaled("adam_weight_decay", round(decay, 6), "takes as much of the tables in the whole run"),
+        Scaled("adam_weight_decay", round(decay, 6), "shrinks the tables as much over the whole run"),
         Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
                "rises as the root of the heads' width falls"),
     ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
@@ -5037,14 +5044,14 @@ class Optimizer:
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
     def connect(self) -> None:
-        """Runs each collective of a step once, at full size and without effect: NCCL connects a group at its
-        first ones, which takes 0.5 to 2.5 s. All ranks call it together."""
+        """Runs each collective of a step once, at full size and without effect: NCCL connects a group on
+        first use, which takes 0.5 to 2.5 s. All ranks call it together."""
         for bank in self.banks:
             if self.world_size > 1:
                 sums = torch.empty_like(bank.my_data)
                 reduce_scatter(sums.view(-1), torch.zeros_like(bank.data), group=self.group)
                 all_gather(torch.empty_like(bank.data), bank.my_data.view(-1), group=self.group)
-        for device in {"cpu", self.banks[0].data.device.type}:
+        for device in sorted({"cpu", self.banks[0].data.device.type}):  # one order on all ranks
             all_reduce(torch.zeros(3, device=device), group=self.group)
 
     def backward(self, loss: Tensor, alone: bool = False) -> None:
@@ -5237,7 +5244,7 @@ def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
     held = (os.path.getsize(path) - 1024) / 2
     head = np.fromfile(path, "<i4", 3).tolist()
     require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
-            f"{path.name} is truncated ({held:.1f} tokens, header {head}, not {tokens}): rerun ./run.sh data")
+            f"{path.name} holds {held:.1f} tokens, header {head}, manifest {tokens}: rerun ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens: "np.ndarray | Shard", vocab_size: int, name: str) -> None:
@@ -5283,7 +5290,7 @@ def decoded_bytes(sp: object, tokens: np.ndarray, bos: int) -> int:
 def file_sha256(path: Path | str, stated: str | None = None) -> str:
     """A file's sha256. Raises Refused unless it is the stated one."""
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    require(stated in (None, digest), f"{Path(path).name} is not the file that manifest.json means")
+    require(stated in (None, digest), f"{Path(path).name} does not match its sha256 in manifest.json")
     return digest
 
 BEGINNING = 64  # tokens that identify a document
@@ -5371,15 +5378,16 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
         decoded = decoded_bytes(tokenizer, val, bos)
         val_bytes = decoded if val_bytes is None else val_bytes
         require(val_bytes == decoded or not (manifest.get("tokenizer") or {}).get("lossless"),
-                f"the val text of {name} has {val_bytes!r} bytes, {decoded} by its tokens: prepare it again")
+                f"{name}: the manifest says {val_bytes!r} val bytes, the tokens {decoded}: prepare it again")
         log(f"data: val_bytes:{val_bytes}")
     elif val_bytes is None:
         log("data: no tokenizer, so val_bpb is null")
-    require(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name}: val_bytes {val_bytes!r}")
+    require(val_bytes is None or type(val_bytes) is int and val_bytes > 0,
+            f"{name}: val_bytes={val_bytes!r} is no count")
     fingerprint = manifest.get("text_fingerprint")
     log(f"data: text fingerprint {fingerprint}")
     if cfg.data_fingerprint not in ("", fingerprint):
-        log(f"data: this is another game than {cfg.preset}, whose text is {cfg.data_fingerprint}")
+        log(f"data: not the text that {cfg.preset} is scored on (fingerprint {cfg.data_fingerprint})")
     about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
                  val_bytes=val_bytes, sha256=sha256)
     groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
@@ -5514,11 +5522,11 @@ class Documents(Packer):
             end = int(np.searchsorted(index.shard_of, index.shard_of[place], "right"))
             here = []
             while len(here) < ranks:
-                last = int(filled.searchsorted(filled[place] + T + 1))  # the documents before it fill a row
-                if last > end:
+                stop = int(filled.searchsorted(filled[place] + T + 1))  # the documents before it fill a row
+                if stop > end:
                     break
-                here.append([*zip(index.starts[place:last].tolist(), lengths[place:last].tolist())])
-                place = last
+                here.append([*zip(index.starts[place:stop].tolist(), lengths[place:stop].tolist())])
+                place = stop
             if len(here) == ranks:
                 rows += here
                 skipped = 0
@@ -5611,7 +5619,7 @@ class Shards(RankRows):
         dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
         enough = all([max(map(len, part), default=0) > loader.T for part in dealt])
         require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
-                                         f"{self.team.world_size} ranks: take fewer")
+                f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: use fewer ranks")
 
     def make_rows(self, T: int) -> Iterator[list]:
         """Yields the one piece of each row."""
@@ -5656,7 +5664,7 @@ class Loader:
         needed = planned_tokens(cfg)
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
-                f"the schedule reads {needed} of {held} train tokens; max_epochs={cfg.max_epochs}", Missing)
+                f"the schedule needs {needed} train tokens of {held} * max_epochs={cfg.max_epochs}", Missing)
 
     def file(self, i: int) -> io.BufferedReader:
         """The open file of shard i. If too many are open, it closes the least recently used one."""
@@ -5880,10 +5888,9 @@ def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "
             trained += full
     return nats
 
-# Part of the peak FLOP/s that scoring reaches: about that of golf_plus's rows on a GPU (estimated, not
-# measured), and more than any scorer reaches
-SCORING_PART = 0.15
-MOST_SCORING_PART = 0.5
+# Part of the peak FLOP/s that scoring reaches
+SCORING_PART = 0.15  # by golf_plus's rows on a GPU (an estimate)
+MOST_SCORING_PART = 0.5  # more than any scorer reaches
 
 def scoring_flops(cfg: Any, protocol: str, count: int) -> float:
     """FLOPs of scoring `count` tokens by a protocol; ttt also trains on each of them."""
@@ -5923,7 +5930,8 @@ def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
         start = time.perf_counter()
         loss, bpb, _ = evaluate(model, cfg, data, team, protocol=partial(target_nats, protocol=protocol))
         if not math.isfinite(loss):
-            log(f"final_{protocol}: the loss is {loss}, so there is no score: lower EVAL_TTT_LR")
+            advice = ": lower EVAL_TTT_LR" if protocol == "ttt" else ""
+            log(f"final_{protocol}: the loss is {loss}, so there is no score{advice}")
             continue
         ms = round(1e3 * (time.perf_counter() - start))
         bits = "" if bpb is None else f" val_bpb_{protocol}:{bpb:.8f}"
@@ -6244,11 +6252,11 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
     T = cfg.train_seq_len
     context = model.context(T, team.device, team.dtype)
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # TF32 holds what bf16 does
+    torch.set_float32_matmul_precision("high")  # TF32 is exact for bf16 inputs
     model.use(kernels._replace(linear=record))
     planned = math.ceil(batches / team.world_size)
     made = 0
-    needed = 0.0  # by one more batch and the sums over ranks, which take as long as a batch at most
+    needed = 0.0  # seconds, with one more batch and the sums over ranks (at most as long as a batch)
     while made < planned and (not seconds or made == 0 or needed <= seconds):
         for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
             record(model.hidden(tokens, context), model.head)
@@ -6371,7 +6379,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         payload = read_zip(raw)
         preset = payload["shape"]["preset"]
         tensors = payload["tensors"]
-        require(preset in RECIPES, f"it is of preset {preset}, which this script does not have")
+        require(preset in RECIPES, f"this script has no preset {preset}")
         cfg = RECIPES[preset].of_file(payload["shape"], base)
         check_config(cfg)
         model = cfg.make_model(Kernels())
@@ -6386,7 +6394,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         model.load_state(tensors)
         require(not tensors, f"unknown {list(tensors)[:1]}")
     except Exception as error:  # a damaged file may raise anything
-        raise Refused(f"{Path(path).name} is damaged or no model of this trainer ({brief(error)})") from None
+        raise Refused(f"{Path(path).name} is damaged or not from this trainer ({brief(error)})") from None
     return model.eval(), cfg
 
 def write_atomically(path: Path, write: Callable) -> None:
@@ -6462,7 +6470,7 @@ def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
 def config_of(payload: dict) -> Config:
     """The Config of a checkpoint. Raises Refused, TypeError."""
     preset = payload["config"]["preset"]
-    require(preset in RECIPES, f"it is of preset {preset}, which this script does not have")
+    require(preset in RECIPES, f"this script has no preset {preset}")
     return RECIPES[preset](**payload["config"])
 
 def find_checkpoint(cfg: Config, log: Callable) -> dict | None:
@@ -6475,7 +6483,7 @@ def find_checkpoint(cfg: Config, log: Callable) -> dict | None:
         log(f"{run_id} has finished: its scores are in {folder}/result.json")
         return None
     payload, damaged = read_checkpoint(folder)
-    nothing = f"resume={run_id!r}: there is no whole checkpoint in {folder}, begin anew"
+    nothing = f"resume={run_id!r}: {folder} has no intact checkpoint; start a new run"
     require(payload, "; ".join([nothing, *damaged]))
     log(*[f"resume: {sentence}" for sentence in damaged])
     require(payload["code_sha256"] == script_sha256(),
@@ -6567,9 +6575,9 @@ class Saver:
         self.saved_at = state.seconds
 
     def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
-        """Is a checkpoint to be made before this step? stop: a signal came to some rank. done: why no step
-        follows; a run that saves at all then makes a last one. Until then, while gradients wait for a bank's
-        next update, a checkpoint waits, too."""
+        """Is a checkpoint due before this step? stop: some rank got a signal. done: why training ends, or
+        None; a run that saves at all then makes a last one. Before that, a due checkpoint waits until no bank
+        holds gradients for a later update."""
         cfg = self.run.cfg
         self.in_training = not done
         self.stopping = bool(stop)
@@ -6613,7 +6621,7 @@ class Saver:
     def write(self, payload: dict) -> None:
         """Writes a checkpoint, in the thread. Raises Refused for what is not finite."""
         step = payload["progress"]["step"]
-        payload["tensors"] |= self.run.model.state()  # compressed here, off the clock
+        payload["tensors"] |= self.run.model.state()  # compressed in this thread
         for name, tensor in (payload["tensors"] | payload["state"]).items():
             require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
         write_checkpoint(self.run.folder, payload)
@@ -6666,7 +6674,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool
     assert not any([side % 16 for side in (*a.shape, *b.shape)]), "sides must be multiples of 16"
     a = a.contiguous()
     b = b.contiguous().t()
-    # (1, 1): a 0-dim view of a larger tensor is what Inductor of torch 2.13 cannot compile
+    # (1, 1): Inductor of torch 2.13 cannot compile a 0-dim view of a larger tensor
     scales = scale_a.view(1, 1), scale_b.view(1, 1)
     return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
@@ -6712,7 +6720,7 @@ class DelayedScales:
     """Scales of fp8_mlp for each layer, from the largest magnitudes in the step before; each rank has its
     own. The backward pass returns these magnitudes as the gradient of `values`."""
     NAME = "fp8 scales"  # in checkpoints
-    FIRST = (8.0, 16.0, 1.0)  # magnitudes before the first step: of input, activations, their gradient
+    FIRST = (8.0, 16.0, 1.0)  # assumed for the first step: input, activations, gradient of fc's output
     FLOORS = (1e-6, 1e-6, 1e-7)  # least scales, so that nothing is divided by almost 0
     MARGIN = 1.25  # for what grows from one step to the next
 
@@ -6782,7 +6790,7 @@ class Fp8MLP(torch.autograd.Function):
         return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
 
 def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
-    """delayed_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
+    """unscaled_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
     if not torch.is_grad_enabled():
         return mlp(x, fc, proj)
     return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
@@ -6850,7 +6858,7 @@ def fp8_part(cfg: Config, on_gpu: bool, log: Callable | None = None, further: Se
     if part != cfg.fp8 and not (able and on_gpu):
         part = "off"
     require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
-            f"multiples of 16, but vocab_size, train_seq_len, model_dim, head_dim are {sides}")
+            f"multiples of 16: vocab_size, train_seq_len, model_dim, head_dim, others are {sides}")
     if log and cfg.fp8 != "off":
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return part
@@ -6925,10 +6933,10 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
         tables += [count[..., 0].int(), blocks.clamp(max=n - 1).int()]
     return BlockMask((T, T), *tables, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
-def gpu_window(window: int, T: int, device: torch.device, cuts: bool = False) -> int | Tensor:
+def gpu_window(window: int, T: int, device: torch.device, by_document: bool = False) -> int | Tensor:
     """plain_window() for gpu_window_mask(): a 0-dim tensor for flex attention, so that one compiled step
     serves all sizes; a number for torch's own attention."""
-    everything = window >= T - 1 and not cuts
+    everything = window >= T - 1 and not by_document
     if T % FLEX_BLOCK or everything:
         return window
     return torch.tensor(window, device=device)
@@ -6967,8 +6975,8 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
     all rows begin, int32, padded with the number of tokens; the maximum document length). The library's
     backward pass launches a block for each entry and each part of the longest document, empty or not, so
     compiled steps have flash_slots() entries per row and `longest` as the maximum (0: T). Scoring has no
-    backward pass, and rows that nobody checked: its maximum is T, with as many entries as the library takes
-    if it is compiled, else as many as there are documents."""
+    backward pass, and its rows are not checked: the maximum is T, with as many entries as the library takes
+    in compiled steps, else one per document."""
     begins = None
     if documents is not None:
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
@@ -7035,19 +7043,19 @@ def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -
 
 if triton:
     @triton.jit
-    def loss_kernel(logits, targets, weights, losses, grad, V, MANY: tl.constexpr, top: tl.constexpr,
+    def loss_kernel(logits, targets, weights, losses, grad, V, K: tl.constexpr, top: tl.constexpr,
                     shift: tl.constexpr, scale: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr):
         """One row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs no
         maximum -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits.
-        targets (N, MANY), -1: none; weights (MANY,)."""
+        targets (N, K), -1: none; weights (K,)."""
         row = tl.program_id(0).to(tl.int64)
         logits = logits + row * V
         grad = grad + row * V
-        targets = targets + row * MANY
+        targets = targets + row * K
         total = tl.zeros((BLOCK,), tl.float32)
         picked = 0.0
         whole = 0.0
-        for k in tl.static_range(MANY):  # before gradients may take the place of logits
+        for k in tl.static_range(K):  # before gradients may take the place of logits
             target = tl.load(targets + k)
             weight = tl.where(target < 0, 0.0, tl.load(weights + k))
             its = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
@@ -7063,7 +7071,7 @@ if triton:
             i = low + tl.arange(0, BLOCK)
             part = tl.sigmoid((tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32) + shift) * scale)
             error = whole * tl.exp(top * part - norm)
-            for k in tl.static_range(MANY):
+            for k in tl.static_range(K):
                 error -= tl.where(i == tl.load(targets + k).to(tl.int32), tl.load(weights + k), 0.0)
             slope = factor * top * scale * part * (1 - part)
             tl.store(grad + i, (error * slope).to(grad.dtype.element_ty), mask=i < V)
@@ -7251,7 +7259,7 @@ def meet(ranks: Ranks) -> dist.Store:
     try:
         return found.result(patience + 5)
     except TimeoutError:
-        raise Refused(f"something else than our ranks listens at port {ranks.where[1]}") from None
+        raise Refused(f"something other than our ranks listens at port {ranks.where[1]}") from None
     except dist.DistError as error:
         why = f"rank 0 is gone ({brief(error)})"
         if "EADDRINUSE" in str(error):
@@ -7309,10 +7317,10 @@ class Team:
         # 1. the device
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
-        hidden = gpus or cfg.device == "cpu" or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        require(hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
-                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of the driver "
-                f"{subprocess.getoutput(driver)}: install a build for it or set DEVICE=cpu")
+        wanted = cfg.device != "cpu" and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+        if wanted and not gpus and subprocess.getoutput("nvidia-smi -L").startswith("GPU "):
+            raise Refused(f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of the "
+                          f"driver {subprocess.getoutput(driver)}: install a build for it or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
         require(not self.on_gpu or self.ranks_here <= gpus,
                 f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
@@ -7666,14 +7674,14 @@ class Clock:
 
 def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context: tuple,
                grad_factor: float, *schedule: float) -> Tensor:
-    """A step on (tokens, targets, *candidates), which have the same rows, at most `micro` rows at a time.
+    """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time.
     grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
     rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
     total = 0.0
-    for tokens, targets, *candidates in parts:
-        loss = loss_fn(tokens, targets, context, *candidates) / len(parts)
+    for tokens, targets, *inputs in parts:
+        loss = loss_fn(tokens, targets, context, *inputs) / len(parts)
         optimizer.backward(loss * grad_factor, len(parts) == 1)
         total = total + loss.detach()
     optimizer.step(*schedule)
@@ -7701,10 +7709,9 @@ def compile_step(run: Run, compiled: bool) -> None:
 
 def rehearse(run: Run) -> float:
     """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, then
-    draws the first values. What fails is replaced on all ranks alike: a micro-batch that does not fit by a
-    smaller one, our kernels on a GPU by torch's, the compiled step on a CPU by the eager one. Sets
-    run.loss_fn and the optimizer's rules; returns the seconds of the slowest step that was compiled
-    already."""
+    draws the first values. Fallbacks, the same on all ranks: a smaller micro-batch if memory runs out,
+    torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the optimizer's rules; returns the
+    seconds of the slowest step that was compiled already."""
     optimizer = run.optimizer
     compiled = run.cfg.compile
     changing = []
@@ -7760,7 +7767,7 @@ def rehearse_stages(run: Run) -> float:
         began = time.perf_counter()
         stage = table[step % len(table)]
         for bank in run.optimizer.banks:
-            bank.sent = None  # of a stage that took no step
+            bank.sent = None  # left by a stage that took no step
         T = stage.row_tokens
         share = stage.batch_tokens // T // team.world_size
         rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
@@ -7815,6 +7822,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
     recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)  # sum since the last line
     reported = False
     context_stage = None
+    done = None  # why training ends; kept while the last checkpoint is saved
     team.wait()
     clock.start(state.seconds)
     while True:
@@ -7824,7 +7832,6 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         progress = cfg.progress(step, state.seconds)
         stage = stage_at(cfg, progress)
         clock.multiple = stage.batch_tokens // cfg.train_batch_tokens
-        done = None
         if clock.is_over(step):
             done = "wallclock_cap"
         elif step == last:
@@ -7889,7 +7896,7 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
     now = clock.seconds()
     state.curves["train"].append((step, now, last))
     state.curves["mean"].append((step, now, mean))
-    check_finite(mean, "train_loss", step, state.curves["train"])  # the mean has every loss in it
+    check_finite(mean, "train_loss", step, state.curves["train"][:-1])  # the mean has every loss
     left = now / cfg.progress(step, now) - now
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}")
@@ -7924,7 +7931,7 @@ def time_text(seconds: float, step: int) -> str:
 
 def check_finite(loss: float, name: str, step: int, curve: list) -> None:
     """Raises Refused, with the losses before, if this one is not finite."""
-    past = "before: " + (", ".join([f"{value:.4f} at step {s}" for s, _, value in curve[-4:-1]]) or "nothing")
+    past = "before: " + (", ".join([f"{value:.4f} at step {s}" for s, _, value in curve[-3:]]) or "nothing")
     require(math.isfinite(loss), f"{name} is not finite at step {step} ({past}): lower the learning rates")
 
 def training_report(run: Run, state: TrainState, score: Score, stop_reason: str) -> dict:
@@ -7996,9 +8003,9 @@ def check_speed(cfg: Config, team: Team, log: Callable) -> None:
     """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
     seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
     if seconds > 60 and not (team.on_gpu or cfg.eval_from):
-        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, all "
-               f"{total_steps(cfg)} {seconds * total_steps(cfg) / 86400:.0f} days (estimate); "
-               "PRESET=tiny trains for 2 min; DEVICE=cpu insists")
+        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
+               f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); "
+               "PRESET=tiny trains for 2 min; DEVICE=cpu trains anyway")
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
 
@@ -8021,7 +8028,7 @@ def prepare(run: Run) -> None:
         if not cfg.dry_run:
             raise
         run.cfg = cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
-        log(f"data: {error}; planning with {cfg.vocab_size} tokens")
+        log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
         log(*plan_lines(cfg, team, run.micro))
@@ -8120,14 +8127,14 @@ def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
-        log("warning: LOGGER needs ./run.sh: nothing is handed on from here")
+        log("warning: LOGGER works only through ./run.sh")
 
 def load_asked(asked: Config, team: Team, changed: dict) -> tuple[Model, Config]:
     """The model of eval_from and its Config. Raises Refused if a constant that was changed differs in it."""
     model, cfg = load_model(asked.eval_from, team.device, asked)
     for name in {"preset", *changed} & {*cfg.model_fields()}:
         there = show(getattr(cfg, name))
-        require(show(getattr(asked, name)) == there, f"the model has {name}={there}: give that")
+        require(show(getattr(asked, name)) == there, f"the model has {name}={there}: set the same")
     return model, cfg
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:

@@ -1,7 +1,7 @@
 """Which gains of the full-size speedrun do its proxies show? ./run.sh record calibrate
 
-The losses of all runs are in calibration.tsv; those that it lacks are trained. Remove it when the recipe or a
-proxy's rule changes.
+The losses of all runs are in calibration.tsv; those that it lacks are trained. Remove it and logs/calibration
+when the recipe or a proxy's rule changes.
 
 The list, its public gains and their conversion into tokens were written before the first run. A technique is
 taken out of speedrun_plus, a known loser is put into it, and each run is compared with the recipe's of the

@@ -73,7 +73,7 @@ def segments_of(run, log):
             found.append(((int(resumed[1]), int(resumed[2])), []))
         elif re.match(r"step:\d", line):
             parts = STEP_LINE.fullmatch(line)
-            require(parts, f"{log}: no run writes the line {line[:80]!r}")
+            require(parts, f"{log}: train_gpt.py writes no such line as {line[:80]!r}")
             step, total, kind, loss, bpb, ms, average, rate, eta, mean = parts.groups()
             found[-1][1].append(Step(
                 int(step), int(total), kind, float(loss), float(bpb) if bpb else None, int(ms),
@@ -103,7 +103,11 @@ def check_steps(folder, options):
         count += sum(len(steps) for _, steps in segments)
     for run in folder.baseline:         # without results
         scores = {metric: run.value(metric) for metric in ("val_loss", "val_bpb")}
-        check_lines(run, run.file, scores | {"config": run.config, "steps": run.steps})
+        segments = check_lines(run, run.file, scores | {"config": run.config, "steps": run.steps})
+        check_said_once(run, run.file, {"resumed": len(segments) > 1})
+        trained = [loss for tag, loss, _ in run.finals if tag == "final_model_exact"]
+        require(trained and abs(trained[0] - run.curves["val"][-1].loss) < 6e-5,
+                f"{run.file}: final_model_exact is not the score of its last validation")
     return f"{count} lines rise and agree with step_avg, tok/s, eta and val_bpb"
 
 
@@ -162,7 +166,9 @@ def check_reports(log, first, steps, result):
     if any(config.get(name, "0") != "0" for name in ("core_metric_every", "sample_every")):
         return                      # these validate, too
     every = int(config["val_loss_every"])
-    wanted = {n for n in range(0, last + 1, every or last + 1) if every and n > first or every and not first}
+    wanted = set()
+    if every:
+        wanted = {n for n in range(0, last + 1, every) if n > first or first == 0}
     odd = {step.step for step in steps if step.kind == "val"} ^ wanted
     odd = sorted(odd - {first, result["steps"]})
     require(not odd, f"{log}: val_loss of step {odd and odd[0]} is missing, or is no step to be validated "
@@ -212,10 +218,12 @@ def check_end(log, name, steps, result, batches, built=()):
     config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
     mean_ms, stop = (result["train_time_ms"] - 1e3 * sum(built)) / result["steps"], result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
+    cap = float(config["max_wallclock_seconds"])
+    require(stop == "iterations" or stop == "wallclock_cap" and cap,
+            f"{name}: stop_reason is {stop!r}, with max_wallclock_seconds={cap:g}")
     if stop == "iterations":
         same(name, "steps", result["steps"], f"{log}, whose steps end at", steps[-1].total)
     else:
-        cap = float(config["max_wallclock_seconds"])
         unused = cap - seconds - UNUSED_STEPS * pace["max"] / 1e3
         require(unused < 1, f"{name}: stopped by the cap of {cap} s after {seconds} s, with steps of at most "
                 f"{pace['max']} ms")
@@ -270,13 +278,13 @@ def check_independent(folder, options):
 
 
 def raise_same(one, other, why):
-    require(False, f"{other.file} is hardly another run than {one.file}: {why}")
+    require(False, f"{other.file} looks like a copy of {one.file}: {why}")
 
 
 def likeness(one, other, limit):
     """Why two runs look like the same one, or ""."""
     a, b = ({point.step: point for point in run.curves["train"]} for run in (one, other))
-    steps = sorted({*a, *b} & {*a} & {*b} - {1})        # the first loss is that of the first values
+    steps = sorted(a.keys() & b.keys() - {1})        # the first loss is that of the first values
     if len(steps) < LEAST_POINTS:
         return ""
     losses = np.array([[a[n].loss for n in steps], [b[n].loss for n in steps]])
@@ -355,7 +363,7 @@ def check_commit(folder, options):
         return None
     require(re.fullmatch(r"[0-9a-f]{40}", commit), f"submission.json: git_commit {commit!r} is no commit")
     if not scripts.is_known(commit):        # another repository, or no git here
-        return None
+        raise LeftOut(f"commit {commit[:9]} is not in this repository")
     preset = scripts.source_of(folder).preset
     require(scripts.is_made_at(commit, folder.script, preset),
             f"submission.json: {commit[:9]} has another train_gpt.py than the folder, and so has what "
@@ -381,6 +389,9 @@ def check_digests(folder, options):
                 other = models.setdefault(digest, log)
                 require(other == log, f"{log} names the {key} of {other}")
         count += check_own_lines(run, log)
+    for base in folder.baseline:
+        if LOG_DIGEST.search(inputs.read_bytes(base.path)):     # the record before may be older
+            check_own_lines(base, base.file)
     model = [name for name in ours[0].run.digests if name.startswith("final_model.")]
     packed = ours[0].result["config"]["score_artifact"] == "1"
     counts = [name for name in model if name.endswith(".ptz") == packed]
@@ -390,6 +401,8 @@ def check_digests(folder, options):
     for owner, path in artifacts_of(folder, options):
         digest = sha256(inputs.read_bytes(path))
         same(path.name, "sha256", digest, owner.log, owner.run.digests.get(counts[0]))
+        if packed:
+            same(path.name, "bytes", path.stat().st_size, owner.json, owner.result["bytes_model"])
     return f"inputs, models and lines have the sha256 that the logs name, {count} times their own"
 
 
@@ -417,7 +430,8 @@ def check_constants(folder, options):
         for _, _, result, _ in ours]
     found = leak_probe.configurations(folder.path / "train_gpt.py", asked, options.seconds)
     for made, (_, log, result, name) in zip(found, ours):
-        for key, value in result["config"].items():
+        for key in sorted({*made, *result["config"]}):
+            value = result["config"].get(key)
             by_data = key in ("vocab_size", "bos_id") and made.get(key) == "0"
             if not by_data and key not in OF_ONE_RUN:
                 same(name, f"config {key}", value, "train_gpt.py with these overrides", made.get(key))
@@ -435,6 +449,11 @@ def check_text(folder, options):
             for text in strings_of(value):
                 good = is_plain(text) or shown_as_code and text.isprintable() and "`" not in text
                 require(good, f"{where}: {key} holds markup: {text[:60]!r}")
+    before = (folder.submission["before"] or {}).get("config", {})
+    for where, content in folder.results.items():       # constants that differ stand in a table
+        for key, value in content["config"].items():
+            shown = bool(before) and value != before.get(key)
+            require(is_plain(value) or not shown, f"{where}: config {key} holds markup: {value[:60]!r}")
     notes = folder.readme.partition(NOTES[0])[2].partition(NOTES[1])[0]
     found = NOT_IN_NOTES.search(notes)
     require(not found, "README.md: the notes hold a heading, HTML, a picture or a line like those of the "

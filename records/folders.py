@@ -283,7 +283,7 @@ def shared_config(config):
 def records_of(track):
     """{folder name: Folder} of the track's records in this repository that can be read."""
     found = {}
-    for path in sorted(HOME.glob(f"track_{track}/*/submission.json")):
+    for path in sorted(HOME.glob(f"track_{track}/[!.]*/submission.json")):      # no .tmp of `new`
         with contextlib.suppress(Refused):
             found[path.parent.name] = Folder(path.parent)
     return found

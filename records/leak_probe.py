@@ -257,10 +257,10 @@ class Model:
             return json.loads(line)
         self.process.wait()
         self.listener.join(5)
-        why = self.errors[-1] if self.errors else "it ended"
+        why = self.errors[-1] if self.errors else "it ended without a word"
         if self.late:
             why = f"no answer within {self.seconds:.0f} s"
-        raise ProbeFailed(f"train_gpt.py could not be asked for log_probs: {why[:200]}")
+        raise ProbeFailed(f"the script does not answer: {why[:200]}")
 
     def read(self, shape, dtype):
         """The numbers of an answer."""
@@ -431,7 +431,7 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
     stream[1:T + 1] = np.where(stream[1:T + 1] == bos, other_than_bos, stream[1:T + 1])
     base = seen(stream, T, protocol, bos, 2 * T).copy()
     if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
-        raise ProbeFailed(f"{protocol}: not every token but the first has nats above 0")
+        raise ProbeFailed(f"{protocol}: the first token must have 0 nats, and every other one more")
     for part in range(changes):
         place = int(rng.integers(1 + part * size // changes, (part + 1) * size // changes))
         changed = stream.copy()
@@ -510,6 +510,7 @@ def score(script, artifact, env, val, seconds):
             inputs, targets = np.zeros(padded, np.int64), piece[1:]
             inputs[:count] = piece[:-1]
             found = model.log_probs(inputs.reshape(-1, T)).reshape(-1, V)
+            check_rows(found[:count], "validation text")
             nats -= float(found[np.arange(count), targets].astype(np.float64).sum())
         return nats / n
 

@@ -105,7 +105,7 @@ def excluded_runs(args, opened):
         demand(reasons.get(name), f"run {name} has the same code and constants: include it, or give "
                f"--exclude {name}=reason")
     unknown = [name for name in reasons if name not in others]
-    demand(not unknown, f"--exclude {unknown[:1]} is no finished run of the same code and constants")
+    demand(not unknown, f"--exclude {unknown and unknown[0]}: no finished run of the same code and constants")
     return [{"run_id": name, "seed": other["seed"], "value": other.get(metric), "reason": reasons[name]}
             for name, other in others.items()]
 
@@ -142,7 +142,7 @@ def new(args, say):
     demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
     excluded = excluded_runs(args, opened)
     for text in (args.name, args.author, args.github_id, args.blurb, args.ai_disclosure, *args.exclude):
-        demand(is_plain(text), f"{text[:60]!r} holds markup, which a record's page does not show")
+        demand(is_plain(text), f"{text[:60]!r}: must be one line without < > | * # [ ] \\ ` or addresses")
     baseline = [open_run(path) for path in args.baseline]
     seeds = {result["seed"] for _, result in baseline}
     demand(len(seeds) == len(baseline), "two baseline runs have the same seed")
@@ -219,7 +219,7 @@ def board_table(name, folders, last_cell=verdict_of):
             f"{show(by, s.mean)} {spread}",
             *(show(metric, describe(folder.values(metric)).mean) for metric in others),
             s.n,
-            show_p(test.p) if test else "first",
+            show_p(test.p) if test else "first" if folder.first_of_track() else "none",
             folder.hardware(),
             folder.submission["author"],
             last_cell(folder)])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -100,8 +101,11 @@ def environment(result, threads, scratch):
 
 
 def until_step(steps, command, folder, env, seconds):
-    """Runs a command until it prints the loss of that step, at most so many seconds. Returns its lines."""
+    """Runs a command until it prints the loss of that step, at most so many seconds. Returns its lines.
+    Raises Broken if it ends before either."""
     said = []
+    there = False
+    began = time.monotonic()
     process = subprocess.Popen(command, cwd=folder, env=env, text=True, errors="replace",
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     late = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
@@ -111,12 +115,15 @@ def until_step(steps, command, folder, env, seconds):
             said.append(line.rstrip("\n"))
             found = COMPARED.match(said[-1])
             if found and int(found[1]) >= steps:
+                there = True
                 break
     finally:
         late.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    require(there or time.monotonic() - began >= seconds,
+            f"train_gpt.py ended before step {steps}: {said[-1][:200] if said else 'no word'}")
     return said
 
 
@@ -124,8 +131,8 @@ def compare(log, lines, again, steps):
     """Lines of a log against those of the replay. Raises Broken where they differ."""
     for line in filter(PLAN.fullmatch, again):
         key = re.match(r"[\w ]+[^:=]*[:=]", line)[0]
-        told = next((other for other in lines if other.startswith(key)), None)
-        require(line in lines, f"{log} has {told!r}, its script on this data writes {line!r}")
+        told = next((repr(other) for other in lines if other.startswith(key)), "no such line")
+        require(line in lines, f"{log} has {told}, its script on this data writes {line!r}")
     here, there = (next(filter(None, map(MACHINE.match, text)), [None] * 2)[1] for text in (again, lines))
     if here and here != there:
         raise LeftOut(f"the run has {there}, this machine {here}")

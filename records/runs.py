@@ -440,7 +440,8 @@ def outermost(runs):
         here = run.path.parent
         while here != here.parent and not DATE.match(here.name) and here.parent not in homes:
             here = here.parent
-        diagnostic = here.parent in homes and not DATE.match(here.name)     # a date begins another record
+        below = here != here.parent and here.parent in homes        # Path(".") is its own parent
+        diagnostic = below and not DATE.match(here.name)            # a date begins another record
         (inner if diagnostic else outer).append(run)
     agree(outer)
     return outer, inner
@@ -649,11 +650,11 @@ def verdict(test, difference, std, n, metric):
         return "worse"
     need = runs_needed(difference, std) if std else None
     if need:
-        text = f"cannot tell: needs about {max(1, need - n)} more runs a side"
+        text = f"cannot tell; more runs a side needed: about {max(1, need - n)}"
     else:
-        text = f"cannot tell: {abs(difference):.2g} would need over 1,000 runs a side"
+        text = f"cannot tell; {abs(difference):.2g} would need over 1,000 runs a side"
     if not is_better(difference, metric):
-        text += " (so far B is not on the better side)"
+        text += " (so far B is not ahead)"
     return text
 
 
@@ -684,12 +685,12 @@ def judge_lines(metric, found):
         return [f"verdict: {found['verdict']}"]
     low, high = found["interval"]
     ratio_low, ratio_high = found["ratio_interval"]
-    power = "nothing reliably, three a side are the least"
+    power = "nothing is found reliably: three a side are the least"
     if found["detectable"]:
-        power = f"a difference of {found['detectable']:.6f} nine times in ten"
+        power = f"a difference of {found['detectable']:.6f} is found nine times in ten"
     return [f"B - A: {found['difference']:+.6f} (95 %: {low:+.6f} to {high:+.6f}), "
             f"ratio {found['ratio']:.5f} ({ratio_low:.5f} to {ratio_high:.5f})",
-            f"Welch: t={found['t']:.2f} df={found['df']:.1f} {p_term(found['p'])}; so many runs find {power}",
+            f"Welch: t={found['t']:.2f} df={found['df']:.1f} {p_term(found['p'])}; with so many runs {power}",
             f"verdict: {found['verdict']}"]
 
 

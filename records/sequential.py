@@ -149,6 +149,8 @@ def more_needed(series: Series, needed: float, limit: int = 1000) -> int | None:
     if series.df < 1 or series.mean == 0:
         return None
     size = abs(series.mean)
+    if series.mean < 0:
+        needed = min(needed, 1 / ALPHA_LOSS)
     if evidence(after(series, limit, size)) < needed:
         return None
     few = 0

@@ -203,10 +203,11 @@ def compare(args, say):
     metric = pick_metric([*a, *b], args.metric)
     for letter, runs in (("A", a), ("B", b)):
         s = describe([run.value(metric) for run in runs])
-        seconds = describe([run.time for run in runs if run.time is not None]).mean
-        say(f"{letter}: {metric} {stats_line(metric, s)}; {seconds:.4f} s; "
+        times = [run.time for run in runs if run.time is not None]
+        seconds = f"{describe(times).mean:.4f} s" if times else "no times"
+        say(f"{letter}: {metric} {stats_line(metric, s)}; {seconds}; "
             f"torch {kinds('torch', runs, '/')}; {kinds('hardware', runs, '/')}")
-    for key in ("torch", "hardware"):
+    for key in ("torch", "hardware", "fingerprint", "val_tokens"):
         if len({str(run.facts.get(key)) for run in (*a, *b)}) > 1:
             say(f"warning: not the same {key}: {kinds(key, [*a, *b], ', ')}")
     for axis, name, unit in (("seconds", "time", "s"), ("tokens", "tokens", "tokens")):
@@ -428,7 +429,8 @@ def plot(args, say):
     alone are one curve."""
     curves = {}
     for path in args.paths:
-        label = re.sub(r"^(trial_.*)_seed\d+$", r"\1", Path(path).stem)
+        name = Path(path).name if Path(path).is_dir() else Path(path).stem
+        label = re.sub(r"^(trial_.*)_seed\d+$", r"\1", name)
         curves.setdefault(label or path, []).extend(load_runs([path], say))
     title = " / ".join(curves)
     record = record_to_beat([run for runs in curves.values() for run in runs])

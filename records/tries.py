@@ -237,7 +237,7 @@ def try_change(args: Any, say: Callable) -> dict:
     """The working tree, or a setting, against HEAD on the proxy, until the verdict stands."""
     began = time.monotonic()
     tries = read_ledger(args.ledger)
-    number = len(tries) + 1
+    number = max([int(row["number"]) for row in tries], default=0) + 1
     # 1. the two scripts
     commit = git("rev-parse", "--short", "HEAD").strip()
     head_text = git("show", "HEAD:train_gpt.py")
@@ -249,9 +249,13 @@ def try_change(args: Any, say: Callable) -> dict:
     outside = forbidden_edits(head_text, tree_text, args.preset)
     demand(args.outside or not outside, f"the change reaches beyond {args.preset}'s section: "
            f"{', '.join(outside)}; --outside tries it nevertheless")
+    text = head_text if args.same else tree_text
     folder = Path("logs", "tries", f"{number:04d}")
+    while (folder / "train_gpt.py").exists() and inputs.read_text(folder / "train_gpt.py") != text:
+        number += 1     # another try with this number was killed, or is still running
+        folder = Path("logs", "tries", f"{number:04d}")
     head = Change(f"HEAD {commit}", frozen(head_text, folder / "head"), {})
-    yours = Change("yours", frozen(head_text if args.same else tree_text, folder), flags)
+    yours = Change("yours", frozen(text, folder), flags)
     # 2. the proxy
     proxy, tokens = proxy_of(args, tries, head)
     tokens_here = planned(yours, proxy)[1]

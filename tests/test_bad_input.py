@@ -99,8 +99,8 @@ BAD_DATA = {
     "no sp1024": (None, ["./run.sh data sp1024"], dict(DATA_PATH="data/datasets/fineweb10B_sp1024")),
     "empty folder": (lambda s: (shutil.rmtree(DATA), DATA.mkdir()), ["toy", "train"]),
     "wrong magic": (lambda s: patch(VAL, 0, b"GGUF"), [VAL.name]),
-    "truncated train shard": (lambda s: cut(TRAIN, 30_001), [TRAIN.name, "truncated"]),
-    "truncated val shard": (lambda s: cut(VAL, 5_000), [VAL.name, "truncated"]),
+    "truncated train shard": (lambda s: cut(TRAIN, 30_001), [TRAIN.name, "14488.5 tokens", "manifest 44001"]),
+    "truncated val shard": (lambda s: cut(VAL, 5_000), [VAL.name, "1988.0 tokens", "manifest 11635"]),
     "shard with a tail": (lambda s: TRAIN.write_bytes(TRAIN.read_bytes() + b"\0\0"), [TRAIN.name]),
     "header says more": (lambda s: patch(TRAIN, 8, (999_999).to_bytes(4, "little")), [TRAIN.name, "999999"]),
     "shard is a folder": (lambda s: (TRAIN.unlink(), TRAIN.mkdir()), [TRAIN.name]),
@@ -137,9 +137,9 @@ BAD_DATA = {
                                       ["train", "64"]),
     "no documents": (None, ["no token 65535 begins a document"],
                      dict(PRESET="gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", BOS_ID="65535")),
-    "one shard of three": (lambda s: keep_files(slice(2)), ["307200 of 44001 train tokens"],
+    "one shard of three": (lambda s: keep_files(slice(2)), ["needs 307200 train tokens of 44001"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
-    "more tokens than the epochs have": (None, ["819200 of 120000 train tokens"],
+    "more tokens than the epochs have": (None, ["needs 819200 train tokens of 120000"],
                                          dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
     "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json"]),
     "a file without split": (lambda s: edit_manifest(files=[{"path": "x"}]), ["manifest.json"]),
@@ -259,7 +259,7 @@ BAD_ARTIFACTS = {
 def test_bad_artifacts(case, artifact, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("model.ptz").write_bytes(BAD_ARTIFACTS[case](artifact))
-    refused(capsys, {"EVAL_FROM": "model.ptz"}, [], ["model.ptz is damaged or no model"])
+    refused(capsys, {"EVAL_FROM": "model.ptz"}, [], ["model.ptz is damaged or not from"])
 
 
 def test_a_good_artifact_is_scored_and_not_contradicted(workplace, artifact, smaller, capsys):

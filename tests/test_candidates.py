@@ -467,7 +467,7 @@ def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
         if case == "whole":
             assert train_gpt.load_model(path)[0].counts.text.tolist() == some_text().tolist()
         else:
-            with pytest.raises(train_gpt.Refused, match="damaged or no model"):
+            with pytest.raises(train_gpt.Refused, match="damaged or not from this trainer"):
                 train_gpt.load_model(path)
     floats = torch.frombuffer(bytearray(raw[:len(raw) // 4 * 4]), dtype=torch.float32)
     without = {name: w for name, w in whole.items() if name != "counts.text"}
@@ -475,7 +475,7 @@ def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
                     whole | {"counts.starts": torch.ones(12)},
                     {name: w for name, w in whole.items() if name != "counts.starts"}):
         torch.save(train_gpt.to_payload(CFG, tensors), path)
-        with pytest.raises(train_gpt.Refused, match="damaged or no model"):
+        with pytest.raises(train_gpt.Refused, match="damaged or not from this trainer"):
             train_gpt.load_model(path)
 
 

@@ -328,9 +328,9 @@ class Device:
         return SimpleNamespace(synchronize=synchronize, query=lambda: self.clock >= end)
 
 
-def run_on(device, monkeypatch, others=None, preset="tiny", **settings):
+def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **settings):
     """train() there -> its report, and [(step, progress, LR factor)]. others(my seconds): what all ranks
-    agree on."""
+    agree on. save(): makes the last checkpoint."""
     env = toy_of(preset, WINDOW_SCHEDULE="0", EVAL_WINDOW="0")
     cfg = train_gpt.replace(train_gpt.load_config(env), vocab_size=512, train_log_every=100, **settings)
     seen, schedule = [], type(cfg).schedule
@@ -347,7 +347,13 @@ def run_on(device, monkeypatch, others=None, preset="tiny", **settings):
             device.wait()       # the loss is read
         return tensor
 
-    saver = SimpleNamespace(signals=0, due=lambda *_: False)
+    saved = []
+
+    def last(state):
+        saved.append(state.step)
+        save()
+
+    saver = SimpleNamespace(signals=0, due=lambda *at: bool(save and at[-1] and not saved), save=last)
     loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),))
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1,
                         model=SimpleNamespace(
@@ -388,6 +394,20 @@ def test_ranks_with_unequal_devices_decide_alike(monkeypatch):
     assert alone[0] != alone[1]
     agreed = [max(column) for column in zip(*told)]
     assert decided(0) == decided(3)
+
+
+@pytest.mark.parametrize("cap", [20.0, 20.3, 20.6])
+def test_no_step_follows_the_last_checkpoint(cap, monkeypatch):
+    """While it is made the device catches up, so that one more step could seem to fit."""
+    device = Device(lambda step, _: 0.1 if step % 10 else 0.4)
+    steps = []
+
+    def save():
+        steps.append(device.steps)
+        device.wait()
+
+    report, _ = run_on(device, monkeypatch, save=save, iterations=10**6, max_wallclock_seconds=cap)
+    assert steps == [device.steps] == [report["steps"]] and report["stop_reason"] == "wallclock_cap"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -228,7 +228,7 @@ def test_what_is_no_model(tool, tmp_path):
     assert code == 2 and "holds no model" in err
     (tmp_path / "final_model.pt").write_bytes(b"x")
     code, _, err = tool("export", tmp_path)
-    assert code == 2 and "damaged or no model" in err and len(err.splitlines()) == 1
+    assert code == 2 and "damaged or not from this trainer" in err and len(err.splitlines()) == 1
 
 
 def test_the_lines_of_running(tiny_data, tmp_path, monkeypatch, capsys):

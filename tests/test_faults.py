@@ -678,7 +678,7 @@ def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data, report):
         if room > 1:
             assert again.code == 0 and again.result["resumed"], again.err
         else:
-            refused(again, "no whole checkpoint")
+            refused(again, "no intact checkpoint")
     finally:
         subprocess.run(["umount", "-l", str(logs)])
 

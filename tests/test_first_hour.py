@@ -143,7 +143,7 @@ def test_shards_of_a_known_dataset_without_a_manifest(tiny_data, tmp_path):
 def test_logger_by_hand(tmp_path):
     """Only ./run.sh hands a log on: the trainer alone says so, under watch.py it does not."""
     by_hand = run_cli(tmp_path, "--dry-run", env={"LOGGER": "wandb"})
-    assert by_hand.code == 0 and "warning: LOGGER needs ./run.sh" in by_hand.out
+    assert by_hand.code == 0 and "warning: LOGGER works only through ./run.sh" in by_hand.out
     python = fork_server.start()
     command = [python, ROOT / "tools" / "watch.py", python, SCRIPT, "--dry-run"]
     (tmp_path / "wandb.py").touch()

@@ -103,6 +103,9 @@ def test_check_finds_the_script_again(by_tool, here, monkeypatch):
         if fine is False:
             with pytest.raises(checks.Broken, match="has another train_gpt.py than the folder"):
                 evidence.check_commit(folder, None)
+        elif fine is None and commit == "0" * 40:
+            with pytest.raises(checks.LeftOut, match="is not in this repository"):
+                evidence.check_commit(folder, None)
         else:
             assert bool(evidence.check_commit(folder, None)) == bool(fine)
 

@@ -253,7 +253,7 @@ def silent():
 def test_something_else_answers(silent, start):
     process = start(TWO | dict(RANK="1", MASTER_PORT=silent), 0.5, "--dry-run")
     assert ended(process) == 2 and process.said() == (
-        f"train_gpt: something else than our ranks listens at port {silent}\n")
+        f"train_gpt: something other than our ranks listens at port {silent}\n")
 
 
 def test_ranks_that_never_come(start):
@@ -442,6 +442,40 @@ def test_text_is_utf8_whatever_the_locale():
     assert train_gpt.load_config({"SAMPLE": raw.decode("ascii", "surrogateescape")}).sample == "é😀"
     with pytest.raises(Refused, match=r"^sample='.*' must be written like text in UTF-8$"):
         train_gpt.load_config({"SAMPLE": b"\xe9".decode("ascii", "surrogateescape")})
+
+
+def test_a_value_of_the_wrong_form():
+    """The sentence shows one of the right form, also for lists that are empty by default."""
+    with pytest.raises(Refused, match="^window_schedule='abc' must be written like 1,2$"):
+        train_gpt.load_config({"WINDOW_SCHEDULE": "abc"})
+    with pytest.raises(Refused, match="^seed='abc' must be written like 1337$"):
+        train_gpt.load_config({"SEED": "abc"})
+
+
+@pytest.mark.parametrize("word, flag", [
+    ("MATRIX_LR=0.03", "matrix-lr"), ("matrix-lr", "matrix-lr"), ("core", "core")])
+def test_a_flag_without_its_dashes(word, flag):
+    with pytest.raises(Refused, match=f"did you mean --{flag}"):
+        list(train_gpt.parse_flags([word]))
+
+
+def test_the_driver_is_asked_only_if_torch_finds_no_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda what: asked.append(what) or "GPU 0: H100")
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: False)
+    auto = train_gpt.load_config(SMALL | dict(DEVICE="auto"))
+    with pytest.raises(Refused, match="cannot use the GPUs of the driver GPU 0: H100: install a build"):
+        train_gpt.Team(auto, {})
+    assert [what.split()[1] for what in asked] == ["-L", "--query-gpu=driver_version"]
+    asked.clear()
+    train_gpt.Team(auto, {"CUDA_VISIBLE_DEVICES": "-1"})
+    train_gpt.Team(train_gpt.load_config(SMALL), {})
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 1)
+    ranks = TWO | dict(LOCAL_WORLD_SIZE="2", LOCAL_RANK="0")
+    with pytest.raises(Refused, match="2 ranks for 1 GPUs here"):
+        train_gpt.Team(auto, ranks)
+    assert not asked
 
 
 def test_a_name_that_the_locale_cannot_write(root, plain, monkeypatch, capsys):

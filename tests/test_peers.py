@@ -173,7 +173,7 @@ def no_training(monkeypatch):
 
     def train(name, settings):
         seen.append((name, settings))
-        bpb = 2 + abs(float(settings["MATRIX_LR"]) - 0.012) + int(settings["SEED"]) % 10 / 1e3
+        bpb = 2 + abs(float(settings["MATRIX_LR"]) - 0.009) + int(settings["SEED"]) % 10 / 1e3
         return dict(val_bpb=bpb, train_time_ms=1000, steps=100, run_id=name, hardware="2x H100")
 
     monkeypatch.setattr(peers, "train", train)
@@ -183,8 +183,8 @@ def no_training(monkeypatch):
 def test_trials(small, bench, no_training):
     """--tune takes the best on held-out train documents; then each seed is trained on the text itself."""
     _, rows, out, _ = bench("--only=plain,golf", "--seeds=2", "--tune")
-    assert re.findall(r"trial of plain, seed 1337, MATRIX_LR=(\S+)", out) == ["0.03", "0.015", "0.06"]
-    assert "MATRIX_LR=0.015" in rows["plain"][4] and rows["plain"][1] == "2.0105 ± 0.0007 (2)"
+    assert re.findall(r"trial of plain, seed 1337, MATRIX_LR=(\S+)", out) == ["0.015", "0.0075", "0.03"]
+    assert "MATRIX_LR=0.0075" in rows["plain"][4] and rows["plain"][1] == "2.0090 ± 0.0007 (2)"
     texts = [Path(settings["DATA_PATH"]).name for name, settings in no_training if name == "plain"]
     assert texts == ["small_trial"] * 3 + ["small"] * 2
     # the run before golf's tells how many steps it will have: ten times as many, also in trials

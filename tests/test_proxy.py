@@ -133,7 +133,9 @@ def test_vocabulary_and_val_tokens_are_those_of_the_text(tmp_path):
 @pytest.mark.parametrize("argv, sentence", [
     (["--proxy=64"], "tiny has no proxy"), (["--preset=golf", "--proxy=60"], "a width in steps of 16"),
     (["--preset=golf", "--proxy=512"], "from 32 to 496"), (["--preset=golf", "--proxy=small"], "proxy=small"),
-    (["--preset=golf", "--proxy=64", "--matrx-lr=1"], "matrix-lr")])
+    (["--preset=golf", "--proxy=64", "--matrx-lr=1"], "matrix-lr"),
+    (["--preset=gpt2", "--proxy=64", "--depth=abc"], "^depth='abc' must be written like 26"),
+    (["--preset=gpt2", "--proxy=64", "--vocab-size=many"], "^vocab_size='many' must be written like")])
 def test_bad_widths_are_refused(argv, sentence):
     with pytest.raises(Refused, match=sentence):
         expand_proxy(argv, CPU, lambda *lines: None)

@@ -21,6 +21,7 @@ import evidence
 import folders
 import leak_probe
 import record
+import replay
 import scripts
 import train_gpt
 import trials
@@ -685,8 +686,9 @@ def test_what_was_built_before_the_first_step_is_no_part_of_a_step():
              "first values of embed and head made from bigrams in 2.0 s"]
     built = [float(evidence.BUILT.fullmatch(line)[1]) for line in lines]
     pace = dict(p50=100.0, p95=100.0, max=100.0)
-    result = dict(config={}, train_time_ms=11_000, steps=10, stop_reason="iterations", step_ms=pace,
-                  resumed=False, process_ms=20_000, setup_ms=0, compile_ms=0, tokens=110, tok_per_s=10)
+    result = dict(config=dict(max_wallclock_seconds="0"), train_time_ms=11_000, steps=10, tokens=110,
+                  tok_per_s=10, stop_reason="iterations", step_ms=pace, resumed=False, process_ms=20_000,
+                  setup_ms=0, compile_ms=0)
     end = [SimpleNamespace(kind="val", total=10)]
     evidence.check_end("a.log", "a.json", end, result, [], built)
     for less in (built[:1], built[1:], []):
@@ -827,7 +829,7 @@ def planted(tmp_path, code):
 @pytest.mark.parametrize("code, sentence", [
     ("def log_probs(model, tokens):\n    return _log_probs(model, tokens.roll(-1, 1))", "^a leak: "),
     ("def log_probs(model, tokens):\n    return _log_probs(model, tokens)[..., 1:]", "has shape"),
-    ("def log_probs(model, tokens):\n    raise SystemExit('no')", "could not be asked for log_probs"),
+    ("def log_probs(model, tokens):\n    raise SystemExit('no')", "the script does not answer"),
     ("time.sleep(3600)", "no answer within 1 s")])
 def test_what_a_script_does_in_the_worker_is_caught(tmp_path, code, sentence):
     script, env = planted(tmp_path, code), SETTINGS | {"VOCAB_SIZE": "512"}
@@ -901,6 +903,162 @@ def test_scripts_of_rules_version_1_are_probed_with_golf_beside_them(monkeypatch
         leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)
 
 
+# ------------------------------------------------------------ single rules, on made-up runs
+def ours_of(monkeypatch, result, **of_run):
+    """A folder of one run."""
+    ours = checks.OurRun(SimpleNamespace(**of_run), "train.log", result, "result.json")
+    for module in (checks, evidence):
+        monkeypatch.setattr(module, "our_runs", lambda _: [ours])
+    return ours
+
+
+def test_core_is_that_of_the_log(monkeypatch):
+    tasks = {str(i): dict(centered=value) for i, value in enumerate((0.25, 0.26, 0.27))}
+    result = dict(config=dict(score_artifact="0"), trained=dict(val_loss=3.1, val_bpb=None), val_loss=3.1,
+                  val_bpb=None, core=0.26, core_tasks=tasks)
+    finals = [("final_model", 3.1, None), ("final_model_exact", 3.1, None)]
+    ours = ours_of(monkeypatch, result, finals=finals, facts={"core": 0.26})
+    checks.check_final_scores(ours)
+    result["core"] = 0.27
+    with pytest.raises(checks.Broken, match="core"):
+        checks.check_final_scores(ours)
+    ours.run.facts["core"] = 0.27
+    with pytest.raises(checks.Broken, match="0.27 is not the mean of its tasks"):
+        checks.check_final_scores(ours)
+
+
+def test_calibration_is_that_of_the_log(monkeypatch):
+    result = dict(steps=1, tokens=2, tok_per_s=3, train_time_ms=4, step_ms=5, bytes_model=6, bytes_total=7,
+                  process_ms=8, setup_ms=9, compile_ms=10, bytes_code=11, val_loss=3.0, val_bpb=None,
+                  world_size="1", hardware="x", torch="y", peak_memory="z", calibration_ms=12)
+    summary = {key: str(value) for key, value in result.items()} | {"score": "val_loss:3.0000"}
+    ours = ours_of(monkeypatch, result, facts=dict(result), summary=summary)
+    checks.check_summary(ours)
+    del result["calibration_ms"]
+    with pytest.raises(checks.Broken, match="calibration_ms"):
+        checks.check_summary(ours)
+
+
+@pytest.mark.parametrize("resumed, fits", [(False, True), (True, False)])
+def test_seconds_of_evaluation_are_those_of_the_last_process(resumed, fits, monkeypatch, tmp_path):
+    """11 s of it after 600 s of training, or 601 s after 10 s, which followed 590 s of another process."""
+    log = tmp_path / "train.log"
+    log.write_text("resume: from step 3 at train_time:590000ms\n" * resumed)
+    result = dict(process_ms=611_000, setup_ms=0, compile_ms=0, train_time_ms=600_000)
+    ours_of(monkeypatch, result, path=log)
+    folder = SimpleNamespace(track=folders.RULES[folders.NEWEST].tracks["golf"])
+    if fits:
+        assert "takes less than 600 s" in checks.check_eval_time(folder, None)
+    else:
+        with pytest.raises(checks.Broken, match="601 s besides setup and training"):
+            checks.check_eval_time(folder, None)
+
+
+def test_what_ends_a_run():
+    """Its steps, or a cap if there is one."""
+    steps = [evidence.Step(10, 10, "val", 3.0, None, 1000, 100.0, None, None)]
+    result = dict(config=dict(max_wallclock_seconds="0"), stop_reason="iterations", steps=10, tokens=100,
+                  step_ms=dict(p50=100, p95=100, max=100), resumed=False, setup_ms=0, compile_ms=0,
+                  train_time_ms=1000, process_ms=2000, tok_per_s=100)
+    evidence.check_end("train.log", "result.json", steps, result, [10])
+    for stop in ("target", "wallclock_cap"):
+        with pytest.raises(checks.Broken, match=f"stop_reason is '{stop}', with max_wallclock_seconds=0"):
+            evidence.check_end("train.log", "result.json", steps, result | dict(stop_reason=stop), [10])
+
+
+def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
+    """Its log may say what it likes."""
+    artifact = tmp_path / "big.ptz"
+    artifact.write_bytes(bytes(100))
+    digest = folders.sha256(artifact.read_bytes())
+    config = {"score_artifact": "1"}
+    lines = "".join(f"config {key}={value}\n" for key, value in config.items()).encode()
+    result = dict(config=config, data=dict(sha256={}), bytes_model=100)
+    ours = ours_of(monkeypatch, result, config=config, digests={
+        "train_gpt.py": folders.sha256(b""), "config": folders.sha256(lines), "final_model.int8.ptz": digest})
+    monkeypatch.setattr(evidence, "check_own_lines", lambda *_: 1)
+    monkeypatch.setattr(evidence, "artifacts_of", lambda *_: [(ours, artifact)])
+    folder = SimpleNamespace(rules=folders.RULES[folders.NEWEST], script=b"", baseline=[],
+                             submission=dict(artifact_sha256=digest))
+    assert "1 times their own" in evidence.check_digests(folder, None)
+    result["bytes_model"] = 50
+    with pytest.raises(checks.Broken, match="bytes"):
+        evidence.check_digests(folder, None)
+
+
+def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
+    """They are those of the last validation, said once, below the digests of the log."""
+    ours_of(monkeypatch, {})
+    monkeypatch.setattr(evidence, "our_runs", lambda _: [])
+    monkeypatch.setattr(evidence, "check_lines", lambda *_: [((0, 0), [])])
+    log = tmp_path / "baseline.log"
+    log.write_text("final_model_exact val_loss:3.00000000\n")
+    base = SimpleNamespace(
+        file="baseline.log", path=log, config={}, steps=1, value=lambda _: 3.0,
+        finals=[("final_model_exact", 3.0, None)], curves={"val": [Point(1, 1.0, 3.0, None)]})
+    folder = SimpleNamespace(baseline=[base])
+    evidence.check_steps(folder, None)
+    base.finals = [("final_model_exact", 3.06, None)]
+    with pytest.raises(checks.Broken, match="is not the score of its last validation"):
+        evidence.check_steps(folder, None)
+
+
+def test_a_commit_of_another_repository_is_said_to_be_unknown(monkeypatch):
+    ours_of(monkeypatch, {})
+    folder = SimpleNamespace(submission=dict(git_commit="0" * 40))
+    with pytest.raises(checks.LeftOut, match="commit 000000000 is not in this repository"):
+        evidence.check_commit(folder, None)
+
+
+def test_no_constant_is_taken_out(monkeypatch):
+    result = dict(config={"seed": "1", "matrix_lr": "0.03"}, preset="tiny", overrides={})
+    ours_of(monkeypatch, result)
+    made = {"seed": "1", "matrix_lr": "0.03"}
+    monkeypatch.setattr(leak_probe, "configurations", lambda *_: [made])
+    options = SimpleNamespace(no_exec=False, seconds=1)
+    folder = SimpleNamespace(path=ROOT)
+    assert "are what" in evidence.check_constants(folder, options)
+    made["beta1"] = "0.8"
+    with pytest.raises(checks.Broken, match="config beta1"):
+        evidence.check_constants(folder, options)
+
+
+def test_scores_are_added_up_from_distributions(monkeypatch):
+    class Zeros:
+        about = {"T": 4, "V": 3}
+
+        def __init__(self, *_):
+            self.value = float(np.log(1 / 3))
+
+        def log_probs(self, tokens):
+            return np.full((*tokens.shape, 3), self.value, np.float32)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(leak_probe, "Model", Zeros)
+    val = np.zeros(9, np.uint16)
+    assert leak_probe.score("x", None, {}, val, 1) == pytest.approx(np.log(3))
+    monkeypatch.setattr(Zeros, "__init__", lambda self, *_: setattr(self, "value", 0.0))
+    with pytest.raises(leak_probe.ProbeFailed, match="sum to 3"):
+        leak_probe.score("x", None, {}, val, 1)
+
+
+def test_a_replay_that_ends_by_itself(tmp_path):
+    """Fails; one that is too slow does not."""
+    env = {"PATH": os.environ["PATH"]}
+    with pytest.raises(checks.Broken, match="ended before step 3: no data"):
+        replay.until_step(3, ["bash", "-c", "echo no data"], tmp_path, env, 60)
+    assert replay.until_step(3, ["bash", "-c", "echo begun; sleep 60"], tmp_path, env, 0.5) == ["begun"]
+
+
+def test_a_folder_that_new_left_behind_is_no_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "HOME", tmp_path)
+    shutil.copytree(BASELINE, tmp_path / "track_tiny" / BASELINE.name)
+    shutil.copytree(BASELINE, tmp_path / "track_tiny/.2026-11-21_Killed.tmp")
+    assert [*folders.records_of("tiny")] == [BASELINE.name]
+
+
 @pytest.mark.parametrize("version, fits", [(3, False), (4, True)])
 def test_golf_by_another_tokenizer(version, fits, monkeypatch):
     """golf_plus has 8,192 pieces: another number of val tokens for the same bytes, and another compressor."""
@@ -915,5 +1073,10 @@ def test_golf_by_another_tokenizer(version, fits, monkeypatch):
         assert "same text" in checks.check_data(folder, None)
         facts["val_bytes"] = data["val_bytes"] = "151080000"
     with pytest.raises(checks.Broken, match="in the rules"):
+        checks.check_data(folder, None)
+    data["name"] = facts["data"] = "fineweb10B_sp1024"      # whose number is known
+    facts["val_bytes"] = "151080363"
+    data["val_bytes"] = 151_080_363
+    with pytest.raises(checks.Broken, match="val_tokens is '40000000', in the rules '62021632'"):
         checks.check_data(folder, None)
     assert checks.is_member("final_model.brot.ptz", ()) and not checks.is_member("final_model.zip", ())

@@ -277,10 +277,32 @@ def test_own_data_is_not_prepared(folder):
     assert run(folder, PYTHON="stub", DATA_PATH="data/datasets/mine")[2] == ["train_gpt.py"]
 
 
-@pytest.mark.parametrize("flag", ["--dry-run", "DRY_RUN=1", "--help"])
+@pytest.mark.parametrize("flag", ["--dry-run", "DRY_RUN=1", "--dry-run=True", "--help"])
 def test_a_plan_needs_no_data(folder, flag):
     code, _, calls = run(folder, "gpt2", flag, PYTHON="stub")
     assert code == 0 and len(calls) == 1 and calls[0].startswith("train_gpt.py --preset=gpt2 --")
+
+
+def test_a_plan_by_the_environment(folder):
+    assert run(folder, "gpt2", PYTHON="stub", DRY_RUN="1")[2] == ["train_gpt.py --preset=gpt2"]
+    fetches = "data/download.py fineweb-edu"
+    assert run(folder, "gpt2", "--device=cpu", PYTHON="stub", DRY_RUN="0")[2][0] == fetches
+    assert run(folder, "gpt2", "--device=cpu", "--dry-run=0", PYTHON="stub")[2][0] == fetches
+
+
+def test_a_resumed_run_keeps_its_preset(folder):
+    """Its script and its GPUs, whatever the command says; no data are fetched. A proxy stays on one GPU."""
+    have(folder, "logs/old/train.log")
+    program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
+    sees_gpus(folder, 2)
+    log = folder / "logs/old/train.log"
+    log.write_text("a script\nconfig preset=golf\nconfig seed=1\nconfig preset=tiny\n")
+    launched = f"-m torch.distributed.run --standalone --nproc_per_node=2 {GOLF_SCRIPT}"
+    assert run(folder, PYTHON="stub", RESUME="old")[2] == [MADE, f"{GOLF_SCRIPT} --dry-run", launched]
+    assert run(folder, "--resume=old", PYTHON="stub")[2][-1] == f"{launched} --resume=old"
+    log.write_text("proxy model_dim=32: the width\nconfig preset=golf\n")
+    assert run(folder, PYTHON="stub", RESUME="old")[2] == ["train_gpt.py"]
+    assert run(folder, PYTHON="stub", RESUME="none")[2] == ["train_gpt.py"]
 
 
 def test_data_that_cannot_be_made_end_it(folder):
@@ -377,7 +399,7 @@ def test_a_script_is_all_that_is_printed(folder):
     assert (done.returncode, done.stdout) == (0, "the script of golf\n")
     program(folder, "stub", 'echo "$*" >> calls; case "$*" in *script.py*) exit 1;; esac')
     code, err, calls = run(folder, "golf", PYTHON="stub")
-    assert code == 2 and "the script of golf cannot be written" in err and calls == [MADE]
+    assert code == 2 and "the script of golf could not be made" in err and calls == [MADE]
 
 
 def test_the_other_commands(folder):

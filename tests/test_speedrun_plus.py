@@ -274,15 +274,15 @@ def test_a_part_can_be_turned_off(settings):
 
 @pytest.mark.parametrize("settings, sentence", [
     (dict(NUM_LAYERS="12"), "num_layers=12: window_pattern=PSPLSP-SSPL has 11 layers"),
-    (dict(WINDOW_PATTERN="PSPLSPSSSPL"), "layer 6 alone is without attention"),
+    (dict(WINDOW_PATTERN="PSPLSPSSSPL"), "must be -, and no other"),
     (dict(WINDOW_PATTERN="XSPLSP-SSPL"), "each L, S, P or -"),
     (dict(XSA_LAYERS="6"), "layer 6 has no attention"), (dict(HEAD_GATE_LAYERS="11"), "layer 11"),
     (dict(XSA_LAYERS="2"), "not for paired heads"), (dict(VALUE_EMBED_LAYERS="2,10"), "must hold 1 and 10"),
-    (dict(SKIP_LAYERS="6,3"), "a layer, and a later one"), (dict(GATE_LAYER="7"), "not after the skip"),
+    (dict(SKIP_LAYERS="6,3"), "two rising layers"), (dict(GATE_LAYER="7"), "must not be after the second"),
     (dict(ATTN_SOURCE="10"), "before the last layer"), (dict(NUM_HEADS="3"), "must be even"),
     (dict(QK_DIM="90"), "a multiple of 4"), (dict(EVAL_WINDOW="2000"), "not a multiple of window_block"),
     (dict(WINDOW_SCHEDULE="1,2"), "speedrun_plus has 4 stages"), (dict(FP8_HEAD_MOST="1,2"), "three numbers"),
-    (dict(VALUE_GATE_DIM="13"), "the second is even"), (dict(SMEAR_DIM="800"), "may not exceed model_dim"),
+    (dict(VALUE_GATE_DIM="13"), "must be even"), (dict(SMEAR_DIM="800"), "may not exceed model_dim"),
     (dict(BACKOUT_LAYER="7"), "no such constant")])
 def test_what_cannot_be_is_refused_in_a_sentence(settings, sentence):
     with pytest.raises(Refused, match=sentence):

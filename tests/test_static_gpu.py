@@ -423,7 +423,7 @@ def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     types = dict(logits="*bf16", targets="*i64", weights="*fp32", losses="*fp32", grad=grad, V="i32")
-    constants = dict(MANY=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=8192)
+    constants = dict(K=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=8192)
     kernel = train_gpt.triton.compile(
         ASTSource(train_gpt.loss_kernel, types | dict.fromkeys(constants, "constexpr"), constants),
         GPUTarget("cuda", capability, 32), dict(num_warps=16))

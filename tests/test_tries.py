@@ -124,6 +124,8 @@ def test_more_runs_are_named_that_would_tell():
     assert sequential.evidence(sequential.after(series, more, 0.5)) >= 100
     assert sequential.evidence(sequential.after(series, more - 1, 0.5)) < 100
     assert sequential.more_needed(Series(1e-9, 1.0, 20, 4), 100) is None
+    loss = Series(-series.mean, *series[1:])     # takes evidence of 20, whatever a gain takes
+    assert sequential.more_needed(loss, 667) == sequential.more_needed(series, 20)
 
 
 def night(draw, gain=0.0, at=0, tries_in_all=50):

@@ -27,7 +27,7 @@ for line in open(sys.argv[1]).read().splitlines():
 LINES = """override matrix_lr 0.03 -> 0.02
 data: embedded train tokens:25176420 in 1 shards, val tokens:429104
 data: val_bytes:1021844
-data: this is another game than tiny, whose text is abc
+data: not the text that tiny is scored on (fingerprint abc)
 parameters:9241732 (embed:131072)
 limits: at most 100000 steps (409600000 tokens); at most 120 s of training
 stage table: from_step tokens_per_step row_tokens long_window short_window lr_factor
@@ -59,6 +59,7 @@ def run(tmp_path):
     (tmp_path / "logs/a").mkdir(parents=True)
     (tmp_path / "logs/a/result.json").write_text(json.dumps(RESULT))
     (tmp_path / "logs/a/final_model.int8.ptz").write_bytes(bytes(2_500_000))
+    (tmp_path / "logs/a/loss.png").touch()
     (tmp_path / "logs/a/train.log").write_text(
         f"import x\n{'=' * 100}\nconfig preset=tiny\nconfig seed=7\nconfig dtype=auto\n{LINES}")
     (tmp_path / "lines").write_text(LINES)
@@ -103,7 +104,7 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     assert re.match(r" 50% \|.+\| step 50, loss 2.0000, 1.212 bpb, 35,649 tok/s, 60 s left", training[0])
     assert max(map(len, live)) < 80
     text = "\n".join(lines)
-    assert text.startswith("override matrix_lr 0.03 -> 0.02\ndata: this is another game")
+    assert text.startswith("override matrix_lr 0.03 -> 0.02\ndata: not the text")
     assert ("data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on\n"
             "plan: 9,241,732 parameters, 4,096 tokens per step (later 8,192), at most 100,000 steps, at most "
             "120 s of training\nstep:1033/100000 val_loss" in text)
@@ -241,6 +242,14 @@ def test_a_pipe_has_every_line_then_the_end(run, tmp_path):
         "in logs/a/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
         "final_model.int8.ptz (2.5 MB)",
         "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"]
+
+
+def test_no_picture_without_matplotlib(run, tmp_path):
+    """The run has said so; nothing else is amiss."""
+    (tmp_path / "logs/a/loss.png").unlink()
+    done = in_pipe(run, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "result.json, train_gpt.py, final" in done.stdout
+    assert not (tmp_path / "logs/a/loss.png").exists()
 
 
 def test_the_end_fits_a_terminal(run, tmp_path):

@@ -23,8 +23,9 @@ loss, optimizer; and of these the collectives and the host's launches. Also what
 
     ./run.sh bench --roofline [PRESET]
 
-The least time that a step can take on 1 and on 8 H200, part by part: FLOPs and bytes over the rates of the
-hardware, nothing overlapped. Computed, not measured; without PRESET for golf, speedrun and gpt2.
+About the least time that a step can take on 1 and on 8 H200: FLOPs and bytes over the rates of the
+hardware, one part after another, nothing overlapped. Computed, not measured; without PRESET for golf,
+speedrun and gpt2.
 
     ./run.sh bench --saving [--steps N] [--repeats N]       what checkpoints cost on the clock
     ./run.sh bench --codecs logs/<run_id>/final_model.pt    one run's weights in every codec: score and bytes
@@ -344,6 +345,9 @@ def arms_table(settings, texts, steps, skipped=5):
     torch._dynamo.config.recompile_limit = 8 * len(texts)  # of the same code; beyond it runs uncompiled
     arms = []
     for text, (trainer, folder, own) in [(text, read_arm(text)) for text in texts]:
+        lacks = [name for name in settings if name not in trainer.NAMES]
+        if lacks:
+            print(f"{text} has no {', '.join(lacks)}")
         with companions_of(folder):
             run, rehearsal = prepare(settings | own, steps, trainer)
         step, times = step_function(trainer, run), []
@@ -505,7 +509,7 @@ def stage_parts(run, stage, repeats, loads, say):
     cfg, team, optimizer = run.cfg, run.team, run.optimizer
     T, ranks, tokens = stage.row_tokens, team.world_size, stage.batch_tokens
     window = cfg.windows(stage, T).get("long_window", T)
-    batch = run.loader.next(tokens, T // cfg.train_seq_len)
+    batch = run.loader.next(tokens, T // cfg.train_seq_len, stage.doc_len)
     step, hosts = partial(step_function(train_gpt, run, stage), batch), []
     whole = median_seconds(team, step, repeats)
     for _ in range(repeats):
@@ -519,7 +523,7 @@ def stage_parts(run, stage, repeats, loads, say):
     rows["the rest"] = whole - sum(rows.values())
     inside = {"communication": collective_seconds(run, repeats) if ranks > 1 else 0.0,
               "host": statistics.median(hosts)}
-    rate, flops = tokens / whole, train_gpt.flops_per_token(cfg) * tokens / whole / ranks
+    rate, flops = tokens / whole, train_gpt.flops_per_token(cfg, stage) * tokens / whole / ranks
     say(f"\n{tokens:,} tokens, window {window}: {1e3 * whole:.2f} ms a step, {rate:,.0f} tok/s, "
         f"{rate / ranks:,.0f} per rank, {flops / 1e9:,.0f} GFLOP/s, mfu {flops / train_gpt.H100_FLOPS:.2%}")
     for name, seconds in (rows | inside).items():
@@ -644,7 +648,7 @@ def muon_shapes(cfg):
 
 
 def orthogonalization_flops(cfg):
-    """Of one step of Muon, all matrices."""
+    """FLOPs of one step of Muon over all matrices."""
     sides = [sorted(shape) for shape in muon_shapes(cfg)]
     return cfg.muon_backend_steps * sum(4 * short * short * long + 2 * short**3 for short, long in sides)
 
@@ -718,6 +722,9 @@ def main():
     settings = dict(word.split("=", 1) if "=" in word else ("PRESET", word) for word in args.settings)
     try:
         check_names(settings)
+        least = 11 if args.saving else 2    # one more than the steps between two checkpoints
+        enough = args.steps >= least and args.repeats > 0
+        train_gpt.require(enough, f"--steps {least} and --repeats 1 at least")
         if args.arm:
             arms_table(settings, args.arm, args.steps)
         elif args.parts:
@@ -733,7 +740,8 @@ def main():
         else:
             step_table(settings, args.steps, args.repeats)
     except train_gpt.Refused as error:
-        sys.exit(f"bench: {error}")
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

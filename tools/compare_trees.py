@@ -164,9 +164,10 @@ def start_run(tree: Path, folder: Path, data: Path, ranks: int, settings: dict) 
 
 
 def wait_for(processes: list, timeout: float) -> list:
-    """Their exit codes. Raises TimeoutExpired, in which case none is left running."""
+    """Their exit codes. timeout: seconds for all. Raises TimeoutExpired; then none is left running."""
+    end = time.perf_counter() + timeout
     try:
-        return [process.wait(timeout=timeout) for process in processes]
+        return [process.wait(timeout=max(0.0, end - time.perf_counter())) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -215,7 +216,7 @@ class Finished:
 
 
 def read_run(folder: Path) -> Finished:
-    """Of the run that ended in this working folder."""
+    """What the run in this working folder left behind."""
     run = folder / "logs/run"
     result = json.loads((run / "result.json").read_text())
     curves = unpack((run / "checkpoint.pt").read_bytes())["progress"]["curves"]

@@ -62,7 +62,7 @@ def step(command, home, env):
 
 
 def compile_seconds(home):
-    """Of the newest run, by its train.log."""
+    """How long the newest run compiled, by its train.log."""
     log = max(home.glob("logs/*/train.log"), key=lambda path: path.stat().st_mtime)
     return int(re.findall(r"^setup:\d+ms compile:(\d+)ms$", log.read_text(encoding="utf-8"), re.M)[-1]) / 1e3
 

@@ -4,6 +4,7 @@ Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file t
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         verdicts = found["verdicts"]
         machine = found["machine"]
+        toy, *_ = found["toy"], found["begun"], found["commit"], found["complete"]
     except (ValueError, KeyError, TypeError) as error:
         raise NoReport(f"{path.name} is no report of gpu-report ({type(error).__name__})") from None
-    if found["toy"]:
+    if toy:
         raise NoReport(f"{path.name} is a rehearsal on a CPU (--toy)")
     if not machine.get("gpu") or not verdicts:
         raise NoReport(f"{path.name} saw no GPU")
+    if not any([row["preset"] for row in verdicts]):
+        raise NoReport(f"{path.name} measured no preset")
     return found
 
 
@@ -58,8 +62,10 @@ def worst_error(verdicts: list[dict], preset: str) -> str:
         most = row["figures"].get("most")
         if row["preset"] == preset and row["part"] == "numbers" and most:
             errors = [value for name, value in row["figures"].items() if name != "most"]
-            parts.append(max(errors) / most)
-    return f"{max(parts):.0%} of what is allowed" if len(parts) > 1 else "not run"
+            parts.append(max([error if math.isfinite(error) else math.inf for error in errors]) / most)
+    if len(parts) == 1:
+        return "not run"
+    return f"{max(parts):.0%} of what is allowed" if max(parts) < math.inf else "not finite"
 
 
 def table(reports: dict[str, dict]) -> str:

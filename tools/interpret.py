@@ -1,4 +1,6 @@
-"""The Triton kernel against its reference, by Triton's interpreter: TRITON_INTERPRET=1 python interpret.py
+"""The Triton kernel against its reference, by Triton's interpreter:
+
+    TRITON_INTERPRET=1 python tools/interpret.py
 
 Then the golden tests with it in place of lm_loss. Exit code 1 where loss or gradients differ.
 test_static_gpu.py runs it, as a CUDA build of torch has Triton.

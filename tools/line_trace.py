@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Trace:
-    """Of this process. folder: where the files `context` and `lines` are."""
+    """The trace of this process. folder: where the files `context` and `lines` are."""
 
     def __init__(self):
         self.folder = None

@@ -415,12 +415,12 @@ def report(drawn, results, judged):
         say(f"  {kind}: {share(len(of_kind) - sum(mutant in survivors for mutant in of_kind), len(of_kind))}")
     seconds = sum(float(known[mutant.key]["cpu_seconds"]) for mutant in tried)
     say(f"{seconds / max(len(tried), 1):.1f} CPU seconds per mutant", "",
-        "survivors: line, key, verdict, function, change, reason; n tests ran, m were left out")
+        "survivors: key, verdict, function, change, reason; the line; n tests ran, m were left out")
     for mutant in sorted(survivors, key=lambda mutant: mutant.start):
         row = known[mutant.key]
         verdict = verdicts.get(mutant.key, dict(verdict="?", reason="?"))
-        say("\t".join((str(mutant.lines[0]), mutant.key, verdict["verdict"], mutant.function, mutant.change,
-                       verdict["reason"], f"{row['tests']} ran, {row['left_out']} left out")))
+        say("\t".join((mutant.key, verdict["verdict"], mutant.function, mutant.change, verdict["reason"],
+                       f"line {mutant.lines[0]}", f"{row['tests']} ran, {row['left_out']} left out")))
 
 
 def parse(argv):

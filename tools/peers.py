@@ -60,7 +60,8 @@ class Peer(NamedTuple):
     what: str
     preset: str = ""
     settings: dict[str, str] = {}
-    # what --tune tries: each is laid over settings; the first holds the rates that run without --tune
+    # what --tune tries: each is laid over settings; the first is what runs without --tune, the best of the
+    # trials of 2026-11-26 (docs/log.md)
     tries: tuple[dict[str, str], ...] = ({},)
     # {constant in steps: its part of the run}. Since the clock ends the run, a shorter run, of a tenth of its
     # seconds, tells beforehand how many steps there will be.
@@ -86,22 +87,23 @@ SMALL = dict(NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", TRAIN_SEQ_LEN="256"
 PLAIN = SMALL | dict(MEMORY="0", BIGRAM_INIT="0", BIGRAM_ROWS="0", KEY_OFFSET="0", VALUE_EMBED_LAYERS="0",
                      UNET_SKIPS="0", LOGIT_SOFTCAP="0", MLP_MULT="4", WINDOW_PATTERN="L", WINDOW_SCHEDULE="0",
                      BATCH_SCHEDULE="1", SCALAR_LR="0")
-PLAIN_TRIES = multiples((1, 0.5, 2), MATRIX_LR=0.03, EMBED_LR=0.3, HEAD_LR=0.008)
+PLAIN_TRIES = multiples((0.5, 0.25, 1), MATRIX_LR=0.03, EMBED_LR=0.3, HEAD_LR=0.008)
 TINY_TRIES = multiples((1, 0.5, 2), MATRIX_LR=0.03, EMBED_LR=0.3, HEAD_LR=0.008, SCALAR_LR=0.04)
 
-# The record's rates, that of the embedding times (128 / 512)**-0.5, which is the rule of --proxy; then twice
-# those, and the momentum of the game's first baseline, since 0.99 is for longer runs.
-GOLF_RATES = multiples((1, 2), MATRIX_LR=0.02, TIED_EMBED_LR=0.06, SCALAR_LR=0.02)
-GOLF_TRIES = (*GOLF_RATES, GOLF_RATES[1] | dict(MUON_MOMENTUM="0.95", MUON_MOMENTUM_WARMUP_START="0.85"))
+# Multiples of the record's rates, that of the embedding times (128 / 512)**-0.5, by the rule of --proxy; the
+# momentum of the game's first baseline; last the record's momentum of 0.99, which is for longer runs.
+GOLF_RATES = multiples((2, 1), MATRIX_LR=0.02, TIED_EMBED_LR=0.06, SCALAR_LR=0.02)
+MOMENTUM = dict(MUON_MOMENTUM="0.95", MUON_MOMENTUM_WARMUP_START="0.85")
+GOLF_TRIES = (GOLF_RATES[0] | MOMENTUM, GOLF_RATES[1] | MOMENTUM, GOLF_RATES[1])
 GOLF_PARTS = dict(WARMDOWN_ITERS=3000 / 8394, MUON_MOMENTUM_WARMUP_STEPS=1500 / 8394)
 
 # The rates of the dial's reference model, those of Adam's tables times (128 / 768)**-0.5. The dial divides
-# all of them by 16 for a batch of 2,048 tokens, and this times 10 to 16 was best: so 1 and 0.6 here. Decay is
+# all of them by 16 for a batch of 2,048 tokens, and this times 10 to 16 was best: so 0.6 and 1 here. Decay is
 # the reference model's, too, which takes 1,524 steps. Windows and value embeddings are those of depth 4.
 GPT2 = SMALL | dict(DEPTH="0", WINDOW_PATTERN="SSSL", WINDOW_SCHEDULE="0", VALUE_EMBED_LAYERS="0,1,0,2",
                     PACKING="rows", SHUFFLE="1", CORE="0", FP8="off", ITERATIONS="100000",
                     TARGET_PARAM_DATA_RATIO="0", WEIGHT_DECAY="10")
-GPT2_TRIES = multiples((1, 0.6, 1.6), MATRIX_LR=0.02, EMBED_LR=0.735, HEAD_LR=0.0098, SCALAR_LR=0.5)
+GPT2_TRIES = multiples((0.6, 1, 1.6), MATRIX_LR=0.02, EMBED_LR=0.735, HEAD_LR=0.0098, SCALAR_LR=0.5)
 
 PEERS = {
     "xz": Peer("xz -9e, the val text alone"),
@@ -372,7 +374,7 @@ class Bench:
         return self.measured(key, f"ppmd, order {order}", partial(self.ppmd_row, order))
 
     def ppmd_row(self, order: int, trial: bool = False) -> dict[str, Any]:
-        """Of the val documents, or of a trial."""
+        """The row for one order, on the val documents or on those of a trial."""
         before, documents = self.text.split() if trial else (self.text.train, self.text.val)
         primer = b"".join(before)
         row = self.timed(documents, lambda: sum(ppmd_sizes(order, self.megabytes, primer, documents)))
@@ -391,7 +393,7 @@ class Bench:
         return settings | dict(DATA_PATH=str(text.path.resolve()))
 
     def steps(self, name: str, settings: dict[str, str]) -> int:
-        """How many a run will have, by one of a tenth of its seconds; that is kept, too."""
+        """The steps that a run will have, from a run of a tenth of its seconds."""
         seconds = float(settings["MAX_WALLCLOCK_SECONDS"])
         if not seconds:
             return int(settings["ITERATIONS"])

@@ -3,7 +3,7 @@
     ./run.sh static [PRESET ...] [NAME=value ...] [--gpu h100 ...] [--ranks 8 ...] [--json FILE]
     ./run.sh static speedrun --kernels 20               and the Triton kernels that move most bytes
     ./run.sh static speedrun --against FILE             what a change did to the compiled step
-    ./run.sh static speedrun --trainer PATH             another checkout's train_gpt.py
+    ./run.sh static speedrun --trainer FOLDER           the train_gpt.py of another checkout
 
 torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run as they are.
 What lies below them is replaced: static_gpu.c stands for the driver, the CUDA runtime and cuBLAS. It says
@@ -210,9 +210,10 @@ def replace_attention(torch, note):
     return library
 
 
+@contextmanager
 def count_bytes(torch, note, width):
-    """Triton kernels note the bytes of their tensors, each once; of a table at most `width`: what is looked
-    up."""
+    """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table at most `width`: what
+    is looked up."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     real = CachingAutotuner.run
@@ -228,6 +229,10 @@ def count_bytes(torch, note, width):
         return real(self, *args, **kwargs)
 
     CachingAutotuner.run = run
+    try:
+        yield
+    finally:
+        CachingAutotuner.run = real
 
 
 # Operators that launch nothing, and products, which are counted apart
@@ -462,7 +467,7 @@ def steps_of_stages(cfg, total):
 
 
 def core_seconds():
-    """Of this process and of those that it has started, such as ptxas."""
+    """CPU seconds of this process and of those that it has started, such as ptxas."""
     return sum(os.times()[:4])
 
 
@@ -550,20 +555,20 @@ def measure(words, ranks, trainer_path):
     )
     found["rehearsal"] = subject.rehearse()
     found["micro_batch"] = run.micro
-    count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4)
     found["stages"] = {}
     total = trainer.total_steps(cfg)
     if cfg.max_wallclock_seconds:  # the clock ends it
         total = RECORD_STEPS.get(cfg.preset, total)
     found["steps"] = steps_of_stages(cfg, total)
-    for stage in cfg.stages():
-        name = stage_name(cfg, stage)
-        if name not in found["stages"]:
-            found["stages"][name] = subject.stage(stage)
-    try:
-        found["evaluation"] = subject.evaluation()
-    except torch.OutOfMemoryError as error:
-        found["evaluation"] = dict(error=str(error).splitlines()[0])
+    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4):
+        for stage in cfg.stages():
+            name = stage_name(cfg, stage)
+            if name not in found["stages"]:
+                found["stages"][name] = subject.stage(stage)
+        try:
+            found["evaluation"] = subject.evaluation()
+        except torch.OutOfMemoryError as error:
+            found["evaluation"] = dict(error=str(error).splitlines()[0])
     return found
 
 
@@ -730,7 +735,7 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
         [sys.executable, __file__, *words],
         capture_output=True,
         text=True,
-        env=environment(library, GPUS[gpu], ranks, cache),
+        env=environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder)),
     )
     if done.returncode or not out.exists():
         return dict(
@@ -747,6 +752,11 @@ def main(argv):
         Path(args.one).write_text(json.dumps(measure(words, args.ranks[0], args.trainer / "train_gpt.py")))
         os._exit(0)  # torch's own end would ask the driver for what is not there
     results = {}
+    try:
+        before = json.loads(args.against.read_text()) if args.against else {}
+    except (OSError, ValueError) as error:
+        print(f"static: --against: {error}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         library = build(folder)
         for preset, gpu, ranks in itertools.product(args.presets, args.gpu, args.ranks):
@@ -758,7 +768,7 @@ def main(argv):
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.against:
         print(f"\n== changes since {args.against.name}")
-        print(*changes(json.loads(args.against.read_text()), results), sep="\n")
+        print(*changes(before, results), sep="\n")
     return int(any(map(problems, results.values())))
 
 

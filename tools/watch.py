@@ -37,7 +37,7 @@ STAGES = {
     "Serialized": "evaluating the artifact", "final_": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
-    r"data: (?!this|no )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
+    r"data: (?!this|not? )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|rehearsal before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|first values of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_")
@@ -121,7 +121,7 @@ class Progress:
             self.step = self.at[0], float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
 
     def beginning(self, line):
-        """Of a line of a sample what fits into the sample's first rows on the terminal; None: nothing."""
+        """The part of a sample's line that fits into its first rows on the terminal; None: nothing."""
         if re.match(r"sample \d+: ", line):
             self.rows_left = SAMPLE_ROWS
         rows = in_rows(line, break_words=True)[:self.rows_left]
@@ -129,7 +129,7 @@ class Progress:
         return "\n".join(rows) if rows else None
 
     def mean_loss(self):
-        """Of the last ten reports, but of none before half of the steps so far, as the loss falls."""
+        """The mean of the last ten reports, without those before half of the steps so far: the loss falls."""
         losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
         return sum(losses) / len(losses)
 
@@ -149,7 +149,7 @@ class Progress:
         yield f"plan: {seen.get('parameters')} parameters, {batch} tokens per step{later}, {limits}"
 
     def bits_per_byte(self, loss):
-        """Of a loss in nats per token, by the val split's bytes per token; None where they are unknown."""
+        """Bits per byte for a loss in nats per token; None if the val split's bytes per token are unknown."""
         if not {"val", "bytes"} <= {*self.seen}:
             return None
         return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
@@ -313,7 +313,8 @@ def end_lines(folder, result):
     yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
            f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
     yield from (f"  {distance(result, other)}" for other in target_of(result).get("compare", ()))
-    yield (f"in {folder}/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
+    picture = "loss.png, " if (folder / "loss.png").exists() else ""
+    yield (f"in {folder}/: train.log (all of the samples), result.json, {picture}train_gpt.py, "
            f"{model} ({size_text((folder / model).stat().st_size)})")
     if result["overrides"].keys() - {"run_id", "seed"}:
         yield "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"
@@ -418,7 +419,7 @@ def main(command):
             if screen.terminal:
                 rows = in_rows("\n".join(rows))
             print(*rows, sep="\n", flush=True)
-            if result["steps"]:
+            if result["steps"] and (folder / "loss.png").exists():  # not without matplotlib
                 draw_run(folder, target_of(result))
         except Exception as error:      # the run itself is done: its code stays 0
             print(f"the end of {folder} cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)
