@@ -376,7 +376,7 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# functions that rewrite a command line before it is read: --proxy's, which single-recipe scripts lack
+# functions that rewrite a command line before it is read, such as --proxy's
 REWRITERS: list[Callable] = []
 
 def fields_of(recipe: Any) -> dict[str, Field]:
@@ -960,7 +960,7 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    # - -shift: with dynamic shapes, Inductor makes an added float a bias on the CPU, which GPUs refuse
+    # - -shift: Inductor may make an added float a bias on the CPU, which GPUs refuse
     return cap * torch.tanh((logits - -shift) / (width or cap))
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
@@ -5382,8 +5382,7 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
         log(f"data: val_bytes:{val_bytes}")
     elif val_bytes is None:
         log("data: no tokenizer, so val_bpb is null")
-    require(val_bytes is None or type(val_bytes) is int and val_bytes > 0,
-            f"{name}: val_bytes={val_bytes!r} is no count")
+    require(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name}: val_bytes={val_bytes!r}")
     fingerprint = manifest.get("text_fingerprint")
     log(f"data: text fingerprint {fingerprint}")
     if cfg.data_fingerprint not in ("", fingerprint):
@@ -5711,7 +5710,7 @@ class Loader:
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, *key[1:]
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
-        # contiguous() would keep a single row's strides, and the compiled step would recompile for them
+        # contiguous() would keep a single row's strides: one more compilation
         tokens = rows[:, :-1].clone(memory_format=torch.contiguous_format)
         targets = rows[:, 1:].clone(memory_format=torch.contiguous_format)
         return tokens, targets
@@ -6151,8 +6150,8 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
-# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log (15,820,684 bytes),
-# 0.9963 to 0.9967 in five of golf_plus (15,967,802 to 15,973,467 bytes)
+# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
+# five of golf_plus
 TRAINED_PART = 0.9965
 SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
 
@@ -6353,7 +6352,7 @@ def to_payload(cfg: Config, tensors: dict[str, Tensor]) -> dict:
     """What load_model reads, for torch.save. It would write a view's whole buffer, so tensors are copied."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
-    # tuples are copied: torch.save writes a shared one as a reference, but a resumed run does not share it
+    # tuples are copied: torch.save writes shared ones as references, which a resumed run lacks
     shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
     return dict(shape=shape, tensors=tensors)
 
@@ -6621,7 +6620,7 @@ class Saver:
     def write(self, payload: dict) -> None:
         """Writes a checkpoint, in the thread. Raises Refused for what is not finite."""
         step = payload["progress"]["step"]
-        payload["tensors"] |= self.run.model.state()  # compressed in this thread
+        payload["tensors"] |= self.run.model.state()
         for name, tensor in (payload["tensors"] | payload["state"]).items():
             require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
         write_checkpoint(self.run.folder, payload)
@@ -7705,6 +7704,9 @@ def compile_step(run: Run, compiled: bool) -> None:
         run.optimizer.muon_step = torch.compile(cfg.muon_step, dynamic=False, fullgraph=True)
     else:  # saves seconds: no trial builds; our fused losses may be cached: the key covers their graph
         torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        # in the cache's key, as other vectors need other code
+        torch._inductor.config.cpp.simdlen = pick_vec_isa().bit_width()
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 def rehearse(run: Run) -> float:

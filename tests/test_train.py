@@ -253,6 +253,23 @@ def test_compiled_runs_are_the_same_bits(backend, train, monkeypatch):
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
+def test_a_compile_cache_is_not_mixed_by_cpus_with_other_vectors(train, tmp_path, monkeypatch):
+    """Inductor's key for a graph lacks their width: code for 16 numbers at a time, built for 8, skips half."""
+    cpp = torch._inductor.config.cpp
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    small = STEPS | LEAN | dict(ITERATIONS="4", WARMUP_STEPS="1", MODEL_DIM="64", COMPILE="1")
+    runs = []
+    for capability in ("avx512", "avx2"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        monkeypatch.setattr(cpp, "simdlen", None)  # as a process begins
+        torch._dynamo.reset()
+        runs.append(train(small))
+    torch._dynamo.reset()
+    assert [run.code for run in runs] == [0, 0] and all([run.result["compiled"] for run in runs])
+    same_losses(runs[0].losses, runs[1].losses, 4)
+
+
 def test_training_starts_from_bigrams(train, monkeypatch):
     """The first loss is that of bigrams instead of log(vocabulary), unless the vocabulary is too large."""
     short = TOY | dict(ITERATIONS="1", MEMORY="0", WARMUP_STEPS="0")
