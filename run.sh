@@ -67,7 +67,7 @@ driver_fits() {
     refuse "the NVIDIA driver $driver runs CUDA 12, but PyPI's $torch is built for CUDA 13, which needs driver 580 or" \
         "newer: update the driver, or install the CUDA 12 build by 'python3 -m venv mine && mine/bin/pip install" \
         "$torch --index-url https://download.pytorch.org/whl/cu126 && mine/bin/pip install -r requirements.txt' and" \
-        "put PYTHON=mine/bin/python before ./run.sh; DEVICE=cpu before it does without the GPU"
+        "put PYTHON=mine/bin/python before ./run.sh; with DEVICE=cpu before ./run.sh, the GPU is not used"
 }
 
 # install PYTHON FOLDER REQUIREMENTS: a virtual environment that has them; sets PYTHON to its interpreter
@@ -190,12 +190,14 @@ train() {
     if [ -n "$resume" ]; then
         log=logs/$resume/train.log path=$resume
         ! grep -qs '^config preset=' "$log" || preset=$(sed -n 's/^config preset=//p' "$log" | head -n 1)
+        ! grep -qs '^config device=cpu' "$log" || DEVICE=${DEVICE:-cpu}
         ! grep -qs '^proxy ' "$log" || proxy=1
     fi
     setup
     fast_sort
     case $preset$proxy in
-        golf | golf_plus) one_recipe "$preset" ;;
+        # A resumed run may have begun with the whole script
+        golf | golf_plus) cmp -s "logs/$resume/train_gpt.py" train_gpt.py || one_recipe "$preset" ;;
     esac
     local run=("$PYTHON" tools/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")

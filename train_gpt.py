@@ -508,7 +508,7 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     words = [*argv]
     while words:
         flag, equals, text = words.pop(0).partition("=")
-        name = flag.lstrip("-").replace("-", "_").upper()
+        name = flag.removeprefix("--").replace("-", "_").upper()
         if flag[:2] != "--" or name not in NAMES:
             longer = [known for known in NAMES if name and known.startswith(name)]
             nearest = dict(near_misses([name])).get(name, [*longer, "help"][0]).lower().replace("_", "-")
@@ -1529,7 +1529,7 @@ def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[
     sums = terms.cumsum(0)
     so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
     word_of = begins.cumsum(0) - 1
-    # the hash of each whole word, taken at its last place; only masked words read the last entry
+    # the hash of each whole word, taken at its last place; the last entry is read for no valid key
     slot = torch.where(begins.roll(-1), word_of, len(place))
     whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
     # how many whole words of the row come before this one; -1 in a word that the row's start cuts off
@@ -4352,10 +4352,10 @@ class SpeedrunPlus(Config):
             raise Refused(f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, "
                           "and the other lists name them by their numbers")
         if len(self.skip_layers) != 2 or not self.skip_layers[0] < self.skip_layers[1] < last:
-            raise Refused(f"skip_layers={show(self.skip_layers)}: two rising layers before the last one")
+            raise Refused(f"skip_layers={show(self.skip_layers)}: two, in rising order, before the last one")
         if [i for i, kind in enumerate(pattern) if kind == "-"] != [self.skip_layers[1]]:
-            raise Refused(f"window_pattern={pattern}: layer {self.skip_layers[1]}, the second of "
-                          f"skip_layers={show(self.skip_layers)}, must be -, and no other")
+            raise Refused(f"window_pattern={pattern}: '-' must stand at layer {self.skip_layers[1]}, "
+                          f"the second of skip_layers={show(self.skip_layers)}, and nowhere else")
         if not self.gate_layer <= self.skip_layers[1] or not self.attn_source < last:
             raise Refused(f"gate_layer={self.gate_layer} must not be after the second of skip_layers, "
                           f"attn_source={self.attn_source} must be before the last layer")
@@ -5244,7 +5244,7 @@ def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
     held = (os.path.getsize(path) - 1024) / 2
     head = np.fromfile(path, "<i4", 3).tolist()
     require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
-            f"{path.name} holds {held:.1f} tokens, header {head}, manifest {tokens}: rerun ./run.sh data")
+            f"{path.name} is damaged ({held:.1f} tokens, header {head}, manifest {tokens}): ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
 def check_tokens(tokens: "np.ndarray | Shard", vocab_size: int, name: str) -> None:
@@ -5663,7 +5663,7 @@ class Loader:
         needed = planned_tokens(cfg)
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
-                f"the schedule needs {needed} train tokens of {held} * max_epochs={cfg.max_epochs}", Missing)
+                f"{needed} train tokens are needed, max_epochs={cfg.max_epochs} of {held} allowed", Missing)
 
     def file(self, i: int) -> io.BufferedReader:
         """The open file of shard i. If too many are open, it closes the least recently used one."""

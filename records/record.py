@@ -150,6 +150,11 @@ def new(args, say):
     earlier = records_of(track)
     before = args.before or best_before(earlier, first["hardware"])
     demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
+    if before != "none":
+        then = earlier[before].result(earlier[before].runs[0])["config"]
+        for name, value in first["config"].items():     # those that differ stand in a table
+            demand(is_plain(value) or value == then.get(name),
+                   f"constant {name}={value[:60]!r} differs from the record before and breaks its page")
     # 3. the files
     models = [model_of(run, result) for run, result in opened[:2]]
     date = max(result["finished"] for _, result in opened)[:10]

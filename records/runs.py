@@ -650,9 +650,10 @@ def verdict(test, difference, std, n, metric):
         return "worse"
     need = runs_needed(difference, std) if std else None
     if need:
-        text = f"cannot tell; more runs a side needed: about {max(1, need - n)}"
+        more = max(1, need - n)
+        text = f"cannot tell: needs about {more} more run{'s' * (more > 1)} per side"
     else:
-        text = f"cannot tell; {abs(difference):.2g} would need over 1,000 runs a side"
+        text = f"cannot tell: {abs(difference):.2g} would need over 1,000 runs per side"
     if not is_better(difference, metric):
         text += " (so far B is not ahead)"
     return text
@@ -685,12 +686,12 @@ def judge_lines(metric, found):
         return [f"verdict: {found['verdict']}"]
     low, high = found["interval"]
     ratio_low, ratio_high = found["ratio_interval"]
-    power = "nothing is found reliably: three a side are the least"
+    power = "find nothing reliably; that takes at least three per side"
     if found["detectable"]:
-        power = f"a difference of {found['detectable']:.6f} is found nine times in ten"
+        power = f"find a difference of {found['detectable']:.6f} nine times in ten"
     return [f"B - A: {found['difference']:+.6f} (95 %: {low:+.6f} to {high:+.6f}), "
             f"ratio {found['ratio']:.5f} ({ratio_low:.5f} to {ratio_high:.5f})",
-            f"Welch: t={found['t']:.2f} df={found['df']:.1f} {p_term(found['p'])}; with so many runs {power}",
+            f"Welch: t={found['t']:.2f} df={found['df']:.1f} {p_term(found['p'])}; this many runs {power}",
             f"verdict: {found['verdict']}"]
 
 

@@ -161,21 +161,30 @@ def line_of_file(source):
 
 
 def compiler_flags(source):
-    """What a script sets of torch's compiler beyond dynamic and fullgraph, as sentences. Raises SyntaxError
-    for what is no Python."""
+    """What a script sets of torch's compiler beyond dynamic and fullgraph, as sentences; settings of its code
+    for CPUs don't count. Raises SyntaxError for what is no Python."""
     tree, found = ast.parse(source), []
-    owners = {"compile": "torch"}       # {name: what it is a member of} of torch.compile, by whatever name
+    compilers = {"torch.compile"}       # by whatever name
+    for_cpus = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
-            owners |= {alias.asname or alias.name: "" for alias in node.names if alias.name == "compile"}
+            compilers |= {alias.asname or alias.name for alias in node.names if alias.name == "compile"}
+        elif isinstance(node, ast.Import):
+            compilers |= {f"{alias.asname}.compile" for alias in node.names if alias.name == "torch"}
+        if isinstance(node, ast.ImportFrom) and node.module == "torch._inductor.cpu_vec_isa":
+            for_cpus |= {*ast.walk(node)}
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch._inductor.config.cpp."):
+            for_cpus |= {*ast.walk(node)}
     for node in ast.walk(tree):
+        if node in for_cpus:
+            continue
         for key in ("id", "attr", "name", "module", "value"):
             text = getattr(node, key, None)
             if isinstance(text, str) and ("_inductor" in text or "TORCHINDUCTOR" in text):
                 found.append(f"line {getattr(node, 'lineno', '?')}: {text[:60]!r}")
         if isinstance(node, ast.Call):
-            owner, _, name = ast.unparse(node.func).rpartition(".")
+            called = {ast.unparse(part) for part in (node.func, *node.args[:1])}    # partial(torch.compile)
             flags = [word.arg or "**" for word in node.keywords if word.arg not in ("dynamic", "fullgraph")]
-            if flags and owners.get(name) == owner:
+            if flags and called & compilers:
                 found.append(f"line {node.lineno}: torch.compile with {', '.join(flags)}")
     return found

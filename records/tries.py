@@ -252,7 +252,7 @@ def try_change(args: Any, say: Callable) -> dict:
     text = head_text if args.same else tree_text
     folder = Path("logs", "tries", f"{number:04d}")
     while (folder / "train_gpt.py").exists() and inputs.read_text(folder / "train_gpt.py") != text:
-        number += 1     # another try with this number was killed, or is still running
+        number += 1     # another edit with this number was killed, or is still running
         folder = Path("logs", "tries", f"{number:04d}")
     head = Change(f"HEAD {commit}", frozen(head_text, folder / "head"), {})
     yours = Change("yours", frozen(text, folder), flags)

@@ -68,7 +68,7 @@ def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
     assert calls == ["before", "after", "after"] * 4
     assert sys.modules["kernels"].__file__ == str(OLDER / "kernels.py") and str(OLDER) not in sys.path
     said, _, first, second, third = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"before={OLDER} has no COUNT_")
+    assert said.startswith(f"before={OLDER} does not have COUNT_")
     assert "token 1.000 (1.000 to 1.000) of the first" in first and first.endswith(f": before={OLDER}")
     assert second.endswith(": after=") and third.endswith(": after= TRAIN_BATCH_TOKENS=2048")
     for row, tokens in ((second, 1024), (third, 2048)):

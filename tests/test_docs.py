@@ -141,8 +141,6 @@ def test_the_commands_of_a_page(home, commands):
                         if name.lower() in own or name.lower() not in train_gpt.KNOWN}
         if "RESUME" in command or "--dry-run" in command:
             settings = {"OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
-        if "RESUME" in command:     # else ./run.sh would make the embedded corpus
-            settings["DATA_PATH"] = SMALL["DATA_PATH"]
         done = run(home, command, settings)
         said = done.stdout[-2000:] + done.stderr[-2000:]
         if NETWORK.search(command):     # there is none here: as far as that, not refused

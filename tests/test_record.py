@@ -23,6 +23,7 @@ import leak_probe
 import record
 import replay
 import scripts
+import source
 import train_gpt
 import trials
 from helpers import ROOT, SCRIPT, TOY, library_documents, slow, slow_but, tokens_of, write_dataset
@@ -976,7 +977,9 @@ def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
     result = dict(config=config, data=dict(sha256={}), bytes_model=100)
     ours = ours_of(monkeypatch, result, config=config, digests={
         "train_gpt.py": folders.sha256(b""), "config": folders.sha256(lines), "final_model.int8.ptz": digest})
-    monkeypatch.setattr(evidence, "check_own_lines", lambda *_: 1)
+    sealed_log = tmp_path / "train.log"
+    sealed_log.write_bytes(sealed(b"a line\n"))
+    ours.run.path = sealed_log
     monkeypatch.setattr(evidence, "artifacts_of", lambda *_: [(ours, artifact)])
     folder = SimpleNamespace(rules=folders.RULES[folders.NEWEST], script=b"", baseline=[],
                              submission=dict(artifact_sha256=digest))
@@ -984,10 +987,16 @@ def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
     result["bytes_model"] = 50
     with pytest.raises(checks.Broken, match="bytes"):
         evidence.check_digests(folder, None)
+    result["bytes_model"] = 100
+    altered = tmp_path / "baseline.log"
+    altered.write_bytes(b"another" + sealed_log.read_bytes())
+    folder.baseline = [SimpleNamespace(file="baseline.log", path=altered)]
+    with pytest.raises(checks.Broken, match="baseline.log: the lines before line"):
+        evidence.check_digests(folder, None)
 
 
 def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
-    """They are those of the last validation, said once, below the digests of the log."""
+    """They are those of the last validation, said once."""
     ours_of(monkeypatch, {})
     monkeypatch.setattr(evidence, "our_runs", lambda _: [])
     monkeypatch.setattr(evidence, "check_lines", lambda *_: [((0, 0), [])])
@@ -1000,6 +1009,9 @@ def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
     evidence.check_steps(folder, None)
     base.finals = [("final_model_exact", 3.06, None)]
     with pytest.raises(checks.Broken, match="is not the score of its last validation"):
+        evidence.check_steps(folder, None)
+    log.write_text("final_model_exact val_loss:3.00000000\nfinal_model_exact val_loss:3.06000000\n")
+    with pytest.raises(checks.Broken, match="says both"):
         evidence.check_steps(folder, None)
 
 
@@ -1042,6 +1054,16 @@ def test_scores_are_added_up_from_distributions(monkeypatch):
     monkeypatch.setattr(Zeros, "__init__", lambda self, *_: setattr(self, "value", 0.0))
     with pytest.raises(leak_probe.ProbeFailed, match="sum to 3"):
         leak_probe.score("x", None, {}, val, 1)
+
+
+def test_our_script_keeps_the_compile_flags_of_the_speedrun():
+    """Settings of Inductor's code for CPUs don't count, others do, under any name."""
+    text = SCRIPT.read_text()
+    assert source.compiler_flags(text) == [] and "torch._inductor.config.cpp." in text
+    for line in ("torch._inductor.config.coordinate_descent_tuning = True", "torch.compile(f, mode='x')",
+                 "import torch as t; t.compile(f, mode='x')", "partial(torch.compile, mode='x')",
+                 "from torch._inductor import config"):
+        assert len(source.compiler_flags(line)) > 0, line
 
 
 def test_a_replay_that_ends_by_itself(tmp_path):

@@ -423,7 +423,7 @@ def test_a_sweep_of_equal_settings_seldom_finds_one():
 def test_too_few_runs_say_how_many_are_needed():
     rng = np.random.default_rng(1)
     verdict = runs.judge(rng.normal(1.35, 0.004, 4), rng.normal(1.347, 0.004, 4), "val_bpb")["verdict"]
-    more = int(re.search(r"runs a side needed: about (\d+)", verdict)[1])
+    more = int(re.search(r"about (\d+) more runs? per side", verdict)[1])
     assert verdict.startswith("cannot tell") and runs.detectable(0.004, 4 + more) < 0.004 * 2
     assert runs.judge([1.0], [2.0], "val_bpb")["verdict"].startswith("cannot tell: each side needs")
     for std in (0.001, 0.04):       # detectable and needed are inverse

@@ -300,6 +300,12 @@ def test_a_resumed_run_keeps_its_preset(folder):
     launched = f"-m torch.distributed.run --standalone --nproc_per_node=2 {GOLF_SCRIPT}"
     assert run(folder, PYTHON="stub", RESUME="old")[2] == [MADE, f"{GOLF_SCRIPT} --dry-run", launched]
     assert run(folder, "--resume=old", PYTHON="stub")[2][-1] == f"{launched} --resume=old"
+    (folder / "train_gpt.py").write_text("whole")
+    (folder / "logs/old/train_gpt.py").write_text("whole")
+    calls = run(folder, PYTHON="stub", RESUME="old")[2]
+    assert calls == ["train_gpt.py --dry-run", launched.replace(GOLF_SCRIPT, "train_gpt.py")]
+    log.write_text("config preset=speedrun\nconfig device=cpu\n")
+    assert run(folder, PYTHON="stub", RESUME="old")[2] == ["train_gpt.py"]
     log.write_text("proxy model_dim=32: the width\nconfig preset=golf\n")
     assert run(folder, PYTHON="stub", RESUME="old")[2] == ["train_gpt.py"]
     assert run(folder, PYTHON="stub", RESUME="none")[2] == ["train_gpt.py"]

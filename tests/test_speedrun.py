@@ -194,7 +194,7 @@ def test_shards_that_run_out(root, train):
     shards = tokens_of(root, "train_000001"), tokens_of(root, "train_000002")
     held = sum(int(np.diff(np.flatnonzero(shard == BOS), append=len(shard)).clip(max=80).sum())
                for shard in shards)
-    words, steps = f"train tokens of {held} ", (held - TOKENS) // (12 * 128)  # beyond those of SCALED
+    words, steps = f"of {held} allowed", (held - TOKENS) // (12 * 128)  # beyond those of SCALED
     for more, missing in ((steps, False), (steps + 1, True)):
         plan = train(SCALED, EXTENSION_ITERATIONS=str(4 + more), DRY_RUN="1")
         assert plan.code == 0 and (words in plan.out) == missing

@@ -274,11 +274,11 @@ def test_a_part_can_be_turned_off(settings):
 
 @pytest.mark.parametrize("settings, sentence", [
     (dict(NUM_LAYERS="12"), "num_layers=12: window_pattern=PSPLSP-SSPL has 11 layers"),
-    (dict(WINDOW_PATTERN="PSPLSPSSSPL"), "must be -, and no other"),
+    (dict(WINDOW_PATTERN="PSPLSPSSSPL"), "and nowhere else"),
     (dict(WINDOW_PATTERN="XSPLSP-SSPL"), "each L, S, P or -"),
     (dict(XSA_LAYERS="6"), "layer 6 has no attention"), (dict(HEAD_GATE_LAYERS="11"), "layer 11"),
     (dict(XSA_LAYERS="2"), "not for paired heads"), (dict(VALUE_EMBED_LAYERS="2,10"), "must hold 1 and 10"),
-    (dict(SKIP_LAYERS="6,3"), "two rising layers"), (dict(GATE_LAYER="7"), "must not be after the second"),
+    (dict(SKIP_LAYERS="6,3"), "in rising order"), (dict(GATE_LAYER="7"), "must not be after the second"),
     (dict(ATTN_SOURCE="10"), "before the last layer"), (dict(NUM_HEADS="3"), "must be even"),
     (dict(QK_DIM="90"), "a multiple of 4"), (dict(EVAL_WINDOW="2000"), "not a multiple of window_block"),
     (dict(WINDOW_SCHEDULE="1,2"), "speedrun_plus has 4 stages"), (dict(FP8_HEAD_MOST="1,2"), "three numbers"),

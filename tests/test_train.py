@@ -254,8 +254,9 @@ def test_compiled_runs_are_the_same_bits(backend, train, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="both runs would use AVX2")
 def test_a_compile_cache_is_not_mixed_by_cpus_with_other_vectors(train, tmp_path, monkeypatch):
-    """Inductor's key for a graph lacks their width: code for 16 numbers at a time, built for 8, skips half."""
+    """Inductor's key lacks their width: code for 16 numbers at a time that is built for 8 skips half."""
     cpp = torch._inductor.config.cpp
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     small = STEPS | LEAN | dict(ITERATIONS="4", WARMUP_STEPS="1", MODEL_DIM="64", COMPILE="1")

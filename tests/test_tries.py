@@ -298,6 +298,16 @@ def test_a_try_that_was_killed_goes_on(place, tool, monkeypatch):
     assert Path("trained.txt").read_text() == before
 
 
+def test_an_edit_does_not_take_the_place_of_one_that_still_runs(place, tool):
+    edit(place, GAIN=0.05)
+    other = Path("logs/tries/0001/train_gpt.py")
+    other.parent.mkdir(parents=True)
+    other.write_text("another edit")
+    assert tool("try", "--proxy", 32)[1].startswith("try 2: ")
+    assert other.read_text() == "another edit"
+    assert tries.read_ledger(tries.LEDGER)[0]["number"] == "2"
+
+
 def test_names_of_runs_say_what_they_depend_on(tmp_path, monkeypatch):
     """Script, flags, text and constants in the environment; SEED is in the name itself."""
     monkeypatch.chdir(tmp_path)

@@ -347,7 +347,7 @@ def arms_table(settings, texts, steps, skipped=5):
     for text, (trainer, folder, own) in [(text, read_arm(text)) for text in texts]:
         lacks = [name for name in settings if name not in trainer.NAMES]
         if lacks:
-            print(f"{text} has no {', '.join(lacks)}")
+            print(f"{text} does not have {', '.join(lacks)}: ignored there")
         with companions_of(folder):
             run, rehearsal = prepare(settings | own, steps, trainer)
         step, times = step_function(trainer, run), []

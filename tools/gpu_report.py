@@ -5,15 +5,15 @@
     ./run.sh gpu-report --toy                           all of it on a CPU, at toy size: a rehearsal of itself
 
 One verdict per line, and the same with its figures in gpu_report.json (--json FILE), which is valid whenever
-the command is killed. ok: as expected. FAULT: do not train before this is mended. SLOW: time that a run would
+the command is killed. ok: as expected. FAULT: do not train before this is fixed. SLOW: time that a run would
 lose. set: a constant or a line to change, since it gains more than 0.5 ms a step and a tenth of that part.
 note: nothing to judge. skip: not done, with the reason.
 
 Shapes are those of one rank of eight. Numbers are compared with fp32, computed in slices. An alternative is
 timed forward and backward, on the device's own clock where there is a GPU. The loop is the trainer's own, on
 made-up text, with the batch of one rank; a single GPU then updates all weights where a rank of eight updates
-an eighth of them, so the time of a rank is reckoned from the parts, without its collectives. --trainer FOLDER
-takes another train_gpt.py. Exit code 1: some verdict is FAULT.
+an eighth of them, so the time of a rank is estimated from the parts, without its collectives.
+--trainer FOLDER takes another train_gpt.py. Exit code 1: some verdict is FAULT.
 """
 
 import argparse
@@ -58,7 +58,7 @@ STEPS = 200  # of the loop
 RANKS = 8  # whose shapes are measured
 OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
 ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/static_gpu.py's stand-in for a GPU computes nothing
-# ms per step of each stage on 8xH100: what to expect, reckoned part by part; what the public record logged
+# ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
 EXPECTED = {
     "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
     "golf": [(43.0, 71.5)],
@@ -1042,13 +1042,13 @@ def loop(subject: Subject, run: Any) -> None:
         text = f"{row['tokens']:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
         if not subject.toy:
             row["rank_of_eight"] = row["p50"] - optimizer_ms * (1 - 1 / RANKS)
-            text += f"; one of eight about {row['rank_of_eight']:.1f} (reckoned, no collectives)"
+            text += f"; one of eight about {row['rank_of_eight']:.1f} (estimated, no collectives)"
         verdict = "note"
         if place < len(expected):
-            reckoned, record = expected[place]
-            text += f"; on 8xH100 {reckoned} expected, the record's {record}"
+            estimate, record = expected[place]
+            text += f"; on 8xH100 {estimate} expected, the record's {record}"
             if "H100" in report.found["machine"].get("gpu", ""):
-                verdict = "ok" if row["rank_of_eight"] < 1.1 * max(reckoned, record) else "SLOW"
+                verdict = "ok" if row["rank_of_eight"] < 1.1 * max(estimate, record) else "SLOW"
         report.say(verdict, text, optimizer_ms=optimizer_ms, **row)
     pauses = pauses_in(steps, typical, subject.toy)
     longest = sorted(pauses, key=lambda pause: -pause[1])[:3]

@@ -71,7 +71,7 @@ def worst_error(verdicts: list[dict], preset: str) -> str:
 def table(reports: dict[str, dict]) -> str:
     """Rows of all reports and presets, newest first."""
     lines = [
-        "| date, commit | machine | preset | ms a step on one GPU (of a rank of eight, reckoned) "
+        "| date, commit | machine | preset | ms a step on one GPU (of a rank of eight, estimated) "
         "| off from fp32 | "
         "faults | slow | to set |",
         "|---|---|---|---|---|---|---|---|",

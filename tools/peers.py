@@ -60,8 +60,8 @@ class Peer(NamedTuple):
     what: str
     preset: str = ""
     settings: dict[str, str] = {}
-    # what --tune tries: each is laid over settings; the first is what runs without --tune, the best of the
-    # trials of 2026-11-26 (docs/log.md)
+    # what --tune tries: each is laid over settings; the first is what runs without --tune. It was the best on
+    # Python source, or within 0.001 of it (docs/log.md, "peers, tuned").
     tries: tuple[dict[str, str], ...] = ({},)
     # {constant in steps: its part of the run}. Since the clock ends the run, a shorter run, of a tenth of its
     # seconds, tells beforehand how many steps there will be.
