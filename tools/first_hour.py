@@ -126,7 +126,7 @@ def main(folder):
             terminal_picture(end_screen(lines), ROOT / "docs/terminal_end.png", folder)
             run = max((home / "logs").glob("tiny_*/loss.png"))
             shutil.copy(run, ROOT / "docs/loss.png")
-    picture(home / "board.html", ROOT / "docs/board.png", 1280, BOARD_HEIGHT)
+    picture(home / "board.html", ROOT / "docs/board.png", 1600, BOARD_HEIGHT)
     for page in ("docs/first_change.md", "docs/own_text.md"):
         seconds = fill(page, home, env)
         name = Path(page).name
