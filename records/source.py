@@ -180,6 +180,8 @@ def compiler_flags(source):
             continue
         for key in ("id", "attr", "name", "module", "value"):
             text = getattr(node, key, None)
+            if text == "TORCHINDUCTOR_CACHE_DIR":       # a folder
+                continue
             if isinstance(text, str) and ("_inductor" in text or "TORCHINDUCTOR" in text):
                 found.append(f"line {getattr(node, 'lineno', '?')}: {text[:60]!r}")
         if isinstance(node, ast.Call):

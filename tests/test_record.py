@@ -978,7 +978,7 @@ def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
     ours = ours_of(monkeypatch, result, config=config, digests={
         "train_gpt.py": folders.sha256(b""), "config": folders.sha256(lines), "final_model.int8.ptz": digest})
     sealed_log = tmp_path / "train.log"
-    sealed_log.write_bytes(sealed(b"a line\n"))
+    sealed_log.write_bytes(b"a line\nlog sha256:%s\n" % folders.sha256(b"a line\n").encode())
     ours.run.path = sealed_log
     monkeypatch.setattr(evidence, "artifacts_of", lambda *_: [(ours, artifact)])
     folder = SimpleNamespace(rules=folders.RULES[folders.NEWEST], script=b"", baseline=[],
