@@ -7720,8 +7720,8 @@ def rehearse(run: Run) -> float:
     for bank in optimizer.banks:
         changing += [bank.data, bank.master, bank.grad, *bank.state]
     while True:
-        compile_step(run, compiled)
         try:
+            compile_step(run, compiled)
             torch._foreach_zero_(changing)
             slowest = rehearse_stages(run)
             break
