@@ -111,7 +111,7 @@ def refused(done, *words):
 PLACED = [  # (where, settings, where again after the first resume or "")
     ("step:8", PLAIN, "step:2"),
     ("update:7", STAGES, ""),
-    ("read:75", AVERAGED, "update:1"),
+    ("read:40", AVERAGED, "update:1"),
     ("save:3", STAGES, "step:2"),
     ("write/checkpoint_new.pt:300", PLAIN, "write/checkpoint_new.pt:30"),    # of the second; the first again
     ("sync/checkpoint_new.pt.tmp:2", PLAIN, ""),        # written, not yet on the disk
