@@ -188,24 +188,27 @@ train() {
     case $plan_only in 0 | [Ff]alse | FALSE) plan_only="" ;; esac
     # A run goes on with the script and the GPUs of its own preset; its data are there
     if [ -n "$resume" ]; then
-        log=logs/$resume/train.log path=$resume
-        ! grep -qs '^config preset=' "$log" || preset=$(sed -n 's/^config preset=//p' "$log" | head -n 1)
-        ! grep -qs '^config device=cpu' "$log" || DEVICE=${DEVICE:-cpu}
-        ! grep -qs '^proxy ' "$log" || proxy=1
+        log=logs/$resume/train.log
+        if grep -qs '^config preset=' "$log"; then
+            preset=$(sed -n 's/^config preset=//p' "$log" | head -n 1)
+        fi
+        if grep -qs '^config device=cpu' "$log"; then DEVICE=${DEVICE:-cpu}; fi
+        if grep -qs '^proxy ' "$log"; then proxy=1; fi
     fi
     setup
     fast_sort
     case $preset$proxy in
         # A resumed run may have begun with the whole script
-        golf | golf_plus) cmp -s "logs/$resume/train_gpt.py" train_gpt.py || one_recipe "$preset" ;;
+        golf | golf_plus)
+            [ -n "$resume" ] && cmp -s "logs/$resume/train_gpt.py" train_gpt.py || one_recipe "$preset" ;;
     esac
     local run=("$PYTHON" tools/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
     [ "$preset" != tiny ] && [ -z "$proxy" ] || n=$((n > 0))     # a step has few rows
     if [ -n "$proxy" ]; then
-        [ -n "$path$plan_only" ] || preset_data tiny    # any text will do
-    elif [ -z "$path$plan_only" ]; then
+        [ -n "$path$plan_only$resume" ] || preset_data tiny     # any text will do
+    elif [ -z "$path$plan_only$resume" ]; then
         # What needs a GPU is refused before its gigabytes are fetched
         if [ "$n" = 0 ] && [ "$preset" != tiny ] && [ "${DEVICE:-}" != cpu ]; then
             machine=$("$PYTHON" "$script" ${flags[@]+"${flags[@]}"} --dry-run) || {

@@ -73,6 +73,7 @@ SECONDS = re.compile(
     r"^(?!.*(?:diagnostic|pre-quantization))"
     r".*?\b(?:eval_time: ?(\d+)ms|total_time[=:] ?(\d+(?:\.\d+)?)s)", re.M)
 PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
+RESUMED = re.compile(r"(?m)^resume: from step (\d+) at train_time:(\d+)ms")
 SUMMARY = re.compile(r"^ +(\w+)  (\S.*)$", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")         # of a last line without a line end
 NUMBERS = {     # the last line of the log that has them counts
@@ -651,7 +652,8 @@ def verdict(test, difference, std, n, metric):
     need = runs_needed(difference, std) if std else None
     if need:
         more = max(1, need - n)
-        text = f"cannot tell: needs about {more} more run{'s' * (more > 1)} per side"
+        runs = "run" if more == 1 else "runs"
+        text = f"cannot tell: needs about {more} more {runs} per side"
     else:
         text = f"cannot tell: {abs(difference):.2g} would need over 1,000 runs per side"
     if not is_better(difference, metric):

@@ -349,11 +349,14 @@ def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **setting
 
     saved = []
 
-    def last(state):
+    def due(step, seconds, stop, done):
+        return bool(save and done and not saved)
+
+    def save_last(state):
         saved.append(state.step)
         save()
 
-    saver = SimpleNamespace(signals=0, due=lambda *at: bool(save and at[-1] and not saved), save=last)
+    saver = SimpleNamespace(signals=0, due=due, save=save_last)
     loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),))
     run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1,
                         model=SimpleNamespace(

@@ -926,6 +926,9 @@ def test_core_is_that_of_the_log(monkeypatch):
     ours.run.facts["core"] = 0.27
     with pytest.raises(checks.Broken, match="0.27 is not the mean of its tasks"):
         checks.check_final_scores(ours)
+    del result["core_tasks"]
+    with pytest.raises(checks.Broken, match="0.27 is not the mean of its tasks"):
+        checks.check_final_scores(ours)
 
 
 def test_calibration_is_that_of_the_log(monkeypatch):
@@ -990,9 +993,15 @@ def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
     result["bytes_model"] = 100
     altered = tmp_path / "baseline.log"
     altered.write_bytes(b"another" + sealed_log.read_bytes())
-    folder.baseline = [SimpleNamespace(file="baseline.log", path=altered)]
+    script = train_gpt.script_source().decode()
+    folder.baseline = [SimpleNamespace(file="baseline.log", path=altered, source=script)]
     with pytest.raises(checks.Broken, match="baseline.log: the lines before line"):
         evidence.check_digests(folder, None)
+    altered.write_bytes(b"a line\n")        # taken out
+    with pytest.raises(checks.Broken, match="baseline.log does not end with the sha256"):
+        evidence.check_digests(folder, None)
+    folder.baseline[0].source = "an older script"
+    evidence.check_digests(folder, None)
 
 
 def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
@@ -1100,5 +1109,13 @@ def test_golf_by_another_tokenizer(version, fits, monkeypatch):
     facts["val_bytes"] = "151080363"
     data["val_bytes"] = 151_080_363
     with pytest.raises(checks.Broken, match="val_tokens is '40000000', in the rules '62021632'"):
+        checks.check_data(folder, None)
+    if not fits:
+        return
+    of_8192 = SimpleNamespace(facts=facts | {"data": "fineweb10B_sp8192"})
+    both = [(of_8192, "other.log", {"data": data | {"name": "fineweb10B_sp8192"}}, "other.json"),
+            (run, "train.log", {"data": data}, "result.json")]
+    monkeypatch.setattr(checks, "our_runs", lambda _: both)     # also where a run by the other comes first
+    with pytest.raises(checks.Broken, match="train.log: val_tokens is '40000000', in the rules '62021632'"):
         checks.check_data(folder, None)
     assert checks.is_member("final_model.brot.ptz", ()) and not checks.is_member("final_model.zip", ())

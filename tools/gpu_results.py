@@ -20,6 +20,9 @@ the form "GPU report" of a new issue. How to read a report: [first_gpu.md](first
 NONE = "None yet: nobody has sent a report, and no number of this project was measured on a GPU.\n"
 
 
+KEYS = ("toy", "begun", "commit", "complete", "machine", "verdicts")  # of a report, what is shown
+
+
 class NoReport(Exception):
     """Why a file is not shown, in a sentence."""
 
@@ -27,13 +30,13 @@ class NoReport(Exception):
 def read(path: Path) -> dict[str, Any]:
     """A report. Raises NoReport."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        found = {key: whole[key] for key in KEYS}
         verdicts = found["verdicts"]
         machine = found["machine"]
-        toy, *_ = found["toy"], found["begun"], found["commit"], found["complete"]
     except (ValueError, KeyError, TypeError) as error:
         raise NoReport(f"{path.name} is no report of gpu-report ({type(error).__name__})") from None
-    if toy:
+    if found["toy"]:
         raise NoReport(f"{path.name} is a rehearsal on a CPU (--toy)")
     if not machine.get("gpu") or not verdicts:
         raise NoReport(f"{path.name} saw no GPU")

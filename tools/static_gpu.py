@@ -731,12 +731,9 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
         "--one",
         str(out),
     ]
-    done = subprocess.run(
-        [sys.executable, __file__, *words],
-        capture_output=True,
-        text=True,
-        env=environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder)),
-    )
+    # Its temporary files go with the folder: os._exit() leaves them
+    env = environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
+    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
     if done.returncode or not out.exists():
         return dict(
             error="\n".join([f"exit code {done.returncode}", *done.stderr.strip().splitlines()[-12:]])
