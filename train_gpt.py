@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    # lets stages of different sizes share memory
+    # lets stages of all sizes share memory
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # `python -W error` would turn torch's own warnings into errors
@@ -960,7 +960,7 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    # - -shift: Inductor may make an added float a bias on the CPU, which GPUs refuse
+    # minus -shift: Inductor may make an added float a CPU bias, which GPUs refuse
     return cap * torch.tanh((logits - -shift) / (width or cap))
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
@@ -7703,9 +7703,9 @@ def compile_step(run: Run, compiled: bool) -> None:
     if run.team.on_gpu:  # a CPU gains nothing
         run.optimizer.muon_step = torch.compile(cfg.muon_step, dynamic=False, fullgraph=True)
     else:  # saves seconds: no trial builds; our fused losses may be cached: the key covers their graph
-        torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
         from torch._inductor.cpu_vec_isa import pick_vec_isa
-        # in the cache's key, as other vectors need other code
+        torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
+        # in the cache's key: code for other vectors is wrong
         torch._inductor.config.cpp.simdlen = pick_vec_isa().bit_width()
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 

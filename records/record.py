@@ -219,12 +219,17 @@ def board_table(name, folders, last_cell=verdict_of):
     for folder in sorted(folders.values(), key=order):
         s, (_, test) = describe(folder.values(by)), folder.test()
         spread = "one run" if s.std is None else f"± {show(by, s.std)}"
+        p = "none"      # of a record of one run
+        if test:
+            p = show_p(test.p)
+        elif folder.first_of_track():
+            p = "first"
         rows.append([
             f"[{folder.path.name}]({folder.path.parent.name}/{folder.path.name})",
             f"{show(by, s.mean)} {spread}",
             *(show(metric, describe(folder.values(metric)).mean) for metric in others),
             s.n,
-            show_p(test.p) if test else "first" if folder.first_of_track() else "none",
+            p,
             folder.hardware(),
             folder.submission["author"],
             last_cell(folder)])

@@ -76,6 +76,14 @@ def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
         assert tokens / float(milliseconds) * 1e3 == pytest.approx(int(rate.replace(",", "")), rel=0.01)
 
 
+@pytest.mark.parametrize("words", [["--saving", "--steps=10"], ["--arm", "a=", "--steps=1"], ["--repeats=0"]])
+def test_too_few_steps_are_refused(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2 and "and --repeats 1 at least" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["before=nowhere", "MATRX_LR=0.1", "golf", "after= SAVE"])
 def test_refused_arms(text):
     with pytest.raises(train_gpt.Refused):

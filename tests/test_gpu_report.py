@@ -311,6 +311,19 @@ def test_the_ranks(old, new, late, tmp_path):
     assert not late or any("reduce_scatter" in kind for kind in rows[0]["figures"]["late"])
 
 
+@pytest.mark.parametrize("words, sentence", [
+    (["FP9=off"], "FP9 is no constant"), (["fp8=off"], "fp8 is no constant"), (["bord"], "bord is none of")])
+def test_what_is_mistyped_is_refused(words, sentence, tmp_path):
+    done = run_cli(tmp_path, *words, script=ROOT / "tools/gpu_report.py")
+    assert (done.code, done.out) == (2, "") and done.err.startswith(f"gpu-report: {sentence}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path):
+    done = run_cli(tmp_path, "--only=loop", script=ROOT / "tools/gpu_report.py")
+    assert done.code == 1 and "torch finds no GPU, so no preset was measured" in done.out
+
+
 # ---------- the whole
 def screen_of(text):
     """The lines of a screen, without their numbers."""
@@ -427,7 +440,17 @@ def test_the_page_of_results(tmp_path):
     failed["verdicts"].append(dict(part="numbers", preset="golf", verdict="FAULT", text="off", figures={}))
     (tmp_path / "mine.json").write_text(json.dumps(failed))
     assert gpu_results.page(tmp_path).splitlines()[-1].split(" | ")[5] == "off"
+    for errors in (dict(output=0.005, gradient=math.nan), dict(output=math.nan, gradient=0.005)):
+        broken = result()
+        broken["verdicts"][0]["figures"] = errors | dict(most=0.02)
+        (tmp_path / "mine.json").write_text(json.dumps(broken))
+        assert gpu_results.page(tmp_path).splitlines()[-1].split(" | ")[4] == "not finite"
+    unfinished = result()
+    del unfinished["complete"]
+    environment = dict(part="environment", preset="", verdict="ok", text="x", figures={})
     for content, words in (
+        (json.dumps(unfinished), "no report"),
+        (json.dumps(result(verdicts=[environment])), "measured no preset"),
         (json.dumps(result(toy=True)), "rehearsal"),
         ("[1]", "no report"),
         ("{", "no report"),

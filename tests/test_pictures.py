@@ -136,6 +136,19 @@ def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
     assert [name for name in names if "one run" in name] == ["trial_20260101_1: train, one run"]
 
 
+def test_a_dot_in_a_run_s_name_is_part_of_it(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for rate, seed in (("0.02", 1338), ("0.03", 1339)):
+        folder = tmp_path / f"lr{rate}"
+        folder.mkdir()
+        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
+        (folder / "train.log").write_bytes(log.read_bytes())
+    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
+    names = labels(figures.pop().axes[0])
+    assert {"lr0.02: train, one run", "lr0.03: train, one run"} <= {*names}
+
+
 def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))

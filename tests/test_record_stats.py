@@ -420,6 +420,12 @@ def test_a_sweep_of_equal_settings_seldom_finds_one():
     assert wrong <= 1
 
 
+def test_a_log_in_the_current_folder(monkeypatch):
+    """Its own folder is not one below a record's."""
+    monkeypatch.chdir(ROOT / "records/track_tiny/2026-11-21_Baseline")
+    assert len(runs.load_runs(["train.log"])) == 1 and len(runs.load_runs(["."])) == 5
+
+
 def test_too_few_runs_say_how_many_are_needed():
     rng = np.random.default_rng(1)
     verdict = runs.judge(rng.normal(1.35, 0.004, 4), rng.normal(1.347, 0.004, 4), "val_bpb")["verdict"]
