@@ -74,7 +74,7 @@ driver_fits() {
 install() {
     PYTHON=$2/bin/python
     [ "$(cat "$2/installed.txt" 2>/dev/null)" = "$3" ] && "$PYTHON" -c '' 2>/dev/null && return
-    [ "$2" = .venv-static ] || driver_fits "$3"     # `static` compiles for a GPU and uses none
+    [ "$2" != .venv ] || driver_fits "$3"     # `static` compiles for a GPU and uses none
     local make=("$1" -m venv "$2") fetch=("$PYTHON" -m pip install --disable-pip-version-check)
     if command -v uv >/dev/null; then
         make=(uv venv -q --clear --python "$1" "$2") fetch=(uv pip install --python "$PYTHON")
@@ -108,13 +108,20 @@ installing() {
     wait $! && trap - INT TERM
 }
 
-# PyPI's CUDA build of the same torch, 6 GB: for `static`, which needs no GPU. `===` takes no build of another
-# index in its place, such as 2.13.0+cpu, where pip knows one.
+# PyPI's CUDA build of torch, 6 GB: for `static`, which needs no GPU. TORCH=2.11.0 asks for that version in place of
+# the one in requirements.txt. `===` takes no build of another index in its place, such as 2.13.0+cpu, where pip
+# knows one.
 static_setup() {
     [ -z "${PYTHON:-}" ] || { setup; return; }
+    local folder=.venv-static torch
+    torch=$(sed -n 's/^torch==//p' requirements.txt)
+    if [ -n "${TORCH:-}" ] && [ "$TORCH" != "$torch" ]; then
+        torch=$TORCH
+        folder=.venv-torch-$TORCH
+    fi
     DEVICE=cpu setup
-    install "$PYTHON" .venv-static "$(sed 's/^torch==/torch===/' requirements.txt)"
-    without_spaces .venv-static
+    install "$PYTHON" "$folder" "$(sed "s/^torch==.*/torch===$torch/" requirements.txt)"
+    without_spaces "$folder"
 }
 
 data() {

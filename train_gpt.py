@@ -1988,7 +1988,10 @@ def embed_candidates(rows: Tensor, embed: Tensor, class_embed: Tensor, class_sca
     token, sure = rows.unbind(2)
     token = token.flatten(0, 1)
     sure = sure.flatten(0, 1)
-    scaled = F.embedding_bag(token, embed, mode="sum", per_sample_weights=class_scale[sure])
+    if embed.is_cuda:  # torch 2.11 has no backward of a weighted embedding_bag in bf16 there (pytorch#185808)
+        scaled = (F.embedding(token, embed) * class_scale[sure][..., None]).sum(1)
+    else:  # without a copy of the rows
+        scaled = F.embedding_bag(token, embed, mode="sum", per_sample_weights=class_scale[sure])
     return scaled + F.embedding_bag(sure, class_embed, mode="sum")
 
 class Row(NamedTuple):
@@ -6889,6 +6892,13 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
     no sort, which would compile for minutes (pytorch#182060). Not measured."""
     if not (torch.is_tensor(window) and torch.compiler.is_compiling()):
         return window_mask(int(window), T, documents, device)
+    row_length = T
+    numbers = documents
+    joined = documents is not None and len(documents) > 1
+    if joined:  # into one row, as torch 2.11 reads the tables of several rows beyond their ends
+        T *= len(documents)
+        rows = torch.arange(len(documents), device=device)[:, None]
+        numbers = (documents + T * rows).view(1, T)
     size = FLEX_BLOCK
     n = T // size
     block = torch.arange(n, device=device)
@@ -6899,8 +6909,8 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
     end = (block * size + 2 * size - 1 + window) // size
     end_whole = (block * size + window + 1) // size
     if documents is not None:  # their numbers grow along a row, so a place is a count of smaller numbers
-        low = documents[:, ::size]
-        high = documents[:, size - 1::size]
+        low = numbers[:, ::size]
+        high = numbers[:, size - 1::size]
         first = first.maximum((high[:, None] < low[..., None]).sum(-1))
         first_whole = first_whole.maximum((low[:, None] < high[..., None]).sum(-1))
         end = end.minimum((low[:, None] <= high[..., None]).sum(-1))
@@ -6916,7 +6926,12 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
         near = (key <= query) & (query - key <= window)
         if documents is None:
             return near
-        return near & (documents[b, query] == documents[b, key])
+        if not joined:
+            return near & (documents[b, query] == documents[b, key])
+        row = query // row_length
+        other = key // row_length
+        its = documents[row, query % row_length]
+        return near & (row == other) & (its == documents[other, key % row_length])
 
     # (count, blocks) each: the key blocks that a query block sees partly, its own last, and those that it
     # sees whole; the query blocks that see a key block partly, its own first, and those that see it whole
@@ -6940,12 +6955,21 @@ def gpu_window(window: int, T: int, device: torch.device, by_document: bool = Fa
         return window
     return torch.tensor(window, device=device)
 
+def join_rows(x: Tensor) -> Tensor:
+    """(B, heads, T, D) -> (1, heads, B T, D), a view where x is a view of (B, T, heads, D)."""
+    return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
 def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
     """attention() by flex attention for block masks, else by the kernel that torch chooses; with an explicit
     mask not by cuDNN's, which has given NaN gradients at some lengths. Not measured."""
     if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1),
-                              kernel_options=FLEX_OPTIONS or None)
+        B, _, T, _ = q.shape
+        joined = mask.seq_lengths[0] == B * T and B > 1
+        if joined:
+            q, k, v = join_rows(q), join_rows(k), join_rows(v)
+        y = flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1),
+                           kernel_options=FLEX_OPTIONS or None)
+        return y[0].unflatten(1, (B, T)).transpose(0, 1) if joined else y
     if mask is None:
         return causal_attention(q, k, v)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -8068,6 +8092,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     # 4. the fp32 weights that it made
     for name, value in run.optimizer.weights().items():
         run.model.get_parameter(name).data = value.to(team.device)
+    torch._dynamo.reset()  # torch 2.11 would go on with code compiled for bf16 weights (pytorch#177525)
     report = training_report(run, state, score, stop_reason)
     report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
                    compiled=run.loss_fn is not run.model)

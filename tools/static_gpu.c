@@ -32,6 +32,7 @@ static long setting(const char *name, long otherwise) {
 #define CONTEXT ((size_t)600 << 20)                /* what context and libraries take of it */
 #define COPIED ((size_t)4 << 20)                   /* larger copies move no data */
 #define REGISTERS 65536
+#define COMPUTES setting("STATIC_COMPUTES", 0)    /* emulate_gpu.py computes results in the device's memory */
 
 /* ---------- the record */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -118,8 +119,8 @@ API int cudaMemGetInfo(size_t *free, size_t *all) {
 static void copy(void *to, const void *from, size_t n, const char *how) {
     int inwards = kind_of(to) == DEVICE, outwards = kind_of(from) == DEVICE;
     SAY("copy\t%s\t%s->%s\t%zu\n", how, outwards ? "device" : "host", inwards ? "device" : "host", n);
-    if (inwards && outwards) return;    /* computed, so garbage */
-    if (n <= COPIED) memcpy(to, from, n);
+    if (inwards && outwards && !COMPUTES) return;    /* computed, so garbage */
+    if (n <= COPIED || COMPUTES) memcpy(to, from, n);
     else if (!inwards) memset(to, 0, n);
 }
 API int cudaMemcpy(void *to, const void *from, size_t n, int kind) {
@@ -133,8 +134,12 @@ API int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *st
     copy(to, from, n, "async");
     return 0;
 }
-API int cudaMemset(void *p, int value, size_t n) { SAY("memset\t%zu\n", n); return 0; }
-API int cudaMemsetAsync(void *p, int value, size_t n, void *stream) { SAY("memset\t%zu\n", n); return 0; }
+API int cudaMemset(void *p, int value, size_t n) {
+    SAY("memset\t%zu\n", n);
+    if (COMPUTES) memset(p, value, n);
+    return 0;
+}
+API int cudaMemsetAsync(void *p, int value, size_t n, void *stream) { return cudaMemset(p, value, n); }
 API int cuPointerGetAttribute(void *out, int what, uint64_t p) { *(uint64_t *)out = p; return 0; }
 API int cudaGetSymbolAddress(void **p, const void *symbol) {
     static char room[1 << 16];
@@ -420,7 +425,12 @@ static int refused(struct Kernel *k, unsigned threads, unsigned shared) {
         return 0;
     return 701;    /* CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES */
 }
+static unsigned grid[3];    /* of the last launch of a Triton kernel */
+API unsigned *static_last_grid(void) { return grid; }
 static int triton(struct Kernel *k, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared) {
+    grid[0] = x;
+    grid[1] = y;
+    grid[2] = z;
     SAY("triton\t%s\t%u,%u,%u\t%u\t%u\t%d\t%d\n", k->name, x, y, z, threads, shared, k->registers, k->stack);
     return refused(k, threads, shared);
 }

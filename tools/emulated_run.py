@@ -1,0 +1,320 @@
+"""A toy run of a preset on emulate_gpu.py's GPU: do its kernels compute what the eager step computes, and does
+the whole of main() work on CUDA's code?
+
+    ./run.sh static --run [PRESET ...] [NAME=value ...]
+
+1. Steps: of each stage the loss and every parameter's gradient, compiled, in the dtypes and by the kernels
+   of an H100, on several rows with documents. They must be as near to fp32 as the eager step in bf16 is.
+2. Scores: the same rows, compiled and eager.
+3. A run by main(): rehearsal, steps of all stages, validation, checkpoints, artifact, its score as read back,
+   named scores, CORE, samples; then resumed from its first checkpoint, which must give the same losses, and
+   EVAL_FROM its artifact, which must give the same score; then the same run in fp32 on the CPU.
+
+static_gpu.py starts it, once per preset, in a process with the stand-in's library.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import emulate_gpu
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = 3  # of a step that is compared; more than one, as some faults need
+LOSS_SLACK = 0.004  # of a loss, beyond what eager bf16 is off
+SLACK = 0.02  # of a gradient's norm
+FP8_SLACK = 0.10
+RUN_SLACK = 0.05  # nats between a run of a few steps in bf16 and one in fp32
+
+# What all presets take, where they have it
+COMMON = dict(
+    DATA_PATH="data/datasets/toy", DATA_FINGERPRINT="", TOKENIZER_PATH="data/tokenizers/toy.model",
+    VOCAB_SIZE="512", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="512", MODEL_DIM="64", NUM_HEADS="2",
+    SEQ_SCHEDULE="1", MAX_EPOCHS="0", MAX_WALLCLOCK_SECONDS="0", ITERATIONS="4", WARMUP_STEPS="1",
+    TRAIN_LOG_EVERY="1", VAL_LOSS_EVERY="2", VAL_TOKENS="700", VAL_BATCH_SIZE="512", EVAL_CONTEXT="256",
+    SAVE_EVERY="2", SAMPLE_TOKENS="2", ARTIFACT_BYTES_LIMIT="0", SEED="1",
+)  # fmt: skip
+PLUS = dict(WINDOW_BLOCK="32", MAX_DOC_LEN="128", EVAL_WINDOW="64")
+TOYS = dict(
+    tiny=dict(BIGRAM_ROWS="512", COUNT_BITS="12", WINDOW_SCHEDULE="64", NUM_LAYERS="2"),
+    golf=dict(NUM_LAYERS="3", NUM_KV_HEADS="1", WARMDOWN_ITERS="2", EVAL_SLIDING="128"),
+    golf_plus=dict(NUM_LAYERS="5", NUM_KV_HEADS="1", LOOP_LAYERS="1,2", EMA_DECAY="0.9", GPTQ_BATCHES="1",
+                   EVAL_SLIDING="128"),
+    speedrun=PLUS | dict(WINDOW_SCHEDULE="32,64,64,64", EXTENSION_ITERATIONS="0"),
+    speedrun_plus=PLUS | dict(QK_DIM="16", DOC_SCHEDULE="64,128,128,128", WINDOW_SCHEDULE="32,64,64,64",
+                              BIGRAM_ROWS="64", BIGRAM_SIGN_ROWS="64", MUDD_DIM="16", MUDD_GATE_DIM="16",
+                              DC_WINDOW="15", EXTENSION_ITERATIONS="0"),
+    gpt2=dict(DEPTH="2", SCORE_ARTIFACT="1", CORE="1", WINDOW_SCHEDULE="128"),
+    gpt2_plus=dict(DEPTH="4", LR_WARMUP_STEPS="2", CORE="1", WINDOW_SCHEDULE="128"),
+)  # fmt: skip
+CORE_TASK = """icl_tasks:
+- label: toy
+  dataset_uri: toy.jsonl
+  num_fewshot: [1]
+  icl_task_type: multiple_choice
+  continuation_delimiter: " "
+"""
+
+
+class Fault(RuntimeError):
+    """Something that differs, in a sentence."""
+
+
+def settings_of(trainer: ModuleType, preset: str, given: dict) -> dict[str, str]:
+    """Constants of the toy run, as an environment."""
+    own = trainer.fields_of(trainer.RECIPES[preset])
+    asked = COMMON | TOYS[preset] | dict(CORE_BUNDLE="data/core_bundle")
+    return {name: text for name, text in asked.items() if name.lower() in own} | dict(PRESET=preset) | given
+
+
+def make_data(folder: Path) -> None:
+    """A dataset of the project's own pages, and a bundle of one task of CORE."""
+    pages = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+    text = folder / "text"
+    text.mkdir(parents=True)
+    for page in pages:
+        if page.name != "log.md":
+            for i, part in enumerate(re.split(r"\n(?=#)", page.read_text(encoding="utf-8"))):
+                (text / f"{page.stem}_{i}.md").write_text(part, encoding="utf-8")
+    words = [sys.executable, ROOT / "data" / "prepare.py", "--text", text, "--name", "toy", "--vocab-size", "512",
+             "--out", folder / "data"]  # fmt: skip
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    bundle = folder / "data" / "core_bundle"
+    (bundle / "eval_data").mkdir(parents=True)
+    (bundle / "core.yaml").write_text(CORE_TASK)
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ntoy,50\n")
+    items = [dict(query=f"{n} and", choices=["one", "two"], gold=n % 2) for n in range(3)]
+    (bundle / "eval_data" / "toy.jsonl").write_text("".join([json.dumps(item) + "\n" for item in items]))
+
+
+# ---------- steps and scores against fp32
+def off_values(trainer: ModuleType, model: Any, seed: int) -> dict[str, Tensor]:
+    """First values with noise, so that what starts as zero has gradients, too."""
+    draw = torch.Generator().manual_seed(seed)
+    values = trainer.first_values(model, seed)
+    for name, value in values.items():
+        scale = 0.5 * value.size(-1) ** -0.5 if value.dim() > 1 else 0.1
+        values[name] = value + scale * torch.randn(value.shape, generator=draw)
+    return values
+
+
+def documents(cfg: Any, T: int, rows: int, seed: int) -> Tensor:
+    """Tokens (rows, T + 1) in documents of about 60."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, cfg.vocab_size, (rows, T + 1), generator=draw)
+    begins = torch.rand(tokens.shape, generator=draw) < 1 / 60
+    begins[:, 0] = True
+    return tokens.masked_fill(begins, cfg.bos_id)
+
+
+class Machine:
+    """A recipe's model on a device, with the same values on each."""
+
+    def __init__(self, trainer: ModuleType, env: dict, compiled: bool, **settings: str) -> None:
+        self.trainer = trainer
+        cfg = trainer.load_config(env | settings)
+        self.cfg = cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 512, bos_id=1)
+        self.team = trainer.Team(cfg, {})
+        on_gpu = self.team.on_gpu
+        kernels = trainer.choose_kernels(cfg, True, lambda *_: None) if compiled else trainer.Kernels()
+        with self.team.device:
+            self.model = cfg.make_model(kernels)
+        dtype = self.team.dtype if on_gpu else torch.float32
+        self.optimizer = trainer.Optimizer(self.model, cfg, dtype=dtype)
+        values = off_values(trainer, self.model, 1)
+        for bank in self.optimizer.banks:
+            bank.load(values)
+        self.compiled = compiled
+        self.loss = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
+
+    def step(self, tokens: Tensor, stage: Any) -> dict[str, Tensor]:
+        """{"loss" or a parameter's name: the loss or the gradient}, fp32 on the CPU."""
+        device = self.team.device
+        dtype = self.team.dtype if self.team.on_gpu else torch.float32
+        inputs = tokens[:, :-1].contiguous().to(device)
+        targets = tokens[:, 1:].contiguous().to(device)
+        context = self.model.training_context(inputs.size(1), device, dtype, stage)
+        self.model.update_context(context, stage.begins)
+        loss = self.loss(inputs, targets, context, *self.model.candidates(inputs, targets))
+        names = [name for bank in self.optimizer.banks for name in bank.names]
+        gradients = torch.autograd.grad(loss, self.optimizer.params, materialize_grads=True)
+        found = dict(zip(names, gradients)) | dict(loss=loss.detach())
+        return {name: value.float().cpu() for name, value in found.items()}
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        """Nats of all targets of rows of two lengths."""
+        rows = [(row.numpy()[: len(row) - 40 * (i == 0)], 1) for i, row in enumerate(tokens)]
+        found = {}
+        for i, nats, _ in self.trainer.score_rows(self.model, self.cfg, rows, self.team, None, self.compiled):
+            found[i] = nats
+        return torch.cat([found[i] for i in range(len(rows))])
+
+
+def error(mine: Tensor, exact: Tensor) -> float:
+    return float((mine - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
+def compare_steps(trainer: ModuleType, env: dict, say: Callable) -> None:
+    """Raises Fault where a compiled step is further from fp32 than the eager one in bf16 allows."""
+    gpu = Machine(trainer, env, True, DEVICE="cuda", DTYPE="auto", COMPILE="1")
+    plain = Machine(trainer, env, False, DEVICE="cuda", DTYPE="auto", COMPILE="0")
+    exact = Machine(trainer, env, False, DEVICE="cpu", DTYPE="float32", COMPILE="0")
+    fp8 = gpu.cfg.fp8_part(True) != "off"
+    distinct = {}
+    for stage in gpu.cfg.stages():
+        sizes = tuple(gpu.cfg.windows(stage, stage.row_tokens).values())
+        distinct[stage.row_tokens, sizes, getattr(stage, "loops", 0)] = stage
+    for number, stage in enumerate(distinct.values()):
+        tokens = documents(gpu.cfg, stage.row_tokens, ROWS, number)
+        wanted = exact.step(tokens, stage)
+        eager = plain.step(tokens, stage)
+        got = gpu.step(tokens, stage)
+        worst = ("", 0.0)
+        for name, value in wanted.items():
+            mine = error(got[name], value)
+            allowed = 1.5 * error(eager[name], value)
+            allowed += LOSS_SLACK if name == "loss" else FP8_SLACK if fp8 else SLACK
+            worst = max(worst, (name, mine / allowed), key=lambda pair: pair[1])
+            if not mine <= allowed:
+                raise Fault(f"stage {number + 1}: compiled {name} is off from fp32 by {mine:.1%}, eager bf16 by "
+                            f"{error(eager[name], value):.1%}; {allowed:.1%} allowed")
+        say(f"step of stage {number + 1}: {ROWS} rows of {stage.row_tokens}, loss {float(got['loss']):.4f}, "
+            f"eager {float(eager['loss']):.4f}, fp32 {float(wanted['loss']):.4f}; {len(wanted) - 1} gradients, "
+            f"the furthest at {worst[1]:.0%} of what is allowed ({worst[0]})")
+    tokens = documents(gpu.cfg, gpu.cfg.eval_context or gpu.cfg.train_seq_len, ROWS, 9)
+    wanted_nats = exact.scores(tokens)
+    off = [float((machine.scores(tokens) - wanted_nats).abs().mean()) for machine in (gpu, plain)]
+    if not off[0] <= 1.5 * off[1] + LOSS_SLACK:
+        raise Fault(f"compiled scores are {off[0]:.4f} nats from fp32, eager ones {off[1]:.4f}")
+    say(f"scores: compiled {off[0]:.4f} nats from fp32 in the mean, eager {off[1]:.4f}")
+
+
+# ---------- a run
+def lines_of(output: str, pattern: str) -> dict[int, float]:
+    """{step: loss} of a log's lines."""
+    found = re.findall(rf"^step:(\d+)/\d+ {pattern}:([\d.naif]+)", output, re.M)
+    return {int(step): float(loss) for step, loss in found}
+
+
+class Walk:
+    """Runs of main(), in the current folder."""
+
+    def __init__(self, trainer: ModuleType, env: dict) -> None:
+        self.trainer = trainer
+        self.env = env
+
+    def run(self, what: str, **settings: str) -> str:
+        """-> what main() printed. Raises Fault."""
+        out = io.StringIO()
+        torch._dynamo.reset()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = self.trainer.main([], self.env | settings)
+        printed = out.getvalue()
+        if code:
+            raise Fault(f"{what}: exit code {code}: " + "\n".join(printed.strip().splitlines()[-12:]))
+        fell_back = [line for line in printed.splitlines() if line.startswith(("compile: ", "rehearsal: "))]
+        if fell_back:
+            raise Fault(f"{what}: {fell_back[0]}")
+        return printed
+
+    def result(self, run_id: str) -> dict:
+        return json.loads(Path("logs", run_id, "result.json").read_text())
+
+    def all(self, say: Callable) -> None:
+        trained = self.run("training", DEVICE="cuda", COMPILE="1", RUN_ID="gpu")
+        losses = lines_of(trained, "train_loss")
+        result = self.result("gpu")
+        say(f"main(): {result['steps']} steps, train_loss {losses[max(losses)]:.4f}, "
+            f"{self.trainer.score_text(self.trainer.load_config(self.env), self.score(result))}")
+        self.resumed(losses, say)
+        self.scored_again(result, say)
+        self.on_cpu(losses, result, say)
+
+    def score(self, result: dict) -> Any:
+        return self.trainer.Score(**(result.get("artifact") or result["trained"]))
+
+    def resumed(self, losses: dict[int, float], say: Callable) -> None:
+        """From the checkpoint before the last one."""
+        folder = Path("logs", "gpu")
+        newest, previous = [folder / name for name in self.trainer.CHECKPOINTS]
+        os.replace(previous if previous.exists() else newest, newest)
+        os.replace(folder / "result.json", folder / "result_first.json")
+        with self.without(["RUN_ID"]):
+            again = lines_of(self.run("resuming", RESUME="gpu", DEVICE="cuda"), "train_loss")
+        if not again or any([losses[step] != loss for step, loss in again.items()]):
+            raise Fault(f"resumed, the losses are {again}; before they were {losses}")
+        say(f"resumed: steps {min(again)} to {max(again)} with the same losses")
+
+    @contextlib.contextmanager
+    def without(self, names: list[str]) -> Iterator[None]:
+        kept = self.env
+        self.env = {name: text for name, text in kept.items() if name not in names}
+        yield
+        self.env = kept
+
+    def scored_again(self, result: dict, say: Callable) -> None:
+        """EVAL_FROM the artifact, else the weights."""
+        kind = "artifact" if "artifact" in result else "trained"
+        cfg = self.trainer.load_config(self.env)
+        path = Path("logs", "gpu", self.trainer.artifact_name(cfg) if kind == "artifact" else "final_model.pt")
+        self.run("EVAL_FROM", EVAL_FROM=str(path), DEVICE="cuda", COMPILE="1", RUN_ID="scored")
+        found = self.result("scored")[kind]["val_loss"]
+        if abs(found - result[kind]["val_loss"]) > 1e-4:
+            raise Fault(f"EVAL_FROM={path}: val_loss {found}, in the run {result[kind]['val_loss']}")
+        say(f"EVAL_FROM {path.name}: val_loss {found:.4f}, as in the run")
+
+    def on_cpu(self, losses: dict[int, float], result: dict, say: Callable) -> None:
+        printed = self.run("the run on the CPU", DEVICE="cpu", DTYPE="float32", COMPILE="0", RUN_ID="cpu")
+        there = lines_of(printed, "train_loss")
+        off = max([abs(loss - there[step]) for step, loss in losses.items()])
+        score = self.score(self.result("cpu")).val_loss
+        off = max(off, abs(score - self.score(result).val_loss))
+        if not off <= RUN_SLACK:
+            raise Fault(f"losses are up to {off:.4f} from those of fp32 on the CPU: {losses}, {there}")
+        say(f"on the CPU in fp32: losses and score within {off:.4f}")
+
+
+def check(trainer: ModuleType, preset: str, given: dict) -> dict:
+    """Everything about a preset -> {lines, faults, operators, kernels, seconds}; in a process with the
+    library in place."""
+    began = time.perf_counter()
+    lines: list[str] = []
+    faults: list[str] = []
+    operators = emulate_gpu.Operators()
+    interpreter = emulate_gpu.Interpreter(ctypes.CDLL("libcuda.so.1"))
+    torch._dynamo.config.recompile_limit = 64
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(f"{preset}: {line}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, interpreter.in_place_of_the_gpu():
+        make_data(Path(folder))
+        os.chdir(folder)
+        env = settings_of(trainer, preset, given)
+        for part in (lambda: compare_steps(trainer, env, say), lambda: Walk(trainer, env).all(say)):
+            try:
+                part()
+            except Exception as problem:  # a compiler or an operator may raise anything
+                faults.append(f"{type(problem).__name__}: {problem}")
+                say(faults[-1])
+        faults += [f"kernel {what}" for what in interpreter.faults]
+        os.chdir(ROOT)
+    return dict(lines=lines, faults=faults, operators=sorted(operators.seen), kernels=sorted(interpreter.seen),
+                seconds=round(time.perf_counter() - began, 1), torch=torch.__version__)
