@@ -1,4 +1,5 @@
-"""How text comes in, for data/ and records/: one decoder, one way to open a file, one walk through a folder.
+"""How text comes in, for data/ and records/: one decoder, one way to open a file, one walk through a folder,
+one lock for a place where only one process may write.
 
 A text file is decoded by what its first bytes say: a byte order mark of UTF-8, UTF-16 or UTF-32, or without
 one the NULs that UTF-16 and UTF-32 put between plain letters. Every other file is UTF-8. Files that are
@@ -6,6 +7,8 @@ compressed by gzip or xz are known by their first bytes, too, whatever their nam
 tests/test_inputs.py refuses any other open() of input in these two folders.
 """
 import codecs
+import contextlib
+import errno
 import gzip
 import io
 import lzma
@@ -80,6 +83,56 @@ def steady_output():
         text = io.TextIOWrapper(io.BufferedWriter(outlet), encoding, "backslashreplace",
                                 line_buffering=by_lines)
         setattr(sys, name, text)
+
+
+class Busy(Exception):
+    """Another process holds the lock."""
+
+
+def lock(handle, wait):
+    """A lock on an open file, which ends with the process. Raises Busy, or waits where `wait` is a line to
+    print first. On file systems without locks there is none."""
+    import fcntl
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise Busy from None
+        print(wait, flush=True)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+@contextlib.contextmanager
+def locked(folder, wait=""):
+    """The folder, made if need be, as a place where one process works at a time; see lock(). What was made
+    goes again if it is empty in the end."""
+    folder = Path(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):    # the process before may have moved it away
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                lock(handle, wait)
+                if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                    break
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            # by now another process may have made a new one
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                for path in [folder, *made]:
+                    if path.exists():
+                        os.rmdir(path)
+        os.close(handle)
 
 
 def open_binary(path):

@@ -44,7 +44,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,6 +74,8 @@ PARQUET_BATCH = 1_000_000  # bytes of text that one process encodes in one call
 CACHED_WORDS = 1 << 18  # words whose tokens a process caches, some 50 MB
 BOS_ID = 1
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space; where a text has it, it is encoded as three bytes
+RARE_SPACES = 0.002  # share of characters below which coverage might leave the space without a piece
+LEAST_VOCAB = 260  # three reserved pieces, the bytes and the space
 
 PACKAGES = ("numpy", "scipy", "sympy", "networkx")
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -528,38 +530,84 @@ def training_sentences(texts):
             start = stop
 
 
+class TooSmall(Exception):
+    """The text gives no vocabulary of the size; `largest` is the largest that it gives."""
+
+    def __init__(self, largest):
+        super().__init__(largest)
+        self.largest = largest
+
+
+class TooManyCharacters(Exception):
+    """The vocabulary cannot hold every byte and a piece for each character of the text."""
+
+
 def train_tokenizer(texts, vocab_size):
-    """SentencePiece BPE model as bytes; the same list of texts gives the same bytes. The percentages below
-    are changes in tokens per byte of held-out code at vocabulary 1,024 / 4,096; on English the signs are
-    the same and the changes smaller."""
+    """SentencePiece BPE model as bytes; the same list of texts gives the same bytes. Where the vocabulary
+    has no room for all characters of the text, the rarer ones are bytes."""
+    spaces = sum(text.count(" ") for text in texts)
+    needs_space = spaces < RARE_SPACES * sum(map(len, texts))
+    try:
+        try:
+            return train_bpe(texts, vocab_size, needs_space)
+        except TooManyCharacters:
+            return train_on_frequent(texts, vocab_size, needs_space)
+    except TooSmall as error:
+        raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
+                        f"size is {error.largest}") from None
+
+
+def train_on_frequent(texts, vocab_size, needs_space):
+    """The same with pieces for the most frequent characters only: half of the vocabulary, or more where the
+    text does not give that many longer pieces. Raises TooSmall."""
+    room = vocab_size - LEAST_VOCAB + 1
+    counts = Counter(itertools.chain.from_iterable(texts))
+    frequent = sorted(counts, key=lambda char: (-counts[char], char))
+    most = max(1, room // 2)
+    coverage = 0.999
+    while True:
+        kept = frequent[:most]
+        if needs_space or " " not in kept:      # it has a piece, too
+            needs_space = True
+            kept = [char for char in frequent if char != " "][:most - 1] + [" "]
+        without_piece = dict.fromkeys(map(ord, counts.keys() - set(kept)), "\0")
+        shorter = [text.translate(without_piece) for text in texts]
+        try:
+            return train_bpe(shorter, vocab_size, needs_space, coverage)
+        except TooSmall as error:
+            if most >= room:
+                raise
+            most = min(room, most + vocab_size - error.largest)
+            coverage = 1.0
+
+
+def train_bpe(texts, vocab_size, needs_space, coverage=0.999):
+    """One SentencePiece model, as bytes. needs_space: give the space a piece though it is rare in the text.
+    Raises TooSmall and TooManyCharacters. The percentages below are changes in tokens per byte of held-out
+    code at vocabulary 1,024 / 4,096; on English the signs are the same and the changes smaller."""
     model = io.BytesIO()
+    sentences = training_sentences(texts)
+    first = next(sentences, " ")        # the trainer refuses an empty text
+    options = {"required_chars": SPACE_MARK} if needs_space else {}
     try:
         spm.SentencePieceTrainer.train(
-            sentence_iterator=training_sentences(texts), model_writer=model, model_type="bpe",
+            sentence_iterator=itertools.chain([first], sentences), model_writer=model, model_type="bpe",
             vocab_size=vocab_size, byte_fallback=True, unk_id=0, bos_id=BOS_ID, eos_id=2, pad_id=-1,
             normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,  # indentation
             split_by_unicode_script=False, split_by_number=False,  # -2 % / -6 %
             split_digits=False,  # on: +3 % / +7 %
             split_by_whitespace=True,  # off: -2 % / -8 %, but a trigram model's bpb is 0.6 % / 1.7 % worse
-            character_coverage=0.999,  # rarer characters are bytes; 1.0: +3 %
+            character_coverage=coverage,  # at 0.999 rarer characters are bytes; 1.0: +3 %
             max_sentence_length=1 << 14, minloglevel=3,
-            num_threads=2)  # fixed, because the model file contains it
+            num_threads=2, **options)  # threads are fixed, because the model file contains their number
     except RuntimeError as error:
         message = str(error)
         if limit := re.search(r"value <= (\d+)", message):
-            raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
-                            f"size is {limit[1]}") from None
+            raise TooSmall(int(limit[1])) from None
         if "Vocabulary size is smaller than required_chars" in message:
-            most = (vocab_size - 259) // 2  # characters that get a piece; the other half is longer pieces
-            if most < 1:
-                raise DataError(f"a vocabulary of {vocab_size} cannot hold every byte and a few characters: "
-                                "the smallest possible size is 261") from None
-            counts = Counter(itertools.chain.from_iterable(texts))
-            rare = sorted(counts, key=lambda char: (-counts[char], char))[most:]
-            return train_tokenizer([text.translate(dict.fromkeys(map(ord, rare), "\0")) for text in texts],
-                                   vocab_size)
-        raise DataError(f"no tokenizer can be trained on this text: {message}") from None
+            raise TooManyCharacters from None
+        raise DataError("no tokenizer can be trained on this text: more or other text may do") from None
     return model.getvalue()
 
 
@@ -573,6 +621,21 @@ def encode(sp, text):
     return ids
 
 
+def piece_texts(sp):
+    """The bytes that each token stands for; b"" where it stands for none. A tokenizer that train_tokenizer
+    made decodes to them, one after the other."""
+    texts = []
+    for token in range(sp.vocab_size()):
+        piece = sp.id_to_piece(token)
+        if sp.is_byte(token):
+            texts.append(bytes([int(piece[3:5], 16)]))
+        elif sp.is_control(token) or sp.is_unknown(token):
+            texts.append(b"")
+        else:
+            texts.append(piece.replace(SPACE_MARK, " ").encode())
+    return texts
+
+
 class WordEncoder(dict):
     """`encode` with a cache from a word to its tokens (uint16, as bytes): 3 times as fast on English on one
     processor. A word is spaces and what follows them. Encoding word by word gives the tokens of the whole
@@ -581,29 +644,45 @@ class WordEncoder(dict):
 
     def __init__(self, sp):
         self.sp = sp
+        self.texts = piece_texts(sp)
         pieces = (sp.id_to_piece(i) for i in range(sp.vocab_size()))
         crosses_words = any(re.search(f"[^{SPACE_MARK}]{SPACE_MARK}", piece) for piece in pieces)
         self.words = re.compile("(?s).+" if crosses_words else " *[^ ]+| +")
 
     def __missing__(self, word):
         ids = encode(self.sp, word) if SPACE_MARK in word else self.sp.encode(word)
+        if b"".join(map(self.texts.__getitem__, ids)) != word.encode():
+            raise Changed
         tokens = np.array(ids, "<u2").tobytes()
         if len(self) < CACHED_WORDS and len(word) < 40:
             self[word] = tokens
         return tokens
 
     def document(self, text, check):
-        """BOS and tokens as a uint16 array; with `check`, DataError unless they decode to the same text."""
-        tokens = b"".join(map(self.__getitem__, self.words.findall(text)))
+        """BOS and tokens as a uint16 array. DataError unless the tokens of each word are its bytes; with
+        `check` SentencePiece decodes the whole document besides."""
+        try:
+            tokens = b"".join(map(self.__getitem__, self.words.findall(text)))
+        except Changed:
+            raise changed(text) from None
         tokens = np.frombuffer(np.array(BOS_ID, "<u2").tobytes() + tokens, "<u2")
         if check:
             check_lossless(self.sp, tokens[1:].tolist(), text)
         return tokens
 
 
+class Changed(Exception):
+    """The tokens of a word are not its bytes."""
+
+
 def check_lossless(sp, ids, text):
     if sp.decode(ids) != text:
-        raise DataError(f"the document {text[:40]!r}... does not survive the tokenizer")
+        raise changed(text)
+
+
+def changed(text):
+    return DataError(f"the tokenizer would change the document that begins with {text[:40]!r}: leave it out, "
+                     "and please report it")
 
 
 def reread(files, hashes):
@@ -617,33 +696,55 @@ def reread(files, hashes):
         raise DataError("the input changed while it was being read")
 
 
-def encode_corpus(sp, files, hashes, sizes, order, n_val, scratch):
-    """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
-    (start, length) of each, in tokens. Val, and one of 64 train documents, is decoded to check it."""
-    keep, check = np.zeros(len(hashes), bool), hashes % 64 == 0
-    keep[order] = True
-    check[order[:n_val]] = True
-    start, length = np.zeros((2, len(hashes)), np.int64)
-    progress, last = Progress("encoding", int(sizes[keep].sum())), np.flatnonzero(keep)[-1]
-    batch, batch_bytes, done, written = {}, 0, 0, 0  # batch: {index: text}
+def batches_of(files, hashes, sizes, keep):
+    """{index: text} of the documents that are kept, in reading order, about BATCH_BYTES at a time."""
+    last = np.flatnonzero(keep)[-1]
+    batch = {}
+    batch_bytes = 0
     for index, text in reread(files, hashes):
-        if not keep[index]:
-            continue
-        batch[index] = text
-        batch_bytes += int(sizes[index])
-        if batch_bytes < BATCH_BYTES and index < last:
-            continue
-        plain = ["" if SPACE_MARK in text else text for text in batch.values()]
-        for (i, text), ids in zip(batch.items(), sp.encode(plain, num_threads=os.cpu_count())):
-            ids = encode(sp, text) if SPACE_MARK in text else ids
-            if check[i]:
-                check_lossless(sp, ids, text)
-            start[i], length[i] = written, len(ids) + 1
+        if keep[index]:
+            batch[index] = text
+            batch_bytes += int(sizes[index])
+        if batch and (batch_bytes >= BATCH_BYTES or index == last):
+            yield batch
+            batch = {}
+            batch_bytes = 0
+
+
+def encoded(sp, batches):
+    """(batch, tokens of each of its texts, as lists). The next batch is encoded meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = []
+        for batch in batches:
+            plain = ["" if SPACE_MARK in text else text for text in batch.values()]
+            waiting.append((batch, pool.submit(sp.encode, plain, num_threads=os.cpu_count())))
+            if len(waiting) == 2:
+                before, tokens = waiting.pop(0)
+                yield before, tokens.result()
+        for before, tokens in waiting:
+            yield before, tokens.result()
+
+
+def encode_corpus(sp, files, hashes, sizes, order, scratch):
+    """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
+    (start, length) of each, in tokens. Each document is decoded to check it."""
+    keep = np.zeros(len(hashes), bool)
+    keep[order] = True
+    start, length = np.zeros((2, len(hashes)), np.int64)
+    progress = Progress("encoding", int(sizes[keep].sum()))
+    done = written = 0
+    for batch, found in encoded(sp, batches_of(files, hashes, sizes, keep)):
+        texts = list(batch.values())
+        found = [encode(sp, text) if SPACE_MARK in text else ids for text, ids in zip(texts, found)]
+        for text, decoded in zip(texts, sp.decode(found, num_threads=os.cpu_count())):
+            if decoded != text:
+                raise changed(text)
+        for index, ids in zip(batch, found):
+            start[index] = written
+            length[index] = len(ids) + 1
             written += len(ids) + 1
-            scratch.write(np.array([BOS_ID, *ids], "<u2").tobytes())
-        done += batch_bytes
-        batch_bytes = 0
-        batch.clear()
+            scratch.write(np.array(array("H", [BOS_ID, *ids]), "<u2").tobytes())
+            done += int(sizes[index])
         progress.update(done)
     progress.close()
     return start, length
@@ -710,7 +811,7 @@ def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tok
     sp = spm.SentencePieceProcessor(model_proto=model)
 
     with open(folder / "tokens.scratch", "w+b") as scratch:
-        start, length = encode_corpus(sp, files, hashes, sizes, order, n_val, scratch)
+        start, length = encode_corpus(sp, files, hashes, sizes, order, scratch)
         progress, entries = Progress("writing", int(length.sum())), []
         written = np.concatenate([[0], length[order].cumsum()])
 
@@ -767,8 +868,11 @@ def layout(request, out):
     replaces); DataError if the request is invalid."""
     if not re.fullmatch(r"\w[\w.-]*", request.name):
         raise DataError(f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only")
-    if not 1 <= request.vocab_size <= 65536:
-        raise DataError(f"--vocab-size {request.vocab_size} is outside 1..65536, the range of uint16")
+    if request.vocab_size > 65536:
+        raise DataError(f"--vocab-size {request.vocab_size} is beyond 65536, the range of uint16")
+    if request.vocab_size < LEAST_VOCAB:
+        raise DataError(f"--vocab-size {request.vocab_size} cannot hold every byte and the space: the "
+                        f"smallest possible size is {LEAST_VOCAB}")
     if request.val_bytes < 1:
         raise DataError(f"--val-bytes {request.val_bytes} is not positive")
     datasets = Path(out, "datasets")
@@ -784,6 +888,25 @@ def install(folder, tokenizer, partial, old):
     os.replace(partial / "tokenizer.model", tokenizer)
     os.replace(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(partial, wait=False):
+    """inputs.locked() for the folder of an unfinished dataset. DataError if another process writes there."""
+    about = "another process is preparing this dataset"
+    try:
+        with inputs.locked(partial, f"{about}: waiting for it" if wait else ""):
+            yield
+    except inputs.Busy:
+        raise DataError(f"{about}: the same command works when that has ended") from None
+
+
+def remove_leftovers(partial, old):
+    """Removes what a killed run left beside a finished dataset, unless another process writes there now."""
+    if partial.exists() or old.exists():
+        with contextlib.suppress(inputs.Busy, OSError), inputs.locked(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def report(request, manifest, documents_read, counts, *also_dropped):
@@ -805,9 +928,6 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
     already. DataError if that is impossible."""
     folder, tokenizer, partial, old = layout(request, out)
-    for leftover in partial, old:
-        shutil.rmtree(leftover, ignore_errors=True)
-
     counts, files, val_hashes = Counter(), request.files, None
     hashes, sizes = scan(files, counts)
     if request.val_files is not None:
@@ -818,15 +938,24 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     fingerprint = text_fingerprint(hashes[order[:n_val]], hashes[order[n_val:]])
     if folder.exists() and not force and is_complete(folder, request, fingerprint):
         print(f"{request.name} is there already: nothing to do")
+        remove_leftovers(partial, old)
         return None
 
-    partial.mkdir(parents=True)
-    try:
-        manifest = write_dataset(request, partial, files, hashes, sizes, order, n_val, shard_tokens)
-        install(folder, tokenizer, partial, old)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    with locked(partial, wait=True):
+        # another process may have finished it meanwhile
+        if folder.exists() and not force and is_complete(folder, request, fingerprint):
+            print(f"{request.name} is there already: nothing to do")
+            return None
+        try:
+            for path in partial.iterdir():      # what a killed run left
+                path.unlink()
+            manifest = write_dataset(request, partial, files, hashes, sizes, order, n_val, shard_tokens)
+            shutil.rmtree(old, ignore_errors=True)
+            install(folder, tokenizer, partial, old)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+            raise
     report(request, manifest, len(hashes), counts, f"{counts['binary']:,} binary files skipped",
            f"{counts['surrogates']:,} lone surrogates replaced")
     return manifest
@@ -899,8 +1028,8 @@ def load_encoder(path, sha256):
 
 
 def encode_batch(model_path, sha256, texts, hashes, check_all):
-    """BOS and tokens of each text; the texts must have these hashes. One of 64, or all, is decoded to check
-    it."""
+    """BOS and tokens of each text; the texts must have these hashes. SentencePiece decodes one of 64, or all,
+    to check it."""
     check_hashes(texts, hashes)
     encoder = load_encoder(model_path, sha256)
     return [encoder.document(text, check_all or key % 64 == 0) for text, key in zip(texts, hashes)]
@@ -1088,8 +1217,11 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
             (folder / "progress.json").unlink(missing_ok=True)
             print(f"{request.name} is there already: nothing to do")
             return None
-        partial.mkdir(parents=True, exist_ok=True)
         with locked(partial):
+            # another process may have finished it meanwhile
+            if folder.exists() and not force and is_complete(folder, request, fingerprint):
+                print(f"{request.name} is there already: nothing to do")
+                return None
             try:
                 manifest = write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, processes)
             except DataError:
@@ -1098,7 +1230,7 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
                 raise
             shutil.rmtree(old, ignore_errors=True)
             install(folder, tokenizer, partial, old)
-        (folder / "progress.json").unlink()
+        (folder / "progress.json").unlink(missing_ok=True)
     except KeyboardInterrupt:
         raise Stopped(f"interrupted; {again}") from None
     except BrokenProcessPool:
@@ -1110,20 +1242,6 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
     report(request, manifest, len(corpus.hashes) - corpus.unused, corpus.counts,
            f"{corpus.unused:,} documents of the val file not used")
     return manifest
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Hold a lock on the folder; DataError if another process has it. It ends with the process."""
-    import fcntl
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise DataError("another process is preparing this dataset") from None
-    finally:
-        os.close(handle)
 
 
 # --- command line --------------------------------------------------------------------------------------
