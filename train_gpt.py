@@ -5329,11 +5329,11 @@ def open_data(cfg: Config, log: Callable = print) -> Data:
                       f"({brief(error)}): {get_it}") from None
 
 def read_manifest(folder: Path, get_it: str, log: Callable) -> dict:
-    """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin of the folder."""
+    """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin."""
     path = folder / "manifest.json"
     if path.exists():
         return json.loads(path.read_bytes())
-    shards = sorted(folder.glob("*_*_*.bin"))
+    shards = sorted(folder.glob("[!.]*_*_*[0-9].bin"))
     if shards and folder.name in DATA_ARGUMENTS:
         log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
     return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}

@@ -6,9 +6,9 @@
 
 The embedded corpus is the .py source of four installed packages: the same text on every machine, without
 a network. Your own text is files, folders of files, or a pipe: plain text, and with a key or column `text`
-.jsonl, .json and .parquet, the first three also as .gz or .xz. inputs.py has what holds for all of them:
-encodings, hidden files, links. A null or empty `text` is no document, and their number is told; a missing
-one, or one that is no string, is refused.
+.jsonl, .json, .csv, .tsv and .parquet, all but the last also as .gz or .xz. inputs.py has what holds for all
+of them: encodings, hidden files, links, the cache of the Hugging Face hub. A null or empty `text` is no
+document, and their number is told; a missing one, or one that is no string, is refused.
 
 The input is read in several passes, so memory does not grow with it: hash every document and split by
 hash, train the tokenizer on a sample, encode to a scratch file, copy into shards in hash order. The result
@@ -27,6 +27,7 @@ import argparse
 import atexit
 import codecs
 import contextlib
+import csv
 import errno
 import hashlib
 import importlib.metadata
@@ -71,6 +72,7 @@ BATCH_BYTES = 4_000_000  # text encoded in one call
 PARQUET_VAL_BYTES = 50_000_000  # val from parquet, at most; some 10M tokens of English at vocabulary 32,768
 PARQUET_ROWS = 256  # rows read at a time
 PARQUET_BATCH = 1_000_000  # bytes of text that one process encodes in one call
+csv.field_size_limit(1 << 31)  # characters of one text in a .csv
 CACHED_WORDS = 1 << 18  # words whose tokens a process caches, some 50 MB
 BOS_ID = 1
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space; where a text has it, it is encoded as three bytes
@@ -89,6 +91,10 @@ LICENCE = re.compile(r"licen[cs]e|copyright|warrant|redistribut|all rights reser
 
 class DataError(Exception):
     """The input or the request cannot be used; the message is one sentence for the user."""
+
+
+class TooDeep(DataError):
+    """JSON that is valid, perhaps, but that Python does not read."""
 
 
 class Stopped(Exception):
@@ -181,14 +187,17 @@ def read_folder_file(raw, path, counts):
     yield from read_text_file(raw, path, counts, target)
 
 
+# Numbers are not read, and Python limits the digits of an integer, but not those of a float
+JSON = json.JSONDecoder(parse_int=float)
+
+
 def json_values(line):
     """The values of a line of JSON: one, or several where no line end but CR stands between them. Raises
     ValueError."""
     text = line.decode().removeprefix("\ufeff").strip()        # files with marks may have been joined
-    decoder = json.JSONDecoder()
     at = 0
     while at < len(text):
-        value, end = decoder.raw_decode(text, at)
+        value, end = JSON.raw_decode(text, at)
         yield value
         at = len(text) - len(text[end:].lstrip())
 
@@ -206,6 +215,7 @@ def text_of(row, counts):
     return text
 
 
+TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or leave them out"
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
@@ -214,6 +224,8 @@ def read_jsonl(raw, path, counts):
     for number, line in enumerate(inputs.text_stream(raw), 1):
         try:
             texts = [text_of(row, counts) for row in json_values(line)]
+        except RecursionError:
+            raise TooDeep(f"{path}: line {number} {TOO_DEEP}") from None
         except NO_ROW:
             raise DataError(f"{path}: line {number} is not a JSON object with a string `text`") from None
         yield from texts
@@ -222,12 +234,52 @@ def read_jsonl(raw, path, counts):
 def read_json(raw, path, counts):
     """The `text` of every object of a list, or of a single one; the file is held in memory."""
     try:
-        rows = json.loads(inputs.text_stream(raw).read())
+        rows = JSON.decode(inputs.text_stream(raw).read().decode().removeprefix("\ufeff"))
         rows = [rows] if isinstance(rows, dict) else rows
         texts = [text_of(row, counts) for row in rows]
+    except RecursionError:
+        raise TooDeep(f"{path} {TOO_DEEP}") from None
     except NO_ROW:
         raise DataError(f"{path} is no list or lines of JSON objects with a string `text`") from None
     yield from texts
+
+
+def csv_rows(raw, path):
+    """(rows as lists, the first of which is the header; place of the column `text` or None) of an open file.
+    The delimiter is the one that sets `text` apart in the first line: a comma, a tab or a semicolon."""
+    stream = inputs.text_stream(raw)
+    start = stream.peek()[:1 << 16]
+    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff")
+    for delimiter in ",\t;":
+        with contextlib.suppress(csv.Error):
+            header = next(csv.reader([first_line.strip("\r")], delimiter=delimiter), [])
+            if "text" in [name.strip() for name in header]:
+                lines = io.TextIOWrapper(stream, "utf-8", newline="")
+                return csv.reader(lines, delimiter=delimiter, strict=True), header
+    return None, []
+
+
+def read_csv(raw, path, counts):
+    """The column `text` of a table whose first line names the columns."""
+    rows, header = csv_rows(raw, path)
+    if rows is None:
+        raise DataError(f"{path} has no column `text` in its first line: name the column of the texts so, or "
+                        "name the file .txt to read it as it is")
+    place = [name.strip() for name in header].index("text")
+    try:
+        next(rows)
+        for row in rows:
+            if row and place >= len(row):
+                raise DataError(f"{path}: line {rows.line_num} has no `text`, which is column {place + 1}")
+            if row:
+                yield row[place]
+    except csv.Error as error:
+        raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt to "
+                        "read it as it is") from None
+    except UnicodeDecodeError as error:
+        if error.encoding != "utf-8":
+            raise
+        raise DataError(f"{path}: the text after line {rows.line_num} is not UTF-8") from None
 
 
 def read_python(raw, path, counts):
@@ -256,7 +308,7 @@ def read_parquet(raw, path, counts):
 
 
 READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jsonl, "json": read_json,
-           "python": read_python, "parquet": read_parquet}
+           "csv": read_csv, "python": read_python, "parquet": read_parquet}
 
 
 def documents(files, counts):
@@ -283,10 +335,12 @@ def documents(files, counts):
 # --- what the input files are --------------------------------------------------------------------------
 
 def form_of(path):
-    """What a file holds: "jsonl", "json", "parquet" or "text", by its name and, where that does not tell, by
-    its first lines; or the name of a compression or an archive that is not known here."""
+    """What a file holds: "jsonl", "json", "csv", "parquet" or "text", by its name and, where that does not
+    tell, by its first lines; or the name of a compression or an archive that is not known here."""
     with inputs.open_binary(path) as raw:
-        start = raw.read(16)
+        start = raw.read(32)
+    if start.startswith(b"version https://git-lfs."):
+        raise DataError(f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` gets that")
     packed = inputs.compression_of(start)
     name, _, suffix = path.name.lower().rpartition(".")
     if suffix not in ("gz", "xz"):
@@ -300,6 +354,8 @@ def form_of(path):
         return "parquet"
     if name.endswith((".jsonl", ".ndjson")):
         return "jsonl"
+    if name.endswith((".csv", ".tsv")):
+        return "csv"
     if name.endswith(".json"):
         return "jsonl" if is_rows(path) else "json"
     return "jsonl" if "." not in name and is_rows(path) else "text"
@@ -317,11 +373,22 @@ def is_rows(path):
 
 
 def is_json_text(path):
-    """Does a .json file hold texts, and nothing else?"""
-    with inputs.open_binary(path) as raw, contextlib.suppress(DataError, *inputs.DAMAGED):
-        for _ in read_json(raw, path, Counter()):
-            pass
-        return True
+    """Does a .json file hold texts, and nothing else? Raises TooDeep."""
+    with inputs.open_binary(path) as raw:
+        try:
+            for _ in read_json(raw, path, Counter()):
+                pass
+        except TooDeep:
+            raise
+        except (DataError, *inputs.DAMAGED):
+            return False
+    return True
+
+
+def is_csv_text(path):
+    """Does a .csv or .tsv file have a column `text`?"""
+    with inputs.open_binary(path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
+        return csv_rows(raw, path)[0] is not None
     return False
 
 
@@ -334,11 +401,22 @@ def copy_of_pipe(path):
     return folder / path.name
 
 
+def link_of(path):
+    """The file, or a link with its name to the one that it stands for; see inputs.link_as_text."""
+    target = inputs.link_as_text(path)
+    if target is None:
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="prepare-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / path.name).symlink_to(target.resolve())
+    return folder / path.name
+
+
 def named_file(path):
     """A file that the command line names, or the copy of a pipe."""
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    return path if path.is_file() else copy_of_pipe(path)
+    return link_of(path) if path.is_file() else copy_of_pipe(path)
 
 
 def find_file(path):
@@ -361,12 +439,14 @@ def find_in_folder(folder):
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
+        path = link_of(path)
         form = form_of(path)
-        if form == "text" or form == "json" and not is_json_text(path):
+        no_rows = form == "json" and not is_json_text(path) or form == "csv" and not is_csv_text(path)
+        if form == "text" or no_rows:
             form = "folder"
         if form in READERS:
             files.append((path, form))
-        elif re.search(r"\.(jsonl|ndjson|json|txt|md|parquet)\.\w+$", path.name.lower()):
+        elif re.search(r"\.(jsonl|ndjson|json|csv|tsv|txt|md|parquet)\.\w+$", path.name.lower()):
             raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
         else:
             left_out.append(path)
@@ -398,7 +478,7 @@ def find_parquet(paths):
         if path.is_dir():
             found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
             say_left_out([file for file in inside if file not in set(found)], "not *.parquet")
-            inside = found
+            inside = [link_of(file) for file in found]
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
         files += [(file, "parquet") for file in inside]
@@ -1297,8 +1377,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description="Text to tokenizer, token shards and manifest.")
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--text", nargs="+", metavar="PATH",
-                        help="files (text, .jsonl, .json, .parquet; .gz, .xz), folders or pipes; without it "
-                        "the embedded corpus")
+                        help="files (text, .jsonl, .json, .csv, .tsv, .parquet; .gz, .xz), folders or pipes; "
+                        "without it the embedded corpus")
     origin.add_argument("--parquet", nargs="+", metavar="PATH",
                         help="parquet files, or folders of them, with a column `text`")
     parser.add_argument("--name", help="of the dataset and its tokenizer")

@@ -97,6 +97,28 @@ def test_more_shards_than_files_that_may_be_open(tmp_path, few_files, monkeypatc
     assert found.shape == (1, 7) and len(loader.files) <= 10
 
 
+BESIDE = {      # what desktops and archives leave beside shards, and is it tokens?
+    "._a_train_000000.bin": False, "._a_val_000000.bin": False, ".DS_Store": False, "Thumbs.db": False,
+    "desktop.ini": False, "a_train_000000.bin:Zone.Identifier": False, "__MACOSX/._a_train_000000.bin": False,
+    "a_val_000000 (1).bin": True, "a_train_000000 - Copy.bin": True, "a_train_000000.bin.part": True}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_files_of_desktops_beside_shards(tmp_path, name):
+    """Without a manifest the shards are those of its pattern; a copy does not count twice."""
+    for shard, size in (("train_000000", 300), ("train_000001", 90), ("val_000000", 70)):
+        write_shard(tmp_path / f"a_{shard}.bin", np.arange(size) % 256)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    if BESIDE[name]:
+        write_shard(tmp_path / name, np.arange(200))
+    else:
+        (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(100))
+    cfg = toy_config(".", data_path=str(tmp_path), vocab_size=256, val_tokens=0, train_seq_len=32,
+                     train_batch_tokens=32, eval_context=0)
+    data = open_data(cfg, print)
+    assert [len(shard) for shard in data.train.values()] == [300, 90] and len(data.val) == 70
+
+
 # -------------------------------------------------------------------------------- the loader
 BOS, SIZES = 60_000, (101, 7, 50, 1, 64)
 DOCUMENTS = (3, 1, 9, 2, 2, 40, 5, 8, 1, 1, 30, 4, 17, 6, 1, 90, 3)
