@@ -274,8 +274,8 @@ def read_csv(raw, path, counts):
             if row:
                 yield row[place]
     except csv.Error as error:
-        raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt to "
-                        "read it as it is") from None
+        raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt "
+                        "to read it as it is") from None
     except UnicodeDecodeError as error:
         if error.encoding != "utf-8":
             raise
