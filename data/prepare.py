@@ -716,6 +716,15 @@ def piece_texts(sp):
     return texts
 
 
+def has_space(path):
+    """Does a tokenizer's file have a piece for the space? Older ones may lack it, and change text."""
+    try:
+        sp = spm.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError:
+        return False
+    return sp.piece_to_id(SPACE_MARK) != sp.unk_id()
+
+
 class WordEncoder(dict):
     """`encode` with a cache from a word to its tokens (uint16, as bytes): 3 times as fast on English on one
     processor. A word is spaces and what follows them. Encoding word by word gives the tokens of the whole
@@ -940,6 +949,7 @@ def is_complete(folder, request, fingerprint):
     if found != (request.source, request.vocab_size, fingerprint):
         raise DataError(f"{folder.name} exists with other text or another vocabulary; --force replaces it")
     return (tokenizer.is_file() and file_sha256(tokenizer) == manifest["tokenizer"]["sha256"]
+            and has_space(tokenizer)
             and all(path.is_file() and path.stat().st_size == size for path, size in shards))
 
 
@@ -1203,7 +1213,7 @@ def read_progress(partial, tokenizer, identity):
         if state["identity"] != identity:
             return None, []
         models = [path for path in (partial / "tokenizer.model", tokenizer)
-                  if path.is_file() and file_sha256(path) == state["tokenizer"]]
+                  if path.is_file() and file_sha256(path) == state["tokenizer"] and has_space(path)]
         if not models:
             return None, []
         shards = []

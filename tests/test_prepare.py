@@ -464,6 +464,24 @@ def test_every_document_decodes_to_itself(tmp_path, case, form):
     assert sp.decode(sp.encode("a b  c ")) == "a b  c "         # as a prompt is encoded
 
 
+def test_a_dataset_that_lost_its_spaces_is_made_again(tmp_path):
+    """As prepare.py made it before: complete by its sums, but its tokenizer has no piece for the space."""
+    texts, vocab_size = RARE_SPACES["in one short document of code"]
+    path = write_jsonl(tmp_path / "t.jsonl", texts)
+    command = ["--text", path, "--name", "toy", "--vocab-size", vocab_size, "--out", tmp_path]
+    model = train_tokenizer(TABS, vocab_size)
+    run(*command)
+    (tmp_path / "tokenizers/toy.model").write_bytes(model)
+    manifest = tmp_path / "datasets/toy/manifest.json"
+    about = json.loads(manifest.read_text())
+    about["tokenizer"]["sha256"] = hashlib.sha256(model).hexdigest()
+    manifest.write_text(json.dumps(about))
+    assert "already" not in run(*command)
+    found = [text for split in ("val", "train") for text in read_documents(tmp_path, "toy", split)]
+    assert sorted(found) == sorted({*texts})
+    assert "already" in run(*command)
+
+
 @pytest.mark.parametrize("form", ["--text", "--parquet"])
 @pytest.mark.parametrize("options", [
     dict(normalization_rule_name="nfkc"), dict(add_dummy_prefix=True, remove_extra_whitespaces=True),
@@ -557,6 +575,14 @@ def wait_for(condition):
     raise AssertionError("it did not happen within a minute")
 
 
+def until_it_waits(process):
+    """What it prints until then, or until its end."""
+    said = ""
+    while "waiting" not in said and (line := process.stdout.readline()):
+        said += line
+    return said
+
+
 @pytest.fixture
 def two(tmp_path, texts):
     """(command on a text, command on another one, both of the name `toy`)"""
@@ -571,7 +597,7 @@ def test_the_second_of_two_waits_for_the_first(tmp_path, two, function):
     first = start_paused(function, tmp_path / "p", *two[0])
     second = subprocess.Popen([fork_server.start(), SCRIPT, *map(str, two[0])], stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True)
-    said = second.stdout.readline()
+    said = until_it_waits(second)
     (tmp_path / "p.go").touch()
     out = first.communicate(timeout=60)[0], said + second.communicate(timeout=60)[0]
     assert (first.returncode, second.returncode) == (0, 0), out
@@ -587,7 +613,7 @@ def test_the_second_of_two_with_other_text(tmp_path, two, more, expect, words):
     first = start_paused("train_tokenizer", tmp_path / "p", *two[0])
     second = subprocess.Popen([fork_server.start(), SCRIPT, *map(str, two[1] + more)], stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True)
-    said = second.stdout.readline()
+    said = until_it_waits(second)
     (tmp_path / "p.go").touch()
     out = first.communicate(timeout=60)[0], said + second.communicate(timeout=60)[0]
     assert (first.returncode, second.returncode) == (0, expect) and words in out[1], out
@@ -600,7 +626,7 @@ def test_the_second_of_two_goes_on_where_the_first_is_killed(tmp_path, two):
     first = start_paused("write_shards", tmp_path / "p", *two[0])
     second = subprocess.Popen([fork_server.start(), SCRIPT, *map(str, two[0])], stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True)
-    second.stdout.readline()
+    until_it_waits(second)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     out = second.communicate(timeout=60)[0]
