@@ -5281,7 +5281,7 @@ class Data(NamedTuple):
     tokenizer: object  # SentencePieceProcessor, or None
     vocab_size: int
     bos: int  # token that begins a document
-    val_bytes: int | None  # UTF-8 bytes of the val text; None: unknown, so there is no val_bpb
+    val_bytes: int | None  # UTF-8 bytes of the val text; None: no val_bpb
     about: dict  # for result.json
     groups: dict = {}  # {shard's name: documents in each parquet row group}
 
@@ -5297,7 +5297,7 @@ def file_sha256(path: Path | str, stated: str | None = None) -> str:
     return digest
 
 BEGINNING = 64  # tokens that identify a document
-PROBES = 8  # places in each train shard whose documents are looked up in val
+PROBES = 8  # places in each train shard that are looked up in val
 PROBE_TOKENS = 1 << 14
 
 def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
@@ -5307,9 +5307,8 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
 
 def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> None:
-    """For datasets whose manifest lists no document hashes: samples documents of each train shard. Raises
-    Refused if at least nine, and at least a twentieth, of them are in val: web text repeats itself, but not
-    that much."""
+    """Where no document hashes are listed: samples documents of each train shard. Raises Refused if nine or
+    more, and a twentieth, of them are in val: web text repeats itself less."""
     known = set(beginnings(val, bos))
     for shard, tokens in train.items():
         sample = set()
@@ -5318,7 +5317,7 @@ def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> No
         both = len(sample & known)
         require(both < 9 or 20 * both < len(sample),
                 f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
-                "leave that shard out or prepare the data again")
+                "leave it out or prepare the data again")
 
 def open_data(cfg: Config, log: Callable = print) -> Data:
     """Opens and checks the dataset at cfg.data_path. Raises Refused; Missing if it is not there."""
@@ -5328,22 +5327,22 @@ def open_data(cfg: Config, log: Callable = print) -> Data:
         return read_dataset(cfg, folder, get_it, log)
     except Refused:
         raise
-    except Exception as error:  # a damaged file may raise anything
+    except Exception as error:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
 def read_manifest(folder: Path, get_it: str, log: Callable) -> dict:
-    """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin of the folder."""
+    """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin."""
     path = folder / "manifest.json"
     if path.exists():
         return json.loads(path.read_bytes())
-    shards = sorted(folder.glob("*_*_*.bin"))
+    shards = sorted(folder.glob("[!.]*_*_*[0-9].bin"))
     if shards and folder.name in DATA_ARGUMENTS:
         log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
     return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
 
 def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
-    """open_data(), but a damaged file may raise anything. get_it: advice to the user."""
+    """open_data(), but a damaged file may raise anything. get_it: advice."""
     # 1. the shards
     name = folder.name
     manifest = read_manifest(folder, get_it, log)
@@ -5375,9 +5374,11 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
         require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
     else:
         refuse_val_in_train(train, val, bos, name)
-    # 4. the bytes that val_bpb divides by, and the text's fingerprint
+    # 4. the bytes that val_bpb divides by, the fingerprint
     val_bytes = manifest.get("val_bytes")
     if tokenizer:
+        require(val_bytes or tokenizer.unk_id() not in val,
+                f"{name}: val has unknown text, so the manifest must state val_bytes")
         decoded = decoded_bytes(tokenizer, val, bos)
         val_bytes = decoded if val_bytes is None else val_bytes
         require(val_bytes == decoded or not (manifest.get("tokenizer") or {}).get("lossless"),

@@ -24,6 +24,7 @@ Exit 0: everything is there. 1: it failed, stderr says which file and why. 2: re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import difflib
 import hashlib
@@ -366,6 +367,10 @@ def count_val(sp, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if tokens.max() >= vocab_size:
         raise Failed(f"the val shards hold token {tokens.max()}, but the vocabulary has {vocab_size} tokens")
+    unknown = int(np.count_nonzero(tokens == sp.unk_id())) if sp else 0
+    if unknown:
+        raise Failed(f"{unknown:,} tokens of the val shards stand for text that the tokenizer does not know, "
+                     "so its bytes cannot be counted")
     documents = np.count_nonzero(tokens == bos_id) + (tokens[0] != bos_id)
     return decoded_bytes(sp, tokens, bos_id) if sp else None, int(documents)
 
@@ -670,6 +675,21 @@ def web_address(variable: str, default: str) -> str:
     raise Refused(f"{variable} must be an http:// or https:// address")
 
 
+@contextlib.contextmanager
+def alone(args: argparse.Namespace, folder: Path):
+    """Raises Refused if another process downloads the same source to the same place: both would append to the
+    same incomplete files."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(inputs.locked(folder))
+        except inputs.Busy:
+            raise Refused(f"another process is downloading {args.source} to {args.out}: the same command "
+                          "works when that has ended") from None
+        except OSError:
+            pass        # what cannot be written there, check_disk() says
+        yield
+
+
 def run(args: argparse.Namespace) -> str:
     """Do what the command line says; returns the summary."""
     try:
@@ -677,11 +697,15 @@ def run(args: argparse.Namespace) -> str:
         if args.source == "core":
             import yaml  # noqa: F401
             server = Server(args.tries, args.retry_delay, args.timeout)
-            return get_core(args, server, web_address("CORE_BUNDLE_URL", CORE_URL))
+            url = web_address("CORE_BUNDLE_URL", CORE_URL)
+            with alone(args, args.out / ".core_bundle.partial"):
+                return get_core(args, server, url)
         if args.source == "gpt2-vocab":
             server = Server(args.tries, args.retry_delay, args.timeout)
             server.described = "the server of GPT-2's vocabulary (or the one that GPT2_VOCAB_URL names)"
-            return get_gpt2_vocab(args, server, web_address("GPT2_VOCAB_URL", GPT2_VOCAB_URL))
+            url = web_address("GPT2_VOCAB_URL", GPT2_VOCAB_URL)
+            with alone(args, args.out / "tokenizers"):
+                return get_gpt2_vocab(args, server, url)
         import numpy, sentencepiece  # noqa: E401, F401
         source = SOURCES[args.source]
         if source.parquet:
@@ -693,7 +717,8 @@ def run(args: argparse.Namespace) -> str:
     endpoint = web_address("HF_ENDPOINT", ENDPOINT).rstrip("/")
     hub = Hub(endpoint, args.tries, args.retry_delay, args.timeout)
     get = get_parquet if source.parquet else get_tokens
-    return get(args, source, hub)
+    with alone(args, args.out / ("parquet" if source.parquet else "datasets") / source.name):
+        return get(args, source, hub)
 
 
 def main(argv=None) -> int:

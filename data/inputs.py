@@ -1,4 +1,5 @@
-"""How text comes in, for data/ and records/: one decoder, one way to open a file, one walk through a folder.
+"""How text comes in, for data/ and records/: one decoder, one way to open a file, one walk through a folder,
+one lock for a place where only one process may write.
 
 A text file is decoded by what its first bytes say: a byte order mark of UTF-8, UTF-16 or UTF-32, or without
 one the NULs that UTF-16 and UTF-32 put between plain letters. Every other file is UTF-8. Files that are
@@ -6,10 +7,13 @@ compressed by gzip or xz are known by their first bytes, too, whatever their nam
 tests/test_inputs.py refuses any other open() of input in these two folders.
 """
 import codecs
+import contextlib
+import errno
 import gzip
 import io
 import lzma
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -82,6 +86,56 @@ def steady_output():
         setattr(sys, name, text)
 
 
+class Busy(Exception):
+    """Another process holds the lock."""
+
+
+def lock(handle, wait):
+    """A lock on an open file, which ends with the process. Raises Busy, or waits where `wait` is a line to
+    print first. On file systems without locks there is none."""
+    import fcntl
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise Busy from None
+        print(wait, flush=True)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+@contextlib.contextmanager
+def locked(folder, wait=""):
+    """The folder, made if need be, as a place where one process works at a time; see lock(). What was made
+    goes again if it is empty in the end."""
+    folder = Path(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):    # the process before may have moved it away
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                lock(handle, wait)
+                if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                    break
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            # by now another process may have made a new one
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                for path in [folder, *made]:
+                    if path.exists():
+                        os.rmdir(path)
+        os.close(handle)
+
+
 def open_binary(path):
     return open(path, "rb")
 
@@ -140,10 +194,53 @@ def text_stream(raw):
     return io.BufferedReader(Utf8(raw), 1 << 20)
 
 
+# Names that desktops, archives, editors and Spark leave beside somebody's files
+NO_DATA = re.compile(r"(?i)thumbs\.db|ehthumbs(_vista)?\.db|desktop\.ini|icon\r|.*[:\uf03a]zone\.identifier"
+                     r"|~\$.*|.*~|_success|_(common_)?metadata|_(started|committed)_\d+|cachedir\.tag")
+NO_DATA_FOLDERS = {"__pycache__", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found",
+                   "@eaDir"}
+HUB_FOLDER = re.compile(r"(datasets|models|spaces)--.+")        # in the cache of the Hugging Face hub
+HUB_LINK = re.compile(r"(?:\.\./)+blobs/[0-9a-f]{40,64}\s*")
+
+
+def is_hub_folder(folder):
+    """Is it a repository's folder in the cache of the Hugging Face hub, with blobs/, refs/ and snapshots/?"""
+    return os.path.isdir(os.path.join(folder, "blobs")) and os.path.isdir(os.path.join(folder, "snapshots"))
+
+
+def wanted_names(here, folders, names):
+    """(folders, files) of a folder's that may hold somebody's text. A repository of the hub's cache holds it
+    in the snapshot that refs/main names, as links into blobs/."""
+    folders = [name for name in folders if not name.startswith(".") and name not in NO_DATA_FOLDERS]
+    names = [name for name in names if not name.startswith(".") and not NO_DATA.fullmatch(name)]
+    if is_hub_folder(here):
+        return ["snapshots"], []
+    repository, name = os.path.split(os.path.abspath(here))
+    main = Path(repository, "refs", "main")
+    if name == "snapshots" and is_hub_folder(repository) and main.is_file():
+        commit = read_text(main, "replace").strip()
+        folders = [name for name in folders if name == commit] or folders
+    if any(map(HUB_FOLDER.fullmatch, folders)):
+        names = [name for name in names if name != "version.txt"]
+    return folders, names
+
+
+def link_as_text(path):
+    """Where a link of the hub's cache became a file that holds its target, as it does on systems without
+    links: the file that it stands for; else None."""
+    if os.path.getsize(path) > 300:
+        return None
+    target = decode(read_bytes(path), "replace")
+    if not HUB_LINK.fullmatch(target):
+        return None
+    target = Path(os.path.dirname(path), target.strip())
+    return target if target.is_file() else None
+
+
 def files_below(folder, follow=True):
     """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
-    and folders and __pycache__ are passed over. A linked folder or file is there once, wherever else it is
-    linked or lies; without `follow` what linked folders hold isn't."""
+    and folders are passed over, and those that desktops and archives add. A linked folder or file is there
+    once, wherever else it is linked or lies; without `follow` what linked folders hold isn't."""
     def refuse(error):
         raise error
 
@@ -154,10 +251,10 @@ def files_below(folder, follow=True):
     seen = {key(folder)}
     for here, folders, names in os.walk(folder, onerror=refuse, followlinks=follow):
         chosen = []
-        for name in sorted(folders):
+        wanted, names = wanted_names(here, folders, names)
+        for name in sorted(wanted):
             path = os.path.join(here, name)
-            hidden = name.startswith(".") or name == "__pycache__"
-            if hidden or os.path.islink(path) and not follow or key(path) in seen:
+            if os.path.islink(path) and not follow or key(path) in seen:
                 continue
             seen.add(key(path))
             chosen.append(name)
@@ -165,6 +262,6 @@ def files_below(folder, follow=True):
         for name in sorted(names):
             path = Path(here, name)
             there = os.path.exists(path)        # no link to nowhere
-            if not name.startswith(".") and not (there and key(path) in seen):
+            if not (there and key(path) in seen):
                 seen |= {key(path)} if there else set()
                 yield path

@@ -6,9 +6,9 @@
 
 The embedded corpus is the .py source of four installed packages: the same text on every machine, without
 a network. Your own text is files, folders of files, or a pipe: plain text, and with a key or column `text`
-.jsonl, .json and .parquet, the first three also as .gz or .xz. inputs.py has what holds for all of them:
-encodings, hidden files, links. A null or empty `text` is no document, and their number is told; a missing
-one, or one that is no string, is refused.
+.jsonl, .json, .csv, .tsv and .parquet, all but the last also as .gz or .xz. inputs.py has what holds for all
+of them: encodings, hidden files, links, the cache of the Hugging Face hub. A null or empty `text` is no
+document, and their number is told; a missing one, or one that is no string, is refused.
 
 The input is read in several passes, so memory does not grow with it: hash every document and split by
 hash, train the tokenizer on a sample, encode to a scratch file, copy into shards in hash order. The result
@@ -27,6 +27,7 @@ import argparse
 import atexit
 import codecs
 import contextlib
+import csv
 import errno
 import hashlib
 import importlib.metadata
@@ -44,7 +45,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,9 +72,12 @@ BATCH_BYTES = 4_000_000  # text encoded in one call
 PARQUET_VAL_BYTES = 50_000_000  # val from parquet, at most; some 10M tokens of English at vocabulary 32,768
 PARQUET_ROWS = 256  # rows read at a time
 PARQUET_BATCH = 1_000_000  # bytes of text that one process encodes in one call
+csv.field_size_limit(1 << 31)  # characters of one text in a .csv
 CACHED_WORDS = 1 << 18  # words whose tokens a process caches, some 50 MB
 BOS_ID = 1
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space; where a text has it, it is encoded as three bytes
+RARE_SPACES = 0.002  # share of characters below which coverage might leave the space without a piece
+LEAST_VOCAB = 260  # three reserved pieces, the bytes and the space
 
 PACKAGES = ("numpy", "scipy", "sympy", "networkx")
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -87,6 +91,10 @@ LICENCE = re.compile(r"licen[cs]e|copyright|warrant|redistribut|all rights reser
 
 class DataError(Exception):
     """The input or the request cannot be used; the message is one sentence for the user."""
+
+
+class TooDeep(DataError):
+    """JSON that is valid, perhaps, but that Python does not read."""
 
 
 class Stopped(Exception):
@@ -179,14 +187,17 @@ def read_folder_file(raw, path, counts):
     yield from read_text_file(raw, path, counts, target)
 
 
+# Numbers are not read, and Python limits the digits of an integer, but not those of a float
+JSON = json.JSONDecoder(parse_int=float)
+
+
 def json_values(line):
     """The values of a line of JSON: one, or several where no line end but CR stands between them. Raises
     ValueError."""
     text = line.decode().removeprefix("\ufeff").strip()        # files with marks may have been joined
-    decoder = json.JSONDecoder()
     at = 0
     while at < len(text):
-        value, end = decoder.raw_decode(text, at)
+        value, end = JSON.raw_decode(text, at)
         yield value
         at = len(text) - len(text[end:].lstrip())
 
@@ -204,6 +215,7 @@ def text_of(row, counts):
     return text
 
 
+TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or leave them out"
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
@@ -212,6 +224,8 @@ def read_jsonl(raw, path, counts):
     for number, line in enumerate(inputs.text_stream(raw), 1):
         try:
             texts = [text_of(row, counts) for row in json_values(line)]
+        except RecursionError:
+            raise TooDeep(f"{path}: line {number} {TOO_DEEP}") from None
         except NO_ROW:
             raise DataError(f"{path}: line {number} is not a JSON object with a string `text`") from None
         yield from texts
@@ -220,12 +234,52 @@ def read_jsonl(raw, path, counts):
 def read_json(raw, path, counts):
     """The `text` of every object of a list, or of a single one; the file is held in memory."""
     try:
-        rows = json.loads(inputs.text_stream(raw).read())
+        rows = JSON.decode(inputs.text_stream(raw).read().decode().removeprefix("\ufeff"))
         rows = [rows] if isinstance(rows, dict) else rows
         texts = [text_of(row, counts) for row in rows]
+    except RecursionError:
+        raise TooDeep(f"{path} {TOO_DEEP}") from None
     except NO_ROW:
         raise DataError(f"{path} is no list or lines of JSON objects with a string `text`") from None
     yield from texts
+
+
+def csv_rows(raw, path):
+    """(rows as lists, the first of which is the header; place of the column `text` or None) of an open file.
+    The delimiter is the one that sets `text` apart in the first line: a comma, a tab or a semicolon."""
+    stream = inputs.text_stream(raw)
+    start = stream.peek()[:1 << 16]
+    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff")
+    for delimiter in ",\t;":
+        with contextlib.suppress(csv.Error):
+            header = next(csv.reader([first_line.strip("\r")], delimiter=delimiter), [])
+            if "text" in [name.strip() for name in header]:
+                lines = io.TextIOWrapper(stream, "utf-8", newline="")
+                return csv.reader(lines, delimiter=delimiter, strict=True), header
+    return None, []
+
+
+def read_csv(raw, path, counts):
+    """The column `text` of a table whose first line names the columns."""
+    rows, header = csv_rows(raw, path)
+    if rows is None:
+        raise DataError(f"{path} has no column `text` in its first line: name the column of the texts so, or "
+                        "name the file .txt to read it as it is")
+    place = [name.strip() for name in header].index("text")
+    try:
+        next(rows)
+        for row in rows:
+            if row and place >= len(row):
+                raise DataError(f"{path}: line {rows.line_num} has no `text`, which is column {place + 1}")
+            if row:
+                yield row[place]
+    except csv.Error as error:
+        raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt "
+                        "to read it as it is") from None
+    except UnicodeDecodeError as error:
+        if error.encoding != "utf-8":
+            raise
+        raise DataError(f"{path}: the text after line {rows.line_num} is not UTF-8") from None
 
 
 def read_python(raw, path, counts):
@@ -254,7 +308,7 @@ def read_parquet(raw, path, counts):
 
 
 READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jsonl, "json": read_json,
-           "python": read_python, "parquet": read_parquet}
+           "csv": read_csv, "python": read_python, "parquet": read_parquet}
 
 
 def documents(files, counts):
@@ -281,10 +335,12 @@ def documents(files, counts):
 # --- what the input files are --------------------------------------------------------------------------
 
 def form_of(path):
-    """What a file holds: "jsonl", "json", "parquet" or "text", by its name and, where that does not tell, by
-    its first lines; or the name of a compression or an archive that is not known here."""
+    """What a file holds: "jsonl", "json", "csv", "parquet" or "text", by its name and, where that does not
+    tell, by its first lines; or the name of a compression or an archive that is not known here."""
     with inputs.open_binary(path) as raw:
-        start = raw.read(16)
+        start = raw.read(32)
+    if start.startswith(b"version https://git-lfs."):
+        raise DataError(f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` gets that")
     packed = inputs.compression_of(start)
     name, _, suffix = path.name.lower().rpartition(".")
     if suffix not in ("gz", "xz"):
@@ -298,6 +354,8 @@ def form_of(path):
         return "parquet"
     if name.endswith((".jsonl", ".ndjson")):
         return "jsonl"
+    if name.endswith((".csv", ".tsv")):
+        return "csv"
     if name.endswith(".json"):
         return "jsonl" if is_rows(path) else "json"
     return "jsonl" if "." not in name and is_rows(path) else "text"
@@ -315,11 +373,22 @@ def is_rows(path):
 
 
 def is_json_text(path):
-    """Does a .json file hold texts, and nothing else?"""
-    with inputs.open_binary(path) as raw, contextlib.suppress(DataError, *inputs.DAMAGED):
-        for _ in read_json(raw, path, Counter()):
-            pass
-        return True
+    """Does a .json file hold texts, and nothing else? Raises TooDeep."""
+    with inputs.open_binary(path) as raw:
+        try:
+            for _ in read_json(raw, path, Counter()):
+                pass
+        except TooDeep:
+            raise
+        except (DataError, *inputs.DAMAGED):
+            return False
+    return True
+
+
+def is_csv_text(path):
+    """Does a .csv or .tsv file have a column `text`?"""
+    with inputs.open_binary(path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
+        return csv_rows(raw, path)[0] is not None
     return False
 
 
@@ -332,11 +401,22 @@ def copy_of_pipe(path):
     return folder / path.name
 
 
+def link_of(path):
+    """The file, or a link with its name to the one that it stands for; see inputs.link_as_text."""
+    target = inputs.link_as_text(path)
+    if target is None:
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="prepare-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / path.name).symlink_to(target.resolve())
+    return folder / path.name
+
+
 def named_file(path):
     """A file that the command line names, or the copy of a pipe."""
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    return path if path.is_file() else copy_of_pipe(path)
+    return link_of(path) if path.is_file() else copy_of_pipe(path)
 
 
 def find_file(path):
@@ -359,12 +439,14 @@ def find_in_folder(folder):
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
+        path = link_of(path)
         form = form_of(path)
-        if form == "text" or form == "json" and not is_json_text(path):
+        no_rows = form == "json" and not is_json_text(path) or form == "csv" and not is_csv_text(path)
+        if form == "text" or no_rows:
             form = "folder"
         if form in READERS:
             files.append((path, form))
-        elif re.search(r"\.(jsonl|ndjson|json|txt|md|parquet)\.\w+$", path.name.lower()):
+        elif re.search(r"\.(jsonl|ndjson|json|csv|tsv|txt|md|parquet)\.\w+$", path.name.lower()):
             raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
         else:
             left_out.append(path)
@@ -396,7 +478,7 @@ def find_parquet(paths):
         if path.is_dir():
             found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
             say_left_out([file for file in inside if file not in set(found)], "not *.parquet")
-            inside = found
+            inside = [link_of(file) for file in found]
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
         files += [(file, "parquet") for file in inside]
@@ -528,38 +610,84 @@ def training_sentences(texts):
             start = stop
 
 
+class TooSmall(Exception):
+    """The text gives no vocabulary of the size; `largest` is the largest that it gives."""
+
+    def __init__(self, largest):
+        super().__init__(largest)
+        self.largest = largest
+
+
+class TooManyCharacters(Exception):
+    """The vocabulary cannot hold every byte and a piece for each character of the text."""
+
+
 def train_tokenizer(texts, vocab_size):
-    """SentencePiece BPE model as bytes; the same list of texts gives the same bytes. The percentages below
-    are changes in tokens per byte of held-out code at vocabulary 1,024 / 4,096; on English the signs are
-    the same and the changes smaller."""
+    """SentencePiece BPE model as bytes; the same list of texts gives the same bytes. Where the vocabulary
+    has no room for all characters of the text, the rarer ones are bytes."""
+    spaces = sum(text.count(" ") for text in texts)
+    needs_space = spaces < RARE_SPACES * sum(map(len, texts))
+    try:
+        try:
+            return train_bpe(texts, vocab_size, needs_space)
+        except TooManyCharacters:
+            return train_on_frequent(texts, vocab_size, needs_space)
+    except TooSmall as error:
+        raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
+                        f"size is {error.largest}") from None
+
+
+def train_on_frequent(texts, vocab_size, needs_space):
+    """The same with pieces for the most frequent characters only: half of the vocabulary, or more where the
+    text does not give that many longer pieces. Raises TooSmall."""
+    room = vocab_size - LEAST_VOCAB + 1
+    counts = Counter(itertools.chain.from_iterable(texts))
+    frequent = sorted(counts, key=lambda char: (-counts[char], char))
+    most = max(1, room // 2)
+    coverage = 0.999
+    while True:
+        kept = frequent[:most]
+        if needs_space or " " not in kept:      # it has a piece, too
+            needs_space = True
+            kept = [char for char in frequent if char != " "][:most - 1] + [" "]
+        without_piece = dict.fromkeys(map(ord, counts.keys() - set(kept)), "\0")
+        shorter = [text.translate(without_piece) for text in texts]
+        try:
+            return train_bpe(shorter, vocab_size, needs_space, coverage)
+        except TooSmall as error:
+            if most >= room:
+                raise
+            most = min(room, most + vocab_size - error.largest)
+            coverage = 1.0
+
+
+def train_bpe(texts, vocab_size, needs_space, coverage=0.999):
+    """One SentencePiece model, as bytes. needs_space: give the space a piece though it is rare in the text.
+    Raises TooSmall and TooManyCharacters. The percentages below are changes in tokens per byte of held-out
+    code at vocabulary 1,024 / 4,096; on English the signs are the same and the changes smaller."""
     model = io.BytesIO()
+    sentences = training_sentences(texts)
+    first = next(sentences, " ")        # the trainer refuses an empty text
+    options = {"required_chars": SPACE_MARK} if needs_space else {}
     try:
         spm.SentencePieceTrainer.train(
-            sentence_iterator=training_sentences(texts), model_writer=model, model_type="bpe",
+            sentence_iterator=itertools.chain([first], sentences), model_writer=model, model_type="bpe",
             vocab_size=vocab_size, byte_fallback=True, unk_id=0, bos_id=BOS_ID, eos_id=2, pad_id=-1,
             normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,  # indentation
             split_by_unicode_script=False, split_by_number=False,  # -2 % / -6 %
             split_digits=False,  # on: +3 % / +7 %
             split_by_whitespace=True,  # off: -2 % / -8 %, but a trigram model's bpb is 0.6 % / 1.7 % worse
-            character_coverage=0.999,  # rarer characters are bytes; 1.0: +3 %
+            character_coverage=coverage,  # at 0.999 rarer characters are bytes; 1.0: +3 %
             max_sentence_length=1 << 14, minloglevel=3,
-            num_threads=2)  # fixed, because the model file contains it
+            num_threads=2, **options)  # threads are fixed, because the model file contains their number
     except RuntimeError as error:
         message = str(error)
         if limit := re.search(r"value <= (\d+)", message):
-            raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
-                            f"size is {limit[1]}") from None
+            raise TooSmall(int(limit[1])) from None
         if "Vocabulary size is smaller than required_chars" in message:
-            most = (vocab_size - 259) // 2  # characters that get a piece; the other half is longer pieces
-            if most < 1:
-                raise DataError(f"a vocabulary of {vocab_size} cannot hold every byte and a few characters: "
-                                "the smallest possible size is 261") from None
-            counts = Counter(itertools.chain.from_iterable(texts))
-            rare = sorted(counts, key=lambda char: (-counts[char], char))[most:]
-            return train_tokenizer([text.translate(dict.fromkeys(map(ord, rare), "\0")) for text in texts],
-                                   vocab_size)
-        raise DataError(f"no tokenizer can be trained on this text: {message}") from None
+            raise TooManyCharacters from None
+        raise DataError("no tokenizer can be trained on this text: more or other text may do") from None
     return model.getvalue()
 
 
@@ -573,6 +701,30 @@ def encode(sp, text):
     return ids
 
 
+def piece_texts(sp):
+    """The bytes that each token stands for; b"" where it stands for none. A tokenizer that train_tokenizer
+    made decodes to them, one after the other."""
+    texts = []
+    for token in range(sp.vocab_size()):
+        piece = sp.id_to_piece(token)
+        if sp.is_byte(token):
+            texts.append(bytes([int(piece[3:5], 16)]))
+        elif sp.is_control(token) or sp.is_unknown(token):
+            texts.append(b"")
+        else:
+            texts.append(piece.replace(SPACE_MARK, " ").encode())
+    return texts
+
+
+def has_space(path):
+    """Does a tokenizer's file have a piece for the space? Older ones may lack it, and change text."""
+    try:
+        sp = spm.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError:
+        return False
+    return sp.piece_to_id(SPACE_MARK) != sp.unk_id()
+
+
 class WordEncoder(dict):
     """`encode` with a cache from a word to its tokens (uint16, as bytes): 3 times as fast on English on one
     processor. A word is spaces and what follows them. Encoding word by word gives the tokens of the whole
@@ -581,29 +733,45 @@ class WordEncoder(dict):
 
     def __init__(self, sp):
         self.sp = sp
+        self.texts = piece_texts(sp)
         pieces = (sp.id_to_piece(i) for i in range(sp.vocab_size()))
         crosses_words = any(re.search(f"[^{SPACE_MARK}]{SPACE_MARK}", piece) for piece in pieces)
         self.words = re.compile("(?s).+" if crosses_words else " *[^ ]+| +")
 
     def __missing__(self, word):
         ids = encode(self.sp, word) if SPACE_MARK in word else self.sp.encode(word)
+        if b"".join(map(self.texts.__getitem__, ids)) != word.encode():
+            raise Changed
         tokens = np.array(ids, "<u2").tobytes()
         if len(self) < CACHED_WORDS and len(word) < 40:
             self[word] = tokens
         return tokens
 
     def document(self, text, check):
-        """BOS and tokens as a uint16 array; with `check`, DataError unless they decode to the same text."""
-        tokens = b"".join(map(self.__getitem__, self.words.findall(text)))
+        """BOS and tokens as a uint16 array. DataError unless the tokens of each word are its bytes; with
+        `check` SentencePiece decodes the whole document besides."""
+        try:
+            tokens = b"".join(map(self.__getitem__, self.words.findall(text)))
+        except Changed:
+            raise changed(text) from None
         tokens = np.frombuffer(np.array(BOS_ID, "<u2").tobytes() + tokens, "<u2")
         if check:
             check_lossless(self.sp, tokens[1:].tolist(), text)
         return tokens
 
 
+class Changed(Exception):
+    """The tokens of a word are not its bytes."""
+
+
 def check_lossless(sp, ids, text):
     if sp.decode(ids) != text:
-        raise DataError(f"the document {text[:40]!r}... does not survive the tokenizer")
+        raise changed(text)
+
+
+def changed(text):
+    return DataError(f"the tokenizer would change the document that begins with {text[:40]!r}: leave it out, "
+                     "and please report it")
 
 
 def reread(files, hashes):
@@ -617,33 +785,55 @@ def reread(files, hashes):
         raise DataError("the input changed while it was being read")
 
 
-def encode_corpus(sp, files, hashes, sizes, order, n_val, scratch):
-    """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
-    (start, length) of each, in tokens. Val, and one of 64 train documents, is decoded to check it."""
-    keep, check = np.zeros(len(hashes), bool), hashes % 64 == 0
-    keep[order] = True
-    check[order[:n_val]] = True
-    start, length = np.zeros((2, len(hashes)), np.int64)
-    progress, last = Progress("encoding", int(sizes[keep].sum())), np.flatnonzero(keep)[-1]
-    batch, batch_bytes, done, written = {}, 0, 0, 0  # batch: {index: text}
+def batches_of(files, hashes, sizes, keep):
+    """{index: text} of the documents that are kept, in reading order, about BATCH_BYTES at a time."""
+    last = np.flatnonzero(keep)[-1]
+    batch = {}
+    batch_bytes = 0
     for index, text in reread(files, hashes):
-        if not keep[index]:
-            continue
-        batch[index] = text
-        batch_bytes += int(sizes[index])
-        if batch_bytes < BATCH_BYTES and index < last:
-            continue
-        plain = ["" if SPACE_MARK in text else text for text in batch.values()]
-        for (i, text), ids in zip(batch.items(), sp.encode(plain, num_threads=os.cpu_count())):
-            ids = encode(sp, text) if SPACE_MARK in text else ids
-            if check[i]:
-                check_lossless(sp, ids, text)
-            start[i], length[i] = written, len(ids) + 1
+        if keep[index]:
+            batch[index] = text
+            batch_bytes += int(sizes[index])
+        if batch and (batch_bytes >= BATCH_BYTES or index == last):
+            yield batch
+            batch = {}
+            batch_bytes = 0
+
+
+def encoded(sp, batches):
+    """(batch, tokens of each of its texts, as lists). The next batch is encoded meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = []
+        for batch in batches:
+            plain = ["" if SPACE_MARK in text else text for text in batch.values()]
+            waiting.append((batch, pool.submit(sp.encode, plain, num_threads=os.cpu_count())))
+            if len(waiting) == 2:
+                before, tokens = waiting.pop(0)
+                yield before, tokens.result()
+        for before, tokens in waiting:
+            yield before, tokens.result()
+
+
+def encode_corpus(sp, files, hashes, sizes, order, scratch):
+    """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
+    (start, length) of each, in tokens. Each document is decoded to check it."""
+    keep = np.zeros(len(hashes), bool)
+    keep[order] = True
+    start, length = np.zeros((2, len(hashes)), np.int64)
+    progress = Progress("encoding", int(sizes[keep].sum()))
+    done = written = 0
+    for batch, found in encoded(sp, batches_of(files, hashes, sizes, keep)):
+        texts = list(batch.values())
+        found = [encode(sp, text) if SPACE_MARK in text else ids for text, ids in zip(texts, found)]
+        for text, decoded in zip(texts, sp.decode(found, num_threads=os.cpu_count())):
+            if decoded != text:
+                raise changed(text)
+        for index, ids in zip(batch, found):
+            start[index] = written
+            length[index] = len(ids) + 1
             written += len(ids) + 1
-            scratch.write(np.array([BOS_ID, *ids], "<u2").tobytes())
-        done += batch_bytes
-        batch_bytes = 0
-        batch.clear()
+            scratch.write(np.array(array("H", [BOS_ID, *ids]), "<u2").tobytes())
+            done += int(sizes[index])
         progress.update(done)
     progress.close()
     return start, length
@@ -710,7 +900,7 @@ def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tok
     sp = spm.SentencePieceProcessor(model_proto=model)
 
     with open(folder / "tokens.scratch", "w+b") as scratch:
-        start, length = encode_corpus(sp, files, hashes, sizes, order, n_val, scratch)
+        start, length = encode_corpus(sp, files, hashes, sizes, order, scratch)
         progress, entries = Progress("writing", int(length.sum())), []
         written = np.concatenate([[0], length[order].cumsum()])
 
@@ -759,6 +949,7 @@ def is_complete(folder, request, fingerprint):
     if found != (request.source, request.vocab_size, fingerprint):
         raise DataError(f"{folder.name} exists with other text or another vocabulary; --force replaces it")
     return (tokenizer.is_file() and file_sha256(tokenizer) == manifest["tokenizer"]["sha256"]
+            and has_space(tokenizer)
             and all(path.is_file() and path.stat().st_size == size for path, size in shards))
 
 
@@ -767,8 +958,11 @@ def layout(request, out):
     replaces); DataError if the request is invalid."""
     if not re.fullmatch(r"\w[\w.-]*", request.name):
         raise DataError(f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only")
-    if not 1 <= request.vocab_size <= 65536:
-        raise DataError(f"--vocab-size {request.vocab_size} is outside 1..65536, the range of uint16")
+    if request.vocab_size > 65536:
+        raise DataError(f"--vocab-size {request.vocab_size} is beyond 65536, the range of uint16")
+    if request.vocab_size < LEAST_VOCAB:
+        raise DataError(f"--vocab-size {request.vocab_size} cannot hold every byte and the space: the "
+                        f"smallest possible size is {LEAST_VOCAB}")
     if request.val_bytes < 1:
         raise DataError(f"--val-bytes {request.val_bytes} is not positive")
     datasets = Path(out, "datasets")
@@ -784,6 +978,25 @@ def install(folder, tokenizer, partial, old):
     os.replace(partial / "tokenizer.model", tokenizer)
     os.replace(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(partial, wait=False):
+    """inputs.locked() for the folder of an unfinished dataset. DataError if another process writes there."""
+    about = "another process is preparing this dataset"
+    try:
+        with inputs.locked(partial, f"{about}: waiting for it" if wait else ""):
+            yield
+    except inputs.Busy:
+        raise DataError(f"{about}: the same command works when that has ended") from None
+
+
+def remove_leftovers(partial, old):
+    """Removes what a killed run left beside a finished dataset, unless another process writes there now."""
+    if partial.exists() or old.exists():
+        with contextlib.suppress(inputs.Busy, OSError), inputs.locked(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def report(request, manifest, documents_read, counts, *also_dropped):
@@ -805,9 +1018,6 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
     already. DataError if that is impossible."""
     folder, tokenizer, partial, old = layout(request, out)
-    for leftover in partial, old:
-        shutil.rmtree(leftover, ignore_errors=True)
-
     counts, files, val_hashes = Counter(), request.files, None
     hashes, sizes = scan(files, counts)
     if request.val_files is not None:
@@ -818,15 +1028,24 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     fingerprint = text_fingerprint(hashes[order[:n_val]], hashes[order[n_val:]])
     if folder.exists() and not force and is_complete(folder, request, fingerprint):
         print(f"{request.name} is there already: nothing to do")
+        remove_leftovers(partial, old)
         return None
 
-    partial.mkdir(parents=True)
-    try:
-        manifest = write_dataset(request, partial, files, hashes, sizes, order, n_val, shard_tokens)
-        install(folder, tokenizer, partial, old)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    with locked(partial, wait=True):
+        # another process may have finished it meanwhile
+        if folder.exists() and not force and is_complete(folder, request, fingerprint):
+            print(f"{request.name} is there already: nothing to do")
+            return None
+        try:
+            for path in partial.iterdir():      # what a killed run left
+                path.unlink()
+            manifest = write_dataset(request, partial, files, hashes, sizes, order, n_val, shard_tokens)
+            shutil.rmtree(old, ignore_errors=True)
+            install(folder, tokenizer, partial, old)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+            raise
     report(request, manifest, len(hashes), counts, f"{counts['binary']:,} binary files skipped",
            f"{counts['surrogates']:,} lone surrogates replaced")
     return manifest
@@ -899,8 +1118,8 @@ def load_encoder(path, sha256):
 
 
 def encode_batch(model_path, sha256, texts, hashes, check_all):
-    """BOS and tokens of each text; the texts must have these hashes. One of 64, or all, is decoded to check
-    it."""
+    """BOS and tokens of each text; the texts must have these hashes. SentencePiece decodes one of 64, or all,
+    to check it."""
     check_hashes(texts, hashes)
     encoder = load_encoder(model_path, sha256)
     return [encoder.document(text, check_all or key % 64 == 0) for text, key in zip(texts, hashes)]
@@ -994,7 +1213,7 @@ def read_progress(partial, tokenizer, identity):
         if state["identity"] != identity:
             return None, []
         models = [path for path in (partial / "tokenizer.model", tokenizer)
-                  if path.is_file() and file_sha256(path) == state["tokenizer"]]
+                  if path.is_file() and file_sha256(path) == state["tokenizer"] and has_space(path)]
         if not models:
             return None, []
         shards = []
@@ -1088,8 +1307,11 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
             (folder / "progress.json").unlink(missing_ok=True)
             print(f"{request.name} is there already: nothing to do")
             return None
-        partial.mkdir(parents=True, exist_ok=True)
         with locked(partial):
+            # another process may have finished it meanwhile
+            if folder.exists() and not force and is_complete(folder, request, fingerprint):
+                print(f"{request.name} is there already: nothing to do")
+                return None
             try:
                 manifest = write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, processes)
             except DataError:
@@ -1098,7 +1320,7 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
                 raise
             shutil.rmtree(old, ignore_errors=True)
             install(folder, tokenizer, partial, old)
-        (folder / "progress.json").unlink()
+        (folder / "progress.json").unlink(missing_ok=True)
     except KeyboardInterrupt:
         raise Stopped(f"interrupted; {again}") from None
     except BrokenProcessPool:
@@ -1110,20 +1332,6 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
     report(request, manifest, len(corpus.hashes) - corpus.unused, corpus.counts,
            f"{corpus.unused:,} documents of the val file not used")
     return manifest
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Hold a lock on the folder; DataError if another process has it. It ends with the process."""
-    import fcntl
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise DataError("another process is preparing this dataset") from None
-    finally:
-        os.close(handle)
 
 
 # --- command line --------------------------------------------------------------------------------------
@@ -1179,8 +1387,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description="Text to tokenizer, token shards and manifest.")
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--text", nargs="+", metavar="PATH",
-                        help="files (text, .jsonl, .json, .parquet; .gz, .xz), folders or pipes; without it "
-                        "the embedded corpus")
+                        help="files (text, .jsonl, .json, .csv, .tsv, .parquet; .gz, .xz), folders or pipes; "
+                        "without it the embedded corpus")
     origin.add_argument("--parquet", nargs="+", metavar="PATH",
                         help="parquet files, or folders of them, with a column `text`")
     parser.add_argument("--name", help="of the dataset and its tokenizer")

@@ -17,7 +17,9 @@ import source
 from checks import DAMAGE, LOOK_ONLY, check
 from folders import TRACKS, Folder
 from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from runs import DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, inputs, p_term, test_target
+from runs import (
+    DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, identity, inputs, p_term, recipe_of,
+    same_losses, test_target)
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record
@@ -145,7 +147,7 @@ def run_findings(folder, game):
         if not good:
             found.setdefault((rank, kind), []).append(f"{run.file}: {text}")
 
-    for run in folder.runs:
+    for number, run in enumerate(folder.runs):
         total, ranks = run.facts.get("bytes_total", 0), int(run.facts.get("world_size", 0))
         hardware = run.facts.get("hardware", "")
         add(not game.byte_cap or not run.finished or total <= game.byte_cap, CONTRADICTION, "size",
@@ -165,6 +167,14 @@ def run_findings(folder, game):
         twice = run.seed != other.seed and -1 not in (run.seed, other.seed)
         add(other is run or not exact and len(run.curves["val"]) < 2, CONTRADICTION if twice else FORMALITY,
             "same", f"the same run as {other.file}")
+        for other in [one for one in folder.runs[:number] if identity(one) != identity(run) and one.finished]:
+            known = -1 not in (run.seed, other.seed)
+            add(exact or not same_losses(run, other),
+                CONTRADICTION if known and run.seed != other.seed else FORMALITY, "losses",
+                f"the losses are those of {other.file}")
+            again = known and run.seed == other.seed and recipe_of(run) == recipe_of(other)
+            add(not again or not run.finished, FORMALITY, "seed again",
+                f"seed {run.seed} is also that of {other.file}, by the same script")
     for (rank, _), texts in found.items():
         yield from first_of([Finding(rank, text) for text in texts])
 

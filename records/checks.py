@@ -24,7 +24,7 @@ from folders import (
     KEYS, NEWEST, NOTES, ROOT, RULES, best_before, change_text, code_diff, computed, read_json, records_of,
     render, sha256, shared_config, summary_of, track_of)
 from runs import (
-    RESUMED, Refused, describe, inputs, log_text, split_log, test_line, test_target, test_welch)
+    RESUMED, Refused, describe, inputs, log_text, same_losses, split_log, test_line, test_target, test_welch)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an artifact
@@ -349,7 +349,9 @@ def check_runs(folder, options):
 def check_distinct(folder, options):
     """No run is there twice, no seed is used twice."""
     seeds, scores = {}, {}
-    for run in folder.runs:
+    for i, run in enumerate(folder.runs):
+        for other in folder.runs[:i]:
+            require(not same_losses(run, other), f"{run.file} is the same run as {other.file}, by its losses")
         exact = [final for final in run.finals if final[0].endswith("exact")]       # to the eighth decimal
         score = tuple(exact or [*run.finals, *run.curves["val"], run.time])
         require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")

@@ -53,7 +53,7 @@ from folders import (  # noqa: E402
     HOME, NEWEST, ROOT, RULES, Altered, Folder, best_before, change_text, code_diff, computed, is_plain,
     open_run, rank_key, read_json, readme_of, records_of, sha256, shared_config, summary_of, table, track_of)
 from runs import (  # noqa: E402
-    DIGITS, Refused, batch_means, demand, describe, inputs, show, show_p)
+    DIGITS, Refused, batch_means, demand, demand_samples, describe, inputs, show, show_p)
 from scripts import Source, git_commit, of_one_kind, source_of  # noqa: E402
 
 
@@ -74,7 +74,8 @@ def siblings(paths, chosen, first):
 
 
 def check_alike(opened):
-    """Refuses runs that differ in more than the seed, or in less, and those with files beside the script."""
+    """Refuses runs that differ in more than the seed, or in less, and those with files beside the script. The
+    seed is what the log says."""
     first = opened[0][1]
     expected = shared_config(first["config"])
     for _, result in opened:
@@ -89,6 +90,10 @@ def check_alike(opened):
     counts = Counter(result["seed"] for _, result in opened)
     repeated = [seed for seed, count in counts.items() if count > 1]
     demand(not repeated, f"seed {repeated and repeated[0]} is used by more than one run")
+    for run, result in opened:
+        demand(run.seed_in_lines in (-1, result["seed"]), f"run {result['run_id']}: its log says seed "
+               f"{run.seed_in_lines}, its result.json {result['seed']}")
+    demand_samples([run for run, _ in opened])
 
 
 def excluded_runs(args, opened):

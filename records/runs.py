@@ -26,6 +26,10 @@ class Refused(Exception):
     """What was asked for cannot be done. Exit 2."""
 
 
+class WrongSeed(Refused):
+    """A run is no sample of the seed that it was asked for."""
+
+
 def demand(good, sentence, error=Refused):
     """Raises error with the sentence unless good."""
     if not good:
@@ -145,7 +149,13 @@ class Run:
     @property
     def seed(self):
         """By the log or by its name; -1: unknown."""
-        return int(self.facts.get("seed") or self.seed_in_name)
+        return self.seed_in_name if self.seed_in_lines < 0 else self.seed_in_lines
+
+    @property
+    def seed_in_lines(self):
+        """By the log's own lines, whatever a command or a name says; -1: unknown."""
+        told = self.config.get("seed") or self.facts.get("seed") or ""
+        return int(told) if re.fullmatch(r"\d{1,18}", told) else -1
 
     @property
     def seed_in_name(self):
@@ -524,6 +534,66 @@ def pick_metric(runs, metric=""):
     missing = [run.path.name for run in runs if run.value(metric) is None]
     demand(not missing, f"{missing and missing[0]} has no {metric}")
     return metric
+
+
+# ------------------------------------------------------------ seeds
+LEAST_EQUAL = 5     # training losses that two runs share, beside that of step 1, until they are one run
+
+
+def same_losses(one, other):
+    """Do two logs hold the losses of one run, however long each step took? By final scores with 8 decimals,
+    else by the curves. False where the logs have too few losses to tell."""
+    exact = [[final for final in run.finals if final[0].endswith("exact")] for run in (one, other)]
+    if all(exact):
+        return exact[0] == exact[1]
+    if (one.finals, one.steps) != (other.finals, other.steps):
+        return False
+    curves = []
+    for run in (one, other):
+        points = [("train", point) for point in run.curves["train"] if point.step > 1]
+        if len(points) < LEAST_EQUAL:
+            return False
+        points += [("val", point) for point in run.curves["val"]]
+        curves.append([(split, point.step, point.loss) for split, point in points])
+    return curves[0] == curves[1]
+
+
+def recipe_of(run):
+    """What two runs share if they differ in the seed alone."""
+    constants = {name: value for name, value in (run.settings | run.config).items()
+                 if not re.search(r"(?i)^seed$|run_id|log_?file|date|stamp", name)}
+    return (run.source or "").strip(), constants, run.facts.get("fingerprint")
+
+
+def why_not_another(run, earlier):
+    """Why a run is no further sample beside the earlier ones, or "": it has the losses of one of them, or its
+    recipe and its seed."""
+    for other in earlier:
+        where = f"{name_of(run)} and {name_of(other)}"
+        if same_losses(run, other):
+            return f"{where} have the same losses"
+        if run.seed >= 0 and run.seed == other.seed and recipe_of(run) == recipe_of(other):
+            return f"{where} have the same seed, {run.seed}"
+    return ""
+
+
+def name_of(run):
+    """How a sentence calls a run: by its folder where all logs have one name."""
+    return f"{run.path.parent.name}/{run.file}" if run.file == "train.log" else run.file
+
+
+def demand_samples(runs):
+    """Refuses runs of which two are one sample, since each counts as a seed."""
+    for i, run in enumerate(runs):
+        why = why_not_another(run, runs[:i])
+        demand(not why, f"{why}: each seed counts once, so leave one of the two out or train another SEED")
+
+
+def demand_seed(run, seed, label):
+    """Refuses a run that by its own log was trained with another seed than it was asked for."""
+    told = run.seed_in_lines
+    demand(told in (-1, seed), f"{label}: its log says seed {told} where SEED={seed} was asked for: leave "
+           "the seed to this command, which gives each run its own", WrongSeed)
 
 
 # ------------------------------------------------------------ statistics

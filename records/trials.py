@@ -17,9 +17,10 @@ import numpy as np
 
 from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 from runs import (
-    batch_means, cautious_std, demand, describe, detectable, equal_point, is_better, judge, judge_lines,
-    load_runs, log_text, mean_curve, p_term, pick_metric, points_with, read_log, show, stats_line,
-    test_line, test_target, test_welch)
+    batch_means, cautious_std, demand, demand_samples, demand_seed, describe, detectable, equal_point,
+    identity, is_better, judge, judge_lines, load_runs, log_text, mean_curve, name_of, p_term, pick_metric,
+    points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch,
+    why_not_another)
 
 
 # ------------------------------------------------------------ running
@@ -32,19 +33,22 @@ def last_line(done, streams=("stderr",)):
 
 
 def run_once(label, command, run_id, seed):
-    """Runs a shell command with SEED and RUN_ID in the environment -> Run. Raises Refused when it fails."""
+    """Runs a shell command with SEED and RUN_ID in the environment -> Run. Raises Refused when it fails, or
+    if its log says that it was trained with another seed."""
     env = os.environ | {"SEED": str(seed), "RUN_ID": run_id}
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, errors="replace")
     said = last_line(done, ("stderr", "stdout"))
     demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {said}")
     log = Path("logs", run_id, "train.log")
     demand(log.exists(), f"{label}: the command left no {log}; it must heed SEED and RUN_ID")
-    return read_log(log)
+    run = read_log(log)
+    demand_seed(run, seed, label)
+    return run
 
 
 def run_in_turn(commands, n, say, seed=1337):
     """Runs {label: shell command} n times each, in turn, every second round backwards. Returns
-    {label: [Run]}. Raises Refused when a command fails."""
+    {label: [Run]}. Raises Refused when a command fails, or gives the same run at two seeds."""
     stamp, total = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f"), n * len(commands)
     found, times = {label: [] for label in commands}, []
     for i in range(n):
@@ -54,6 +58,8 @@ def run_in_turn(commands, n, say, seed=1337):
         for k, (label, command) in order:
             began = time.monotonic()
             run = run_once(label, command, f"trial_{stamp}_{k}_seed{seed + i}", seed + i)
+            why = why_not_another(run, found[label])
+            demand(not why, f"{label}: {why}: the command must heed SEED")
             found[label].append(run)
             times.append(time.monotonic() - began)
             metric, left = pick_metric([run]), (total - len(times)) * sum(times) / len(times)
@@ -90,6 +96,8 @@ def sweep(args, say):
     """Each setting against the first of them."""
     settings = parse_settings(args.settings)
     demand(len(settings) > 1 and args.n > 1, "a sweep needs two settings (NAME=a,b) and -n 2 at least")
+    demand("SEED" not in [name.upper() for name in settings[0]],
+           "a sweep gives each run its own seed: leave SEED out, --seed is the first one")
     commands = {}
     for setting in settings:
         pairs = [f"{name.upper()}={value}" for name, value in setting.items()]
@@ -172,6 +180,7 @@ def noise(args, say):
     """The spread of K runs of a preset, or of runs that are there, and what n runs a side can detect."""
     if Path(args.preset).exists():
         runs = load_runs([args.preset], say)
+        demand_samples(runs)
     else:
         demand(args.n > 1, "the spread needs -n 2 at least")
         command = training_command({"preset": args.preset})
@@ -200,6 +209,11 @@ def compare(args, say):
         a, b = run_in_turn(labels, args.n, say, args.seed).values()
     else:
         a, b = (load_runs(side.split(","), say) for side in args.paths)
+        demand_sides(a, b)
+    for one, other in itertools.product(a, b):
+        if same_losses(one, other):
+            say(f"warning: {name_of(one)} of A and {name_of(other)} of B have the same losses: what differs "
+                "between A and B does nothing there")
     metric = pick_metric([*a, *b], args.metric)
     for letter, runs in (("A", a), ("B", b)):
         s = describe([run.value(metric) for run in runs])
@@ -223,6 +237,15 @@ def compare(args, say):
     draw({"A": a, "B": b}, args.out, "A against B")
     say(f"curves: {args.out}")
     return out
+
+
+def demand_sides(a, b):
+    """Refuses a seed that counts twice on a side, and a run that is on both."""
+    for side in (a, b):
+        demand_samples(side)
+    of_a = {identity(run): run for run in a}
+    for run in b:
+        demand(identity(run) not in of_a, f"{name_of(run)} is on both sides: leave it out of one of them")
 
 
 def kinds(key, runs, separator):
@@ -262,6 +285,7 @@ def compare_across(args, say):
 def stats(args, say):
     """n, values, times, mean, std and tests of whatever lies at the paths."""
     runs = load_runs(args.paths, say)
+    demand_samples(runs)
     metric = pick_metric(runs, args.metric)
     values, times = [run.value(metric) for run in runs], [run.time for run in runs if run.time is not None]
     for run in runs:
@@ -279,7 +303,9 @@ def stats(args, say):
         out["test"] = test and test._asdict()
         say(f"against {args.target:.10g}: {test_line(test)}")
     if args.baseline:
-        out |= against_baseline(load_runs([args.baseline], say), metric, values, times, say)
+        baseline = load_runs([args.baseline], say)
+        demand_sides(baseline, runs)
+        out |= against_baseline(baseline, metric, values, times, say)
     return out
 
 

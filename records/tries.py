@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import sequential
 from folders import ROOT, sha256
-from runs import Refused, Run, demand, inputs, read_log
+from runs import Refused, Run, WrongSeed, demand, demand_seed, inputs, read_log, why_not_another
 from sequential import Noise, Series
 from trials import last_line, run_once, training_command
 
@@ -88,9 +88,11 @@ def finished(name: str) -> Run | None:
 
 
 def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
-    """The run of a change, trained if it is not there yet. Raises Refused when it fails."""
+    """The run of a change, trained if it is not there yet. Raises Refused when it fails, or if its log says
+    another seed."""
     name = run_name(change, proxy, seed)
     if run := finished(name):
+        demand_seed(run, seed, change.name)
         return run
     shutil.rmtree(Path("logs", name), ignore_errors=True)       # what a killed run left
     command = f"export OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=PASSIVE; exec {proxy_command(change, proxy)}"
@@ -193,6 +195,7 @@ def flags_of(words: list[str]) -> dict:
     for word in words:
         name, given, value = word.partition("=")
         demand(given and name, f"{word!r} is no NAME=value")
+        demand(name.lower() != "seed", f"{word}: each run has a seed of its own, so leave SEED out")
         flags[name.lower()] = value
     return flags
 
@@ -289,10 +292,19 @@ def proxy_of(args: Any, tries: list[dict], head: Change) -> tuple[Proxy, int]:
     return Proxy(args.preset, width, args.text), tokens
 
 
+def add_sample(runs: list[Run], run: Run, change: Change) -> None:
+    """Adds a run of another seed to those of a change. Raises Refused if it is one of them again."""
+    why = why_not_another(run, runs)
+    demand(not why, f"{change.name}: {why}: its train_gpt.py must heed SEED")
+    runs.append(run)
+
+
 def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Noise, needed: float,
              args: Any, say: Callable) -> dict:
     """Runs pairs until the verdict stands -> the ledger's cells about them."""
     gains: list[float] = []
+    runs_before: list[Run] = []
+    runs_after: list[Run] = []
     series = Series(0.0, 0.0, 0, 0)
     said = ""
     stop = False
@@ -307,6 +319,11 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
             before, after = side_by_side(jobs, workers_of(args))
         if isinstance(before, Refused):
             raise before
+        if isinstance(after, WrongSeed):
+            raise after
+        add_sample(runs_before, before, head)
+        if isinstance(after, Run):
+            add_sample(runs_after, after, yours)
         try:
             if isinstance(after, Refused):
                 raise after
@@ -454,6 +471,7 @@ def rank(args: Any, say: Callable) -> dict:
     plan = read_plan(args)
     base, changes = changes_of(plan, args.name)
     losses: dict = {}
+    samples: dict = {}
     active = changes
     ranked: dict[str, Ranked] = {}
     done: set = set()
@@ -470,7 +488,9 @@ def rank(args: Any, say: Callable) -> dict:
             change, proxy, seed = job
             if isinstance(run, Refused):
                 raise run
-            losses.setdefault((change.name, proxy.width, proxy.text), {})[seed] = loss_of(run)
+            cell = change.name, proxy.width, proxy.text
+            add_sample(samples.setdefault(cell, []), run, change)
+            losses.setdefault(cell, {})[seed] = loss_of(run)
             done.add(run.path.parent.name)
         for change in [*active]:
             ranked[change.name], stop = judge_change(losses, change.name, plan)

@@ -1,12 +1,10 @@
 """What several test files need: token shards, a tiny dataset, the trainer as a subprocess, toy settings."""
 
 import hashlib
-import importlib
 import io
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -22,6 +20,7 @@ SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 
 import fork_server  # noqa: E402
+from toy_text import library_documents  # noqa: E402
 
 # A CPU run of a second or two on `tiny_data`, as environment variables.
 TOY = dict(
@@ -73,23 +72,6 @@ def train_tokenizer(texts, vocab_size=512, **options):
         allow_whitespace_only_pieces=True, max_sentence_length=1 << 14, num_threads=1,
         minloglevel=3) | options)
     return model.getvalue()
-
-
-def library_documents(total):
-    """About `total` characters of standard library source, in documents of 60 lines, in a fixed order."""
-    documents, size = [], 0
-    for name in ("argparse", "inspect", "tarfile", "typing", "zipfile", "pickletools", "doctest", "optparse",
-                 "mailbox", "difflib", "pdb", "subprocess", "threading", "statistics", "configparser"):
-        spec = importlib.util.find_spec(name)
-        path = Path(spec.origin)
-        if path.name == "__init__.py":      # small or split up in other Python versions
-            continue
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        documents += ["".join(lines[i:i + 60]) for i in range(0, len(lines), 60)]
-    random.Random(0).shuffle(documents)
-    while size < total and documents:
-        size += len(documents[-1])
-        yield documents.pop()
 
 
 def write_dataset(root, name, model, train_shards, val_tokens, val_bytes, lossless=True):

@@ -680,6 +680,10 @@ def test_help_lists_the_constants_of_a_preset(argv, env, preset, capsys):
 IMPORT = """
 import os, sys, torch, torch.distributed, torch.nn.functional, torch.nn.attention.flex_attention, numpy
 import concurrent.futures, dataclasses, difflib, resource, pathlib, platform, subprocess, zlib
+try:
+    import triton, triton.language  # which builds of torch for CUDA have, and which reads HOME
+except ImportError:
+    pass
 sys.path.insert(0, sys.argv[1])
 
 class Trap:

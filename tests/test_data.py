@@ -97,6 +97,28 @@ def test_more_shards_than_files_that_may_be_open(tmp_path, few_files, monkeypatc
     assert found.shape == (1, 7) and len(loader.files) <= 10
 
 
+BESIDE = {      # what desktops and archives leave beside shards, and is it tokens?
+    "._a_train_000000.bin": False, "._a_val_000000.bin": False, ".DS_Store": False, "Thumbs.db": False,
+    "desktop.ini": False, "a_train_000000.bin:Zone.Identifier": False, "__MACOSX/._a_train_000000.bin": False,
+    "a_val_000000 (1).bin": True, "a_train_000000 - Copy.bin": True, "a_train_000000.bin.part": True}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_files_of_desktops_beside_shards(tmp_path, name):
+    """Without a manifest the shards are those of its pattern; a copy does not count twice."""
+    for shard, size in (("train_000000", 300), ("train_000001", 90), ("val_000000", 70)):
+        write_shard(tmp_path / f"a_{shard}.bin", np.arange(size) % 256)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    if BESIDE[name]:
+        write_shard(tmp_path / name, np.arange(200))
+    else:
+        (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(100))
+    cfg = toy_config(".", data_path=str(tmp_path), vocab_size=256, val_tokens=0, train_seq_len=32,
+                     train_batch_tokens=32, eval_context=0)
+    data = open_data(cfg, print)
+    assert [len(shard) for shard in data.train.values()] == [300, 90] and len(data.val) == 70
+
+
 # -------------------------------------------------------------------------------- the loader
 BOS, SIZES = 60_000, (101, 7, 50, 1, 64)
 DOCUMENTS = (3, 1, 9, 2, 2, 40, 5, 8, 1, 1, 30, 4, 17, 6, 1, 90, 3)
@@ -481,12 +503,15 @@ def test_a_vocabulary_may_be_padded(wanted, good, gpt2_like, tmp_path):
 ODD = ["  two  spaces\n\n", "\tif x:\n\t\treturn  1\r\n", "naïve café — 日本語 \U0001F600 e\u0301", " lead",
        "trail ", "", "\u00a0nbsp\u3000wide", "        deep\n            deeper\n" * 3, "x" * 300, " ",
        "ﬁ ﬂ Ⅳ ①", "a", "<s> </s> <unk> <0x41>"]
+NORMALIZED = dict(normalization_rule_name="nmt_nfkc_cf", add_dummy_prefix=True, remove_extra_whitespaces=True)
 FOREIGN = dict(byte_fallback=False, normalization_rule_name="nmt_nfkc", add_dummy_prefix=True,
                remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
 TOKENIZERS = {     # name: (options, whether decode(encode(text)) is the text)
     "whitespace-only pieces": (dict(), True),
     "no whitespace-only pieces": (dict(allow_whitespace_only_pieces=False), True),
     "mostly byte fallback": (dict(vocab_size=340, character_coverage=0.98), True),
+    "pieces of other people": (dict(user_defined_symbols="<|x|>,  ,\u00a0nbsp"), True),
+    "normalized, with bytes": (NORMALIZED, False),
     "SentencePiece defaults": (FOREIGN, False),
     "unigram defaults": (FOREIGN | dict(model_type="unigram", vocab_size=300), False)}
 
@@ -539,18 +564,27 @@ def test_val_bytes_of_a_dataset(case, tmp_path):
         lines = [line for line in lines if "val_bytes:" in line]
         return data, [int(number) for line in lines for number in re.findall(r"\d+", line)]
     right = case.text_bytes
+    unknown = case.sp.unk_id() in case.tokens       # nobody knows how many bytes they stand for
     for stated in right, None, right - 1, right + 1:
         wanted = case.decoded if stated is None else stated
         path.write_text(json.dumps(manifest | {"val_bytes": stated}))
         if case.lossless and wanted != right:
             with pytest.raises(Refused, match=f"{stated}.*{right}"):
                 opened(cfg)
+        elif stated is None and unknown:
+            with pytest.raises(Refused, match="words: val has unknown text"):
+                opened(cfg)
         else:
             data, numbers = opened(cfg)
             assert data.val_bytes == wanted and numbers == [wanted]
     path.unlink()
-    data, numbers = opened(replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model")))
-    assert data.val_bytes == case.decoded and numbers == [case.decoded]
-    assert data.vocab_size == case.sp.vocab_size()
+    with_tokenizer = replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model"))
+    if unknown:
+        with pytest.raises(Refused, match="words: val has unknown text"):
+            opened(with_tokenizer)
+    else:
+        data, numbers = opened(with_tokenizer)
+        assert data.val_bytes == case.decoded and numbers == [case.decoded]
+        assert data.vocab_size == case.sp.vocab_size()
     data, _ = opened(replace(cfg, vocab_size=case.sp.vocab_size()))
     assert data.val_bytes is data.tokenizer is None

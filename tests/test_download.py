@@ -1,6 +1,7 @@
 """data/download.py against a small imitation of the Hugging Face hub on 127.0.0.1."""
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -191,6 +192,48 @@ def call(hub, tmp_path, monkeypatch, capsys):
             assert "127.0.0.1" not in err and str(tmp_path) not in err
         return SimpleNamespace(out=out, err=err, sentence=sentence)
     return call
+
+
+# --- two at once -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("source, place", [
+    ("sp1024", "datasets/fineweb10B_sp1024"), ("gpt2", "datasets/fineweb10B_gpt2"),
+    ("climbmix", "parquet/climbmix"), ("core", ".core_bundle.partial"), ("gpt2-vocab", "tokenizers")])
+def test_the_second_of_two_downloads_is_refused(hub, call, tmp_path, source, place):
+    """Before it touches what the first one has so far."""
+    folder = tmp_path / "data" / place
+    folder.mkdir(parents=True)
+    (folder / "x.part").write_text("half")
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)          # as a process has it that downloads there
+    try:
+        said = call(source=source, code=2).sentence
+        assert said == (f"error: another process is downloading {source} to data: the same command works "
+                        "when that has ended")
+        assert (folder / "x.part").read_text() == "half" and not hub.requests
+    finally:
+        os.close(handle)
+
+
+def test_a_download_holds_its_folder(hub, call, tmp_path, monkeypatch):
+    """... to its end, and not beyond."""
+    folder = tmp_path / "data/datasets/fineweb10B_sp1024"
+    fetch = download.Hub.fetch
+
+    def held():
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+
+    seen = []
+    monkeypatch.setattr(download.Hub, "fetch", lambda *args: (seen.append(held()), fetch(*args)))
+    call("-n", 1)
+    assert seen and all(seen) and not held()
 
 
 # --- token shards ----------------------------------------------------------------------------------------
@@ -434,6 +477,14 @@ def test_gpt2_tokens_come_without_a_tokenizer(new_hub, call, tmp_path):
     hub.files["fineweb_val_000000.bin"] = shard([50256, 50257])
     (folder / "fineweb_val_000000.bin").unlink()
     assert "token 50257" in call(source="gpt2", code=1).sentence
+
+
+def test_val_of_unknown_text_is_refused(new_hub, repository, call):
+    """Nobody knows how many bytes <unk> stands for."""
+    files = repository[0] | {VAL[1]: shard([1, 5, 0, 7, 0])}
+    hub = new_hub(files)
+    said = call("-n", 1, HF_ENDPOINT=hub.endpoint, code=1).sentence
+    assert "2 tokens of the val shards stand for text that the tokenizer does not know" in said
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1 << 20])

@@ -1,4 +1,6 @@
 """What a newcomer's machine may lack, and what is said then."""
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -6,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +39,48 @@ def test_a_compiler_that_fails(train, monkeypatch):
     assert done.code == 0 and done.result["steps"] == 2 and done.result["compiled"] is False, done.err
     said = re.findall("^compile: not possible here .*$", done.out, re.M)
     assert said == ["compile: not possible here (RuntimeError: no C++ compiler); training uncompiled"]
+
+
+def pythons():
+    """An interpreter of each version that a user may have and that is there, on the PATH or by pyenv."""
+    found = {}
+    for version in ("3.11", "3.12", "3.13"):
+        by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+        for path in (shutil.which(f"python{version}"), *by_pyenv):
+            starts = path and subprocess.run([path, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0
+            if starts:      # a shim of pyenv for a version that is not chosen does not
+                found.setdefault(version, str(path))
+    return found
+
+
+PYTHONS = pythons()
+# Of the toy text, of words of a version of networkx that requirements.txt pins
+TOY_TEXT = "542e4be8d0196b40"
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_toy_text_does_not_depend_on_the_python(version, tmp_path):
+    """The tests' numbers hold under each Python that is there; without torch, of which few have a build."""
+    site = Path(importlib.util.find_spec("networkx").origin).parent.parent
+    if f"networkx=={importlib.metadata.version('networkx')}" not in (ROOT / "requirements.txt").read_text():
+        pytest.skip("another version of networkx is installed")
+    code = ("import hashlib, sys, toy_text; texts = toy_text.library_documents(10**9); "
+            "print(hashlib.sha256('\\0'.join(texts).encode()).hexdigest()[:16])")
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT / 'tests'}:{site}"}
+    command = [PYTHONS[version], "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout == TOY_TEXT + "\n", done.stderr
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_every_file_is_syntax_of_every_python(version, tmp_path):
+    code = ("import ast, sys\nfor path in sys.argv[1:]:\n"
+            "    ast.parse(open(path, encoding='utf-8').read(), path)\nprint('fine')")
+    files = [str(path) for folder in (".", "data", "records", "tests", "tools")
+             for path in sorted((ROOT / folder).glob("*.py"))]
+    command = [PYTHONS[version], "-W", "error", "-c", code, *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "fine\n", done.stderr
 
 
 @pytest.mark.slow

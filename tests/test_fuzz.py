@@ -1,9 +1,11 @@
-"""Fuzz, seeded: random configurations are refused or train as asked; a damaged file never changes a score.
+"""Fuzz, seeded: random configurations are refused or train as asked; a damaged file never changes a score;
+random corpora are prepared so that every document decodes to itself.
 
 By default a sample; `-m fuzz` runs many times as many cases. A case comes from its number alone: what a
 failed test printed last, as `drawn_run(7)`, repeats it.
 """
 import contextlib
+import csv
 import io
 import json
 import math
@@ -17,6 +19,9 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
+import prepare
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sentencepiece as spm
 import torch
@@ -25,6 +30,7 @@ import helpers
 import train_gpt
 from helpers import TOY, fake_team
 from test_bad_input import Evil, packed, payload_of
+from test_prepare import ALPHABETS, read_documents
 from train_gpt import KNOWN, RECIPES, Refused, fields_of, load_config, show
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("one_thread")]
@@ -298,6 +304,84 @@ def test_configurations_train_as_asked(times, workplace):
     if times > 1:       # else too few for shares
         assert codes[0] * 2 > codes.total() and codes[1] * 5 < codes.total(), codes
     assert codes[0] > 1, codes
+
+
+# -------------------------------------------------------------------------------- corpora
+LETTERS = [*ALPHABETS, "etaoin shrdlu", "日本語一二三。", "0123456789.,- ", "\t\n", " ", "e", "中" * 30 + " ",
+           "".join(map(chr, range(0x4E00, 0x5200)))]
+
+
+def drawn_corpus(number):
+    """(texts, form, vocabulary) of this number: from a few alphabets, in which any letter may be rare."""
+    rng = random.Random(f"corpus {number}")
+    letters = [*dict.fromkeys("".join(rng.sample(LETTERS, rng.randint(1, 3))))]
+    weights = [rng.choice((1, 1, 10, 1000, 0.001)) for _ in letters]
+    number_of_words = rng.choice((3, 30, 300))
+    words = ["".join(rng.choices(letters, weights, k=rng.randint(1, 8))) for _ in range(number_of_words)]
+    texts = []
+    for _ in range(rng.choice((2, 12, 40, 150))):
+        size = rng.choice((1, 5, 80))
+        texts.append(rng.choice(("", " ", "\n")).join(rng.choices(words, k=size)))
+    if rng.random() < 0.3:
+        texts.append("".join(rng.choices("".join(LETTERS), k=50)))      # what the others may lack
+    vocab_size = rng.choice((1, 259, 260, 261, 262, 270, 300, 400, 1024, 5000, 65_537))
+    return texts, rng.choice(("jsonl", "csv", "json", "parquet", "--parquet")), vocab_size
+
+
+def write_corpus(folder, texts, form):
+    """The texts in a file of that form -> words of the command line."""
+    path = folder / f"x.{form.strip('-')}"
+    if "parquet" in form:
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=7)
+    elif form == "csv":
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    else:
+        rows = [json.dumps({"text": text}) for text in texts]
+        path.write_text("[" + ",".join(rows) + "]" if form == "json" else "\n".join(rows))
+    if form != "--parquet":
+        return ["--text", path]
+    pq.write_table(pa.table({"text": ["val a b  c", *texts[:1]]}), folder / "val.parquet")
+    return ["--parquet", path, "--val", folder / "val.parquet", "--processes", 1]
+
+
+@sample_or_all
+def test_corpora_decode_to_themselves(times, tmp_path):
+    """Every document of both splits. What is refused is refused in a sentence of ours, and the sizes that it
+    names are possible."""
+    outcomes = Counter()
+    for case in range(12 * min(times, 40)):
+        texts, form, vocab_size = drawn_corpus(case)
+        print(f"drawn_corpus({case}): {len(texts)} texts, {form}, {vocab_size}")
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        wanted = {*texts} - {""} | ({"val a b  c"} if form == "--parquet" else set())
+        command = [*write_corpus(folder, texts, form), "--name", "toy", "--out", folder]
+        code, said = prepared([*command, "--vocab-size", vocab_size])
+        while code == 2 and (possible := re.search(r"possible size is (\d+)", said)):
+            outcomes["another size"] += 1
+            assert outcomes["another size"] <= 2 * (case + 1)
+            code, said = prepared([*command, "--vocab-size", possible[1]])
+        outcomes[code] += 1
+        if code == 0:
+            found = [text for split in ("val", "train") for text in read_documents(folder, "toy", split)]
+            assert sorted(found) == sorted(wanted)
+        else:
+            assert code == 2 and "INTERNAL" not in said
+            reasons = ("65536", "leave nothing for train", "leaves no document", "no text", "too little")
+            assert any(reason in said for reason in reasons), said
+            assert not (folder / "datasets/toy").exists()
+        shutil.rmtree(folder)
+    assert outcomes[0] > outcomes[2], outcomes
+
+
+def prepared(words):
+    """(exit code, stderr) of prepare.py with these words."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = prepare.main([str(word) for word in words])
+    assert err.getvalue().count("prepare: ") == (1 if code else 0), err.getvalue()
+    return code, err.getvalue()
 
 
 # -------------------------------------------------------------------------------- damaged files

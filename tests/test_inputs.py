@@ -3,7 +3,9 @@ a sample, and no open() of input that goes around."""
 import ast
 import bz2
 import codecs
+import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -25,8 +27,9 @@ from hypothesis import strategies as st
 
 import fork_server
 import inputs
+import runs
 from helpers import ROOT
-from test_prepare import ODD, make_texts, run, snapshot
+from test_prepare import ODD, make_texts, read_documents, run, snapshot
 
 TEXTS = make_texts(300)
 MARKED = {"utf-8": codecs.BOM_UTF8, "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE,
@@ -132,6 +135,63 @@ def linked(folder):
     return folder / "in"
 
 
+def table_of(texts, delimiter=",", ends="\r\n"):
+    """As spreadsheets write it: quotes where they are needed, line ends within texts as they are."""
+    lines = io.StringIO(newline="")
+    rows = csv.writer(lines, delimiter=delimiter, lineterminator=ends)
+    rows.writerow(["id", "text", "note"])
+    rows.writerows([[i, text, f'a "note"{delimiter} {i}'] for i, text in enumerate(texts)])
+    return lines.getvalue()
+
+
+def folder_of_csv(folder):
+    for i, part in enumerate(parts()):
+        written(folder / f"{i}/{'abc'[i]}.{('csv', 'TSV', 'csv')[i]}", table_of(part, ",\t;"[i]))
+    return folder
+
+
+def desktop_folder(folder):
+    """Shards, and what desktops, archives, editors and Spark leave beside them."""
+    folder_of(".jsonl")(folder)
+    names = ["Thumbs.db", "desktop.ini", "Desktop.ini", "Icon\r", "__MACOSX/deep/0/part.jsonl",
+             "._part.jsonl", "deep/0/part.jsonl:Zone.Identifier", "deep/1/part.jsonl~", "~$part.docx",
+             "_SUCCESS", ".DS_Store", "_metadata", "_committed_123", "$RECYCLE.BIN/x.txt",
+             "@eaDir/part.jsonl", "CACHEDIR.TAG"]
+    for name in names:
+        written(folder / name, "[ZoneTransfer]\nZoneId=3\n")
+    return folder
+
+
+def hub_cache(as_text=False, inside="", write=None, ref="abc"):
+    """The hub's cache: each file a link into blobs/, or on systems without links a file that names it. An
+    older snapshot and another one's files have other text."""
+    def make(folder):
+        hub = folder / "hub"
+        repository = hub / "datasets--me--mine"
+        written(hub / "version.txt", "1")
+        written(hub / "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55")
+        written(repository / "refs/main", ref)
+        older = [{"text": f"older {i}"} for i in range(99)]
+        files = [("abc", f"data/train-{i:05d}-of-00003", part) for i, part in enumerate(parts())]
+        if ref != "":
+            files.append(("0ld", "data/train-00000-of-00003", [row["text"] for row in older]))
+        for number, (commit, name, texts) in enumerate(files):
+            blob = repository / "blobs" / f"{number:064x}"
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            if write:
+                write(blob, texts)
+            else:
+                blob.write_text(lines_of(texts))
+            link = repository / "snapshots" / commit / f"{name}.{'parquet' if write else 'jsonl'}"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if as_text:
+                link.write_text(f"../../../blobs/{blob.name}")
+            else:
+                link.symlink_to(f"../../../blobs/{blob.name}")
+        return hub / inside
+    return make
+
+
 def pipe_of(pack=lambda raw: raw):
     """A pipe that can be read once only."""
     def write(folder):
@@ -147,6 +207,8 @@ def as_file(name, content):
 
 
 ROWS = [{"text": text} for text in TEXTS]
+LONG_NUMBERS = lines_of(TEXTS).replace('{"id": 7', '{"id": -' + "7" * 5000)
+SNAPSHOT = "datasets--me--mine/snapshots/abc"
 FORMS = {
     **{f"jsonl {encoding}": as_file("x.jsonl", encoded(lines_of(TEXTS), encoding)) for encoding in ENCODINGS},
     "joined, with marks": joined_with_marks,
@@ -175,6 +237,26 @@ FORMS = {
     "folder of json": folder_of(".json"), "folder of parquet": folder_of_tables,
     "folder of no suffix": folder_of(""),
     "folder of texts": folder_of_texts, "mixed folder": mixed_folder, "linked": linked,
+    "csv": as_file("x.csv", table_of(TEXTS)), "csv, lf": as_file("x.csv", table_of(TEXTS, ends="\n")),
+    "csv, marked": as_file("x.csv", encoded(table_of(TEXTS), "utf-8")),
+    "csv of utf-16": as_file("x.csv", encoded(table_of(TEXTS), "utf-16-le")),
+    "csv of semicolons": as_file("X.CSV", table_of(TEXTS, ";")),
+    "csv of a column": as_file("x.csv", "text\n" + "".join(f'"{text}"\n' for text in TEXTS)),
+    "csv with empty rows": as_file("x.csv", table_of([*TEXTS[:9], "", *TEXTS[9:]]) + "\r\n"),
+    "csv.gz": as_file("x.csv.gz", gzip.compress(table_of(TEXTS).encode())),
+    "tsv": as_file("x.tsv", table_of(TEXTS, "\t")), "folder of csv": folder_of_csv,
+    "long integers": as_file("x.jsonl", LONG_NUMBERS),
+    "long integers in a list": as_file("x.json", "[" + ",".join(LONG_NUMBERS.splitlines()) + "]"),
+    "long integers, no suffix": as_file("x", LONG_NUMBERS),
+    "desktop's files": desktop_folder,
+    "hub cache": hub_cache(), "hub cache of parquet": hub_cache(write=write_table),
+    "hub cache without links": hub_cache(True),
+    "hub cache without links, parquet": hub_cache(True, "", write_table),
+    "hub cache, a repository": hub_cache(inside="datasets--me--mine"),
+    "hub cache, snapshots": hub_cache(inside="datasets--me--mine/snapshots"),
+    "hub cache, a snapshot": hub_cache(inside=SNAPSHOT),
+    "hub cache, a snapshot without links": hub_cache(True, SNAPSHOT),
+    "hub cache, no main": hub_cache(ref=""),
     "pipe": pipe_of(), "pipe of gz": pipe_of(gzip.compress),
     "pipe of utf-16": pipe_of(lambda raw: encoded(raw.decode(), "utf-16-le"))}
 
@@ -291,6 +373,39 @@ def test_what_is_left_out_is_named(tmp_path):
     assert "left out: broken.jsonl, " in said and "not *.parquet" in said and "1.parquet" not in said
 
 
+def test_a_csv_without_text_in_a_folder_is_text(tmp_path):
+    """As .json that holds something else."""
+    written(tmp_path / "in/a.csv", "date,price\n1,2\n")
+    written(tmp_path / "in/b.txt", "b")
+    assert seen(tmp_path / "in")[0] == ["b", "date,price\n1,2\n"]
+
+
+def test_the_column_of_a_csv_is_what_it_was(tmp_path):
+    """Line ends, quotes, blanks and long texts within cells."""
+    texts = ['a "b" c', "x\r\ny\n\nz", "  ,;\t  ", "\u2581", '"', "x" * 500_000, "e\u0301\U0001F600"]
+    for delimiter in ",\t;":
+        assert seen(written(tmp_path / "x.csv", table_of(texts, delimiter)))[0] == sorted(texts)
+
+
+def test_parquet_of_the_hubs_cache(tmp_path):
+    """Links, files that name them, and what lies beside; val is the last file by its name in the snapshot."""
+    for as_text in False, True:
+        folder = hub_cache(as_text, write=write_table)(tmp_path / str(as_text))
+        written(folder / "Thumbs.db", "x")
+        for place in (folder, folder / "datasets--me--mine", folder / SNAPSHOT):
+            files = [path for path, _ in prepare.find_parquet([place])]
+            assert [path.name for path in files] == [f"train-{i:05d}-of-00003.parquet" for i in range(3)]
+            prepared(tmp_path, place, flag="--parquet", more=["--force"])
+            assert read_documents(tmp_path / "out", "toy", "train") == parts()[0] + parts()[1]
+
+
+def test_logs_beside_the_desktops_files(tmp_path):
+    """The walk is also that of records/."""
+    for name in ("a.log", "b.txt", "b.txt:Zone.Identifier", "__MACOSX/a.log", "._a.log", "a.log~"):
+        written(tmp_path / name, "x")
+    assert [path.name for path in runs.find_logs(tmp_path)] == ["a.log", "b.txt"]
+
+
 def test_text_that_looks_like_rows_is_said(tmp_path):
     assert "x.txt looks like JSON lines" in prepared(tmp_path, written(tmp_path / "x.txt", lines_of(TEXTS)))
     path = written(tmp_path / "y.txt", "\n".join(TEXTS))
@@ -312,6 +427,23 @@ REFUSED = {     # files, words of the sentence
     "folder, zst": ({"d/a.jsonl.zst": b"\x28\xb5\x2f\xfd" + bytes(9), "d/b.txt": "x"}, ["a.jsonl.zst"]),
     "folder, other rows": ({"d/a.jsonl": '{"prompt": "x"}\n', "d/b.txt": "x"}, ["a.jsonl", "line 1"]),
     "folder, damaged parquet": ({"d/a.parquet": b"PAR1" + bytes(50), "d/b.txt": "x"}, ["a.parquet"]),
+    "csv without text": ({"a.csv": "id,words\n1,x\n" * 9}, ["a.csv", "no column `text`", ".txt"]),
+    "csv with a short row": ({"a.csv": table_of(TEXTS[:3]) + "5\r\n"}, ["a.csv", "has no `text`"]),
+    "csv cut within quotes": ({"a.csv": table_of(TEXTS[:3]) + '9,"x'}, ["a.csv", "is not CSV"]),
+    "csv that is no UTF-8": ({"a.csv": table_of(TEXTS).encode() + b"7,\xff\r\n"}, ["a.csv", "UTF-8"]),
+    "folder, csv cut": ({"d/a.csv": table_of(TEXTS[:3]) + '9,"x', "d/b.txt": "x"}, ["a.csv", "is not CSV"]),
+    "too deep": ({"a.jsonl": PLAIN_ROWS + '{"text": "x", "a": ' + "[" * 9**5 + "]" * 9**5 + "}\n"},
+                 ["a.jsonl", "line 31", "nested too deeply"]),
+    "too deep, a list": ({"a.json": '[{"text": "x", "a": ' + '{"a":' * 9**5 + "1" + "}" * 9**5 + "}]"},
+                         ["a.json", "nested too deeply"]),
+    "too deep, in a folder": ({"d/a.json": '[{"text": "x", "a": ' + "[" * 9**5 + "]" * 9**5 + "}]",
+                               "d/b.txt": "x"}, ["a.json", "nested too deeply"]),
+    "a long integer as text": ({"a.jsonl": PLAIN_ROWS + '{"text": ' + "7" * 5000 + "}\n"},
+                               ["a.jsonl", "line 31", "string `text`"]),
+    "a pointer of LFS": ({"a.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"},
+                         ["a.jsonl", "git lfs pull"]),
+    "folder, a pointer of LFS": ({"d/a.parquet": "version https://git-lfs.github.com/spec/v1\n",
+                                  "d/b.txt": "x"}, ["a.parquet", "git lfs pull"]),
     "hidden files alone": ({"d/.a.txt": "x\n" * 999}, ["no text"])}
 
 

@@ -12,6 +12,7 @@ from scipy import stats
 
 import folders
 import fork_server
+import record
 import runs
 import trials
 from helpers import ROOT
@@ -539,3 +540,100 @@ def test_plot_over_tokens(tool, tmp_path, monkeypatch):
     tokens = [json.loads(path.read_text())["tokens"] for path in sorted(logs.glob("result*.json"))]
     assert code == 0 and sorted(drawn[-1].tolist()) == sorted(tokens)
     assert 0.9 * min(tokens) < drawn[-2][-1] <= min(tokens)      # before it the curve of the track's record
+
+
+# ------------------------------------------------------------ each seed counts once
+# FAKE, whose log says with which seed it trained, as the trainer's does; --seed has precedence
+SEEDED = FAKE.replace('"torch 2.13.0', 'f"config seed={seed}\\n" "torch 2.13.0').replace(
+    'int(os.environ["SEED"])', 'int(flags.get("seed") or os.environ["SEED"])')
+UNTOLD = FAKE.replace('int(os.environ["SEED"])', "5")      # one seed, of which the log says nothing
+# The same without the scores to the eighth decimal: training losses show it
+NO_SCORE = UNTOLD.replace("final_int8_zlib_roundtrip_exact", "other").replace(
+    "{s * 1000}", "{s * 1000 + os.getpid()}")
+TOLD = "its log says seed 5 where SEED=1337 was asked for"
+
+
+@pytest.mark.parametrize("trainer, words, sentence", [
+    (SEEDED, ("compare", "--run", "FAKE --seed=5", "FAKE", "-n", 5), TOLD),
+    (SEEDED, ("compare", "--run", "FAKE --seed=1337", "SEED=5 FAKE", "-n", 2), TOLD),
+    (SEEDED, ("compare", "--run", "FAKE", "FAKE", "-n", 2, "--across", "SEED=5,6"), TOLD),
+    (UNTOLD, ("compare", "--run", "FAKE", "MATRIX_LR=0.01 FAKE", "-n", 3), "have the same losses"),
+    (NO_SCORE, ("compare", "--run", "FAKE", "MATRIX_LR=0.01 FAKE", "-n", 3), "have the same losses"),
+    (SEEDED, ("sweep", "MATRIX_LR=0.03,0.02", "-n", 3, "--command", "SEED=5 FAKE"), TOLD),
+    (UNTOLD, ("sweep", "MATRIX_LR=0.03,0.02", "-n", 3, "--command", "FAKE"), "the command must heed SEED"),
+    (SEEDED, ("sweep", "seed=1,2,3", "-n", 2, "--command", "FAKE"), "leave SEED out")])
+def test_a_command_that_fixes_its_seed_is_refused(tool, fake, tmp_path, trainer, words, sentence):
+    (tmp_path / "fake.py").write_text(trainer)
+    code, out, err = tool(*(str(word).replace("FAKE", fake) for word in words))
+    assert code == 2 and sentence in err and err.count("\n") == 1 and "verdict" not in out
+    assert len(list(tmp_path.glob("logs/*"))) <= 4      # it is refused as soon as it shows
+
+
+def test_a_command_that_heeds_its_seed_is_compared(tool, fake, tmp_path):
+    """Two equal commands are compared, with a warning."""
+    (tmp_path / "fake.py").write_text(SEEDED)
+    code, out, _ = tool("compare", "--run", fake, f"MATRIX_LR=0.01 {fake}", "-n", 5)
+    assert code == 0 and "verdict: better" in out and "warning" not in out
+    code, out, _ = tool("compare", "--run", fake, fake, "-n", 2)
+    assert code == 0 and out.count("have the same losses: what differs between A and B does nothing") == 2
+
+
+def seeds_of(folder, seeds, losses, source="import torch\n"):
+    """Logs of golf with these seeds and losses, each with a time of its own."""
+    for i, (seed, loss) in enumerate(zip(seeds, losses)):
+        golf_log(folder / f"run{i}.log", seed, loss, loss / 1.69, 15_000_000, source, 599_000 + i)
+    return folder
+
+
+AGAIN = {       # seeds, losses, what is said of them
+    "one seed": ([5, 5, 6], [2.01, 2.02, 2.03], "run1.log and run0.log have the same seed, 5"),
+    "one seed, to the bit": ([5, 5, 5], [2.01, 2.01, 2.01], "run1.log and run0.log have the same losses"),
+    "other names for one run": ([5, 6, 7], [2.01, 2.02, 2.02], "run2.log and run1.log have the same losses")}
+
+
+@pytest.mark.parametrize("command", ["stats", "noise", "compare", "--baseline"])
+@pytest.mark.parametrize("case", AGAIN)
+def test_logs_of_one_seed_are_refused(tool, tmp_path, command, case):
+    seeds, losses, sentence = AGAIN[case]
+    bad = seeds_of(tmp_path / "bad", seeds, losses)
+    good = seeds_of(tmp_path / "good", [1, 2, 3], [2.1, 2.11, 2.12])
+    words = {"compare": ("compare", good, bad), "--baseline": ("stats", good, "--baseline", bad)}
+    code, out, err = tool(*words.get(command, (command, bad)))
+    assert code == 2 and sentence in err and err.count("\n") == 1 and "n=3 mean 2.0" not in out
+    assert tool(*words.get(command, (command, good))[:2])[0] == 0 or command == "compare"
+
+
+def test_one_seed_of_two_recipes_counts_twice(tool, tmp_path):
+    """... and a run that is on both sides counts on neither."""
+    for name, source in (("a", "import torch\n"), ("b", "import torch  # changed\n")):
+        seeds_of(tmp_path / "all" / name, [1, 2], [2.1, 2.11] if name == "a" else [2.0, 2.01], source)
+    code, out, _ = tool("stats", tmp_path / "all")
+    assert code == 0 and "n=4 " in out
+    code, _, err = tool("compare", tmp_path / "all/a", tmp_path / "all")
+    assert code == 2 and "is on both sides" in err
+
+
+def test_an_audit_finds_seeds_that_count_twice(tool, tmp_path):
+    """The same seed and script again, and losses of another log without exact scores."""
+    seeds_of(tmp_path / "r", [5, 5, 6], [2.01, 2.02, 2.03])
+    assert "seed 5 is also that of run0.log, by the same script" in tool("audit", tmp_path)[1]
+    for number in (1, 2):
+        lines = "".join(f"step:{step}/9 train_loss:{5 - step / 3:.4f} train_time:{step * number}00ms\n"
+                        for step in range(1, 10))
+        (tmp_path / "s").mkdir(exist_ok=True)
+        (tmp_path / "s" / f"x{number}.log").write_text(
+            f"seed:{number}\n{lines}step:9/9 val_loss:2.5000 train_time:{number}900ms\n")
+    assert "contradiction: x2.log: the losses are those of x1.log" in tool("audit", tmp_path)[1]
+
+
+@pytest.mark.parametrize("told, loss, sentence", [
+    (5, 2.01, "its log says seed 5, its result.json 7"), (7, 2.0, "have the same losses"), (7, 2.01, "")])
+def test_a_record_counts_the_seeds_of_its_logs(tmp_path, told, loss, sentence):
+    """What `new` asks of runs whose result.json say the seeds 6 and 7."""
+    seeds_of(tmp_path, [6, told], [2.0, loss])
+    results = [dict(seed=seed, run_id=str(seed), code_sha256="", config={}) for seed in (6, 7)]
+    opened = list(zip([runs.read_log(tmp_path / f"run{i}.log") for i in (0, 1)], results))
+    if not sentence:
+        return record.check_alike(opened)
+    with pytest.raises(runs.Refused, match=sentence):
+        record.check_alike(opened)

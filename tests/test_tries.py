@@ -346,6 +346,25 @@ def test_a_try_whose_runs_fail_is_in_the_ledger(place, tool):
     assert code == 0 and "fails" in out and ledger()[0]["verdict"] == "fails"
 
 
+# ------------------------------------------------------------ each seed counts once
+FIXED = FAKE.replace('os.environ["SEED"]', '"5"')
+TELLS = FAKE.replace('write_text(f"step', 'write_text(f"config seed=5\\nstep')
+
+
+@pytest.mark.parametrize("script, words, sentence", [
+    (FIXED, ("try", "an edit", "--outside", "--proxy", 32), "have the same losses"),
+    (TELLS, ("try", "an edit", "--outside", "--proxy", 32), "its log says seed 5 where SEED=100100"),
+    (FAKE, ("try", "SEED=5", "--proxy", 32), "leave SEED out"),
+    (FAKE, ("rank", "GAIN=0.1", "GAIN=0.2 SEED=5", "--widths", 32, "--texts", "a"), "leave SEED out"),
+    (FIXED, ("rank", "GAIN=0.1", "--widths", 32, "--texts", "a", "--rounds", 3), "must heed SEED"),
+    (TELLS, ("rank", "GAIN=0.1", "--widths", 32, "--texts", "a", "--rounds", 3), "its log says seed 5")])
+def test_trials_of_one_seed_are_refused(place, tool, script, words, sentence):
+    (place / "train_gpt.py").write_text(script)
+    code, out, err = tool(*words)
+    assert code == 2 and sentence in err and err.count("\n") == 1 and "verdict: " not in out
+    assert not Path("logs/tries.tsv").exists()
+
+
 # ------------------------------------------------------------ rank
 CHANGES = ["GAIN=0.03 GROWTH=0.05", "GAIN=0.1 GROWTH=-0.07", "GAIN=-0.05", "GAIN=0.0005"]
 ARGS = ["rank", *CHANGES, "--widths", 32, 48, "--texts", "a", "--rounds", 4]
