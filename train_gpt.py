@@ -7662,8 +7662,12 @@ class Clock:
         return self.then + (step - self.at) * self.pace(0.5) * self.multiple
 
     def pace(self, quantile: float) -> float:
-        """That quantile of the seconds per step and batch multiple, over the last 100 laps."""
+        """That quantile of the seconds per step and batch multiple, over the last 100 laps. Up to two laps that
+        took more than twice as long as all others were pauses of the machine: the next step has none. Slow
+        steps of the recipe's own count once there are three."""
         paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
+        longest = 2 * paces[max(len(paces) - 3, 0)]
+        paces = [seconds for seconds in paces if seconds <= longest]
         return paces[int(len(paces) * quantile)]
 
     def is_over(self, step: int) -> bool:
