@@ -517,7 +517,7 @@ ODD_FOLDERS = {     # what has a space or quote, what is said of it
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """folders(env): such an environment, with folders that are there -> what names torch's folders for code."""
+    """folders(env): such an environment, with folders that are there -> what names torch's folders."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     def folders(env):
