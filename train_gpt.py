@@ -5445,8 +5445,7 @@ def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: C
     other = [DATA_WORDS[name] for name in compared if told[name] != here[name]]
     if not other:
         return
-    listing = " and another ".join(other)
-    why = f"{file} was trained on {told['name']}; {here['name']} here has another {listing}"
+    why = f"{file} was trained on {told['name']}; {here['name']} here has another {', '.join(other)}"
     require(cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained on, or "
             "OTHER_DATA=1 to use this anyway")
     log(f"warning: {why}")

@@ -564,7 +564,7 @@ def test_what_did_not_compile_is_blamed(train, monkeypatch):
         raise RuntimeError("no such file")
 
     assert train(SMALL, COMPILE="0").result["compiled"] is False
-    monkeypatch.setattr(train_gpt.sys, "prefix", "/home/it's me/venv")
+    monkeypatch.setattr(train_gpt.sys, "prefix", "/opt/it's me/venv")
     monkeypatch.setattr(train_gpt.torch, "compile", fails)
     done = train(SMALL, COMPILE="1")
     assert done.code == 0 and done.result["compiled"] is False

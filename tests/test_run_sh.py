@@ -447,7 +447,8 @@ def links_to(folder):
     (folder / "elsewhere/to folder").symlink_to(folder)
     (folder / "decoy" / folder.name).mkdir(parents=True)
     return [(["bash", "train"], {}), (["bash", "./again"], {}), (["./train"], {}),
-            (["bash", "to folder/run.sh"], {}), (["bash", f"../../{folder.name}/run.sh"], {}), (["bash", f"{folder.name}/run.sh"], dict(CDPATH=str(folder / "decoy")))]
+            (["bash", "to folder/run.sh"], {}), (["bash", f"../../{folder.name}/run.sh"], {}),
+            (["bash", f"{folder.name}/run.sh"], dict(CDPATH=str(folder / "decoy")))]
 
 
 def test_set_up_is_in_the_checkout_however_it_is_called(folder):
@@ -458,7 +459,7 @@ def test_set_up_is_in_the_checkout_however_it_is_called(folder):
         shutil.rmtree(folder / ".venv", ignore_errors=True)
         place = folder.parent if "CDPATH" in env else folder / "elsewhere"
         env |= {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)}
-        done = subprocess.run([*words, "setup"], cwd=place, capture_output=True, text=True, timeout=60, env=env)
+        done = subprocess.run([*words, "setup"], cwd=place, capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
         assert (folder / ".venv/installed.txt").read_text() == "torch\n", words
         assert not [path for path in folder.glob("[de]*/**/.venv") if "to folder" not in str(path)]
@@ -517,9 +518,9 @@ def pip(tmp_path):
 
 
 NOT_HEEDED = dict(
-    PIP_TARGET="/tmp/x", PIP_PREFIX="/tmp/x", PIP_ROOT="/tmp/x", PIP_USER="1", PIP_REQUIRE_VIRTUALENV="1",
-    PIP_NO_DEPS="1", PIP_ONLY_BINARY=":none:", PIP_DRY_RUN="1", PIP_CONSTRAINT="none.txt",
-    PIP_NO_BINARY=":all:", PIP_REQUIRE_HASHES="1", PIP_HELP="1", PIP_PYTHON="python2", PIP_QUIET="3", pip_target="x", PIP_target="x")
+    PIP_TARGET="x", PIP_PREFIX="x", PIP_ROOT="x", PIP_USER="1", PIP_REQUIRE_VIRTUALENV="1", PIP_NO_DEPS="1",
+    PIP_ONLY_BINARY=":none:", PIP_NO_BINARY=":all:", PIP_DRY_RUN="1", PIP_CONSTRAINT="none.txt",
+    PIP_REQUIRE_HASHES="1", PIP_HELP="1", PIP_PYTHON="python2", PIP_QUIET="3", pip_target="x", PIP_target="x")
 
 
 def test_settings_of_pip_that_lead_elsewhere_are_dropped(pip):
@@ -533,7 +534,8 @@ def test_settings_of_pip_that_lead_elsewhere_are_dropped(pip):
 def test_settings_of_pip_that_reach_packages_are_heeded(pip):
     """A proxy, a mirror, certificates: by variables before files, by `install` before global ones."""
     variables = dict(PIP_INDEX_URL="https://a/simple", PIP_CERT="/a b.pem", PIP_FIND_LINKS="wheels",
-                     PIP_NO_INDEX="1", PIP_PROXY="http://p:1", PIP_EXTRA_INDEX_URL="https://b https://c", HTTPS_PROXY="http://p:1")
+                     PIP_NO_INDEX="1", PIP_PROXY="http://p:1", HTTPS_PROXY="http://p:1",
+                     PIP_EXTRA_INDEX_URL="https://b https://c")
     heeded = {name: text for name, text in variables.items() if name.startswith("PIP_")}
     assert pip(**variables, PIP_USER="1")[1] == heeded | dict(PIP_CONFIG_FILE=os.devnull)
     files = ("global.extra-index-url='https://b\\nhttps://c'\nglobal.index-url='https://g'\n"
