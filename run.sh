@@ -10,9 +10,15 @@
 # tokens; data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
 set -u
-cd "$(dirname "$0")" || exit 1
+# The checkout's folder, also where a link leads to this file or CDPATH names other places
+unset CDPATH
+here=${BASH_SOURCE[0]:-$0}
+cd -- "$(dirname -- "$(readlink -f -- "$here" 2>/dev/null || echo "$here")")" || exit 1
 
 refuse() { echo "run.sh: $*" >&2; exit 2; }
+
+# Of a path: all but these characters might be taken apart by torch's compiler
+odd_path='*[!A-Za-z0-9_./+@%:,=~-]*'
 
 setup() {
     # What would be kept in a home that cannot be written
@@ -35,17 +41,18 @@ setup() {
             break
         fi
     done
+    [ -f requirements.txt ] || refuse "there is no requirements.txt in $PWD: run.sh works from its checkout"
     candidate=$(python3 -V 2>/dev/null)
     [ -n "$found" ] || refuse "Python 3.11, 3.12 or 3.13 is needed; ${candidate:-no python3} is here"
     install "$found" .venv "$(cat requirements.txt)"
     without_spaces .venv
 }
 
-# without_spaces FOLDER: sets PYTHON to a path of FOLDER's interpreter that torch's compiler does not split
+# without_spaces FOLDER: sets PYTHON to a path of FOLDER's interpreter without spaces or quotes
 without_spaces() {
     local folder=$(pwd -P)/$1 link=${TMPDIR:-/tmp}
-    case $folder in *[[:space:]]*) ;; *) return ;; esac
-    case $link in *[[:space:]]*) link=/tmp ;; esac
+    case $folder in $odd_path) ;; *) return ;; esac
+    case $link in $odd_path) link=/tmp ;; esac
     link+=/train_gpt_$UID
     mkdir -m 700 "$link" 2>/dev/null
     [ -O "$link" ] && [ ! -L "$link" ] || return
@@ -73,24 +80,39 @@ driver_fits() {
 # install PYTHON FOLDER REQUIREMENTS: a virtual environment that has them; sets PYTHON to its interpreter
 install() {
     PYTHON=$2/bin/python
-    [ "$(cat "$2/installed.txt" 2>/dev/null)" = "$3" ] && "$PYTHON" -c '' 2>/dev/null && return
+    [ "$(cat "$2/installed.txt" 2>/dev/null)" = "$3" ] && check_installed "$2" --ready >/dev/null && return
     [ "$2" != .venv ] || driver_fits "$3"     # `static` compiles for a GPU and uses none
-    local make=("$1" -m venv "$2") fetch=("$PYTHON" -m pip install --disable-pip-version-check)
+    remove_broken "$2"
+    local make=("$1" -m venv "$2") fetch=("$PYTHON" tools/install.py) why
     if command -v uv >/dev/null; then
-        make=(uv venv -q --clear --python "$1" "$2") fetch=(uv pip install --python "$PYTHON")
+        make=(uv venv -q --clear --python "$1" "$2") fetch=(uv pip install --python "$PYTHON" -r)
     else
         "$1" -c 'import venv, ensurepip' 2>/dev/null ||
             refuse "Python's venv module is missing: install the package python3-venv (Debian, Ubuntu) or uv, or" \
                 "set PYTHON=path"
     fi
+    [ "$(cat "$2/installed.txt" 2>/dev/null)" != "$3" ] || [ "${make[0]}" = uv ] || make+=(--clear)    # was whole once
     echo "setting up $2: installs $(echo "$3" | grep '^torch') and the rest of requirements.txt, once"
     "${make[@]}" >/dev/null || refuse "could not create $2: is the disk full, or may you not write here?"
     echo "$3" >"$2/requirements.txt"
-    installing "$2" "${fetch[@]}" -r "$2/requirements.txt" || {
+    installing "$2" "${fetch[@]}" "$2/requirements.txt" || {
         grep -qi "no space left" "$2/install.log" && refuse "the disk is full: $2 takes some gigabytes"
         refuse "requirements.txt could not be installed: is there a network? $2/install.log has the details"
     }
+    why=$(check_installed "$2" --imports) ||
+        refuse "pip has ended, but in $2 ${why:-no Python runs}: remove $2 and try again; $2/install.log has" \
+            "the details"
     echo "$3" >"$2/installed.txt"
+}
+
+# check_installed FOLDER --ready | --imports: has its interpreter what was asked for? Says what is missing
+check_installed() { "$1/bin/python" tools/install.py "$2" "$1/requirements.txt" 2>/dev/null; }
+
+# remove_broken FOLDER: what would stop venv from making it: an interpreter that is gone, a link to nowhere, a file
+remove_broken() {
+    if [ -L "$1" ] && [ ! -e "$1" ]; then rm -f "$1"; fi
+    [ ! -e "$1" ] || [ -d "$1" ] || refuse "$1 is a file, but packages are to be installed there: move it away"
+    "$1/bin/python" -c '' 2>/dev/null || rm -f "$1"/bin/python*
 }
 
 # installing FOLDER COMMAND…: runs it; on a terminal a line tells the seconds and what has arrived so far
@@ -98,14 +120,14 @@ installing() {
     local folder=$1 began=$SECONDS
     shift
     "$@" >"$folder/install.log" 2>&1 &
-    trap 'kill $!; exit 130' INT TERM
+    trap 'kill $!; exit 130' INT TERM HUP QUIT
     while [ -t 2 ] && kill -0 $! 2>/dev/null; do
         local size=$(du -sh "$folder" 2>/dev/null | cut -f1)
         printf '\r\033[Kinstalling: %s s, %s' $((SECONDS - began)) "$size" >&2
         sleep 1
     done
     [ ! -t 2 ] || printf '\r\033[K' >&2
-    wait $! && trap - INT TERM
+    wait $! && trap - INT TERM HUP QUIT
 }
 
 # PyPI's CUDA build of torch, 6 GB: for `static`, which needs no GPU. TORCH=2.11.0 asks for that version in place of

@@ -22,6 +22,7 @@ import csv
 import ctypes
 import fcntl
 import gc
+import getpass
 import hashlib
 import io
 import json
@@ -34,6 +35,7 @@ import resource
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import traceback
@@ -263,6 +265,7 @@ class Config(Recipe):
     data_path: str = option("", "folder of token shards")
     tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
     data_fingerprint: str = option("", "sha256 of the game's text; empty: any text")
+    other_data: bool = option(False, "resume, or score a model, on other data than it was trained on")
     vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
     bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535, model=True)
     train_seq_len: int = option(1024, "tokens per row", 2, 1 << 20, model=True)
@@ -509,6 +512,9 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     while words:
         flag, equals, text = words.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_").upper()
+        require(name not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
+                f"{flag} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
+                "RANK, WORLD_SIZE and LOCAL_RANK")
         if flag[:2] != "--" or name not in NAMES:
             longer = [known for known in NAMES if name and known.startswith(name)]
             nearest = dict(near_misses([name])).get(name, [*longer, "help"][0]).lower().replace("_", "-")
@@ -1360,6 +1366,7 @@ class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
     scales: Any = None  # DelayedScales of fp8
+    trained_on: dict | None = None  # Data.identity(); None: unknown
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
 
@@ -5285,6 +5292,11 @@ class Data(NamedTuple):
     about: dict  # for result.json
     groups: dict = {}  # {shard's name: documents in each parquet row group}
 
+    def identity(self) -> dict:
+        """What a model's files say of the data, by which other data of the same name are noticed."""
+        named = {name: self.about[name] for name in ("name", "fingerprint", "train_tokens", "tokenizer")}
+        return named | {"val": hashlib.sha256(self.val.tobytes()).hexdigest()}
+
 def decoded_bytes(sp: object, tokens: np.ndarray, bos: int) -> int:
     """UTF-8 bytes of a text, by definition: each document is decoded. tokens (n,)."""
     documents = np.split(tokens, np.flatnonzero(tokens == bos))
@@ -5365,7 +5377,8 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
     # 2. the tokenizer
-    tokenizer, vocab_size, bos = open_tokenizer(cfg, manifest, folder, sha256)
+    tokenizer, vocab_size, bos, digest = open_tokenizer(cfg, manifest, folder)
+    sha256 |= digest
     check_tokens(val, vocab_size, f"the val split of {name}")
     # 3. no document is in both splits
     hashes = manifest.get("document_hashes")
@@ -5392,23 +5405,24 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
     if cfg.data_fingerprint not in ("", fingerprint):
         log(f"data: not the text that {cfg.preset} is scored on (fingerprint {cfg.data_fingerprint})")
     about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
-                 val_bytes=val_bytes, sha256=sha256)
+                 val_bytes=val_bytes, tokenizer=next(iter(digest.values()), None), sha256=sha256)
     groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
     return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
 
-def open_tokenizer(cfg: Config, manifest: dict, folder: Path, sha256: dict) -> tuple:
-    """(SentencePieceProcessor or None, vocab_size, BOS). Adds the file's digest to sha256. Raises Refused."""
+def open_tokenizer(cfg: Config, manifest: dict, folder: Path) -> tuple:
+    """(SentencePieceProcessor or None, vocab_size, BOS, {file's name: its digest}). Raises Refused."""
     made_by = manifest.get("tokenizer") or {}
     stated = int(made_by.get("vocab_size", 0))
     bos = int(made_by.get("bos_id", 50256))
     tokenizer = None
+    digest = {}
     size = 0
     path = cfg.tokenizer_path
     if not path and "path" in made_by:
         path = str(folder / made_by["path"])
     if path:
         import sentencepiece
-        sha256[Path(path).name] = file_sha256(path, made_by.get("sha256"))
+        digest = {Path(path).name: file_sha256(path, made_by.get("sha256"))}
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
         size = tokenizer.vocab_size()
         bos = tokenizer.bos_id()
@@ -5418,7 +5432,27 @@ def open_tokenizer(cfg: Config, manifest: dict, folder: Path, sha256: dict) -> t
     require(len(sizes) < 2 and 0 < known <= vocab_size < known + 64 < 1e5,
             f"vocab_size={cfg.vocab_size} does not fit {folder.name} (manifest {stated}, tokenizer {size}): "
             "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
-    return tokenizer, vocab_size, bos
+    return tokenizer, vocab_size, bos, digest
+
+# What may differ between the data that a file names and those that are here
+DATA_WORDS = dict(fingerprint="text", train_tokens="number of train tokens", tokenizer="tokenizer",
+                  val="validation text")
+
+def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: Callable) -> None:
+    """Compares the data with those that a checkpoint or model was trained on. Raises Refused if they differ,
+    unless other_data says that they may. A model is scored on val alone."""
+    if not told:
+        log(f"{file} is older than the digests of data: its text and tokenizer are not compared")
+        return
+    here = data.identity()
+    compared = ("tokenizer", "val") if cfg.eval_from else [*DATA_WORDS]
+    other = [DATA_WORDS[name] for name in compared if told[name] != here[name]]
+    if not other:
+        return
+    why = f"{file} was trained on {told['name']}; {here['name']} here has another {', '.join(other)}"
+    require(cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained on, or "
+            "OTHER_DATA=1 to use this anyway")
+    log(f"warning: {why}")
 
 class Packer:
     """How training rows are made of the stream of all shards. A position says where the next step begins and
@@ -6321,7 +6355,7 @@ def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1
     require(all([t.isfinite().all() for t in tensors.values()]),
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
-    return compress(to_bytes(cfg, tensors), codec(cfg))
+    return compress(to_bytes(cfg, tensors, model.trained_on), codec(cfg))
 
 def entropy_bytes(tensors: dict[str, Tensor]) -> float:
     """What an ideal coder needs that knows the frequencies of each tensor's int8."""
@@ -6352,17 +6386,18 @@ def stored(model: Model) -> dict[str, Tensor]:
     """{name: tensor on the CPU} of what files hold of a model."""
     return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.state()
 
-def to_payload(cfg: Config, tensors: dict[str, Tensor]) -> dict:
-    """What load_model reads, for torch.save. It would write a view's whole buffer, so tensors are copied."""
+def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> dict:
+    """What load_model reads, for torch.save. It would write a view's whole buffer, so tensors are copied.
+    data: what the model was trained on, if that is known."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
     # tuples are copied: torch.save writes shared ones as references, which a resumed run lacks
     shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
-    return dict(shape=shape, tensors=tensors)
+    return dict(shape=shape, tensors=tensors, data=data)
 
-def to_bytes(cfg: Config, tensors: dict[str, Tensor]) -> bytes:
+def to_bytes(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> bytes:
     buffer = io.BytesIO()  # given a path, torch would write the file's name into it
-    torch.save(to_payload(cfg, tensors), buffer)
+    torch.save(to_payload(cfg, tensors, data), buffer)
     return buffer.getvalue()
 
 def read_zip(raw: bytes) -> dict:
@@ -6386,6 +6421,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         cfg = RECIPES[preset].of_file(payload["shape"], base)
         check_config(cfg)
         model = cfg.make_model(Kernels())
+        model.trained_on = payload.get("data")
         for name, p in model.named_parameters():
             if name + ".int8" in tensors:
                 w = tensors.pop(name + ".int8").float() * tensors.pop(name + ".scale")[:, None]
@@ -6422,7 +6458,7 @@ def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: 
     limit = cfg.artifact_bytes_limit
     kind = "fp32"
     path = folder / "final_model.pt"
-    write_atomically(path, partial(torch.save, to_payload(cfg, stored(model))))
+    write_atomically(path, partial(torch.save, to_payload(cfg, stored(model), model.trained_on)))
     if cfg.score_artifact:
         kind = codec(cfg)
         packed = fitting_artifact(model, limit and limit - code, log, hessians)
@@ -6438,15 +6474,16 @@ def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: 
     return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
 
 # ---------- 11 checkpoints
-# A checkpoint is a dictionary written by torch.save: config, code_sha256, shape and tensors as load_model
-# reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and generator
-# stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
+# A checkpoint is a dictionary written by torch.save: config, code_sha256, shape, tensors and data as
+# load_model reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and
+# generator stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
 # checkpoint_prev.pt.
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
+RUN_KEY = "train_gpt's run_id"  # in the store of torchrun's agent
 WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails; torchrun kills after 30
 # What may be given with RESUME; everything else is as the run began.
-RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "core_bundle",
-               "save_every", "save_every_seconds", "device_batch_size")
+RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "other_data",
+               "core_bundle", "save_every", "save_every_seconds", "device_batch_size")
 
 def write_checkpoint(folder: Path, payload: dict) -> None:
     """At any moment there is a whole checkpoint under one of the two names. Raises OSError."""
@@ -6500,16 +6537,17 @@ def find_checkpoint(cfg: Config, log: Callable) -> dict | None:
         require(text == there, f"{name}={text}, but {run_id} began with {there}")
     return payload
 
-def resume(cfg: Config, team: "Team", log: Callable) -> tuple:
+def resume(cfg: Config, team: "Team", log: Callable, saver: "Saver") -> tuple:
     """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 needs the
     file; the others get a checkpoint without tensors. Raises Refused."""
     payload = None
     small: Any = None
     if team.rank == 0:
         try:
+            saver.hold(Path("logs", cfg.resume))
             payload = find_checkpoint(cfg, log)
             if payload:
-                small = {name: payload[name] for name in ("config", "progress")}
+                small = {name: payload[name] for name in ("config", "progress", "data")}
         except Refused as error:
             small = error
     small = team.share(small)
@@ -6521,6 +6559,23 @@ def resume(cfg: Config, team: "Team", log: Callable) -> tuple:
     progress = small["progress"]
     log(f"resume: from step {progress['step']} at train_time:{progress['seconds'] * 1e3:.0f}ms")
     return saved, payload or small
+
+def after_restart(cfg: Config, team: "Team", log: Callable) -> Config:
+    """The Config with which torchrun's later attempts go on from the run's checkpoint; without one they begin
+    again in a folder of their own."""
+    if not team.attempt or cfg.resume:
+        return cfg
+    before = ("", False)  # the run of the last attempt; has it a checkpoint?
+    if team.agent and team.agent.check([RUN_KEY]):
+        run_id = team.agent.get(RUN_KEY).decode()
+        before = (run_id, any([Path("logs", run_id, name).exists() for name in CHECKPOINTS]))
+    run_id, saved = team.share(before)
+    log(f"torchrun: attempt {team.attempt + 1}, from {'the last checkpoint' if saved else 'the beginning'}")
+    if saved:
+        return replace(cfg, resume=run_id)
+    if run_id and cfg.run_id:
+        return replace(cfg, run_id=f"{cfg.run_id}_restart{team.attempt}")
+    return cfg
 
 @torch.no_grad()
 def restore(run: "Run", checkpoint: dict) -> "TrainState":
@@ -6559,8 +6614,9 @@ class Saver:
         self.in_training = False
         self.wanted = False  # is a checkpoint due?
         self.stopping = False
+        self.held = None  # the run's folder, open
         self.handlers = []
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # USR1: a Slurm job's end is near
             if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell sets it for `command &`
                 self.handlers.append((number, signal.signal(number, self.on_signal)))
 
@@ -6568,6 +6624,20 @@ class Saver:
         if not self.in_training:
             raise KeyboardInterrupt
         self.signals += 1
+
+    def hold(self, folder: Path) -> None:
+        """Takes a run's folder, if it is there, until this process ends, however that is. Raises Refused if
+        another process has it."""
+        if self.held is not None or not folder.is_dir():
+            return
+        self.held = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"{folder} belongs to a run that is still going: stop that or wait for its "
+                          "end") from None
+        except OSError:  # a file system without locks
+            pass
 
     def begin(self, run: "Run", state: "TrainState") -> None:
         """Before the first step."""
@@ -6599,7 +6669,7 @@ class Saver:
         team = run.team
         scales = run.optimizer.scales
         self.wait()
-        payload = to_payload(run.cfg, run.optimizer.weights())
+        payload = to_payload(run.cfg, run.optimizer.weights(), run.model.trained_on)
         payload["state"] = {}
         for bank in run.optimizer.banks:
             for i, mine in enumerate(bank.state):
@@ -6647,9 +6717,12 @@ class Saver:
         return f"RESUME={self.run.cfg.run_id}" if folder and (folder / CHECKPOINTS[0]).exists() else why
 
     def release(self) -> None:
-        """Restores the signal handlers."""
+        """Restores the signal handlers and lets go of the folder."""
         for handler in self.handlers:
             signal.signal(*handler)
+        if self.held is not None:
+            os.close(self.held)
+            self.held = None
 
 # ---------- 12 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test. None has been measured on a
@@ -7228,7 +7301,12 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
     return Kernels(**chosen)
 
 # ---------- 13 ranks, log, memory, plan
-LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
+                  "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
+# How Slurm, Open MPI and MPICH number their tasks: (this one, how many there are)
+TASKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+         ("PMI_RANK", "PMI_SIZE"))
 MEETING_TIMEOUT = 45  # seconds until all ranks are there; not under torchrun, which ends what hangs
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
@@ -7238,6 +7316,7 @@ H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200, which mfu is relat
 # what glibc's mallopt() calls these settings
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+PR_SET_PDEATHSIG = 1  # what prctl() calls it
 
 class Ranks(NamedTuple):
     """What torchrun says about this process."""
@@ -7247,6 +7326,8 @@ class Ranks(NamedTuple):
     ranks_here: int = 1
     where: tuple = ("", 0)  # MASTER_ADDR, MASTER_PORT
     by_torchrun: bool = False  # which holds the store where the ranks meet
+    attempt: int = 0  # how often torchrun has started the ranks again
+    attempts: int = 0  # how often it may
 
 def read_ranks(env: Mapping) -> Ranks:
     """The only reader of torchrun's variables; without them there is one process. Raises Refused."""
@@ -7258,7 +7339,10 @@ def read_ranks(env: Mapping) -> Ranks:
             numbers[name] = int(text)
     port = numbers.pop("MASTER_PORT", 1)
     require(0 < port < 65_536, f"MASTER_PORT={port} must be from 1 to 65535")
+    attempt = numbers.pop("TORCHELASTIC_RESTART_COUNT", 0)
+    attempts = numbers.pop("TORCHELASTIC_MAX_RESTARTS", 0)
     if not numbers:
+        refuse_lone_tasks(env)
         return Ranks()
     for name in ("RANK", "WORLD_SIZE"):
         require(name in numbers, f"{name} is missing beside {listed(numbers)}: torchrun "
@@ -7271,7 +7355,17 @@ def read_ranks(env: Mapping) -> Ranks:
     require(right and local_rank < ranks_here, f"no such rank, as they count from 0: {listed(numbers)}")
     where = (env.get("MASTER_ADDR", ""), port if "MASTER_PORT" in env else 0)
     by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Ranks(rank, world_size, local_rank, ranks_here, where, by_torchrun)
+    return Ranks(rank, world_size, local_rank, ranks_here, where, by_torchrun, attempt, attempts)
+
+def refuse_lone_tasks(env: Mapping) -> None:
+    """Raises Refused for one of several tasks, each of which would train alone as it lacks RANK."""
+    for task, tasks in TASKS:
+        count = env.get(tasks, "")
+        if tasks == "SLURM_NTASKS":  # an allocation may have more tasks than this step of it
+            count = env.get("SLURM_STEP_NUM_TASKS", count)
+        require(task not in env or not count.isdecimal() or int(count) < 2,
+                f"{tasks}={count} tasks without RANK and WORLD_SIZE would each train alone: let one task "
+                "per node start torchrun --nproc_per_node=GPUS, which sets both, or set RANK=0 WORLD_SIZE=1")
 
 def meet(ranks: Ranks) -> dist.Store:
     """The store through which the ranks find each other, once all are there. Raises Refused."""
@@ -7318,6 +7412,7 @@ def find_store(ranks: Ranks, patience: float, found: Future) -> None:
                 time.sleep(0.2)
         store = dist.TCPStore("localhost" if is_host else host, port, is_master=is_host,
                               wait_for_workers=False, timeout=timedelta(seconds=LONG_TIMEOUT))
+        store = dist.PrefixStore(f"attempt {ranks.attempt}", store)
         meeting = dist.PrefixStore(f"{ranks.world_size} ranks", store)
         require(meeting.add(f"rank {ranks.rank}", 1) == 1, f"another process has RANK={ranks.rank}, too")
         there = meeting.add("there", 1)
@@ -7330,6 +7425,30 @@ def find_store(ranks: Ranks, patience: float, found: Future) -> None:
     except Exception as error:
         found.set_exception(error)
 
+def is_odd(path: str) -> bool:
+    """Would torch's compiler cut this path in two, as at a space, or trip over a quote?"""
+    return re.search(r"[^\w./+@%:,=~-]", path) is not None
+
+def choose_cache() -> str:
+    """Keeps torch's compiler from folders for compiled code that it could not use -> what to log."""
+    named = "TORCHINDUCTOR_CACHE_DIR"
+    odd = []
+    try:
+        os.makedirs(os.environ.get(named, "."), exist_ok=True)
+    except OSError:  # torch's compiler cannot be imported without this folder
+        del os.environ[named]
+    if named in os.environ and is_odd(os.path.abspath(os.environ[named])):
+        del os.environ[named]
+        odd.append(named)
+    if is_odd(tempfile.gettempdir()):
+        tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
+        odd.append("TMPDIR")
+    with suppress(KeyError, OSError):  # a user without a name
+        if is_odd(getpass.getuser()):  # is part of a folder's name
+            os.environ["LOGNAME"] = f"uid_{os.getuid()}"
+            odd.append("the user's name")
+    return f"compile: a space or quote in {' and '.join(odd)}: other folders are used" if odd else ""
+
 class Team:
     """The ranks, and the device of this one. Raises Refused, such as for fewer GPUs than ranks."""
     def __init__(self, cfg: Config, env: Mapping):
@@ -7338,6 +7457,10 @@ class Team:
         self.world_size = ranks.world_size
         self.ranks_here = ranks.ranks_here
         self.group = None
+        self.attempt = ranks.attempt
+        self.agent = None  # rank 0's way to what outlives the ranks if torchrun starts them again
+        if ranks.attempts and ranks.by_torchrun and ranks.rank == 0:
+            self.agent = dist.TCPStore(*ranks.where, timeout=timedelta(seconds=MEETING_TIMEOUT))
         # 1. the device
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
@@ -7365,15 +7488,15 @@ class Team:
         device_module = torch.cuda if self.on_gpu else torch.cpu
         device_module.set_device(self.device)
         self.wait = device_module.synchronize  # until the device has done everything
-        try:
-            os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "."), exist_ok=True)
-        except OSError:  # the next line imports torch's compiler, which fails without this folder
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        self.cache_note = choose_cache()
         torch.use_deterministic_algorithms(not self.on_gpu)  # for compiled embedding gradients
         torch.utils.deterministic.fill_uninitialized_memory = False
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
+        if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
+            with suppress(AttributeError):  # Linux has it
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         with suppress(AttributeError):  # glibc keeps freed memory: fresh pages would take a sixth of a step
             ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
@@ -7687,8 +7810,12 @@ class Clock:
         return self.then + (step - self.at) * self.pace(0.5) * self.multiple
 
     def pace(self, quantile: float) -> float:
-        """That quantile of the seconds per step and batch multiple, over the last 100 laps."""
+        """That quantile of the seconds per step and batch multiple, over the last 100 laps. Up to two laps
+        that took more than twice as long as all others were pauses of the machine: the next step has none.
+        Slow steps of the recipe's own count once there are three."""
         paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
+        longest = 2 * paces[max(len(paces) - 3, 0)]
+        paces = [seconds for seconds in paces if seconds <= longest]
         return paces[int(len(paces) * quantile)]
 
     def is_over(self, step: int) -> bool:
@@ -7723,6 +7850,7 @@ def compile_step(run: Run, compiled: bool) -> None:
     run.optimizer.muon_step = cfg.muon_step
     if not compiled:
         return
+    torch._dynamo.config.suppress_errors = False  # rehearse() has to see them
     run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
     if run.team.on_gpu:  # a CPU gains nothing
@@ -7741,6 +7869,11 @@ def rehearse(run: Run) -> float:
     seconds of the slowest step that was compiled already."""
     optimizer = run.optimizer
     compiled = run.cfg.compile
+    if compiled and run.team.cache_note:
+        run.log(run.team.cache_note)
+    if compiled and torch._dynamo.config.disable:
+        compiled = False
+        run.log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
     changing = []
     for bank in optimizer.banks:
         changing += [bank.data, bank.master, bank.grad, *bank.state]
@@ -7758,7 +7891,8 @@ def rehearse(run: Run) -> float:
                 raise
             elif not run.team.on_gpu:
                 compiled = False
-                run.log(f"compile: not possible here ({brief(error)}); training uncompiled")
+                where = "; the path of this Python has a space or quote in it" if is_odd(sys.prefix) else ""
+                run.log(f"compile: not possible here ({brief(error)}){where}; training uncompiled")
             elif run.cfg.sdpa_backend != "torch":
                 run.log(f"compile: failed ({brief(error)}); once more with torch's attention and loss")
                 use_torch_kernels(run)
@@ -7995,6 +8129,7 @@ def open_folder(run: Run, again: bool) -> None:
         head = [script_source().decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
         try:
             folder.mkdir(parents=True, exist_ok=again)
+            run.saver.hold(folder)
             (folder / "train_gpt.py").write_bytes(script_source())
             log.open(folder / "train.log", "\n".join(head))
         except OSError as error:
@@ -8002,7 +8137,11 @@ def open_folder(run: Run, again: bool) -> None:
             problem = Refused(f"run_id={run_id!r}: {folder} {why}")
         except UnicodeError:
             problem = Refused(f"run_id={run_id!r}: this locale cannot write it")
+        except Refused as error:
+            problem = error
     team.share(problem)
+    if team.agent:
+        team.agent.set(RUN_KEY, run_id)
     log.path = folder / "train.log"
     run.folder = folder
     run.cfg = replace(cfg, run_id=run_id)
@@ -8070,6 +8209,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     # 1. model and optimizer
     with team.device:
         run.model = cfg.make_model(run.kernels)
+    run.model.trained_on = run.data.identity()
     run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
                               dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
@@ -8157,12 +8297,20 @@ def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
 
-def load_asked(asked: Config, team: Team, changed: dict) -> tuple[Model, Config]:
-    """The model of eval_from and its Config. Raises Refused if a constant that was changed differs in it."""
+def load_asked(asked: Config, team: Team, changed: dict, given: set[str],
+               log: Callable) -> tuple[Model, Config]:
+    """The model of eval_from and its Config, by default with the dataset that it was trained on, if that lies
+    beside the recipe's. Raises Refused if a constant that was changed differs in it. given: constants that
+    were set."""
     model, cfg = load_model(asked.eval_from, team.device, asked)
     for name in {"preset", *changed} & {*cfg.model_fields()}:
         there = show(getattr(cfg, name))
         require(show(getattr(asked, name)) == there, f"the model has {name}={there}: set the same")
+    if model.trained_on and "data_path" not in given:
+        own = Path(cfg.data_path).parent / model.trained_on["name"]
+        if own.is_dir() and str(own) != cfg.data_path:
+            log(f"data: {own}, which the model was trained on")
+            cfg = replace(cfg, data_path=str(own))
     return model, cfg
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
@@ -8176,8 +8324,9 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     script_source()
     team = Team(cfg, env)
     checkpoint = None
+    cfg = after_restart(cfg, team, log)
     if cfg.resume:
-        cfg, checkpoint = resume(cfg, team, log)
+        cfg, checkpoint = resume(cfg, team, log, saver)
         if not cfg:
             return
         team = Team(cfg, env)
@@ -8186,10 +8335,14 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     # 1. the plan
     model = None
     if cfg.eval_from:
-        model, cfg = load_asked(cfg, team, changed)
+        model, cfg = load_asked(cfg, team, changed, given_names(env, argv), log)
     run = Run(cfg, cfg, team, log, saver, started, model=model)
     saver.run = run
     prepare(run)
+    if run.data and model:
+        check_identity(f"eval_from={cfg.eval_from}", model.trained_on, cfg, run.data, log)
+    elif run.data and checkpoint:
+        check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
     if cfg.dry_run:
         return
     if model and "sample" in changed:

@@ -1,9 +1,12 @@
 """Bad input: one clear sentence and exit 2 before training; what breaks later: one sentence and exit 1."""
+import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
+import signal
 import zlib
 from pathlib import Path
 
@@ -327,3 +330,205 @@ def test_a_bad_later_shard_is_refused_before_training(workplace, capsys):
     """One token of it, which the run would not have come to."""
     patch(LATER, 1024 + 2 * 30_000, b"\xff\xff")
     refused(capsys, {"SHUFFLE": "0"}, [], [LATER.name, "65535", "512"])
+
+
+# -------------------------------------------------------------------------------- data that have changed
+SHORT = TOY | dict(ITERATIONS="4", SAVE_EVERY="2", RUN_ID="first")
+
+
+def call(capsys, settings, *argv):
+    """main() -> its exit code and what it says."""
+    capsys.readouterr()
+    code = train_gpt.main([*argv], settings)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return code, out + err
+
+
+@pytest.fixture
+def stopped(workplace, capsys):
+    """A run of the toy dataset with checkpoints, as if it had been killed after its last one."""
+    assert call(capsys, SHORT)[0] == 0
+    Path("logs/first/result.json").unlink()
+    return workplace
+
+
+def resumed(capsys, **settings):
+    return call(capsys, settings | dict(RESUME="first"))
+
+
+def other_val(s=None):
+    rewrite_tokens(VAL, np.roll(train_gpt.open_shard(VAL), 64))
+
+
+OTHER_DATA = {  # how the dataset is prepared again under its name, what the sentence names
+    "other text": (lambda s: edit_manifest(text_fingerprint="another"), ["text"]),
+    "other text and val": (lambda s: (edit_manifest(text_fingerprint="another"), other_val()),
+                           ["text", "validation text"]),
+    "another tokenizer of the same size": (other_tokenizer, ["tokenizer"]),
+    "fewer shards": (lambda s: keep_files(slice(0, 3)), ["number of train tokens"]),
+    "other val": (other_val, ["validation text"])}
+
+
+@pytest.fixture(scope="module")
+def other_512():
+    """A tokenizer of 512 pieces that the toy dataset does not have. Its bytes of val are other ones."""
+    return helpers.train_tokenizer([text.upper() for text in helpers.library_documents(60_000)], 512)
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_a_resumed_run_refuses_other_data(case, other_512, stopped, capsys):
+    change, words = OTHER_DATA[case]
+    set_tokenizer(lossless=False)
+    change(other_512)
+    log = Path("logs/first/train.log").read_bytes()
+    code, said = resumed(capsys)
+    assert code == 2 and f"resume=first was trained on toy; toy here has another {words[0]}" in said
+    assert all(word in said for word in words) and "OTHER_DATA=1" in said.splitlines()[-1]
+    assert Path("logs/first/train.log").read_bytes() == log
+    code, said = resumed(capsys, OTHER_DATA="1")
+    assert code == 0 and "warning: resume=first was trained on toy" in said
+
+
+def test_a_resumed_run_takes_the_same_data_by_any_name(stopped, capsys):
+    shutil.move("data/datasets/toy", "data/datasets/moved")
+    code, said = resumed(capsys, DATA_PATH="data/datasets/moved")
+    assert code == 0 and "trained on" not in said
+
+
+@pytest.fixture
+def scored(workplace, other_512, capsys):
+    """A run of the dataset `mine`, beside an `embedded` with another tokenizer of the same size -> settings
+    that score it."""
+    shutil.copytree(DATA, "data/datasets/mine")
+    shutil.copytree(DATA, "data/datasets/embedded")
+    path = Path("data/datasets/embedded/manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["tokenizer"] |= dict(path="embedded.model", sha256=hashlib.sha256(other_512).hexdigest(),
+                                  lossless=False)
+    path.write_text(json.dumps(manifest))
+    path.with_name("embedded.model").write_bytes(other_512)
+    assert call(capsys, SHORT | dict(DATA_PATH="data/datasets/mine"))[0] == 0
+    names = ("COMPILE", "DEVICE", "DTYPE", "DATA_FINGERPRINT", "VAL_TOKENS", "SAMPLE_TOKENS")
+    return {name: SHORT[name] for name in names} | dict(VAL_TOKENS="2048")
+
+
+FILES = ["final_model.int8.ptz", "final_model.pt", "checkpoint.pt"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_model_is_scored_on_its_own_dataset(file, scored, capsys):
+    """It is found by its name; with another tokenizer the model is refused, also for samples alone."""
+    env = scored | dict(EVAL_FROM=f"logs/first/{file}")
+    code, said = call(capsys, env, "--run-id=own")
+    assert code == 0 and "data: data/datasets/mine, which the model was trained on" in said
+    given = call(capsys, env | dict(DATA_PATH="data/datasets/mine"), "--run-id=given")[1]
+    scores = [json.loads(Path(f"logs/{run_id}/result.json").read_text())["val_loss"]
+              for run_id in ("own", "given")]
+    assert scores[0] == scores[1] and "which the model" not in given
+    for more in ([], ["--sample=def "]):
+        code, said = call(capsys, env | dict(DATA_PATH="data/datasets/embedded"), *more)
+        assert code == 2 and "embedded here has another tokenizer: set DATA_PATH" in said
+    code, said = call(capsys, env | dict(DATA_PATH="data/datasets/embedded", OTHER_DATA="1"))
+    assert code == 0 and "warning: eval_from=" in said
+    shutil.rmtree("data/datasets/mine")
+    code, said = call(capsys, env)
+    assert code == 2 and "was trained on mine; embedded here has another tokenizer" in said
+
+
+def test_a_model_with_the_tokenizer_of_another(scored, capsys):
+    """... that TOKENIZER_PATH names, or with another val text: both are refused."""
+    env = scored | dict(EVAL_FROM=f"logs/first/{FILES[0]}", DATA_PATH="data/datasets/mine")
+    path = Path("data/datasets/mine/manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["tokenizer"] = dict(vocab_size=512, bos_id=1)
+    path.write_text(json.dumps(manifest))
+    code, said = call(capsys, env | dict(TOKENIZER_PATH="data/datasets/embedded/embedded.model"))
+    assert code == 2 and "mine here has another tokenizer: set DATA_PATH (and TOKENIZER_PATH)" in said
+    assert call(capsys, env | dict(TOKENIZER_PATH=str(MODEL)))[0] == 0
+    entry = write_shard(path.with_name(VAL.name), np.roll(train_gpt.open_shard(VAL), 64))
+    manifest["files"] = [f | entry if f["path"] == VAL.name else f for f in manifest["files"]]
+    path.write_text(json.dumps(manifest))
+    code, said = call(capsys, env | dict(TOKENIZER_PATH=str(MODEL)))
+    assert code == 2 and "mine here has another validation text" in said
+
+
+def test_models_that_do_not_say_what_they_were_trained_on(scored, capsys):
+    """As those written before this was kept."""
+    payload = torch.load("logs/first/final_model.pt", weights_only=True)
+    del payload["data"]
+    torch.save(payload, "old.pt")
+    code, said = call(capsys, scored | dict(EVAL_FROM="old.pt", DATA_PATH="data/datasets/mine"))
+    assert code == 0 and "eval_from=old.pt is older than the digests of data" in said
+    assert train_gpt.load_model("old.pt")[0].trained_on is None
+
+
+# -------------------------------------------------------------------------------- a folder that is in use
+@pytest.fixture
+def busy(stopped):
+    """The run's folder as a process has it that still trains; close it to end that."""
+    place = os.open("logs/first", os.O_RDONLY)
+    fcntl.flock(place, fcntl.LOCK_EX)
+    yield lambda: os.close(place)
+
+
+def hold(folder):
+    """As a second trainer would."""
+    saver = train_gpt.Saver()
+    try:
+        saver.hold(Path(folder))
+    finally:
+        saver.release()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.mark.parametrize("argv", [[], ["--dry-run"], ["--save-every=1"]])
+def test_a_run_that_still_trains_is_not_resumed(argv, busy, capsys):
+    before = contents("logs/first")
+    code, said = call(capsys, dict(RESUME="first"), *argv)
+    assert code == 2 and said == (
+        "train_gpt: logs/first belongs to a run that is still going: stop that or wait for its end\n")
+    assert contents("logs/first") == before
+    busy()
+    assert resumed(capsys)[0] == 0
+
+
+def test_a_process_that_dies_leaves_its_folder(stopped, capsys):
+    """However it dies: here by kill -9."""
+    child = os.fork()
+    if child == 0:
+        train_gpt.Saver().hold(Path("logs/first"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert resumed(capsys)[0] == 0
+
+
+def test_a_running_trainer_holds_its_folder(stopped, capsys, monkeypatch):
+    """Until its end: a first run, and a resumed one."""
+    tried = []
+
+    def train_step(*args):
+        with pytest.raises(train_gpt.Refused, match="still going"):
+            hold(f"logs/{run_id}")
+        tried.append(run_id)
+        return step(*args)
+
+    step = train_gpt.train_step
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    run_id = "second"
+    assert call(capsys, SHORT | dict(RUN_ID=run_id))[0] == 0 and len(tried) == 4
+    Path("logs/second/result.json").unlink()
+    Path("logs/second/checkpoint.pt").unlink()      # that of step 2 stays
+    assert call(capsys, dict(RESUME=run_id))[0] == 0 and len(tried) == 6
+    hold(f"logs/{run_id}")
+
+
+def test_a_file_system_without_locks(stopped, capsys, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(train_gpt.fcntl, "flock", flock)
+    assert resumed(capsys)[0] == 0

@@ -203,7 +203,8 @@ def test_a_run_ends_before_its_cap(train, paced):
 
 @pytest.mark.parametrize("copy, save_every, steps, seconds", [
     (0.0, 0, 23, 2.875),        # without copies
-    (0.25, 8, 17, 2.625),       # two of them, and one more is reckoned with
+    (0.25, 8, 19, 2.875),       # two of them, which are pauses so far
+    (0.25, 5, 16, 2.75),        # three of them, and one more is reckoned with
     (0.375, 20, 20, 2.875),     # one, which leaves no time for a step
     (0.125, 1, 11, 2.75)])      # after each step
 def test_a_cap_counts_the_copies_of_checkpoints(copy, save_every, steps, seconds, train, paced, monkeypatch):
@@ -433,6 +434,33 @@ def test_the_cap_holds(pattern, on_gpu, monkeypatch):
     left, slow = 60 - report["train_time_ms"] / 1e3, report["step_ms"]["max"] / 1e3
     assert 0 <= left < (4 * slow + 0.3 if on_gpu else 2 * slow), left
     assert seen[-1][1] > 0.7 and report["steps"] == len(seen)
+
+
+PAUSES = [{1: 6.0}, {2: 6.0}, {7: 3.0}, {12: 2.0}, {2: 4.0, 3: 4.0}, {2: 5.0, 9: 2.0}]    # step: seconds
+
+
+@pytest.mark.parametrize("pauses, on_gpu", [
+    ({0: 6.0}, False), *((pauses, on_gpu) for pauses in PAUSES for on_gpu in (False, True))])
+def test_an_early_pause_ends_no_run_early(pauses, on_gpu, monkeypatch):
+    """... such as one by kill -STOP, though a step of the second stage is twice as long. After the first step
+    a GPU knows no other pace, by which it might be four steps ahead."""
+    def seconds(step, multiple):
+        return 0.35 * multiple + pauses.get(step, 0.0)
+
+    report, _ = run_on(Device(seconds, on_gpu), monkeypatch, max_wallclock_seconds=20.0, iterations=10**6,
+                       batch_schedule=(1, 2))
+    left = 20 - report["train_time_ms"] / 1e3
+    assert 0 <= left < (4 * 0.7 + 0.3 if on_gpu else 2 * 0.7), left
+
+
+@pytest.mark.parametrize("every", [2, 3, 5, 7])
+def test_slow_steps_that_come_back_are_no_pauses(every, monkeypatch):
+    """The cap holds whatever it is, once three of them were seen: fewer than 20 laps are known."""
+    for tenths in range(16 * every, 26 * every):
+        device = Device(lambda step, _: 0.4 if step % every == every - 1 else 0.1, False)
+        cap = tenths * (0.4 + 0.1 * (every - 1)) / every / 5 + 0.005
+        report, _ = run_on(device, monkeypatch, max_wallclock_seconds=cap, iterations=10**6)
+        assert report["steps"] < 3 * every or 0 <= cap - report["train_time_ms"] / 1e3 < 0.8
 
 
 @pytest.mark.parametrize("slowdown", [1, 3, 10])

@@ -19,8 +19,8 @@ from train_gpt import ALIASES, Refused, load_config, near_misses, overrides, sho
 # change here is a decision.
 RUN = dict(
     run_id="", seed=1337, device="auto", dtype="auto", sdpa_backend="auto", compile=True,
-    triton_kernels=True, dry_run=False, eval_from="", resume="", save_every=0, save_every_seconds=0.0,
-    sample_every=0, sample="",
+    triton_kernels=True, dry_run=False, eval_from="", resume="", other_data=False,
+    save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
     sample_tokens=96, sample_temperature=0.8, sample_top_k=0, data_fingerprint="", bos_id=0, stage_starts=(),
     batch_schedule=(), seq_schedule=(), shuffle=False, max_epochs=0, device_batch_size=0, val_tokens=0,
     eval_context=0, eval_stride=0, grad_clip_norm=0.0, ema_decay=0.0, loss_sum_ranks=0,

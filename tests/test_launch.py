@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,47 @@ def test_the_gpu_of_a_rank(monkeypatch):
                        (dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), "4 ranks for 2 GPUs")):
         with pytest.raises(Refused, match=word):
             train_gpt.Team(train_gpt.load_config(SMALL | dict(DEVICE="cuda")), TWO | more)
+
+
+@pytest.mark.parametrize("flag", [
+    "--local-rank=0", "--local_rank=1", "--local-rank", "--nproc_per_node=8", "--nnodes=2", "--node-rank=0",
+    "--master-port=29500", "--world-size=2"])
+def test_flags_of_launchers_name_torchrun(flag, root, monkeypatch, capsys):
+    """As torch.distributed.launch and others add them; those of torchrun behind the script's name."""
+    monkeypatch.chdir(root)
+    for env in (SMALL, SMALL | dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")):
+        assert train_gpt.main([flag, "0"] if flag == "--local-rank" else [flag], env) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"train_gpt: {flag.partition('=')[0]} is a launcher's: ")
+        assert all(word in err for word in ("torchrun --nproc_per_node", "RANK, WORLD_SIZE and LOCAL_RANK"))
+
+
+LONE_TASKS = {
+    "Slurm": dict(SLURM_PROCID="1", SLURM_NTASKS="8"),
+    "Slurm, a step of an allocation": dict(SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="2"),
+    "Open MPI": dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4"),
+    "MPICH": dict(PMI_RANK="3", PMI_SIZE="4")}
+
+
+@pytest.mark.parametrize("argv", [[], ["--dry-run"]])
+@pytest.mark.parametrize("env", LONE_TASKS.values(), ids=LONE_TASKS)
+def test_several_tasks_do_not_each_train_alone(env, argv, root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    assert train_gpt.main(argv, SMALL | env | dict(MASTER_ADDR="127.0.0.1")) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert all(word in err for word in ("without RANK and WORLD_SIZE", "torchrun --nproc_per_node"))
+    read_ranks(env | TWO)       # torchrun or a batch script has set them
+    read_ranks(env | dict(RANK="0", WORLD_SIZE="1"))
+
+
+@pytest.mark.parametrize("env", [
+    dict(SLURM_PROCID="0", SLURM_NTASKS="1"), dict(SLURM_NTASKS="8"),       # salloc: no task of a step
+    dict(SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="1"),
+    dict(SLURM_PROCID="0", SLURM_NTASKS="x"),
+    dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1"), dict(PMI_RANK="0", PMI_SIZE="")])
+def test_one_task_trains(env):
+    assert read_ranks(env) == Ranks()
 
 
 # Programs that a launcher's variables pass through; the trainers in record folders are what they were
@@ -306,6 +348,88 @@ def test_a_port_in_use(silent, start):
         "train_gpt: MASTER_PORT is in use: give torchrun --standalone or another --master-port\n")
 
 
+# -------------------------------------------------------------------------------- torchrun starts ranks again
+@pytest.fixture
+def agent():
+    """agent(attempt): the environment of torchrun's attempt, one rank. All of them have the same store."""
+    store = train_gpt.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt(number, **more):
+        return SMALL | dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                            MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+                            TORCHELASTIC_RESTART_COUNT=str(number), TORCHELASTIC_MAX_RESTARTS="3") | more
+    yield attempt
+
+
+def dies_in_step(monkeypatch, number):
+    """The next run does; the ones after it do not. number None: before its folder is there."""
+    steps, step, prepare = [], train_gpt.train_step, train_gpt.prepare
+
+    def train_step(*args):
+        steps.append(1)
+        if len(steps) == number:
+            raise RuntimeError("killed")
+        return step(*args)
+
+    def prepare_once(run):
+        prepare(run)
+        if number is None and not steps:
+            steps.append(0)
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    monkeypatch.setattr(train_gpt, "prepare", prepare_once)
+
+
+def test_a_later_attempt_goes_on_from_the_checkpoint(agent, root, monkeypatch, capsys):
+    """With a name of its own, and without one."""
+    monkeypatch.chdir(root)
+    for more in (dict(RUN_ID="restarted"), {}):
+        dies_in_step(monkeypatch, 4)
+        settings = dict(ITERATIONS="5", SAVE_EVERY="2") | more
+        assert train_gpt.main([], agent(0, **settings)) == 1
+        assert train_gpt.main([], agent(1, **settings)) == 0
+        out = capsys.readouterr().out
+        assert "torchrun: attempt 2, from the last checkpoint\nresume: from step 2 " in out
+        folder = Path(re.findall(r"run folder: (.+)", out)[-1])
+        assert out.count(f"run folder: {folder}\n") == 2 and look(folder).result["resumed"]
+
+
+@pytest.mark.parametrize("death, name", [(2, "again_restart1"), (None, "before")])
+def test_a_later_attempt_begins_again_without_a_checkpoint(death, name, agent, root, monkeypatch, capsys):
+    """In a folder of its own; so does one whose ranks died before they had a folder."""
+    monkeypatch.chdir(root)
+    dies_in_step(monkeypatch, death)
+    settings = dict(ITERATIONS="3", RUN_ID=name.partition("_")[0])
+    assert train_gpt.main([], agent(0, **settings)) == 1
+    assert train_gpt.main([], agent(1, **settings)) == 0
+    assert "torchrun: attempt 2, from the beginning\n" in capsys.readouterr().out
+    assert look(Path("logs", name)).result["steps"] == 3
+
+
+def test_a_resumed_run_is_restarted(agent, root, monkeypatch, capsys):
+    """It is resumed again; a third attempt takes the folder that the second one had."""
+    monkeypatch.chdir(root)
+    settings = dict(ITERATIONS="6", RUN_ID="thrice")
+    dies_in_step(monkeypatch, 2)
+    assert train_gpt.main([], agent(0, **settings)) == 1
+    dies_in_step(monkeypatch, 5)
+    assert train_gpt.main([], agent(1, SAVE_EVERY="3", **settings)) == 1
+    assert train_gpt.main([], agent(2, SAVE_EVERY="3", **settings)) == 0
+    assert "resume: from step 3 " in capsys.readouterr().out
+    assert look(Path("logs/thrice_restart1")).result["resumed"]
+
+
+def test_ranks_meet_again(start):
+    """Two ranks, three attempts, one store: each attempt's ranks find each other."""
+    store = train_gpt.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in range(3):
+        env = TWO | dict(MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+                         TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_MAX_RESTARTS="2")
+        ranks = [start(env | dict(RANK=rank, LOCAL_RANK=rank), 20, "--dry-run") for rank in "01"]
+        assert [ended(rank) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+
+
 # -------------------------------------------------------------------------------- streams that nobody reads
 def run_program(words, cwd, env, shell, python="", timeout=300):
     """`python WORDS… SHELL` by bash, whose exit code is that of python -> code, out, err."""
@@ -378,6 +502,78 @@ def test_the_cache_of_the_compiler(folder, stays, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
     train_gpt.Team(train_gpt.load_config(SMALL), {})
     assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == stays == Path("cache").is_dir()
+
+
+ODD_FOLDERS = {     # what has a space or quote, what is said of it
+    "a cache with a space": (dict(TORCHINDUCTOR_CACHE_DIR="my cache"), "TORCHINDUCTOR_CACHE_DIR"),
+    "a cache with a quote": (dict(TORCHINDUCTOR_CACHE_DIR='6" disk'), "TORCHINDUCTOR_CACHE_DIR"),
+    "a temporary folder": (dict(TMPDIR="it's tmp"), "TMPDIR"),
+    "a user": (dict(LOGNAME="J. O'Neil"), "the user's name"),
+    "a user and a temporary folder": (dict(USER="a b", LOGNAME="", TMPDIR="a\tb"),
+                                      "TMPDIR and the user's name"),
+    "a good cache stays": (dict(TORCHINDUCTOR_CACHE_DIR="cache", TMPDIR="a b"), "TMPDIR"),
+    "nothing": (dict(TMPDIR="Café-1.2", LOGNAME="jürgen", HOME="a b"), None)}
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """folders(env): such an environment, with folders that are there -> what names torch's folders."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    def folders(env):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        for name in ("LOGNAME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):     # what a run may change
+            monkeypatch.setenv(name, "kept")
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            path = tmp_path / value
+            if name not in ("LOGNAME", "USER"):
+                path.mkdir(exist_ok=True)
+            monkeypatch.setenv(name, value if name in ("LOGNAME", "USER") else str(path))
+        return lambda: (cache_dir(), default_cache_dir(), tempfile.gettempdir())
+    return folders
+
+
+@pytest.mark.parametrize("case", ODD_FOLDERS)
+def test_the_compiler_gets_folders_that_it_can_use(case, folders, tmp_path):
+    """The line says what was to blame."""
+    env, named = ODD_FOLDERS[case]
+    places = folders(env)
+    note = train_gpt.Team(train_gpt.load_config(SMALL), {}).cache_note
+    assert note == (f"compile: a space or quote in {named}: other folders are used" if named else "")
+    assert not [path for path in places() if train_gpt.is_odd(path)]
+    assert (places()[0] == str(tmp_path / "cache")) == (env.get("TORCHINDUCTOR_CACHE_DIR") == "cache")
+    assert train_gpt.choose_cache() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a cache with a quote", "a temporary folder", "a user"])
+def test_a_run_compiles_whatever_its_folders(case, folders, root):
+    folders(ODD_FOLDERS[case][0])
+    env = {name: os.environ[name] for name in ODD_FOLDERS[case][0]}
+    name = f"odd{case.count('a')}{len(case)}"
+    done = run_program([SCRIPT], root, SMALL | env | dict(COMPILE="1", RUN_ID=name), "", sys.executable)
+    assert done.code == 0, done.err
+    assert look(root / "logs" / name).result["compiled"] and "other folders are used" in done.out
+
+
+def test_what_did_not_compile_is_blamed(train, monkeypatch):
+    """The path of Python; a variable that turns compiling off. result.json says what happened."""
+    def fails(*args, **kw):
+        raise RuntimeError("no such file")
+
+    assert train(SMALL, COMPILE="0").result["compiled"] is False
+    monkeypatch.setattr(train_gpt.sys, "prefix", "/opt/it's me/venv")
+    monkeypatch.setattr(train_gpt.torch, "compile", fails)
+    done = train(SMALL, COMPILE="1")
+    assert done.code == 0 and done.result["compiled"] is False
+    assert ("compile: not possible here (RuntimeError: no such file); the path of this Python has a space or "
+            "quote in it; training uncompiled\n") in done.log
+    monkeypatch.setattr(train_gpt.torch._dynamo.config, "disable", True)
+    done = train(SMALL, COMPILE="1")
+    assert done.code == 0 and done.result["compiled"] is False
+    assert "compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled\n" in done.log
 
 
 @pytest.mark.slow

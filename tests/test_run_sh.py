@@ -1,7 +1,9 @@
 """run.sh: what it refuses, and what it hands on. The interpreter is a stub that notes its arguments."""
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,19 +152,21 @@ def test_no_network_for_the_install(folder):
 def test_an_installation_is_made_once(folder):
     program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
                                'cp bin/stub .venv/bin/python;; esac')
-    pip = "-m pip install --disable-pip-version-check -r .venv/requirements.txt"
-    assert run(folder, "setup") == (0, "", [pip])
-    assert run(folder, "setup") == (0, "", ["-c "])
+    pip, ready, imports = (f"tools/install.py {word}.venv/requirements.txt"
+                           for word in ("", "--ready ", "--imports "))
+    assert run(folder, "setup") == (0, "", [pip, imports])
+    assert run(folder, "setup") == (0, "", [ready])
     (folder / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
-    assert "-m pip" in run(folder, "setup")[2][-1]
+    assert run(folder, "setup")[2][-2:] == [pip, imports]
     # `static` has one of its own, with a CUDA build
     program(folder, "stub", 'echo "$*" >> calls; case "$*" in "-m venv .venv-static") '
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
-    assert calls[-2:] == [pip.replace(".venv", ".venv-static"), "tools/static_gpu.py golf"]
+    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports.replace(".venv", ".venv-static"),
+                          "tools/static_gpu.py golf"]
     assert (folder / ".venv-static/requirements.txt").read_text() == "torch===2.13.0\nnumpy\n"
-    assert run(folder, "static")[2] == ["-c ", "-c ", "tools/static_gpu.py"]
+    assert run(folder, "static")[2] == [ready, ready.replace(".venv", ".venv-static"), "tools/static_gpu.py"]
 
 
 INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
@@ -202,9 +206,10 @@ def test_amd_s_gpus_are_counted_by_torch(folder):
     assert "torch.distributed.run --standalone --nproc_per_node=2" in calls[-1]
 
 
-def test_a_path_with_spaces(folder):
+@pytest.mark.parametrize("checkout", ["my own code", "it's", 'say "a"', "(a)&b"])
+def test_a_path_with_spaces_or_quotes(checkout, folder):
     """torch's compiler is called with paths that have none; nobody else's link is used."""
-    home, links = folder / "my own code", folder / f"train_gpt_{os.getuid()}"
+    home, links = folder / checkout, folder / f"train_gpt_{os.getuid()}"
     home.mkdir()
     for name in ("run.sh", "requirements.txt", "bin"):
         shutil.move(folder / name, home)
@@ -220,7 +225,7 @@ def test_a_path_with_spaces(folder):
 
     for place in (home, home, folder / "code"):
         program_path = ran(place, folder)
-        assert program_path.parents[2] == links and " " not in str(program_path)
+        assert program_path.parents[2] == links and checkout not in str(program_path)
         assert program_path.samefile(home / ".venv/bin/python") and links.stat().st_mode & 0o777 == 0o700
         assert len(list(links.iterdir())) == 1
     elsewhere = ran(home, home).parents[1]      # TMPDIR with a space
@@ -356,10 +361,204 @@ def test_a_run_is_watched_a_plan_is_not(folder):
 
 def test_uv_installs_where_there_is_one(folder):
     program(folder, "python3", "exit 0")
-    program(folder, "uv", 'echo "uv $*" >> calls; [ "$1" != venv ] || mkdir -p .venv/bin')
+    program(folder, "uv", 'echo "uv $*" >> calls; [ "$1" != venv ] || { mkdir -p .venv/bin; '
+                          'cp bin/stub .venv/bin/python; }')
     assert run(folder, "setup") == (0, "", [
         "uv venv -q --clear --python python3 .venv",
-        "uv pip install --python .venv/bin/python -r .venv/requirements.txt"])
+        "uv pip install --python .venv/bin/python -r .venv/requirements.txt",
+        "tools/install.py --imports .venv/requirements.txt"])
+
+
+# Python's own venv, without pip; what is called in it is noted
+VENV = f"""case "$*" in "-m venv"*) shift 2; exec {sys.executable} -m venv --without-pip "$@";;
+*) exec {sys.executable} "$@";; esac"""
+NOTED = """import sys
+with open("calls", "a") as file:
+    print(*sys.argv, file=file)
+sys.exit("--ready" in sys.argv and open("torch").read() == "gone")
+"""
+
+
+def interpreter_gone(folder):
+    for path in folder.glob(".venv/bin/python*"):
+        path.unlink()
+        path.symlink_to("/nonexistent/python3.11")
+
+
+def interpreter_of_no_kind(folder):
+    path = folder / ".venv/bin/python"
+    path.unlink()       # a link to the machine's own
+    path.write_text("no program")
+    path.chmod(0o755)
+
+
+def folder_is_a_dangling_link(folder):
+    shutil.rmtree(folder / ".venv")
+    (folder / ".venv").symlink_to(folder / "elsewhere")
+
+
+BROKEN = {
+    "its interpreter is gone": interpreter_gone,
+    "no interpreter": lambda folder: shutil.rmtree(folder / ".venv/bin"),
+    "an interpreter that does not run": interpreter_of_no_kind,
+    "a link to nowhere": folder_is_a_dangling_link,
+    "a package is gone": lambda folder: (folder / "torch").write_text("gone")}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_environment_that_broke_is_made_again(case, folder):
+    program(folder, "python3", VENV)
+    (folder / "tools").mkdir()
+    (folder / "tools/install.py").write_text(NOTED)
+    (folder / "torch").write_text("there")
+    words = ["", "--imports ", "--ready "]
+    install, imports, ready = (f"tools/install.py {word}.venv/requirements.txt" for word in words)
+    assert run(folder, "setup") == (0, "", [install, imports])
+    assert run(folder, "setup") == (0, "", [ready])
+    BROKEN[case](folder)
+    asked = [ready] if case == "a package is gone" else []
+    assert run(folder, "setup") == (0, "", [*asked, install, imports])
+    assert subprocess.run([folder / ".venv/bin/python", "-c", ""]).returncode == 0
+    (folder / "torch").write_text("there")
+    assert run(folder, "setup") == (0, "", [ready])
+
+
+def test_a_file_in_the_environments_place(folder):
+    program(folder, "python3", VENV)
+    (folder / ".venv").write_text("mine")
+    refused(folder, [".venv is a file"], "setup")
+    assert (folder / ".venv").read_text() == "mine"
+
+
+def test_an_installation_without_its_packages_is_no_success(folder):
+    """Whatever pip said."""
+    program(folder, "python3", INSTALLS)
+    program(folder, "stub", 'case "$*" in *--imports*) echo "torch is missing"; exit 1;; esac')
+    for _ in range(2):
+        refused(folder, ["pip has ended, but in .venv torch is missing", ".venv/install.log"], "setup")
+        assert not (folder / ".venv/installed.txt").exists()
+
+
+def links_to(folder):
+    """Ways to call run.sh from a folder beside the checkout: words, and the environment."""
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere/train").symlink_to("../run.sh")
+    (folder / "elsewhere/again").symlink_to("train")
+    (folder / "elsewhere/to folder").symlink_to(folder)
+    (folder / "decoy" / folder.name).mkdir(parents=True)
+    return [(["bash", "train"], {}), (["bash", "./again"], {}), (["./train"], {}),
+            (["bash", "to folder/run.sh"], {}), (["bash", f"../../{folder.name}/run.sh"], {}),
+            (["bash", f"{folder.name}/run.sh"], dict(CDPATH=str(folder / "decoy")))]
+
+
+def test_set_up_is_in_the_checkout_however_it_is_called(folder):
+    """By links, from elsewhere, with a CDPATH that leads to a folder of the same name."""
+    program(folder, "python3", INSTALLS)
+    (folder / "run.sh").chmod(0o755)
+    for words, env in links_to(folder):
+        shutil.rmtree(folder / ".venv", ignore_errors=True)
+        place = folder.parent if "CDPATH" in env else folder / "elsewhere"
+        env |= {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)}
+        done = subprocess.run([*words, "setup"], cwd=place, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        assert (folder / ".venv/installed.txt").read_text() == "torch\n", words
+        assert not [path for path in folder.glob("[de]*/**/.venv") if "to folder" not in str(path)]
+
+
+def test_a_copy_outside_of_the_checkout_is_refused(folder):
+    (folder / "requirements.txt").unlink()
+    program(folder, "python3", INSTALLS)
+    refused(folder, ["requirements.txt", "checkout"], "setup")
+    assert not (folder / ".venv").exists()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="takes git")
+@pytest.mark.parametrize("setting", ["core.autocrlf=true", "core.eol=crlf", "core.autocrlf=input"])
+def test_a_clone_has_the_same_bytes(setting, tmp_path):
+    """... of what runs and of what digests are made of, however git is set up."""
+    source, clone = tmp_path / "source", tmp_path / "clone"
+    files = ["run.sh", ".gitattributes", "requirements.txt", "docs/loss.png", "tests/golden/golf.npz",
+             ".ci/run", "records/track_tiny/2026-11-21_Baseline/final_model.int8.ptz", "tools/watch.py"]
+    for file in files:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, source / file)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(source)]
+    for words in (["init", "-q"], ["add", "-A", "-f"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    subprocess.run(["git", "clone", "-q", "-c", setting, str(source), str(clone)], check=True)
+    assert [file for file in files if (clone / file).read_bytes() != (ROOT / file).read_bytes()] == []
+    assert subprocess.run(["./run.sh", "help"], cwd=clone, capture_output=True).returncode == 0
+
+
+# ---------------------------------------------------------------- tools/install.py
+PIP = """
+import json, os, sys
+if sys.argv[1:] == ["config", "list"]:
+    print(open("pip.conf").read())
+else:
+    settings = {name: text for name, text in os.environ.items() if name.upper().startswith("PIP_")}
+    json.dump([sys.argv[1:], settings], open("pip.json", "w"))
+"""
+
+
+@pytest.fixture
+def pip(tmp_path):
+    """pip(configuration, variables): the words and settings that install.py calls pip with."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip/__init__.py").touch()
+    (tmp_path / "pip/__main__.py").write_text(PIP)
+
+    def called(configuration="", **variables):
+        (tmp_path / "pip.conf").write_text(configuration)
+        env = {name: text for name, text in os.environ.items() if not name.startswith("PIP_")}
+        subprocess.run([sys.executable, ROOT / "tools/install.py", "r.txt"], cwd=tmp_path, check=True,
+                       env=env | variables | dict(PYTHONPATH=str(tmp_path)))
+        return json.loads((tmp_path / "pip.json").read_text())
+    return called
+
+
+NOT_HEEDED = dict(
+    PIP_TARGET="x", PIP_PREFIX="x", PIP_ROOT="x", PIP_USER="1", PIP_REQUIRE_VIRTUALENV="1", PIP_NO_DEPS="1",
+    PIP_ONLY_BINARY=":none:", PIP_NO_BINARY=":all:", PIP_DRY_RUN="1", PIP_CONSTRAINT="none.txt",
+    PIP_REQUIRE_HASHES="1", PIP_HELP="1", PIP_PYTHON="python2", PIP_QUIET="3", pip_target="x", PIP_target="x")
+
+
+def test_settings_of_pip_that_lead_elsewhere_are_dropped(pip):
+    words, settings = pip(**NOT_HEEDED)
+    assert words == ["install", "--disable-pip-version-check", "-r", "r.txt"]
+    assert settings == dict(PIP_CONFIG_FILE=os.devnull)
+    files = "global.require-virtualenv='true'\ninstall.target='x'\ninstall.user='true'\nglobal.no-deps='1'"
+    assert pip(files)[1] == dict(PIP_CONFIG_FILE=os.devnull)
+
+
+def test_settings_of_pip_that_reach_packages_are_heeded(pip):
+    """A proxy, a mirror, certificates: by variables before files, by `install` before global ones."""
+    variables = dict(PIP_INDEX_URL="https://a/simple", PIP_CERT="/a b.pem", PIP_FIND_LINKS="wheels",
+                     PIP_NO_INDEX="1", PIP_PROXY="http://p:1", HTTPS_PROXY="http://p:1",
+                     PIP_EXTRA_INDEX_URL="https://b https://c")
+    heeded = {name: text for name, text in variables.items() if name.startswith("PIP_")}
+    assert pip(**variables, PIP_USER="1")[1] == heeded | dict(PIP_CONFIG_FILE=os.devnull)
+    files = ("global.extra-index-url='https://b\\nhttps://c'\nglobal.index-url='https://g'\n"
+             "global.timeout='60'\ninstall.index-url='https://i'\nwheel.proxy='http://no'\nnonsense")
+    found = dict(PIP_EXTRA_INDEX_URL="https://b https://c", PIP_TIMEOUT="60", PIP_CONFIG_FILE=os.devnull)
+    assert pip(files)[1] == found | dict(PIP_INDEX_URL="https://i")
+    assert pip(files, PIP_INDEX_URL="https://e")[1] == found | dict(PIP_INDEX_URL="https://e")
+
+
+@pytest.mark.parametrize("wanted, ready, imports", [
+    ("numpy==2.3.5\n# a comment\npytest-xdist==3\nPyYAML===1\n", "", ""),
+    ("numpy\nno-such-package==1\n", "no_such_package is missing", "no_such_package is missing"),
+    ("emptied==1", "emptied is missing", "emptied is missing"),
+    ("damaged==1", "", "damaged cannot be imported (OSError: libcudart.so is cut and more)")])
+def test_ready_is_what_can_be_imported(wanted, ready, imports, tmp_path):
+    (tmp_path / "emptied").mkdir()
+    (tmp_path / "damaged.py").write_text("raise OSError('libcudart.so is cut\\nand more')")
+    (tmp_path / "r.txt").write_text(wanted)
+    for word, said in (("--ready", ready), ("--imports", imports)):
+        command = [sys.executable, ROOT / "tools/install.py", word, tmp_path / "r.txt"]
+        done = subprocess.run(command, text=True, capture_output=True,
+                              env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+        assert (done.returncode, done.stdout.strip()) == (1 if said else 0, said)
 
 
 def test_no_room_for_the_install(folder):

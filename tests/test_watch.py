@@ -311,12 +311,13 @@ def test_counting_is_a_stage_of_its_own():
         assert progress.read(line) is None and progress.stage == stage
 
 
-@pytest.mark.parametrize("sent, received", [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
+@pytest.mark.parametrize("sent, received", [
+    ("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM"), ("USR1", "USR1"), ("USR2", "USR2"), ("QUIT", "QUIT")])
 def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
     command = (f"trap 'echo got {received}; sleep 1; exit 7' {received}; echo ready; "
                "while sleep 0.1; do :; done")
     def as_in_a_terminal():     # what a shell runs in the background ignores INT, below nohup HUP
-        for ignored in (signal.SIGINT, signal.SIGHUP):
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(ignored, signal.SIG_DFL)
 
     process = subprocess.Popen([*WATCH, "bash", "-c", command], text=True, stdout=subprocess.PIPE,
@@ -325,7 +326,106 @@ def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
     process.send_signal(getattr(signal, f"SIG{sent}"))
     out, err = process.communicate(timeout=30)
     assert out == f"got {received}\n" and process.returncode == 7
-    assert err == "stopping: a checkpoint is saved first if training has begun\n"
+    asks = sent not in ("USR2", "QUIT")
+    assert err == ("stopping: a checkpoint is saved first if training has begun\n" if asks else "")
+
+
+COUNTS = """
+import subprocess, sys, time
+if len(sys.argv) > 2:       # a rank, which torchrun gives a session of its own
+    subprocess.Popen([sys.executable, __file__, sys.argv[2]], start_new_session=True)
+for number in range(1200):
+    with open(sys.argv[1], "w") as file:
+        file.write(str(number))
+    if number == 0:
+        print("ready", flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """counting(names): a watcher of a program, which writes a number to the first file as long as it runs,
+    and starts one that does so with the second. moves(name): is that one running?"""
+    started = []
+    (tmp_path / "counts.py").write_text(COUNTS)
+
+    def counting(*names):
+        process = subprocess.Popen([*WATCH, sys.executable, "counts.py", *names], cwd=tmp_path, text=True,
+                                   stdout=subprocess.PIPE, process_group=0)     # as a shell with jobs does
+        started.append(process)
+        for _ in names:
+            assert process.stdout.readline() == "ready\n"
+        return process
+
+    def moves(name, seconds=0.5):
+        before = (tmp_path / name).read_text()
+        time.sleep(seconds)
+        return (tmp_path / name).read_text() != before
+
+    counting.moves = moves
+    yield counting
+    for process in started:
+        watch.send(watch.tree(process.pid), signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("sent", ["KILL", "QUIT", "USR1", "USR2", "ABRT", "SEGV"])
+def test_nothing_outlives_the_watcher(sent, counting):
+    process = counting("one")
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    assert process.wait(30) != 0
+    time.sleep(0.3)
+    assert not counting.moves("one")
+
+
+def test_what_is_stopped_stands_still(counting):
+    """Ctrl-Z and fg, twice: the command and what it started."""
+    process = counting("one", "two")
+    for _ in range(2):
+        process.send_signal(signal.SIGTSTP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        assert not counting.moves("one") and not counting.moves("two", 0.1)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert counting.moves("one") and counting.moves("two", 0.3)
+
+
+@pytest.mark.parametrize("sent", ["KILL", "TERM", "HUP"])
+def test_a_stopped_run_can_be_ended(sent, counting):
+    """As by `kill -9 %1` and `kill %1`, which also wakes it."""
+    process = counting("one")
+    process.send_signal(signal.SIGTSTP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    (child,) = [pid for pid in watch.tree(process.pid)[1:] if b"counts.py" in cmdline(pid)]
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(30) != 0
+    until = time.monotonic() + 10
+    while time.monotonic() < until and b"counts.py" in cmdline(child):
+        time.sleep(0.1)
+    assert b"counts.py" not in cmdline(child)
+
+
+def cmdline(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def test_a_watcher_that_fails_leaves_no_orphan(tmp_path, monkeypatch):
+    """Whatever fails in it."""
+    (tmp_path / "counts.py").write_text(COUNTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(watch.Progress, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(watch, "pass_signals", lambda child, stop: started.append(child))
+    started = []
+    with pytest.raises(ZeroDivisionError):
+        watch.main([sys.executable, "counts.py", "one"])
+    assert started[0].wait(30) == -signal.SIGTERM
 
 
 @pytest.mark.slow
@@ -365,6 +465,32 @@ def test_wandb_gets_scalars_config_and_samples(run, tmp_path):
                 "eta": 60}),
         ("1033", {"val_loss": 2.0077, "val_bpb": 1.2163, "train_time": 119969, "step_avg": 116.14})]
     assert "samples sample 1: def »f(x):" in done.stdout
+
+
+UNWELL = {      # where it fails: what is put in the package's place
+    "no key": ('def init(project, name, dir, config):\n    return Run()',
+               'def init(**_):\n    raise ValueError("api_key not configured")'),
+    "an exit at the start": ("    print(\"init\"", "    raise SystemExit(1)\n    print(\"init\""),
+    "at the first scalar": ('print("logged"', 'raise ConnectionError("no route"); print("logged"'),
+    "later": ('print("logged"', 'assert step < 1000; print("logged"'),
+    "at the end": ('print("samples"', 'raise OSError("no space"); print("samples"'),
+    "when it is imported": ("import json", "import json\nraise TypeError('Descriptors cannot be created')")}
+
+
+@pytest.mark.parametrize("where", UNWELL)
+def test_a_logger_that_fails_is_a_warning(where, run, tmp_path):
+    """... and the run goes on to its end."""
+    old, new = UNWELL[where]
+    package = WANDB.replace(old, new) if old in WANDB else WANDB + new
+    (tmp_path / "wandb.py").write_text(package)
+    plain = in_pipe(run, tmp_path)
+    done = in_pipe(run, tmp_path, LOGGER="wandb", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    own = ("init", "logged", "samples ")        # lines of the stand-in
+    said = [line for line in done.stdout.splitlines() if not line.startswith(own)]
+    assert said == plain.stdout.splitlines()
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("run.sh: LOGGER=wandb failed (") and warning.endswith("goes on without it")
 
 
 def test_tensorboard_gets_the_same(run, tmp_path):

@@ -3,7 +3,9 @@
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
 bits per byte, tok/s and the time left. Elsewhere every line passes as it is. The end is one screen about the
 result. LOGGER=tensorboard | wandb hands scalars, constants and samples on. The exit code is the command's.
+Signals reach the command and all that it started; it ends when this program does, however that ends.
 """
+import ctypes
 import json
 import math
 import os
@@ -265,6 +267,78 @@ def follow(child, screen, progress, logger, stop):
         screen.tick(*progress.live())
 
 
+# ------------------------------------------------------------ signals
+# What asks a run to stop -> what the command gets; the trainer saves a checkpoint first
+STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+         signal.SIGUSR1: signal.SIGUSR1}
+PASSED = (signal.SIGQUIT, signal.SIGUSR2)   # end it at once
+PR_SET_PDEATHSIG = 1    # what prctl() calls it
+# Goes on with stopped processes if the one that stopped them is gone: a signal that ends them waits for that
+GUARD = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'
+
+
+def start(command):
+    """The command in a session of its own, so that a signal of the terminal reaches it once: from here. It
+    gets SIGTERM when this program is gone, by kill -9, too."""
+    libc = ctypes.CDLL(None)
+    env = {name: text for name, text in os.environ.items() if name != "LOGGER"}    # which is heeded here
+
+    def end_with_parent():
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+                            errors="replace", start_new_session=True,
+                            preexec_fn=end_with_parent if hasattr(libc, "prctl") else None)
+
+
+def tree(pid):
+    """A process and all below it, such as torchrun and its ranks, which have sessions of their own."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):     # it has ended
+            parent = path.read_bytes().rpartition(b")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def send(pids, number):
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def pause(child):
+    """Ctrl-Z: stops the command and all below it, then this program, until the shell's `fg` or `bg`."""
+    pids = tree(child.pid)
+    send(pids, signal.SIGSTOP)
+    guard = subprocess.Popen(["sh", "-c", GUARD, str(os.getpid()), *map(str, pids)], start_new_session=True)
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)     # returns when this program goes on
+    signal.signal(signal.SIGTSTP, handler)
+    guard.kill()
+    guard.wait()
+    send(pids, signal.SIGCONT)
+
+
+def pass_signals(child, stop):
+    """From now on, until the command has ended. stop: gets an entry for one that asks it to stop."""
+    def pass_on(number, _):
+        if child.poll() is not None:    # what is left, such as a logger that hangs, ends here
+            raise KeyboardInterrupt
+        if number in STOPS:
+            stop.append(number)
+        child.send_signal(STOPS.get(number, number))
+
+    for number in (*STOPS, *PASSED):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, lambda *_: pause(child))
+
+
 # ------------------------------------------------------------ the end
 def size_text(size):
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
@@ -324,7 +398,8 @@ def end_lines(folder, result):
 
 # ------------------------------------------------------------ LOGGER
 class Logger:
-    """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody."""
+    """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody. After a warning the
+    run goes on without one that fails."""
     def __init__(self, kind):
         self.kind, self.run, self.opened = kind, None, False
         if kind == "tensorboard":
@@ -346,8 +421,17 @@ class Logger:
 
     def line(self, line, progress):
         """A line of the run's output: scalars of a step."""
-        if not self.kind:
-            return
+        if self.kind:
+            self.safely(self.read, line, progress)
+
+    def safely(self, do, *args):
+        try:
+            do(*args)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            print(failed(self.kind, error), file=sys.stderr, flush=True)
+            self.kind, self.run = "", None
+
+    def read(self, line, progress):
         if line.startswith("rehearsal before") and not self.run and "folder" in progress.seen:
             self.open(Path(progress.seen["folder"]))
         found = STEP.match(line)
@@ -366,8 +450,10 @@ class Logger:
 
     def close(self, samples):
         """Hands on the samples, as one text, and ends."""
-        if not self.run:
-            return
+        if self.run:
+            self.safely(self.finish, samples)
+
+    def finish(self, samples):
         text = "\n".join(samples)
         if self.kind == "wandb":
             self.run.summary["samples"] = text
@@ -375,6 +461,11 @@ class Logger:
         else:
             self.run.add_text("samples", f"```\n{text}\n```")
             self.run.close()
+
+
+def failed(kind, error):
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return f"run.sh: LOGGER={kind} failed ({why}); the run goes on without it"
 
 
 def open_logger(kind):
@@ -388,6 +479,9 @@ def open_logger(kind):
             python = os.path.relpath(sys.executable)
             install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
             why = f"LOGGER={kind} needs the package {kind}: {install} {kind}"
+        except Exception as error:      # it is there, but broken
+            print(failed(kind, error), file=sys.stderr, flush=True)
+            return Logger("")
     print(f"run.sh: {why}", file=sys.stderr)
     return None
 
@@ -397,19 +491,15 @@ def main(command):
     if not logger:
         return 2
     progress, screen, stop = Progress(), Screen(sys.stdout.isatty()), []
-    # A session of its own, so that a signal reaches it once: from here
-    env = {name: text for name, text in os.environ.items() if name != "LOGGER"}    # which is heeded here
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-                             errors="replace", start_new_session=True)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            passed = signal.SIGTERM if number == signal.SIGHUP else number
-            signal.signal(number, lambda *_, passed=passed: (stop.append(passed), child.send_signal(passed)))
+    child = start(command)
+    pass_signals(child, stop)
     try:
         follow(child, screen, progress, logger, stop)
         code = child.wait()
     finally:
         screen.close()
+        if child.poll() is None:    # a bug of ours: no orphan is left
+            child.terminate()
     logger.close(progress.sample)
     if code == 0 and "folder" in progress.seen:
         folder = Path(progress.seen["folder"])
