@@ -371,10 +371,11 @@ def arms_table(settings, texts, steps, skipped=5):
 
 
 # ---------- the parts of a step
-def random_data(folder, cfg, tokens=1 << 24):
-    """Writes random documents of 1 to 1,400 tokens -> settings that make a run read them."""
+def random_data(folder, cfg, tokens=1 << 24, rows=1.0):
+    """Writes random documents of 1 to 1,400 tokens, with so many rows of val -> settings that make a run read
+    them."""
     rng, vocab_size, bos = np.random.default_rng(0), cfg.vocab_size or 1024, 1
-    files = [("train", tokens), ("val", (cfg.eval_context or cfg.train_seq_len) + 1)]
+    files = [("train", tokens), ("val", int(rows * (cfg.eval_context or cfg.train_seq_len)) + 1)]
     for split, count in files:
         stream = rng.integers(2, vocab_size, count).astype("<u2")
         begins = rng.integers(1, 1400, 2 + count // 700).cumsum()
