@@ -46,7 +46,7 @@ class Need(NamedTuple):
 
 # The first report, one H100 80GB HBM3 with 16 cores, 26 November 2026, torch 2.11.0 (docs/gpu_results/):
 # "measured" is what a command of that day printed, for what was in it; a share of such a time is a guess, as
-# is whatever has no figure there. The commands that compiled ran beside three others.
+# is whatever has no figure there. The commands that compiled ran beside others.
 GUESS = "guess"
 NEEDS = {
     # `--only environment,ranks` took 24 s

@@ -271,7 +271,7 @@ def read_training(part: Part, line: str) -> dict | None:
 
 
 def judge_training(workshop: Workshop, job: Job) -> None:
-    """A verdict on a run that ended well: its losses are numbers, and its step was compiled if it had to be."""
+    """A verdict on a run that ended well: its losses are numbers, its step was compiled if it had to be."""
     part = job.part
     run = job.command.folder / "logs" / part.preset
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))

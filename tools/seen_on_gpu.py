@@ -5,8 +5,8 @@
 
 The table is filled by `python tools/gpu_results.py --seen FILE ...` from the JSON files of gpu-report, and by
 nothing else: an operator by what ran outside of Inductor's generated kernels, with the dtypes and the layout
-of its tensors; a kernel by the name that torch's profiler gave, whose dtypes are `-` unless the name has them.
-Nothing here imports torch.
+of its tensors; a kernel by the name that torch's profiler gave, whose dtypes are `-` unless the name has
+them. Nothing here imports torch.
 """
 
 import re
@@ -142,7 +142,7 @@ def describe(args: Iterable, kwargs: dict) -> tuple[tuple[str, ...], tuple[str, 
 
 # ---------- kernels, by the profiler's names
 def family(kernel: str) -> tuple[str, str, str] | None:
-    """(family, dtypes, layout) of a kernel, as far as its name tells; None: made by Inductor for one graph."""
+    """(family, dtypes, layout) of a kernel, as its name tells them; None: made by Inductor for one graph."""
     if kernel.startswith("triton_tem"):
         backward = "_backward" if "flex_attention_backward" in kernel else ""
         return (
