@@ -203,7 +203,8 @@ def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
     ends = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
     assert ends == [("golf train", 60.0), ("gpt2 train", -1.0), ("golf loop", 90.0)]
     whole.seconds = 40
-    found = carried_out([part_of("train", "golf", 60), part_of("loop", "golf", 30)], {"golf loop": "say('ran')"})
+    parts = [part_of("train", "golf", 60), part_of("loop", "golf", 30)]
+    found = carried_out(parts, {"golf loop": "say('ran')"})
     assert found[0][0] == "skip" and "needs about 60 s" in found[0][1] and found[1] == ("ok", "ran")
 
 
@@ -211,9 +212,10 @@ def test_the_plan_knows_what_earlier_reports_took(tmp_path):
     """Of the same kind, of parts that were done; a file that is no report is passed over."""
     row = dict(part="loop", preset="golf", state="done", seconds=12.5, GiB=8.0, peak_GiB=9.5)
     rows = [row, row | dict(preset="tiny", state="failed")]
-    for name, content in (("a.json", dict(toy=False, parts=rows)), ("b.json", [1]), ("d.json", dict(toy=False)),
-                          ("c.json", dict(toy=True, parts=[row | dict(seconds=1.0)])),
-                          ("e.json", dict(toy=False, side_by_side=True, parts=[row | dict(seconds=99.0)]))):
+    disturbed = dict(toy=False, side_by_side=True, parts=[row | dict(seconds=99.0)])
+    for name, content in (("a.json", dict(toy=False, parts=rows)), ("b.json", [1]),
+                          ("d.json", dict(toy=False)), ("c.json", dict(toy=True, parts=[row | dict(seconds=1.0)])),
+                          ("e.json", disturbed)):
         (tmp_path / name).write_text(json.dumps(content))
     earlier = gpu_plan.earlier_needs([*sorted(tmp_path.glob("*.json")), tmp_path / "gone"], toy=False)
     assert earlier == {("loop", "golf"): gpu_plan.Need(12.5, 9.5, "measured: a.json")}
@@ -550,7 +552,8 @@ def test_the_ranks(old, new, late, tmp_path):
     (["FP9=off"], "FP9 is no constant"), (["fp8=off"], "fp8 is no constant"), (["bord"], "bord is none of")])
 def test_what_is_mistyped_is_refused(words, sentence, tmp_path):
     done = run_cli(tmp_path, *words, script=ROOT / "tools/gpu_report.py")
-    assert (done.code, done.out) == (2, "...   importing torch\n") and done.err.startswith(f"gpu-report: {sentence}")
+    assert (done.code, done.out) == (2, "...   importing torch\n")
+    assert done.err.startswith(f"gpu-report: {sentence}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -576,6 +579,27 @@ def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
     page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
     shown = screen_of(page)
     assert len(shown) > 20 and shown == screen_of(done.out), done.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [4, 12, 25])
+def test_a_rehearsal_killed_at_a_moment(seconds, tmp_path):
+    """Its file is valid, and neither trainers nor compilers go on."""
+    mark = f"{os.getpid()}_toy_{seconds}"
+    process = subprocess.Popen([sys.executable, ROOT / "tools/gpu_report.py", "--toy"], cwd=tmp_path,
+                               env=os.environ | dict(MARK=mark), stdout=subprocess.DEVNULL)
+    while not (tmp_path / "gpu_report.json").exists():
+        time.sleep(0.1)
+    time.sleep(seconds)
+    assert len(marked(mark)) > 1
+    process.kill()
+    process.wait()
+    found = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert not found["complete"] and found["toy"] and found["parts"][0]["state"] in ("running", "done")
+    ends = time.monotonic() + 10    # torch's own workers look for their parent now and then
+    while marked(mark) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not marked(mark)
 
 
 @pytest.mark.static
@@ -709,7 +733,8 @@ def test_a_report_is_added_with_what_it_lacks(tmp_path, capsys):
     file, screen, folder = tmp_path / "report.json", tmp_path / "screen.txt", tmp_path / "results"
     folder.mkdir()
     file.write_text(json.dumps(result(machine={}, commit="")))
-    screen.write_text("$ gpu-report\nok             NVIDIA Card, driver 1.2, torch 2.11.0+cu130, cuDNN 9, Triton 3\n")
+    line = "ok             NVIDIA Card, driver 1.2, torch 2.11.0+cu130, cuDNN 9, Triton 3"
+    screen.write_text(f"$ gpu-report\n{line}\n")
     words = ["--add", str(file), "--name", "first"]
     assert gpu_results.main(words, folder) == 2 and "saw no GPU" in capsys.readouterr().err
     assert not [*folder.iterdir()]
@@ -734,10 +759,11 @@ def test_the_table_is_what_the_reports_show(tmp_path):
 
 def test_what_ran_is_seen_and_nothing_else(tmp_path):
     """Operators by their dtypes, whatever their overload and layout; kernels by their families."""
-    operators = [dict(operator="aten.mm", dtypes=["bfloat16", "bfloat16"], layouts=["contiguous", "transposed"],
-                      count=2, how="compiled step")]
+    operators = [dict(operator="aten.mm", dtypes=["bfloat16", "bfloat16"], count=2, how="compiled step",
+                      layouts=["contiguous", "transposed"])]
     report = result(operators=dict(golf=operators))
-    report["verdicts"][0]["text"] = "attention 8x64, by triton_tem_fused_flex_attention_2: off from fp32 by 1%"
+    attention = "attention 8x64, by triton_tem_fused_flex_attention_2: off from fp32 by 1%"
+    report["verdicts"][0]["text"] = attention
     report["verdicts"][3]["figures"] = dict(kernels=[dict(name="triton_poi_fused_add_3", ms=1.0, launches=1)])
     file, table = tmp_path / "r.json", tmp_path / "seen.tsv"
     file.write_text(json.dumps(report))
@@ -761,7 +787,8 @@ def test_what_ran_is_seen_and_nothing_else(tmp_path):
     ("triton_tem_fused__unsafe_view_flex_attention_backward_mul_6",
      ("triton_tem flex_attention_backward", "-", "-")),
     ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
-     "at::native::sum_functor<float, float, float>", ("at::native::reduce_kernel sum_functor", "float32", "-")),
+     "at::native::sum_functor<float, float, float>",
+     ("at::native::reduce_kernel sum_functor", "float32", "-")),
     ("loss_kernel", ("loss_kernel", "-", "-"))])
 def test_families_of_kernels(kernel, found):
     assert seen_on_gpu.family(kernel) == found

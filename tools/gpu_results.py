@@ -4,9 +4,9 @@
     python tools/gpu_results.py --seen FILE ...             what ran in them goes into tools/seen_on_gpu.tsv
 
 Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file that is no report are refused.
-With --add: --commit for a report that does not know its own, --environment FILE for one without its machine, from
-what `gpu-report --only environment` printed there, --side-by-side if other programs ran on the card, so that its
-times count for nothing, --remark for what a reader should know.
+With --add: --commit for a report that does not know its own, --environment FILE for one without its machine,
+from what `gpu-report --only environment` printed there, --side-by-side if other programs ran on the card, so
+that its times count for nothing, --remark for what a reader should know.
 """
 
 import argparse
