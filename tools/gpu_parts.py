@@ -126,7 +126,6 @@ TOY_OF: dict[str, dict] = dict(
         MUDD_DIM="8",
         MUDD_GATE_DIM="8",
         BIGRAM_SIGN_ROWS="64",
-        PREFIX_WEIGHT="0",
         DOC_SCHEDULE="64,256,256,256",
         EXTENSION_ITERATIONS="2",
     ),
@@ -401,7 +400,7 @@ def random_tokens(run: Any, stage: Any) -> Tensor:
     return tokens
 
 
-def attention_calls(subject: Subject, run: Any) -> tuple[list[tuple[Call, int]], tuple]:
+def attention_calls(subject: Subject, run: Any) -> tuple[list[tuple[Call, int]], tuple | None]:
     """([(call, how many layers make it)] of a micro-step of the dearest stage, the arguments of its loss)."""
     stage = last_stage(run)
     tokens = random_tokens(run, stage)
@@ -668,7 +667,8 @@ def first_losses(subject: Subject, run: Any) -> None:
     begin_anew(subject, run)
     wanted = eager[0]
     words = "that of the eager step"
-    if not run.model.head.any():
+    tokens = torch.zeros((1, run.cfg.train_seq_len), dtype=torch.long, device=run.team.device)
+    if not run.model.head.any() and not run.model.candidates(tokens, tokens):  # with these it knows more
         wanted = math.log(run.cfg.vocab_size)
         words = f"log {run.cfg.vocab_size:,}, on any text"
     good = abs(compiled[0] - wanted) < 0.005
@@ -876,6 +876,9 @@ def alternatives(subject: Subject, run: Any, calls: list[tuple[Call, int]], loss
         report.attempt(call.name(), compare, subject, run, call.name(), options, inputs, layers * micro_steps)
     if calls:
         report.attempt("q, k and v", products, subject, run, calls, micro_steps)
+    if loss_args is None:
+        report.say("note", "the loss is the model's own: there is no other way to compute it")
+        return
     x, head, targets = loss_inputs(run, loss_args)
     cap, product, *more = loss_args[3:]
 
@@ -1321,6 +1324,9 @@ def measure(subject: Subject, part: str) -> None:
         return
     for call, _ in calls:
         report.attempt(call.name(), attention_numbers, subject, run, call)
+    if loss_args is None:
+        report.say("note", "the loss is the model's own, and is not compared with fp32")
+        return
     report.attempt("loss", loss_numbers, subject, run, loss_args)
     if run.cfg.fp8_part(run.team.on_gpu) != "off":
         report.attempt("fp8 products", fp8_numbers, subject, run, loss_args)

@@ -49,7 +49,12 @@ from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  #
 
 TRAIN_STEPS = 20
 TRAIN_STEPS_OF_A_TOY = 10
-TRAIN_ROWS = dict(gpt2="1", gpt2_plus="1")  # DEVICE_BATCH_SIZE, so that others fit beside them
+# DEVICE_BATCH_SIZE. Left alone, the trainer takes what fits into the memory that is free, which is another graph
+# beside others than alone. These are what the first report ran with; as many rows of gpt2 as one, so that others
+# fit beside it.
+ROWS = dict(golf="12", golf_plus="16")
+TRAIN_ROWS = dict(gpt2="1", gpt2_plus="1")
+VOCABULARY = Path("data/tokenizers/gpt2_vocab.json")
 ON_TEXT = ("tiny", "golf")
 TEXT_TOKENS = 1 << 17  # of val, that a score of real text reads
 TOY_GiB = 8.0
@@ -124,6 +129,17 @@ class Workshop:
             known.write_text(json.dumps(self.bench.random_data(folder, cfg, size, rows=2.5)))
         return json.loads(known.read_text())
 
+    def vocabulary(self) -> Path:
+        """GPT-2's, for prefix tokens; a made-up one where it was not fetched."""
+        if VOCABULARY.exists():
+            return VOCABULARY.resolve()
+        file = self.folder / "vocabulary.json"
+        if not file.exists():
+            letters = [chr(number) for number in range(33, 127)]
+            words = [a + b + c for a in letters[:6] for b in letters for c in letters]
+            file.write_text(json.dumps({word: token for token, word in enumerate(words[:50_257])}))
+        return file
+
     def settings_of(self, preset: str) -> dict:
         """For the batch of one rank, on made-up tokens. Raises Refused."""
         if preset not in self.settings:
@@ -133,6 +149,9 @@ class Workshop:
             cfg = self.trainer.load_config(os.environ | self.owned(preset, settings))
             settings |= self.made_up(cfg)
             settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
+            settings["VOCAB_PATH"] = str(self.vocabulary())
+            if preset in ROWS and not self.args.toy:
+                settings.setdefault("DEVICE_BATCH_SIZE", ROWS[preset])
             self.settings[preset] = self.owned(preset, settings)
         settings = dict(self.settings[preset])
         if preset in self.micro:
@@ -155,8 +174,8 @@ class Workshop:
             if preset in TRAIN_ROWS:
                 settings["DEVICE_BATCH_SIZE"] = TRAIN_ROWS[preset]
         if preset in ON_TEXT:
-            cfg = self.trainer.load_config(os.environ | self.owned(preset, settings))
-            settings |= text_for(cfg, self.args.given)
+            own = {name: text for name, text in settings.items() if name != "DATA_PATH"}
+            settings |= text_for(self.trainer.load_config(own), self.args.given)
         return self.owned(
             preset, settings | {name: text for name, text in self.args.given.items() if name != "DATA_PATH"}
         )
@@ -242,7 +261,8 @@ def read_event(workshop: Workshop, part: Part, line: str) -> dict | None:
 
 # The lines of train.log that tell what a run does now
 STATIONS = [
-    (r"rehearsal before the clock", "compiling"),
+    (r"rehearsal before the clock, compiling", "compiling"),
+    (r"rehearsal before the clock", "rehearsal"),
     (r"setup:\d+ms compile:\d+ms", "training"),
     (r"evaluating val_loss", "scoring val"),
     (r"step:\d+/\d+ train_loss", "training"),
@@ -285,8 +305,10 @@ def judge_training(workshop: Workshop, job: Job) -> None:
     wanted = result["config"]["compile"] in ("1", "True", "true", True)
     good = len(losses) > 1 and bool(scores) and all([math.isfinite(number) for number in numbers])
     compiled = result["compiled"] or not wanted
+    folder = Path(job.command.env["DATA_PATH"])
+    data = "made-up tokens" if folder.parent == workshop.folder else folder.name
     text = (
-        f"train: {result['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+        f"train: {result['steps']} steps on {data}, loss {losses[0]:.4f} to {losses[-1]:.4f}"
         if losses
         else "train: no loss"
     )

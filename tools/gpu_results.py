@@ -28,7 +28,7 @@ What `./run.sh gpu-report` has found on GPUs, made by `python tools/gpu_results.
 the form "GPU report" of a new issue. How to read a report: [first_gpu.md](first_gpu.md).
 
 """
-NONE = "None yet: nobody has sent a report, and no number of this project was measured on a GPU.\n"
+NONE = "None yet.\n"
 
 
 KEYS = ("toy", "begun", "commit", "complete", "machine", "verdicts")  # of a report, what is shown
