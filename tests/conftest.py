@@ -24,6 +24,7 @@ pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun"
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")      # before torch: threads that wait take no core
 
+import alone  # noqa: E402
 import fork_server  # noqa: E402
 import helpers  # noqa: E402
 
@@ -259,6 +260,22 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """What -k and -m have left, of which each gpu test gets a process of its own."""
+    if not session.config.option.collectonly:
+        alone.arrange(session.config, session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    return alone.run(item)
+
+
+def pytest_unconfigure(config):
+    alone.finish(config)
 
 
 # ---------------------------------------------------------------- faults

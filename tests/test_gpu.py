@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import bench
-import gpu_report
+import gpu_parts
 import static_gpu
 import train_gpt
 from helpers import TOY, look, run_cli, toy_of
@@ -287,17 +287,17 @@ FLEX = dict(window=train_gpt.gpu_window, window_mask=train_gpt.gpu_window_mask,
 
 
 @pytest.fixture
-def measured(tmp_path):
-    """A function of gpu_report at the size of one rank of eight, on these kernels -> its verdicts."""
-    report = gpu_report.Report(tmp_path / "report.json", toy=False, minutes=10)
-    subject = gpu_report.Subject(train_gpt, bench, report, {}, False)
+def measured():
+    """A function of gpu_parts at the size of one rank of eight, on these kernels -> its verdicts."""
+    report = gpu_parts.Report(None)
+    subject = gpu_parts.Subject(train_gpt, bench, report, {}, False)
 
     def go(function, *args, fp8="off", **kernels):
         cfg = SimpleNamespace(fp8_part=lambda on_gpu: fp8)
         team = train_gpt.Team(train_gpt.load_config({}), {})
         run = SimpleNamespace(team=team, cfg=cfg, kernels=train_gpt.Kernels(**kernels))
         function(subject, run, *args)
-        return [(row["verdict"], row["text"]) for row in report.found["verdicts"]]
+        return [(row["verdict"], row["text"]) for row in report.rows]
 
     return go
 
@@ -309,8 +309,8 @@ def test_flex_attention_at_real_size(heads, T, width, window, measured):
     shape = (1, heads, T, width)
     draw = torch.Generator("cuda").manual_seed(0)
     documents = (torch.rand(1, T, device="cuda", generator=draw) < 1 / 700).cumsum(1)
-    call = gpu_report.Call(shape, shape, shape, window, documents)
-    (found,) = measured(gpu_report.attention_numbers, call, **FLEX)
+    call = gpu_parts.Call(shape, shape, shape, window, documents)
+    (found,) = measured(gpu_parts.attention_numbers, call, **FLEX)
     assert found[0] == "ok", found
 
 
@@ -326,7 +326,7 @@ def test_the_loss_kernel_at_real_size(fp8, measured):
     fused = train_gpt.fused_loss if fp8 == "off" else train_gpt.fp8_fused_loss
     product = train_gpt.linear if fp8 == "off" else train_gpt.fp8_head
     args = x, head, targets, (15.0, 0.0, 0.0), product
-    (found,) = measured(gpu_report.loss_numbers, args, fp8=fp8,
+    (found,) = measured(gpu_parts.loss_numbers, args, fp8=fp8,
                         loss=partial(fused, row_losses=train_gpt.kernel_losses))
     assert found[0] == "ok" and "49,152 x 50,304" in found[1], found
 
@@ -337,7 +337,7 @@ def test_fp8_products_at_real_size(measured):
         pytest.skip("no fp8 here")
     args = torch.empty(1, 49_152, 768, device="cuda"), torch.empty(50_304, 768, device="cuda"), torch.zeros(
         1, 49_152, device="cuda", dtype=torch.long)
-    (found,) = measured(gpu_report.fp8_numbers, args)
+    (found,) = measured(gpu_parts.fp8_numbers, args)
     assert found[0] == "ok", found
 
 

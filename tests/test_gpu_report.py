@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench
+import gpu_parts
+import gpu_plan
 import gpu_report
 import gpu_results
+import seen_on_gpu
 import static_gpu
 import train_gpt
 from helpers import ROOT, SCRIPT, run_cli
@@ -25,12 +29,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def report(tmp_path):
-    return gpu_report.Report(tmp_path / "report.json", toy=True, minutes=2)
+    return gpu_parts.Report(tmp_path / "events.jsonl", "numbers", "speedrun")
 
 
 def read(report):
-    """[(verdict, text)] in the file."""
-    rows = json.loads(report.path.read_text())["verdicts"]
+    """[(verdict, text)] in the file of a part, or of a whole report."""
+    if report.path.suffix == ".json":
+        rows = json.loads(report.path.read_text())["verdicts"]
+    else:
+        lines = report.path.read_text().splitlines() if report.path.exists() else []
+        rows = [row for row in map(json.loads, lines) if "verdict" in row]
     return [(row["verdict"], row["text"]) for row in rows]
 
 
@@ -53,10 +61,13 @@ def measured(report, tmp_path, monkeypatch):
 
     def go(trainer, *only, **given):
         monkeypatch.setattr(bench, "train_gpt", trainer)
-        monkeypatch.setattr(gpu_report, "LOSSES", 3)
-        settings = gpu_report.one_rank_of_eight(trainer, "speedrun", dict(COMPILE="0") | given, toy=True)
-        subject = gpu_report.Subject(trainer, bench, report, settings, True)
-        gpu_report.measure(subject, list(only))
+        monkeypatch.setattr(gpu_parts, "LOSSES", 3)
+        settings = gpu_parts.one_rank_of_eight(trainer, "speedrun", dict(COMPILE="0") | given, toy=True)
+        data = bench.random_data(tmp_path, trainer.load_config(settings), 1 << 20)
+        settings |= data | dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
+        subject = gpu_parts.Subject(trainer, bench, report, settings, True)
+        for part in only:
+            gpu_parts.measure(subject, part)
         return read(report)
 
     yield go
@@ -64,39 +75,227 @@ def measured(report, tmp_path, monkeypatch):
 
 
 # ---------- the file
-def test_the_file_is_valid_whenever_the_report_is_killed(report, monkeypatch):
+@pytest.fixture
+def whole(tmp_path):
+    """The report that the command keeps."""
+    return gpu_plan.Report(tmp_path / "report.json", True, 2, "abc", "2026-12-01T10:00:00+00:00")
+
+
+def part_of(name="numbers", preset="golf", seconds=1.0, GiB=1.0):
+    return gpu_plan.Part(name, preset, seconds, GiB, "guess")
+
+
+def test_the_file_is_valid_whenever_the_report_is_killed(whole, monkeypatch):
     """It is replaced as a whole, after each verdict."""
-    report.say("ok", "first", number=1)
-    assert read(report) == [("ok", "first")]
+    whole.say(part_of(), "ok", "first", number=1)
+    assert read(whole) == [("ok", "first")]
 
     def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        report.say("ok", "second")
-    assert read(report) == [("ok", "first")] and not json.loads(report.path.read_text())["complete"]
+        whole.say(part_of(), "ok", "second")
+    assert read(whole) == [("ok", "first")] and not json.loads(whole.path.read_text())["complete"]
+    monkeypatch.undo()
+    assert gpu_report.conclude(whole, complete=True) == 0 and json.loads(whole.path.read_text())["complete"]
 
 
-def test_what_fails_is_a_verdict_and_the_report_goes_on(report):
+def test_what_fails_is_a_verdict_and_the_part_goes_on(report):
     def broken():
         raise RuntimeError("no kernel image\nmore")
 
     assert report.attempt("loss", broken) is None and report.attempt("next", lambda: 3) == 3
     assert read(report) == [("FAULT", "loss: RuntimeError: no kernel image")]
-    report.seconds = -1
-    assert report.attempt("loop", broken) is None
-    assert read(report)[-1] == ("skip", "loop: out of time")
-    assert gpu_report.conclude(report) == 1 and json.loads(report.path.read_text())["complete"]
+    assert report.rows[0]["figures"]["last_lines"][-1] == "more"
 
 
-def test_compiling_takes_none_of_the_minutes(report):
-    before = report.left()
-    with report.compiling():
-        time.sleep(0.4)
-    assert before - report.left() < 0.2
+def test_an_illegal_access_ends_the_part(report):
+    """Every later call of the process would fail, too."""
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(SystemExit) as end:
+        report.attempt("loss", broken)
+    assert end.value.code == 0
+    assert [verdict for verdict, _ in read(report)] == ["FAULT", "skip"]
 
 
+# ---------- the plan
+@pytest.fixture
+def carried_out(whole, tmp_path):
+    """Runs parts whose processes are one line of Python each: {name: code}, which finds say() -> verdicts."""
+    helper = """
+import json, os, signal, sys, time
+def say(text, **more):
+    row = dict(part="x", preset="", verdict="ok", text=text, figures={})
+    with open("events", "a") as file:
+        file.write(json.dumps(row if not more else more) + "\\n")
+"""
+
+    def command_of(codes, part):
+        folder = tmp_path / part.name().replace(" ", "_")
+        folder.mkdir(exist_ok=True)
+        words = [sys.executable, "-IS", "-c", helper + codes[part.name()]]
+        return gpu_plan.Command(words, folder, dict(os.environ), folder / "output", folder / "events",
+                                json.loads, lambda job: None)
+
+    def go(parts, codes, GiB=8.0, most=2):
+        whole.parts = parts
+        gpu_plan.carry_out(whole, lambda part: command_of(codes, part), most, lambda: GiB)
+        return read(whole)
+
+    return go
+
+
+def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypatch):
+    """By a signal, by a limit on its time, by an exit code; each with its last lines and where it was."""
+    monkeypatch.setattr(gpu_plan, "LEAST_LIMIT_OF_A_TOY", 1.0)
+    names = ["dies", "hangs", "fails", "works"]
+    parts = [part_of("numbers", name, 0.2) for name in names]
+    found = carried_out(parts, {
+        "dies numbers": "say('before'); say('', doing='a kernel'); os.kill(os.getpid(), signal.SIGSEGV)",
+        "hangs numbers": "print('here I am', flush=True); time.sleep(60)",
+        "fails numbers": "print('one'); print('two'); sys.exit(3)",
+        "works numbers": "say('fine')"})
+    texts = sorted([text for verdict, text in found if verdict == "FAULT"])
+    assert texts[0] == "numbers: ended by SIGSEGV, at: a kernel"
+    assert texts[1] == "numbers: exit code 3, at: starting" and "numbers: stopped after 1 s" in texts[2]
+    assert {("ok", "before"), ("ok", "fine")} <= {*found} and len(texts) == 3
+    assert [part.state for part in parts] == ["failed", "stopped", "failed", "done"]
+    assert parts[1].last_lines == ["here I am"] and parts[2].last_lines == ["one", "two"]
+
+
+def test_timed_parts_run_alone_and_others_side_by_side(carried_out, tmp_path):
+    """Each notes when it began and ended; those of one preset are never together, nor more than fit."""
+    code = f"log = open({str(tmp_path / 'log')!r}, 'a'); log.write(f'{{NAME}} {{time.time()}} '); " \
+        "time.sleep(0.4); log.write(f'{time.time()}\\n')"
+    parts = [part_of("train", "a", GiB=3), part_of("train", "b", GiB=3), part_of("numbers", "c", GiB=6),
+             part_of("loop", "a"), part_of("loop", "b")]
+    carried_out(parts, {part.name(): f"NAME = '{part.preset}_{part.part}'; {code}" for part in parts})
+    rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    times = {name: (float(began), float(ended)) for name, began, ended in rows}
+
+    def together(a, b):
+        return times[a][0] < times[b][1] and times[b][0] < times[a][1]
+
+    assert len(times) == 5 and together("a_train", "b_train")
+    for name in ("a_train", "b_train", "a_loop", "b_loop"):
+        assert not together("c_numbers", name)
+    assert not together("a_loop", "b_loop")
+
+
+def test_a_part_of_a_preset_that_still_trains_lets_others_pass():
+    """It would compile again what is being compiled."""
+    running = [part_of("train", "golf")]
+    waiting = [part_of("numbers", "golf"), part_of("numbers", "tiny"), part_of("loop", "tiny")]
+    assert gpu_plan.next_part(waiting, running, 8, 4) is waiting[1]
+    assert gpu_plan.next_part(waiting[::2], running, 8, 4) is None    # timed
+    assert gpu_plan.next_part(waiting, [part_of("score", "golf")], 8, 4) is waiting[0]
+    assert gpu_plan.next_part(waiting, [part_of("loop", "tiny")], 8, 4) is None
+    assert gpu_plan.next_part(waiting[2:], [], 0, 4) is waiting[2]
+
+
+def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
+    whole.seconds = 100
+    parts = [part_of("train", "golf", 60, 6), part_of("train", "gpt2", 70, 6), part_of("loop", "golf", 30)]
+    lines = gpu_plan.tell_plan(parts, 8, 2, 100 / 60)
+    assert "3 parts" in lines[0] and lines[1] == "will not fit: gpt2 train"
+    ends = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
+    assert ends == [("golf train", 60.0), ("gpt2 train", -1.0), ("golf loop", 90.0)]
+    whole.seconds = 40
+    parts = [part_of("train", "golf", 60), part_of("loop", "golf", 30)]
+    found = carried_out(parts, {"golf loop": "say('ran')"})
+    assert found[0][0] == "skip" and "needs about 60 s" in found[0][1] and found[1] == ("ok", "ran")
+
+
+def test_the_plan_knows_what_earlier_reports_took(tmp_path):
+    """Of the same kind, of parts that were done; a file that is no report is passed over."""
+    row = dict(part="loop", preset="golf", state="done", seconds=12.5, GiB=8.0, peak_GiB=9.5)
+    rows = [row, row | dict(preset="tiny", state="failed")]
+    disturbed = dict(toy=False, side_by_side=True, parts=[row | dict(seconds=99.0)])
+    for name, content in (("a.json", dict(toy=False, parts=rows)), ("b.json", [1]),
+                          ("d.json", dict(toy=False)),
+                          ("c.json", dict(toy=True, parts=[row | dict(seconds=1.0)])),
+                          ("e.json", disturbed)):
+        (tmp_path / name).write_text(json.dumps(content))
+    earlier = gpu_plan.earlier_needs([*sorted(tmp_path.glob("*.json")), tmp_path / "gone"], toy=False)
+    assert earlier == {("loop", "golf"): gpu_plan.Need(12.5, 9.5, "measured: a.json")}
+    golf, tiny = gpu_plan.make_plan(["tiny", "golf"], ["loop"], earlier, False)[::-1]
+    assert (golf.expected_s, golf.GiB) == (12.5, 9.5) and tiny.source == "guess"
+
+
+def test_the_table_of_needs_has_every_part_and_names_its_sources():
+    wanted = {(part, preset) for part in gpu_plan.OF_A_PRESET for preset in train_gpt.RECIPES}
+    assert wanted | {("environment", ""), ("ranks", "")} == {*gpu_plan.NEEDS}
+    assert [*gpu_plan.PRESETS] == sorted(train_gpt.RECIPES, key=gpu_plan.PRESETS.index)
+    assert all(need.source.startswith(("guess", "measured")) for need in gpu_plan.NEEDS.values())
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {tools!r})
+import gpu_plan
+from pathlib import Path
+report = gpu_plan.Report(Path("report.json"), True, 2, "", "")
+report.parts = [gpu_plan.Part("train", name, 1.0, 1.0, "guess") for name in "abcdef"]
+def command_of(part):
+    folder = Path(part.preset)
+    folder.mkdir()
+    code = "import time; time.sleep(" + dict(a="0.1", b="0.2", c="0.3").get(part.preset, "60") + ")"
+    env = dict(MARK={mark!r})
+    return gpu_plan.Command([sys.executable, "-IS", "-c", code], folder.resolve(), env, folder / "output",
+                            folder / "events", lambda line: None,
+                            lambda job: report.say(part, "ok", "ran"))
+gpu_plan.carry_out(report, command_of, 2, lambda: 8.0)
+"""
+
+
+def marked(mark):
+    """Processes that have it in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MARK={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:     # it has ended, or is somebody else's
+            continue
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.25, 0.8])
+def test_killed_it_leaves_a_valid_file_and_nothing_running(seconds, tmp_path):
+    """By SIGKILL, at three moments."""
+    mark = f"{os.getpid()}_{seconds}"
+    script = KILLED.format(tools=str(ROOT / "tools"), mark=mark)
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    while not marked(mark):
+        time.sleep(0.02)
+    time.sleep(seconds)
+    assert marked(mark)
+    process.kill()
+    process.wait()
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert not found["complete"] and [part["part"] for part in found["parts"]] == ["train"] * 6
+    ends = time.monotonic() + 2
+    while marked(mark) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not marked(mark)
+
+
+def test_a_terminated_report_ends_its_parts(carried_out, whole, monkeypatch):
+    """And says so in its file."""
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    part = part_of("train", "golf")
+    with pytest.raises(KeyboardInterrupt):
+        carried_out([part], {"golf train": "time.sleep(60)"})
+    assert json.loads(whole.path.read_text())["parts"][0]["state"] == "stopped"
+
+
+# ---------- the machine
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -107,10 +306,10 @@ def test_compiling_takes_none_of_the_minutes(report):
     ],
 )
 def test_environment(settings, words, report, monkeypatch):
-    monkeypatch.setattr(gpu_report, "driver_version", lambda: settings.get("driver", ""))
+    monkeypatch.setattr(gpu_parts, "driver_version", lambda: settings.get("driver", ""))
     monkeypatch.setattr(torch.version, "cuda", settings.get("cuda"))
-    monkeypatch.setattr(gpu_report.shutil, "which", lambda name: settings.get("compiler", name))
-    gpu_report.environment(report, train_gpt, True)
+    monkeypatch.setattr(gpu_parts.shutil, "which", lambda name: settings.get("compiler", name))
+    gpu_parts.environment(report, train_gpt, True)
     faults = [text for verdict, text in read(report) if verdict == "FAULT"]
     if words:
         (fault,) = faults
@@ -123,15 +322,15 @@ def test_another_torch_than_static_compiled_for_is_noted(report, monkeypatch):
     asked = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
     for version, noted in ((f"{asked}+cu130", False), ("9.9.9", True)):
         monkeypatch.setattr(torch, "__version__", version)
-        report.found["verdicts"].clear()
-        gpu_report.environment(report, train_gpt, True)
+        report.path.unlink(missing_ok=True)
+        gpu_parts.environment(report, train_gpt, True)
         assert any(f"asks for torch {asked}" in text for _, text in read(report)) == noted
 
 
 def test_what_to_expect_is_what_the_page_says():
     page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
     table = page.partition("What to expect on 8xH100")[2].partition("So golf")[0]
-    for preset, pairs in gpu_report.EXPECTED.items():
+    for preset, pairs in gpu_parts.EXPECTED.items():
         (line,) = [line for line in table.splitlines() if line.startswith(f"| {preset}")]
         cells = [re.sub(r"\(.*\)", "", cell).split(",") for cell in line.split("|")[2:4]]
         assert [*zip(*[[float(number) for number in cell] for cell in cells])] == pairs
@@ -140,7 +339,7 @@ def test_what_to_expect_is_what_the_page_says():
 def test_documents_are_cut_where_the_recipe_cuts_them():
     cfg = train_gpt.preset_config("speedrun", dict(vocab_size=1024, bos_id=1, max_doc_len=256))
     run = SimpleNamespace(cfg=cfg, micro=1, team=SimpleNamespace(device="cpu"))
-    tokens = gpu_report.random_tokens(run, SimpleNamespace(batch_tokens=16_384, row_tokens=16_384))
+    tokens = gpu_parts.random_tokens(run, SimpleNamespace(batch_tokens=16_384, row_tokens=16_384))
     begins = torch.cat((torch.nonzero(tokens[0] == 1)[:, 0], torch.tensor([16_384])))
     lengths = begins.diff()
     assert begins[0] == 0 and lengths.max() == 256 and lengths.min() < 200
@@ -156,15 +355,15 @@ def test_flash_attention_is_timed_with_the_slots_of_a_step(monkeypatch):
 
     module = SimpleNamespace(flash_attn_varlen_func=varlen)
     monkeypatch.setattr(train_gpt, "flash_attention_3", lambda cfg: module)
-    monkeypatch.setattr(gpu_report, "importable", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(gpu_parts, "importable", lambda name: name == "flash_attn_interface")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     cfg = train_gpt.preset_config("speedrun", dict(vocab_size=1024, max_doc_len=256))
     shape = (1, 2, 1024, 64)
-    call = gpu_report.Call(shape, shape, shape, 128, torch.arange(1024)[None] // 256)
+    call = gpu_parts.Call(shape, shape, shape, 128, torch.arange(1024)[None] // 256)
     run = SimpleNamespace(cfg=cfg, team=SimpleNamespace(device="cpu", on_gpu=True),
                           model=SimpleNamespace(kernels=train_gpt.Kernels(**train_gpt.WINDOWED)))
-    options = gpu_report.attention_options(SimpleNamespace(trainer=train_gpt), run, call)
+    options = gpu_parts.attention_options(SimpleNamespace(trainer=train_gpt), run, call)
     (flash,) = [option for option in options if option.name == "FlashAttention 3"]
     flash.function(*[torch.zeros(shape) for _ in range(3)])
     assert seen == [(train_gpt.flash_slots(1024) + 1, 256)]
@@ -182,11 +381,11 @@ def test_the_exact_attention_is_that_of_the_trainer(window, with_documents, head
     H, KV = heads
     shapes = ((2, H, T, 8), (2, KV, T, 8), (2, KV, T, 8), (2, H, T, 8))
     q, k, v, grad = [torch.randn(shape, generator=draw) for shape in shapes]
-    call = gpu_report.Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), window, documents)
-    got = gpu_report.exact_attention(call, q, k, v, grad, 16)
+    call = gpu_parts.Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), window, documents)
+    got = gpu_parts.exact_attention(call, q, k, v, grad, 16)
     mask = train_gpt.window_mask(window, T, documents, q.device)
-    want = gpu_report.with_gradients(lambda q, k, v: train_gpt.attention(q, k, v, mask), [q, k, v], grad)
-    assert max(gpu_report.relative_errors(got, want)) < 1e-6
+    want = gpu_parts.with_gradients(lambda q, k, v: train_gpt.attention(q, k, v, mask), [q, k, v], grad)
+    assert max(gpu_parts.relative_errors(got, want)) < 1e-6
 
 
 SCALE = "scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad.t()"
@@ -217,26 +416,66 @@ def test_a_wrong_scale_is_named(old, new, words, measured, tmp_path):
     assert any(text.startswith(words) for text in faults), found
 
 
-@pytest.mark.parametrize("off, verdicts", [
-    ([0.004, 0, 0], ["ok", "ok"]), ([0.006, 0, 0], ["FAULT", "ok"]), ([0, 0.1, 0], ["ok", "FAULT"]),
-    ([math.nan, 0, 0], ["FAULT", "FAULT"])])
-def test_losses_that_are_off_are_named(off, verdicts, report, monkeypatch):
+def judged(losses, fp8, report, monkeypatch, vocab_size=512):
+    """The verdicts on compiled and eager losses of a step in fp8 or bf16."""
+    losses = [*losses]
+    monkeypatch.setattr(gpu_parts, "train_steps", lambda *_: losses.pop(0))
+    monkeypatch.setattr(gpu_parts, "begin_anew", lambda *_: None)
+    cfg = SimpleNamespace(vocab_size=vocab_size, fp8_part=lambda on_gpu: fp8, train_seq_len=4)
+    model = SimpleNamespace(use=lambda kernels: None, head=torch.zeros(4), candidates=lambda *_: [])
+    team = SimpleNamespace(on_gpu=True, device="cpu")
+    run = SimpleNamespace(model=model, cfg=cfg, kernels=None, loss_fn=None, team=team)
+    gpu_parts.first_losses(gpu_parts.Subject(train_gpt, bench, report, {}, True), run)
+    return [verdict for verdict, _ in read(report)]
+
+
+@pytest.mark.parametrize("off, fp8, verdicts", [
+    ([0.004, 0, 0], "off", ["ok", "ok"]), ([0.006, 0, 0], "off", ["FAULT", "ok"]),
+    ([0, 0.1, 0], "off", ["ok", "FAULT"]), ([0, 0.1, 0], "head", ["ok", "ok"]),
+    ([0, 0.2, 0.2], "all", ["ok", "FAULT"]), ([math.nan, 0, 0], "off", ["FAULT", "FAULT"])])
+def test_losses_that_are_off_are_named(off, fp8, verdicts, report, monkeypatch):
     """The one at step 0 from log of the vocabulary, all of them from the eager ones."""
     eager = [math.log(512), 6.2, 6.1]
     losses = [[loss + more for loss, more in zip(eager, off)], eager]
-    monkeypatch.setattr(gpu_report, "train_steps", lambda *_: losses.pop(0))
-    monkeypatch.setattr(gpu_report, "begin_anew", lambda *_: None)
-    model = SimpleNamespace(use=lambda kernels: None, head=torch.zeros(4))
-    run = SimpleNamespace(model=model, cfg=SimpleNamespace(vocab_size=512), kernels=None, loss_fn=None)
-    gpu_report.first_losses(gpu_report.Subject(train_gpt, bench, report, {}, True), run)
-    assert [verdict for verdict, _ in read(report)] == verdicts
+    assert judged(losses, fp8, report, monkeypatch) == verdicts
+
+
+def losses_on_a_card(preset):
+    """[losses compiled, eager] that a card gave."""
+    (path,) = (ROOT / "docs/gpu_results").glob(f"*_{preset}.json")
+    rows = json.loads(path.read_text())["verdicts"]
+    (figures,) = [row["figures"] for row in rows if "eager" in row["figures"]]
+    return [figures["compiled"], figures["eager"]]
+
+
+@pytest.mark.parametrize("preset, fp8, vocab_size", [("speedrun", "head", 50_304), ("golf", "off", 1024)])
+def test_the_losses_that_a_card_gave_are_judged_by_what_the_step_runs_in(preset, fp8, vocab_size, report,
+                                                                         monkeypatch):
+    """They are fine; taken for bf16 the speedrun's would not be, and a model that stands still is neither."""
+    compiled, eager = losses_on_a_card(preset)
+    assert judged([compiled, eager], fp8, report, monkeypatch, vocab_size)[1] == "ok"
+    assert judged([compiled, eager], "off", report, monkeypatch, vocab_size)[3] == (
+        "FAULT" if fp8 == "head" else "ok")
+    assert judged([50 * [compiled[0]], eager], fp8, report, monkeypatch, vocab_size)[5] == "FAULT"
+
+
+def test_first_values_are_drawn_once_in_a_process(monkeypatch):
+    """At depth 26 they take 13 s. Another model or seed is another draw."""
+    drawn = []
+    trainer = SimpleNamespace(first_values=lambda model, seed: drawn.append((model, seed)) or [seed])
+    gpu_parts.values_drawn_once(trainer)
+    model, other = SimpleNamespace(), SimpleNamespace()
+    assert trainer.first_values(model, 1) is trainer.first_values(model, 1)
+    trainer.first_values(model, 2)
+    trainer.first_values(other, 2)
+    assert drawn == [(model, 1), (model, 2), (other, 2)]
 
 
 @pytest.mark.slow
 def test_numbers_of_a_toy_are_fine(measured):
     """And the loss at step 0 is what it must be."""
-    found = measured(train_gpt, "numbers")
-    assert [verdict for verdict, _ in found] == ["ok"] * 6, found
+    found = measured(train_gpt, "numbers", "losses")
+    assert [verdict for verdict, _ in found] == ["ok"] * 6 + ["note"], found
     expected = f"{math.log(512):.4f}"
     assert found[4][1] == f"loss at step 0: {expected}; expected {expected}, log 512, on any text"
 
@@ -247,12 +486,12 @@ def test_numbers_of_a_toy_are_fine(measured):
 def test_the_first_of_the_products_is_in_use(dtype, linear, first, monkeypatch):
     """And both are the same queries, keys and values."""
     taken = []
-    monkeypatch.setattr(gpu_report, "compare", lambda *args: taken.append(args))
-    monkeypatch.setattr(gpu_report, "last_stage", lambda run: SimpleNamespace(row_tokens=6))
+    monkeypatch.setattr(gpu_parts, "compare", lambda *args: taken.append(args))
+    monkeypatch.setattr(gpu_parts, "last_stage", lambda run: SimpleNamespace(row_tokens=6))
     call = SimpleNamespace(q=(1, 4, 6, 8), k=(1, 2, 6, 8), v=(1, 2, 6, 8))
     run = SimpleNamespace(team=SimpleNamespace(dtype=dtype, device=torch.device("cpu")),
                           cfg=SimpleNamespace(model_dim=16), kernels=train_gpt.Kernels(linear))
-    gpu_report.products(SimpleNamespace(trainer=train_gpt), run, [(call, 3)], 2)
+    gpu_parts.products(SimpleNamespace(trainer=train_gpt), run, [(call, 3)], 2)
     ((_, _, what, options, inputs, times),) = taken
     assert [option.name for option in options][0] == first and (what[:9], times) == ("q, k and ", 6)
     values = [option.function(*inputs) for option in options]
@@ -283,8 +522,8 @@ def test_a_pause_on_the_clock_is_named(measured, tmp_path):
 def test_steps_that_take_longer_in_their_stage_are_no_pause():
     stages = [((1, 1), 10.0)] * 20 + [((3, 3), 30.0)] * 20 + [((3, 3), 75.0)]
     typical = {(1, 1): 10.0, (3, 3): 30.0}
-    assert gpu_report.pauses_in(stages, typical, toy=False) == [(40, 45.0)]
-    assert gpu_report.pauses_in(stages, typical, toy=True) == []
+    assert gpu_parts.pauses_in(stages, typical, toy=False) == [(40, 45.0)]
+    assert gpu_parts.pauses_in(stages, typical, toy=True) == []
 
 
 @pytest.mark.slow
@@ -307,6 +546,7 @@ def test_the_ranks(old, new, late, tmp_path):
         tmp_path, "--toy", "--only=ranks", f"--trainer={folder}", script=ROOT / "tools/gpu_report.py"
     )
     rows = json.loads((tmp_path / "gpu_report.json").read_text())["verdicts"]
+    rows = [row for row in rows if row["part"] == "ranks"]
     assert [row["verdict"] == "FAULT" for row in rows] == [late, bool(old) and not late], done.out + done.err
     assert not late or any("reduce_scatter" in kind for kind in rows[0]["figures"]["late"])
 
@@ -315,7 +555,8 @@ def test_the_ranks(old, new, late, tmp_path):
     (["FP9=off"], "FP9 is no constant"), (["fp8=off"], "fp8 is no constant"), (["bord"], "bord is none of")])
 def test_what_is_mistyped_is_refused(words, sentence, tmp_path):
     done = run_cli(tmp_path, *words, script=ROOT / "tools/gpu_report.py")
-    assert (done.code, done.out) == (2, "") and done.err.startswith(f"gpu-report: {sentence}")
+    assert (done.code, done.out) == (2, "...   importing torch\n")
+    assert done.err.startswith(f"gpu-report: {sentence}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -326,11 +567,11 @@ def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path):
 
 # ---------- the whole
 def screen_of(text):
-    """The lines of a screen, without their numbers."""
+    """What the verdicts of a screen are about, without numbers, sorted, since parts run side by side."""
     lines = [line for line in text.splitlines() if re.match(r"(ok|FAULT|SLOW|set|note|skip) ", line)]
     # a machine that does other things, too, has pauses
     lines = [line for line in lines if "pauses on the clock" not in line]
-    return [re.sub(r"[\d.,]*\d", "#", line.partition("longest:")[0]) for line in lines]
+    return sorted([re.split("[,:]", re.sub(r"[\d.,]*\d", "#", line))[0] for line in lines])
 
 
 @pytest.mark.slow
@@ -340,9 +581,28 @@ def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
     assert done.code == 0, done.out + done.err
     page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
     shown = screen_of(page)
-    assert len(shown) > 12 and [line.split()[0] for line in shown] == [
-        line.split()[0] for line in screen_of(done.out)
-    ], done.out
+    assert len(shown) > 20 and shown == screen_of(done.out), done.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [4, 12, 25])
+def test_a_rehearsal_killed_at_a_moment(seconds, tmp_path):
+    """Its file is valid, and neither trainers nor compilers go on."""
+    mark = f"{os.getpid()}_toy_{seconds}"
+    process = subprocess.Popen([sys.executable, ROOT / "tools/gpu_report.py", "--toy"], cwd=tmp_path,
+                               env=os.environ | dict(MARK=mark), stdout=subprocess.DEVNULL)
+    while not (tmp_path / "gpu_report.json").exists():
+        time.sleep(0.1)
+    time.sleep(seconds)
+    assert len(marked(mark)) > 1
+    process.kill()
+    process.wait()
+    found = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert not found["complete"] and found["toy"] and found["parts"][0]["state"] in ("running", "done")
+    ends = time.monotonic() + 10    # torch's own workers look for their parent now and then
+    while marked(mark) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not marked(mark)
 
 
 @pytest.mark.static
@@ -434,8 +694,13 @@ def test_the_page_of_results(tmp_path):
         "25% of what is allowed",
         "none",
         "pauses / 1",
-        "TRITON_KERNELS=0 |",
+        "TRITON_KERNELS=0",
+        " |",
     ]
+    (tmp_path / "mine.json").write_text(json.dumps(result(side_by_side=True, remark="beside others")))
+    row = gpu_results.page(tmp_path).splitlines()[-1].split(" | ")
+    assert row[3] == "not timed: others ran beside it" and row[6:] == [
+        "not timed", "TRITON_KERNELS=0", "beside others |"]
     failed = result()
     failed["verdicts"].append(dict(part="numbers", preset="golf", verdict="FAULT", text="off", figures={}))
     (tmp_path / "mine.json").write_text(json.dumps(failed))
@@ -464,3 +729,106 @@ def test_the_page_of_results(tmp_path):
 def test_the_page_in_docs_is_what_the_tool_makes():
     page = (ROOT / "docs/gpu_results.md").read_text(encoding="utf-8")
     assert page == gpu_results.page(ROOT / "docs/gpu_results")
+
+
+def test_a_report_is_added_with_what_it_lacks(tmp_path, capsys):
+    """Its machine from the screen of another command. What is no report leaves nothing."""
+    file, screen, folder = tmp_path / "report.json", tmp_path / "screen.txt", tmp_path / "results"
+    folder.mkdir()
+    file.write_text(json.dumps(result(machine={}, commit="")))
+    line = "ok             NVIDIA Card, driver 1.2, torch 2.11.0+cu130, cuDNN 9, Triton 3"
+    screen.write_text(f"$ gpu-report\n{line}\n")
+    words = ["--add", str(file), "--name", "first"]
+    assert gpu_results.main(words, folder) == 2 and "saw no GPU" in capsys.readouterr().err
+    assert not [*folder.iterdir()]
+    words += ["--environment", str(screen), "--commit", "abc1", "--side-by-side", "--remark", "as it was"]
+    assert gpu_results.main(words, folder) == 0
+    found = json.loads((folder / "first.json").read_text())
+    assert found["machine"]["gpu"] == "NVIDIA Card" and found["machine"]["torch"] == "2.11.0+cu130"
+    assert (found["commit"], found["side_by_side"], found["remark"]) == ("abc1", True, "as it was")
+    assert "NVIDIA Card, driver 1.2" in folder.with_suffix(".md").read_text()
+
+
+# ---------- what a card has been seen to run
+def test_the_table_is_what_the_reports_show(tmp_path):
+    """No row of it was written by hand."""
+    rows = []
+    for path in sorted((ROOT / "docs/gpu_results").glob("*.json")):
+        rows += seen_on_gpu.rows_of(gpu_results.read(path), path.name)
+    made = tmp_path / "made.tsv"
+    seen_on_gpu.write(rows, made)
+    assert made.read_text() == seen_on_gpu.TABLE.read_text(encoding="utf-8") and len(seen_on_gpu.load()) > 10
+
+
+def test_what_ran_is_seen_and_nothing_else(tmp_path):
+    """Operators by their dtypes, whatever their overload and layout; kernels by their families."""
+    operators = [dict(operator="aten.mm", dtypes=["bfloat16", "bfloat16"], count=2, how="compiled step",
+                      layouts=["contiguous", "transposed"])]
+    report = result(operators=dict(golf=operators))
+    attention = "attention 8x64, by triton_tem_fused_flex_attention_2: off from fp32 by 1%"
+    report["verdicts"][0]["text"] = attention
+    report["verdicts"][3]["figures"] = dict(kernels=[dict(name="triton_poi_fused_add_3", ms=1.0, launches=1)])
+    file, table = tmp_path / "r.json", tmp_path / "seen.tsv"
+    file.write_text(json.dumps(report))
+    folder = tmp_path / "results"
+    folder.mkdir()
+    assert gpu_results.main(["--seen", str(file)], folder, table) == 0
+    assert [row.operator for row in seen_on_gpu.load(table)] == ["aten.mm", "triton_tem flex_attention"]
+    for name in ("aten.mm", "aten.mm.out", "aten::mm", "mm"):
+        assert seen_on_gpu.seen(name, ("bfloat16", "torch.bfloat16"), table), name
+    assert not seen_on_gpu.seen("aten.mm", ("bfloat16", "float32"), table)
+    assert not seen_on_gpu.seen("aten.addmm", ("bfloat16", "bfloat16"), table)
+    assert not seen_on_gpu.seen("mm", (), table)
+    before = table.read_text()
+    assert gpu_results.main(["--seen", str(file)], folder, table) == 0 and table.read_text() == before
+
+
+@pytest.mark.parametrize("kernel, found", [
+    ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_splitK_NTN", ("nvjet_sm90_tst", "-", "NTN")),
+    ("nvjet_sm90_qrtst_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", ("nvjet_sm90_qrtst", "-", "TNT")),
+    ("triton_per_fused__fused_rms_norm_4", None),
+    ("triton_tem_fused__unsafe_view_flex_attention_backward_mul_6",
+     ("triton_tem flex_attention_backward", "-", "-")),
+    ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
+     "at::native::sum_functor<float, float, float>",
+     ("at::native::reduce_kernel sum_functor", "float32", "-")),
+    ("loss_kernel", ("loss_kernel", "-", "-"))])
+def test_families_of_kernels(kernel, found):
+    assert seen_on_gpu.family(kernel) == found
+
+
+def operators_of(function):
+    with gpu_parts.Recorder("cpu") as recorder:
+        function()
+    return {(row["operator"], row["dtypes"], row["layouts"]) for row in recorder.rows("here")}
+
+
+def test_operators_are_recorded_with_dtypes_and_layouts():
+    """Of the inputs, not of `out`; lists as one; what launches nothing is left out; other devices, too."""
+    a = torch.ones(4, 6, dtype=torch.bfloat16)
+    b = torch.ones(4, 8, dtype=torch.bfloat16)
+
+    def function():
+        torch.mm(a.t(), b, out=torch.empty(6, 8, dtype=torch.bfloat16))
+        torch._foreach_zero_([b, a])
+        b[:, ::2].sum()
+
+    found = operators_of(function)
+    both = ("bfloat16", "bfloat16")
+    assert found == {("aten.mm", both, ("transposed", "contiguous")), ("aten.sum", both[:1], ("strided",)),
+                     ("aten._foreach_zero_", ("bfloat16[]",), ("contiguous[]",))}
+    with gpu_parts.Recorder("cuda") as recorder:
+        function()
+    assert recorder.rows("here") == []
+
+
+@pytest.mark.slow
+def test_of_a_compiled_step_only_what_is_not_generated_is_recorded():
+    """Forward and backward, without compiling again."""
+    a, b = [torch.randn(32, 32, requires_grad=True) for _ in range(2)]
+    fast = torch.compile(lambda a, b: (torch.relu(a.t() @ b) * 2).sum(), fullgraph=True, dynamic=False)
+    fast(a, b).backward()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found = {operator for operator, *_ in operators_of(lambda: fast(a, b).backward())}
+    assert "aten.mm" in found and "aten.relu" not in found and "aten.mul" not in found, found
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before

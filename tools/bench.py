@@ -371,10 +371,11 @@ def arms_table(settings, texts, steps, skipped=5):
 
 
 # ---------- the parts of a step
-def random_data(folder, cfg, tokens=1 << 24):
-    """Writes random documents of 1 to 1,400 tokens -> settings that make a run read them."""
+def random_data(folder, cfg, tokens=1 << 24, rows=1.0):
+    """Writes random documents of 1 to 1,400 tokens, with so many rows of val -> settings that make a run read
+    them."""
     rng, vocab_size, bos = np.random.default_rng(0), cfg.vocab_size or 1024, 1
-    files = [("train", tokens), ("val", (cfg.eval_context or cfg.train_seq_len) + 1)]
+    files = [("train", tokens), ("val", int(rows * (cfg.eval_context or cfg.train_seq_len)) + 1)]
     for split, count in files:
         stream = rng.integers(2, vocab_size, count).astype("<u2")
         begins = rng.integers(1, 1400, 2 + count // 700).cumsum()
@@ -405,9 +406,9 @@ class LazyMask(NamedTuple):
 
 
 def recorded_calls(run, stage, tokens, note=lambda *_: None):
-    """([(block, arguments of its attend())] in the order in which they run, arguments of the loss) of a
-    training step on tokens (B, T), with attention that gives values back. Each attention's q, k, v and mask
-    go to note()."""
+    """([(block, arguments of its attend())] in the order in which they run, arguments of the loss, None for a
+    model that computes its own) of a training step on tokens (B, T), with attention that gives values back.
+    Each attention's q, k, v and mask go to note()."""
     model, kernels, attended, losses = run.model, run.model.kernels, [], []
     context = model.training_context(tokens.size(1), run.team.device, run.team.dtype, stage)
 
@@ -431,7 +432,7 @@ def recorded_calls(run, stage, tokens, note=lambda *_: None):
     for block in model.blocks:
         del block.attend
     model.use(kernels)
-    return attended, losses[0]
+    return attended, losses[0] if losses else None
 
 
 def alike(block, args):
@@ -454,7 +455,7 @@ def parts_of(run, stage, rows):
     tokens = torch.randint(2, cfg.vocab_size, (rows, stage.row_tokens), device=team.device)
     tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
     h = torch.randn((*tokens.shape, cfg.model_dim), device=team.device, dtype=team.dtype)
-    attended, (_, _, targets, cap, linear, *weights) = recorded_calls(run, stage, tokens)
+    attended, loss_args = recorded_calls(run, stage, tokens)
 
     def made(value):
         """A mask, also those in a dictionary."""
@@ -472,10 +473,12 @@ def parts_of(run, stage, rows):
         return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
 
     def head(h, weight):
-        return kernels.loss(train_gpt.rms_norm(h), weight, targets, cap, linear, *weights)
+        return kernels.loss(train_gpt.rms_norm(h), weight, *loss_args[2:])
 
     both = partial(forward_and_backward, compiled=cfg.compile)
-    found = {"attention": [], "MLP": [], "head and loss": [(1, both(head, [h, model.head], []))]}
+    found = {"attention": [], "MLP": [], "head and loss": []}
+    if loss_args:  # else the model's own, part of the rest
+        found["head and loss"].append((1, both(head, [h, model.head], [])))
     groups = {}
     for block, (_, *args) in attended:
         groups.setdefault(alike(block, args), []).append((block, args))

@@ -1,1187 +1,355 @@
-"""Is this GPU ready, and which constants should change? At most ten minutes on one GPU, compiling aside.
+"""Is this GPU ready, and which constants should change? Ten minutes on one GPU, compiling included.
 
-    ./run.sh gpu-report [PRESET ...] [NAME=value ...]   speedrun, golf and gpt2 unless told otherwise
-    ./run.sh gpu-report speedrun --only numbers,loop    of environment, numbers, alternatives, ranks, loop
+    ./run.sh gpu-report [PRESET ...] [NAME=value ...]   all seven presets unless told otherwise
+    ./run.sh gpu-report speedrun --only numbers,loop    of train, score, numbers, losses, ranks, loop,
+                                                        alternatives
+    ./run.sh gpu-report --minutes 20                    plans for so many minutes, and says what will not fit
     ./run.sh gpu-report --toy                           all of it on a CPU, at toy size: a rehearsal of itself
 
-One verdict per line, and the same with its figures in gpu_report.json (--json FILE), which is valid whenever
-the command is killed. ok: as expected. FAULT: do not train before this is fixed. SLOW: time that a run would
-lose. set: a constant or a line to change, since it gains more than 0.5 ms a step and a tenth of that part.
-note: nothing to judge. skip: not done, with the reason.
+train: 20 steps by train_gpt.py itself, with validation, artifact, reading back and its score. score: the file
+that it wrote, in a process of its own. numbers: attention, loss and fp8 products against fp32. losses: 50
+compiled steps beside 50 eager ones, and the operators outside of generated kernels. ranks: two on the CPU.
+loop: 200 steps, timed. alternatives: other ways to compute the same, timed. Each part of each preset is a
+process of its own with a limit on its time. Those that are not timed run side by side, as far as memory goes,
+and fill the caches of compiled code for those that are, which run alone.
 
-Shapes are those of one rank of eight. Numbers are compared with fp32, computed in slices. An alternative is
-timed forward and backward, on the device's own clock where there is a GPU. The loop is the trainer's own, on
-made-up text, with the batch of one rank; a single GPU then updates all weights where a rank of eight updates
-an eighth of them, so the time of a rank is estimated from the parts, without its collectives.
---trainer FOLDER takes another train_gpt.py. Exit code 1: some verdict is FAULT.
+One verdict per line, and the same with its figures in gpu_report.json (--json FILE), which is valid whenever
+the command is killed; nothing that it started goes on then. ok: as expected. FAULT: do not train before this
+is fixed. SLOW: time that a run would lose. set: a constant or a line to change, since it gains more than
+0.5 ms a step and a tenth of that part. note: nothing to judge. skip: not done, with the reason. Lines that
+begin with `...` tell what is being done.
+
+Shapes are those of one rank of eight, tokens are made up; tiny and golf train on text where DATA_PATH=FOLDER
+or data/datasets has some. What a part took in the report that --json names, or in docs/gpu_results, is what
+the plan expects of it. --trainer FOLDER takes another train_gpt.py. Exit code 1: some verdict is FAULT.
 """
 
 import argparse
-import gc
-import importlib.util
 import json
 import math
 import os
+import re
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
-from unittest import mock
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tools"))
-PARTS = ["environment", "numbers", "alternatives", "ranks", "loop"]
-MOST_ERROR = 0.02  # relative, of a result in bf16
-MOST_ERROR_FP8 = 0.10
-LEAST_GAIN = 0.5  # ms per step that a constant must gain
-LEAST_PART = 0.1  # of the time of what it changes
-LEAST_PART_OF_A_TOY = 0.5  # where a CPU is measured that does other things, too
-LOSSES = 50  # steps of the compiled run beside the eager one
-MOST_MEAN_DIFFERENCE = 0.02  # of their losses
-STEPS = 200  # of the loop
-RANKS = 8  # whose shapes are measured
-OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
-ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/static_gpu.py's stand-in for a GPU computes nothing
-# ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
-EXPECTED = {
-    "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
-    "golf": [(43.0, 71.5)],
-    "gpt2": [(660.0, 706.0)],
-}
-# A size for a CPU; a preset takes what it has of these
-TOY = dict(
-    DEVICE="cpu",
-    DTYPE="float32",
-    NUM_LAYERS="2",
-    WINDOW_PATTERN="SL",
-    MODEL_DIM="64",
-    NUM_HEADS="2",
-    NUM_KV_HEADS="0",
-    VOCAB_SIZE="512",
-    TRAIN_SEQ_LEN="256",
-    TRAIN_BATCH_TOKENS="2048",
-    SEQ_SCHEDULE="1",
-    STAGE_STARTS="0,0.34,0.67,1",
-    EXTENSION_ITERATIONS="0",
-    WINDOW_BLOCK="32",
-    WINDOW_SCHEDULE="64",
-    EVAL_WINDOW="64",
-    EVAL_CONTEXT="256",
-    MAX_DOC_LEN="256",
-    FP8="head",
-    DEPTH="0",
-    WARMUP_STEPS="1",
-    TARGET_PARAM_DATA_RATIO="0",
-    ARTIFACT_BYTES_LIMIT="0",
-    SAMPLE_TOKENS="0",
-    VAL_BATCH_SIZE="2048",
-)
+import gpu_plan  # noqa: E402
+from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  # noqa: E402
+
+TRAIN_STEPS = 20
+TRAIN_STEPS_OF_A_TOY = 10
+# DEVICE_BATCH_SIZE. Left alone, the trainer takes what fits into the memory that is free, which is another graph
+# beside others than alone. These are what the first report ran with; as many rows of gpt2 as one, so that others
+# fit beside it.
+ROWS = dict(golf="12", golf_plus="16")
+TRAIN_ROWS = dict(gpt2="1", gpt2_plus="1")
+VOCABULARY = Path("data/tokenizers/gpt2_vocab.json")
+ON_TEXT = ("tiny", "golf")
+TEXT_TOKENS = 1 << 17  # of val, that a score of real text reads
+TOY_GiB = 8.0
+MOST_APART = 0.01  # of the score of a run and that of the file that it wrote
 
 
-# ---------- the report
-def first_line(error: Exception) -> str:
-    """What an exception says, else its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-class Report:
-    """Verdicts, on the screen and in a JSON file, which is written anew after each of them."""
-
-    def __init__(self, path: Path, toy: bool, minutes: float) -> None:
-        self.path = path
-        self.began = time.perf_counter()
-        self.seconds = 60 * minutes
-        self.compile_seconds = 0.0
-        self.part = ""
-        self.preset = ""
-        commit = ""
-        if shutil.which("git"):
-            words = ["git", "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        self.found: dict = dict(
-            version=1,
-            commit=commit,
-            toy=toy,
-            complete=False,
-            begun=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine={},
-            verdicts=[],
-        )
-        self.write()
-
-    def write(self) -> None:
-        new = self.path.with_name(self.path.name + ".tmp")
-        new.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)
-
-    def say(self, verdict: str, text: str, **figures: Any) -> None:
-        """Adds a verdict: ok, FAULT, SLOW, set, note or skip."""
-        row = dict(part=self.part, preset=self.preset, verdict=verdict, text=text, figures=figures)
-        self.found["verdicts"].append(row)
-        self.write()
-        print(f"{verdict:5} {self.preset:8} {text}", flush=True)
-
-    def left(self) -> float:
-        """Seconds until the report should end; compiling does not count."""
-        return self.seconds - (time.perf_counter() - self.began - self.compile_seconds)
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.compile_seconds += time.perf_counter() - began
-
-    def attempt(self, what: str, function: Callable, *args: Any) -> Any:
-        """Calls function(*args); what it raises becomes a verdict, and the report goes on."""
-        if self.left() < 0:
-            self.say("skip", f"{what}: out of time")
-            return None
-        try:
-            return function(*args)
-        except Exception as error:  # a compiler's back end may raise anything
-            self.say("FAULT", f"{what}: {type(error).__name__}: {first_line(error)[:160]}")
-            torch._dynamo.reset()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            return None
-
-
-class Subject(NamedTuple):
-    """What is measured: a preset at the size of one rank of eight."""
-
-    trainer: ModuleType
-    bench: ModuleType
-    report: Report
-    settings: dict  # constants that differ from the preset's
-    toy: bool
-
-    def compiled(self, function: Callable) -> Callable:
-        """A function as compiled steps run it; at toy size without building anything."""
-        back_end = "aot_eager" if self.toy else "inductor"
-        return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
-
-    def slice_size(self) -> int:
-        """How many rows of a score matrix are computed at once in fp32."""
-        return 64 if self.toy else 512
-
-
-def load_trainer(folder: Path) -> ModuleType:
-    """train_gpt.py of a folder, under its own name, so that tools/bench.py measures it."""
-    spec = importlib.util.spec_from_file_location("train_gpt", folder / "train_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict, toy: bool) -> dict:
-    """The settings of a preset for the batch of one rank."""
-    own = trainer.fields_of(trainer.RECIPES[preset])
-    settings = dict(PRESET=preset, SAVE_EVERY="0", ITERATIONS=str(STEPS))
-    if toy:
-        settings |= {name: text for name, text in TOY.items() if name.lower() in own}
-    settings |= given
-    cfg = trainer.load_config(os.environ | settings)
-    share = max(cfg.train_batch_tokens // RANKS, cfg.train_seq_len)
-    return settings | dict(TRAIN_BATCH_TOKENS=str(share))
-
-
-# ---------- 1 environment
-def driver_version() -> str:
-    """The NVIDIA driver's version, "" where there is none."""
-    done = subprocess.getstatusoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0")
-    return done[1].strip() if done[0] == 0 else ""
-
-
-def importable(name: str) -> bool:
+# ---------- settings and data
+def manifest_of(folder: Path) -> dict:
+    """A dataset's manifest, {} if there is none or a shard is missing."""
     try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # its parent is missing
-        return False
-
-
-def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
-    """The machine, and whether this torch can use and compile for it."""
-    driver = driver_version()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    found: dict[str, Any] = dict(
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        driver=driver,
-        gpu=gpu,
-        gpus=torch.cuda.device_count(),
-        python=sys.version.split()[0],
-    )
-    if gpu:
-        found |= dict(
-            cudnn=torch.backends.cudnn.version(),
-            capability=torch.cuda.get_device_capability(),
-            memory_GiB=round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
-            nccl=".".join([str(number) for number in torch.cuda.nccl.version()]),
-        )
-    found |= dict(
-        triton=trainer.triton.__version__ if trainer.triton else "",
-        flash_attention_3=importable("flash_attn_interface"),
-        flex_flash=importable("flash_attn.cute"),
-    )
-    compilers = [name for name in ("gcc", "cc", "clang") if shutil.which(name)]
-    found["compiler"] = compilers[0] if compilers else ""
-    report.found["machine"] = found
-    report.say(
-        "ok" if gpu or toy else "FAULT",
-        f"{gpu or 'no GPU that torch can use'}, driver {driver or 'none'}, torch {torch.__version__}, cuDNN "
-        f"{found.get('cudnn', 'none')}, Triton {found['triton'] or 'none'}",
-    )
-    asked = (ROOT / "requirements.txt").read_text(encoding="utf-8").split("torch==")[1].split()[0]
-    if torch.__version__.split("+")[0] != asked:
-        report.say("note", f"requirements.txt asks for torch {asked}, for which `static` compiled the steps")
-    old = driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < OLDEST_DRIVER
-    if old and (torch.version.cuda or "").startswith("13"):
-        report.say(
-            "FAULT", f"driver {driver} is too old for a CUDA 13 build, which needs {OLDEST_DRIVER} or newer"
-        )
-    if not found["compiler"]:
-        report.say("FAULT", "no C compiler, which torch.compile needs: install gcc")
-    names = dict(
-        flash_attention_3="FlashAttention 3 (flash_attn_interface)", flex_flash="flash_attn.cute for flex"
-    )
-    for name, words in names.items():
-        report.say("note", f"{words}: {'there' if found[name] else 'not installed, so it is not timed'}")
-
-
-# ---------- a preset, ready to be measured
-def assemble(subject: Subject, folder: str) -> Any:
-    """A Run with model, optimizer, data and first values, nothing compiled yet."""
-    trainer = subject.trainer
-    given = trainer.load_config(os.environ | subject.settings)
-    settings = subject.settings | subject.bench.random_data(
-        Path(folder), given, 1 << (20 if subject.toy else 24)
-    )
-    own = {name: text for name, text in settings.items() if name.lower() in trainer.fields_of(type(given))}
-    cfg = trainer.load_config(
-        os.environ | own | dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
-    )
-    run = subject.bench.assemble(cfg, trainer)
-    begin_anew(subject, run)
-    return run
-
-
-def begin_anew(subject: Subject, run: Any) -> None:
-    """First values, as a run begins with them."""
-    for bank in run.optimizer.banks:
-        torch._foreach_zero_([bank.data, bank.master, bank.grad, *bank.state])
-    run.optimizer.step_count = 0
-    if run.optimizer.scales:
-        run.optimizer.scales.reset()
-    values = subject.trainer.first_values(run.model, run.cfg.seed)
-    for bank in run.optimizer.banks:
-        bank.load(values)
-
-
-class Call(NamedTuple):
-    """A call of attention in a step: shapes of q, k and v, and the mask's window and documents."""
-
-    q: tuple
-    k: tuple
-    v: tuple
-    window: int  # tokens before its own that a query sees
-    documents: Tensor | None
-
-    def name(self) -> str:
-        words = f"attention {self.q[1]}x{self.q[3]}, T {self.q[2]:,}"
-        if self.window < self.q[2] - 1:
-            words += f", window {self.window:,}"
-        return words + (", documents" if self.documents is not None else "")
-
-    def kind(self) -> tuple:
-        return self.q, self.k, self.v, self.window, self.documents is None
-
-
-def last_stage(run: Any) -> Any:
-    """The stage with the longest rows, which is the dearest one."""
-    return max(run.cfg.stages(), key=lambda stage: (stage.row_tokens, stage.batch_tokens))
-
-
-def random_tokens(run: Any, stage: Any) -> Tensor:
-    """A micro-batch of a stage, with documents of about 700 tokens, cut where the recipe cuts them."""
-    share = stage.batch_tokens // stage.row_tokens
-    rows = min(share, max(1, run.micro * run.cfg.train_seq_len // stage.row_tokens))
-    device = run.team.device
-    draw = torch.Generator(device).manual_seed(0)
-    tokens = torch.randint(2, run.cfg.vocab_size, (rows, stage.row_tokens), device=device, generator=draw)
-    begins = torch.rand(tokens.shape, device=device, generator=draw) < 1 / 700
-    begins[:, 0] = True
-    if run.cfg.document_limit():
-        place = torch.arange(stage.row_tokens, device=device)
-        first = torch.where(begins, place, 0).cummax(1).values  # of the document
-        begins |= (place - first) % run.cfg.document_limit() == 0
-    tokens[begins] = run.cfg.bos_id
-    return tokens
-
-
-def attention_calls(subject: Subject, run: Any) -> tuple[list[tuple[Call, int]], tuple]:
-    """([(call, how many layers make it)] of a micro-step of the dearest stage, the arguments of its loss)."""
-    stage = last_stage(run)
-    tokens = random_tokens(run, stage)
-    calls: list[Call] = []
-
-    def note(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
-        T = q.size(2)
-        window = T
-        documents = None
-        if mask is not None:
-            window = int(mask.window)
-            documents = mask.documents
-        calls.append(Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), min(window, T), documents))
-
-    _, loss_args = subject.bench.recorded_calls(run, stage, tokens, note)
-    counts = Counter([call.kind() for call in calls])
-    distinct = {call.kind(): call for call in calls}
-    return [(call, counts[kind]) for kind, call in distinct.items()], loss_args
-
-
-# ---------- 2 numbers, against fp32
-def attention_inputs(run: Any, call: Call) -> list[Tensor]:
-    """Random q, k, v and a gradient of the output. Queries and keys are normalized, as the recipes do it."""
-    device = run.team.device
-    draw = torch.Generator(device).manual_seed(1)
-    found = []
-    for shape in (call.q, call.k, call.v, (*call.q[:3], call.v[3])):
-        found.append(torch.randn(shape, device=device, generator=draw).to(run.team.dtype))
-    q, k, v, grad = found
-    q = F.rms_norm(q, (q.size(-1),)) * 0.1
-    k = F.rms_norm(k, (k.size(-1),))
-    return [q, k, v, grad]
-
-
-def exact_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, size: int) -> list[Tensor]:
-    """Output and gradients of q, k and v in fp32, for `size` queries of a row at a time."""
-    B, H, T, _ = q.shape
-    groups = H // k.size(1)
-    y = torch.zeros_like(grad, dtype=torch.float32)
-    grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for row in range(B):
-        for low in range(0, T, size):
-            high = min(T, low + size)
-            first = max(0, low - call.window)
-            query = torch.arange(low, high, device=q.device)[:, None]
-            key = torch.arange(first, high, device=q.device)
-            seen = (key <= query) & (query - key <= call.window)
-            if call.documents is not None:
-                own = call.documents[row % len(call.documents)]
-                seen = seen & (own[low:high, None] == own[first:high])
-            places = [slice(low, high), slice(first, high), slice(first, high)]
-            inputs = []
-            for x, place in zip((q, k, v), places):
-                inputs.append(x[row, :, place].float().requires_grad_())
-            keys = inputs[1].repeat_interleave(groups, 0)
-            values = inputs[2].repeat_interleave(groups, 0)
-            scores = (inputs[0] @ keys.mT).masked_fill(~seen, -torch.inf)
-            part = scores.softmax(-1) @ values
-            y[row, :, low:high] = part.detach()
-            found = torch.autograd.grad(part, inputs, grad[row, :, low:high].float())
-            for whole, its, place in zip(grads, found, places):
-                whole[row, :, place] += its
-    return [y, *grads]
-
-
-def with_gradients(function: Callable, inputs: list[Tensor], grad: Tensor | None = None) -> list[Tensor]:
-    """The value of function(*inputs) and the gradients of the inputs."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    value = function(*inputs)
-    return [value.detach(), *torch.autograd.grad(value, inputs, grad)]
-
-
-def relative_errors(mine: list[Tensor], exact: list[Tensor]) -> list[float]:
-    found = []
-    for a, b in zip(mine, exact, strict=True):
-        found.append(float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)))
-    return found
-
-
-def judge(subject: Subject, what: str, errors: dict[str, float], most: float) -> None:
-    """A verdict on relative errors; not a number is a fault, too."""
-    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
-    good = all([error < most for error in errors.values()])
-    figures = {name: round(error, 6) for name, error in errors.items()}
-    if ON_STAND_IN:
-        subject.report.say("note", f"{what}: ran; there are no numbers here")
-        return
-    subject.report.say(
-        "ok" if good else "FAULT",
-        f"{what}: off from fp32 by {errors[worst]:.2%} ({worst}), at most {most:.0%} allowed",
-        most=most,
-        **figures,
-    )
-
-
-def by_kernels(kernels: Any, call: Call, device: torch.device) -> Callable:
-    """Attention as a compiled step with these Kernels computes it."""
-    T = call.q[2]
-    documents = call.documents
-    window: Any = call.window
-    if documents is not None or call.window < T - 1:
-        window = kernels.window(call.window, T, device, documents is not None)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = None
-        if documents is not None or call.window < T - 1:
-            mask = kernels.window_mask(window, T, documents, q.device)
-        return kernels.attention(q, k, v, mask)
-
-    return attend
-
-
-@contextmanager
-def without_stderr() -> Iterator[None]:
-    """torch's profiler writes lines of its own there, from C++."""
-    before = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def what_ran(run: Any, function: Callable) -> str:
-    """The kernels of attention that a call launches, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if run.team.on_gpu:
-        activities.append(ProfilerActivity.CUDA)
-    with without_stderr(), profile(activities=activities) as found:
-        function()
-        run.team.wait()
-    names = [event.key.removeprefix("aten::") for event in found.key_averages()]
-    words = ("_scaled_dot_product", "flex_attention", "fmha", "flash_fwd", "flash_attn", "cudnn")
-    seen = [name for name in names if any([word in name for word in words]) and "backward" not in name]
-    return seen[-1][:60] if seen else "plain products"
-
-
-def attention_numbers(subject: Subject, run: Any, call: Call) -> None:
-    """Attention as the step computes it, forward and backward, and which kernel that was."""
-    *inputs, grad = attention_inputs(run, call)
-    exact = exact_attention(call, *inputs, grad, subject.slice_size())
-    fast = subject.compiled(by_kernels(run.model.kernels, call, run.team.device))
-    with subject.report.compiling():
-        mine = with_gradients(fast, inputs, grad)
-    errors = dict(zip(("output", "grad q", "grad k", "grad v"), relative_errors(mine, exact)))
-    by = what_ran(run, lambda: with_gradients(fast, inputs, grad))
-    judge(subject, f"{call.name()}, by {by}", errors, MOST_ERROR)
-
-
-def exact_loss(
-    subject: Subject, x: Tensor, head: Tensor, targets: Tensor, cap: tuple, weights: Tensor | None
-) -> list[Tensor]:
-    """The loss in fp32 and the gradients of x (1, N, C) and head (V, C), for some rows at a time."""
-    N = x.size(1)
-    size = 4 * subject.slice_size()
-    total = torch.zeros((), device=x.device)
-    grad_x = torch.zeros_like(x, dtype=torch.float32)
-    grad_head = torch.zeros_like(head, dtype=torch.float32)
-    for low in range(0, N, size):
-        part = x[:, low : low + size].float()
-        share = part.size(1) / N
-        loss = partial(
-            subject.trainer.lm_loss, targets=targets[:, low : low + size], cap=cap, weights=weights
-        )
-        value, its_x, its_head = with_gradients(loss, [part, head.float()])
-        total += share * value
-        grad_x[:, low : low + size] = share * its_x
-        grad_head += share * its_head
-    return [total, grad_x, grad_head]
-
-
-def loss_inputs(run: Any, loss_args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    """x (1, N, C) of norm 1, a head (V, C) and targets (1, N, ...) of a micro-step."""
-    x, head, targets, *_ = loss_args
-    draw = torch.Generator(x.device).manual_seed(2)
-    x = torch.randn((1, x[..., 0].numel(), x.size(-1)), device=x.device, generator=draw)
-    x = F.rms_norm(x, (x.size(-1),)).to(run.team.dtype)
-    head = 0.05 * torch.randn(head.shape, device=x.device, generator=draw)
-    return x, head, targets.flatten(0, 1)[None]
-
-
-def loss_numbers(subject: Subject, run: Any, loss_args: tuple) -> None:
-    """lm_head and loss as the step computes them; the last rows are those beyond 2^31 logits."""
-    x, head, targets = loss_inputs(run, loss_args)
-    cap, product, *more = loss_args[3:]
-    weights = more[0] if more else None
-
-    def loss(x: Tensor, head: Tensor) -> Tensor:
-        return run.kernels.loss(x, head, targets, cap, product, *more)
-
-    exact = exact_loss(subject, x, head, targets, cap, weights)
-    with subject.report.compiling():
-        mine = with_gradients(subject.compiled(loss), [x, head])
-    errors = dict(zip(("loss", "grad x", "grad head"), relative_errors(mine, exact)))
-    tail = [mine[1][:, -64:]], [exact[1][:, -64:]]
-    errors["grad x, last rows"] = relative_errors(*tail)[0]
-    most = MOST_ERROR if run.cfg.fp8_part(run.team.on_gpu) == "off" else MOST_ERROR_FP8
-    judge(subject, f"loss of {x.size(1):,} x {len(head):,} logits", errors, most)
-
-
-def fp8_numbers(subject: Subject, run: Any, loss_args: tuple) -> None:
-    """scaled_mm in its three layouts, at the size of lm_head."""
-    trainer = subject.trainer
-    x, head, _ = loss_inputs(run, loss_args)
-    x = x[0]
-    rows = x[: len(x) // 16 * 16]
-    draw = torch.Generator(x.device).manual_seed(3)
-    grad = torch.randn((len(rows), len(head)), device=x.device, generator=draw, dtype=torch.float32)
-    grad = grad.to(run.team.dtype)
-    y, kept = trainer.fp8_product(rows, head, (None, None))
-    grad_x, grad_head = trainer.fp8_gradients(grad, kept, None)
-    errors = {"output": 0.0, "grad x": 0.0}
-    size = 4 * subject.slice_size()
-    exact_head = torch.zeros_like(head)
-    ends = [0, max(0, len(rows) - size)]  # the first and the last rows
-    for low in range(0, len(rows), size):
-        exact_head += grad[low : low + size].float().T @ rows[low : low + size].float()
-        if low in ends or low + size >= len(rows):
-            part = slice(low, low + size)
-            wanted = [rows[part].float() @ head.T, grad[part].float() @ head]
-            for name, error in zip(errors, relative_errors([y[part], grad_x[part]], wanted)):
-                errors[name] = max(errors[name], error)
-    errors["grad weight"] = relative_errors([grad_head], [exact_head])[0]
-    judge(subject, f"fp8 products {len(rows):,} x {x.size(1)} x {len(head):,}", errors, MOST_ERROR_FP8)
-
-
-def train_steps(subject: Subject, run: Any, loss_fn: Callable, steps: int) -> list[float]:
-    """Losses of the first steps, from the first values, on the first rows of the data."""
-    begin_anew(subject, run)
-    run.loader.position = 0
-    cfg = run.cfg
-    stage = cfg.stages()[0]
-    context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
-    factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
-    losses = []
-    for step in range(steps):
-        batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
-        batch = (*batch, *run.model.candidates(*batch))
-        run.model.update_context(context, step / STEPS)
-        schedule = cfg.schedule(step, step / STEPS)
-        micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        losses.append(
-            subject.trainer.train_step(loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
-        )
-    return [float(loss) for loss in losses]
-
-
-def first_losses(subject: Subject, run: Any) -> None:
-    """The loss at step 0, and the compiled run beside an eager one. Needs the compiled step."""
-    report = subject.report
-    compiled = train_steps(subject, run, run.loss_fn, LOSSES)
-    run.model.use(subject.trainer.Kernels())
-    eager = train_steps(subject, run, run.model, LOSSES)
-    run.model.use(run.kernels)
-    if ON_STAND_IN:
-        report.say("note", f"{LOSSES} compiled and eager steps: ran; there are no numbers here")
-        return
-    begin_anew(subject, run)
-    wanted = eager[0]
-    words = "that of the eager step"
-    if not run.model.head.any():
-        wanted = math.log(run.cfg.vocab_size)
-        words = f"log {run.cfg.vocab_size:,}, on any text"
-    good = abs(compiled[0] - wanted) < 0.005
-    report.say(
-        "ok" if good else "FAULT",
-        f"loss at step 0: {compiled[0]:.4f}; expected {wanted:.4f}, {words}",
-        loss=compiled[0],
-        wanted=wanted,
-    )
-    differences = [abs(a - b) for a, b in zip(compiled, eager)]
-    mean = statistics.mean(differences)
-    good = math.isfinite(mean) and mean < MOST_MEAN_DIFFERENCE
-    report.say(
-        "ok" if good else "FAULT",
-        f"{LOSSES} losses, compiled against eager: {mean:.4f} apart on average, "
-        f"{max(differences):.4f} at most; the last ones {compiled[-1]:.4f} and {eager[-1]:.4f}",
-        compiled=compiled,
-        eager=eager,
-    )
-
-
-# ---------- 3 alternatives, timed
-class Option(NamedTuple):
-    """A way to compute the same thing. change: what to set to get it; "": it is in use."""
-
-    name: str
-    change: str
-    function: Callable
-
-
-def attention_options(subject: Subject, run: Any, call: Call) -> list[Option]:
-    """Ways to compute one call of attention on this machine."""
-    trainer = subject.trainer
-    T = call.q[2]
-    documents = call.documents
-    masked = documents is not None or call.window < T - 1
-    device = run.team.device
-    found = [Option("as it is", "", by_kernels(run.model.kernels, call, device))]
-
-    def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = None
-        if masked:
-            mask = trainer.window_mask(call.window, T, documents, device)
-        return trainer.attention(q, k, v, mask)
-
-    if masked or not run.team.on_gpu:
-        found.append(Option("torch's", "SDPA_BACKEND=torch", explicit))
-    if not masked:
-        for backend in (
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-        ):
-            name = backend.name.split("_")[0].lower()
-            if run.team.on_gpu:
-                found.append(
-                    Option(
-                        name,
-                        f"sdpa_kernel(SDPBackend.{backend.name}) around attention()",
-                        partial(by_backend, trainer, backend),
-                    )
-                )
-    if masked and run.team.on_gpu:
-        window = trainer.gpu_window(call.window, T, device, documents is not None)
-        for name, options in flex_options():
-            found.append(
-                Option(
-                    name, f"FLEX_OPTIONS = {options}", partial(by_flex, trainer, options, window, documents)
-                )
-            )
-    if run.team.on_gpu and importable("flash_attn_interface") and torch.cuda.get_device_capability()[0] == 9:
-        cfg = trainer.replace(run.cfg, sdpa_backend="flash3")
-        flash = cfg.attention_kernels(True, lambda line: None)
-        kernels = run.model.kernels._replace(window=trainer.plain_window, **flash)
-        attend = by_kernels(kernels, call, device)
-        found.append(Option("FlashAttention 3", "SDPA_BACKEND=flash3", attend))
-    return found
-
-
-def flex_options() -> list[tuple[str, dict]]:
-    """Options of flex attention's kernels to try."""
-    found: list[tuple[str, dict]] = []
-    if torch.cuda.get_device_capability() >= (9, 0):
-        found.append(("flex with TMA", dict(USE_TMA=True)))
-    if importable("flash_attn.cute"):
-        found.append(("flex by FLASH", dict(BACKEND="FLASH")))
-    return found
-
-
-def by_flex(
-    trainer: ModuleType, options: dict, window: Any, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """flex attention with options of its kernels."""
-    mask = trainer.gpu_window_mask(window, q.size(2), documents, q.device)
-    return trainer.flex_attention(
-        q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1), kernel_options=options
-    )
-
-
-def by_backend(trainer: ModuleType, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel([backend]):
-        return trainer.attention(q, k, v, None)
-
-
-def milliseconds(subject: Subject, run: Any, function: Callable, inputs: list[Tensor]) -> float:
-    """The median of one call, forward and backward. The first call compiles; a toy stays eager."""
-    fast = function if subject.toy else subject.compiled(function)
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    with subject.report.compiling():
-        value = fast(*inputs)
-    grad = torch.ones_like(value)
-
-    def both() -> None:
-        torch.autograd.grad(fast(*inputs), inputs, grad)
-
-    with subject.report.compiling():
-        both()
-        run.team.wait()
-    return 1e3 * subject.bench.median_seconds(run.team, both, 10 if subject.toy else 20)
-
-
-def compare(
-    subject: Subject, run: Any, what: str, options: list[Option], inputs: list[Tensor], times: int
-) -> None:
-    """Times the options, of which the first is in use, and says which constant to set. times: per step."""
-    found: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for option in options:
-        try:
-            found[option.name] = milliseconds(subject, run, option.function, inputs)
-        except Exception as error:  # such as a backend that does not take these shapes
-            failed[option.name] = first_line(error)[:100]
-            torch._dynamo.reset()
-    listed = ", ".join([f"{name} {ms:.3f}" for name, ms in found.items()])
-    if failed:
-        listed += f"; not here: {', '.join(failed)}"
-    figures = dict(ms=found, times=times, failed=failed)
-    in_use = options[0].name
-    if in_use not in found or len(found) < 2:
-        subject.report.say("note", f"{what}, ms: {listed}; nothing to compare", **figures)
-        return
-    winner = min(found, key=lambda name: found[name])
-    part = 1 - found[winner] / found[in_use]
-    gain = times * part * found[in_use]
-    if gain > LEAST_GAIN and part > (LEAST_PART_OF_A_TOY if subject.toy else LEAST_PART):
-        change = next(option.change for option in options if option.name == winner)
-        subject.report.say(
-            "set",
-            f"{what}, ms: {listed}; {winner} gains {gain:.1f} ms a step: {change}",
-            winner=winner,
-            gain_ms=gain,
-            change=change,
-            **figures,
-        )
-    else:
-        subject.report.say(
-            "ok", f"{what}, ms: {listed}; x{times} a step, what is in use stays", winner=in_use, **figures
-        )
-
-
-def products(subject: Subject, run: Any, calls: list[tuple[Call, int]], micro_steps: int) -> None:
-    """Queries, keys and values: three products or one."""
-    call, _ = calls[0]
-    layers = sum([count for _, count in calls])
-    tokens = call.q[0] * call.q[2]
-    width = run.cfg.model_dim
-    draw = torch.Generator(run.team.device).manual_seed(4)
-    sides = [shape[1] * shape[3] for shape in (call.q, call.k, call.v)]
-    if call.q[2] > last_stage(run).row_tokens:  # paired heads: half as many, twice as long
-        tokens //= 2
-        sides = [2 * side for side in sides]
-    h = torch.randn((tokens, width), device=run.team.device, generator=draw).to(run.team.dtype)
-    matrices = []
-    for side in sides:
-        matrix = torch.randn((side, width), device=run.team.device, generator=draw)
-        matrices.append(matrix.to(run.team.dtype))
-
-    def three(h: Tensor, *matrices: Tensor) -> Tensor:
-        return torch.cat([F.linear(h, matrix) for matrix in matrices], -1)
-
-    def one(h: Tensor, *matrices: Tensor) -> Tensor:
-        return F.linear(h, torch.cat(matrices))
-
-    options = [
-        Option("three", "let project_heads() take one matrix at a time", three),
-        Option("one", "let project_heads() join the matrices in this dtype, too", one),
-    ]
-    if run.team.dtype == torch.bfloat16 and run.kernels.linear is subject.trainer.linear:
-        options.reverse()  # one is in use
-    compare(subject, run, f"q, k and v of {tokens:,} tokens", options, [h, *matrices], layers * micro_steps)
-
-
-def alternatives(subject: Subject, run: Any, calls: list[tuple[Call, int]], loss_args: tuple) -> None:
-    """Attention, the products before it, and the loss, each in the ways that this machine has."""
-    stage = last_stage(run)
-    report = subject.report
-    rows = len(random_tokens(run, stage))
-    micro_steps = max(1, stage.batch_tokens // stage.row_tokens // rows)
-    for call, layers in calls:
-        *inputs, _ = attention_inputs(run, call)
-        options = attention_options(subject, run, call)
-        report.attempt(call.name(), compare, subject, run, call.name(), options, inputs, layers * micro_steps)
-    if calls:
-        report.attempt("q, k and v", products, subject, run, calls, micro_steps)
-    x, head, targets = loss_inputs(run, loss_args)
-    cap, product, *more = loss_args[3:]
-
-    def loss(x: Tensor, head: Tensor, function: Callable) -> Tensor:
-        return function(x, head, targets, cap, product, *more)
-
-    trainer = subject.trainer
-    options = [Option("as it is", "", partial(loss, function=run.kernels.loss))]
-    if run.team.on_gpu and trainer.triton:
-        by_inductor = partial(run.kernels.loss, row_losses=trainer.row_losses)
-        options.append(Option("Inductor's", "TRITON_KERNELS=0", partial(loss, function=by_inductor)))
-    else:
-        options.append(
-            Option("readable", "loss=lm_loss in choose_kernels()", partial(loss, function=trainer.lm_loss))
-        )
-    report.attempt(
-        "loss", compare, subject, run, f"loss of {x.size(1):,} tokens", options, [x, head], micro_steps
-    )
-
-
-# ---------- 4 ranks: what is done for the first time on the clock
-def watch_clock(trainer: ModuleType) -> dict:
-    """Notes which collectives run for the first time while the clock runs, and how often the garbage
-    collector does. Returns where the notes are."""
-    notes: dict = dict(late=[], collections=0, collectives=0)
-    known = set()
-    state = dict(running=False)
-
-    def noting(name: str, real: Callable) -> Callable:
-        """The collective, which is noted by its name, size, device and group."""
-
-        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-            group = "training" if kwargs.get("group") is not None else "default"
-            size = first.numel() if name != "all_reduce" else ""
-            kind = f"{name} {size} on {first.device.type}, {group} group".replace("  ", " ")
-            if state["running"]:
-                notes["collectives"] += 1
-                if kind not in known:
-                    notes["late"].append(kind)
-            known.add(kind)
-            return real(first, *args, **kwargs)
-
-        return call
-
-    def running(real: Callable, during: bool) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = state["running"]
-            state["running"] = during
-            try:
-                return real(*args, **kwargs)
-            finally:
-                state["running"] = before
-
-        return call
-
-    def collecting(phase: str, info: dict) -> None:
-        if phase == "start" and state["running"]:
-            notes["collections"] += 1
-
-    trainer.reduce_scatter = noting("reduce_scatter", trainer.reduce_scatter)
-    trainer.all_gather = noting("all_gather", trainer.all_gather)
-    dist.all_reduce = noting("all_reduce", dist.all_reduce)
-    trainer.train = running(trainer.train, True)
-    trainer.validate = running(trainer.validate, False)
-    trainer.evaluate_further = running(trainer.evaluate_further, False)
-    gc.callbacks.append(collecting)
-    return notes
-
-
-def run_as_rank(folder: Path, trainer: ModuleType) -> int:
-    """A toy run of one of two ranks on the CPU, watched. Rank 0 writes what it noted."""
-    notes = watch_clock(trainer)
-    os.chdir(folder)
-    settings = json.loads((folder / "settings.json").read_text())
-    code = trainer.main([], os.environ | settings)
-    if trainer.read_ranks(os.environ).rank == 0:
-        (folder / "notes.json").write_text(json.dumps(notes))
-    return code
-
-
-def ranks(report: Report, trainer: ModuleType, bench: ModuleType, source: Path) -> None:
-    """Two ranks train a toy on the CPU: every collective of a step must have run before the clock, since NCCL
-    makes a communicator at its first one, which takes 0.5 to 2.5 s; the garbage collector must be off."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = one_rank_of_eight(trainer, "speedrun", {}, toy=True)
-        settings |= dict(
-            ITERATIONS="12",
-            COMPILE="0",
-            RUN_ID="ranks",
-            TRAIN_BATCH_TOKENS="1024",
-            VAL_LOSS_EVERY="5",
-            TRAIN_LOG_EVERY="4",
-            FP8="off",
-            GRAD_CLIP_NORM="1",
-            MAX_EPOCHS="0",
-        )
-        settings |= bench.random_data(Path(folder), trainer.load_config(settings), 1 << 16)
-        own = trainer.fields_of(trainer.RECIPES["speedrun"])
-        settings = {name: text for name, text in settings.items() if name.lower() in own}
-        Path(folder, "settings.json").write_text(json.dumps(settings))
-        words = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            __file__,
-            "--rank-of",
-            folder,
-            "--trainer",
-            str(source),
-        ]
-        done = subprocess.run(
-            [sys.executable, *words],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-        )
-        notes_file = Path(folder, "notes.json")
-        if done.returncode or not notes_file.exists():
-            lines = [
-                line for line in done.stderr.splitlines() if "Error" in line or line.startswith("train_gpt")
-            ]
-            lines = lines or ["nothing was said"]
-            report.say("FAULT", f"two ranks on the CPU: exit code {done.returncode}: {lines[0][:160]}")
-            return
-        notes = json.loads(notes_file.read_text())
-    late = notes["late"]
-    if late:
-        report.say(
-            "FAULT",
-            f"first used on the clock, where NCCL would connect for 0.5 to 2.5 s: {'; '.join(late[:3])}"
-            + (f" and {len(late) - 3} more" if len(late) > 3 else ""),
-            late=late,
-        )
-    else:
-        report.say(
-            "ok",
-            f"two ranks on the CPU: all {notes['collectives']} collectives on the clock had run before it",
-        )
-    if notes["collections"]:
-        report.say(
-            "FAULT", f"Python's garbage collector ran {notes['collections']} times on the clock", **notes
-        )
-    else:
-        report.say("ok", "Python's garbage collector did not run on the clock")
-
-
-# ---------- 5 the loop
-class Marks:
-    """When each step began, on the device's clock where there is a GPU, and its stage."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self.moments: list[Any] = []
-        self.stages: list[tuple] = []
-
-    def mark(self, stage: tuple) -> None:
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.moments.append(event)
-        else:
-            self.moments.append(time.perf_counter())
-        self.stages.append(stage)
-
-    def steps(self) -> list[tuple[tuple, float]]:
-        """[(stage, ms)]; the last step has no end."""
-        found = []
-        for before, after, stage in zip(self.moments, self.moments[1:], self.stages):
-            ms = before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before)
-            found.append((stage, ms))
-        return found
-
-
-def device_allocations(team: Any) -> int:
-    """How often memory was asked of the driver; each time the device waits."""
-    return torch.cuda.memory_stats().get("num_device_alloc", 0) if team.on_gpu else 0
-
-
-def run_loop(subject: Subject, run: Any) -> tuple[list[tuple[tuple, float]], int]:
-    """The trainer's own loop -> ([(stage, ms)] of its steps, allocations in it)."""
-    trainer = subject.trainer
-    marks = Marks(run.team.on_gpu)
-    real = trainer.train_step
-
-    def step(loss_fn: Callable, optimizer: Any, batch: tuple, *args: Any) -> Tensor:
-        marks.mark((batch[0].numel(), batch[0].size(1)))
-        return real(loss_fn, optimizer, batch, *args)
-
-    begin_anew(subject, run)
-    before = device_allocations(run.team)
-    with mock.patch.object(trainer, "train_step", step):
-        with subject.bench.saver_of(run), trainer.garbage_kept():
-            subject.bench.train_again(run)
-    run.team.wait()
-    return marks.steps(), device_allocations(run.team) - before
-
-
-def pauses_in(steps: list[tuple[tuple, float]], typical: dict, toy: bool) -> list[tuple[int, float]]:
-    """[(step, ms beyond the typical step)] of steps that took far too long. A CPU is shared, so there it
-    takes a quarter of a second."""
-    found = []
-    for number, (stage, ms) in enumerate(steps):
-        beyond = ms - typical[stage]
-        least = 250.0 if toy else max(10.0, typical[stage])
-        if beyond > least:
-            found.append((number, beyond))
-    return found
-
-
-def loop(subject: Subject, run: Any) -> None:
-    """200 real steps: p50 and p99 of each stage beside what to expect, pauses, allocations, the host."""
-    report = subject.report
-    steps, allocations = run_loop(subject, run)
-    typical = {}
-    rows = []
-    for stage in dict.fromkeys([stage for stage, _ in steps]):
-        times = sorted([ms for its, ms in steps if its == stage])
-        typical[stage] = times[len(times) // 2]
-        rows.append(
-            dict(
-                tokens=stage[0],
-                row_tokens=stage[1],
-                steps=len(times),
-                p50=typical[stage],
-                p99=times[int(len(times) * 0.99)],
-            )
-        )
-    optimizer_ms = 1e3 * subject.bench.median_seconds(run.team, lambda: run.optimizer.step(0.0, 0.9), 10)
-    expected = [] if subject.toy else EXPECTED.get(report.preset, [])
-    for place, row in enumerate(rows):
-        text = f"{row['tokens']:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
-        if not subject.toy:
-            row["rank_of_eight"] = row["p50"] - optimizer_ms * (1 - 1 / RANKS)
-            text += f"; one of eight about {row['rank_of_eight']:.1f} (estimated, no collectives)"
-        verdict = "note"
-        if place < len(expected):
-            estimate, record = expected[place]
-            text += f"; on 8xH100 {estimate} expected, the record's {record}"
-            if "H100" in report.found["machine"].get("gpu", ""):
-                verdict = "ok" if row["rank_of_eight"] < 1.1 * max(estimate, record) else "SLOW"
-        report.say(verdict, text, optimizer_ms=optimizer_ms, **row)
-    pauses = pauses_in(steps, typical, subject.toy)
-    longest = sorted(pauses, key=lambda pause: -pause[1])[:3]
-    listed = ", ".join([f"{ms / 1e3:.2f} s in step {number + 1}" for number, ms in longest])
-    report.say(
-        "SLOW" if pauses else "ok",
-        f"pauses on the clock: {len(pauses)}" + (f": {listed}" if pauses else ""),
-        pauses=pauses,
-    )
-    if run.team.on_gpu:
-        report.say(
-            "SLOW" if allocations else "ok", f"memory asked of the driver {allocations} times in the loop"
-        )
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        report.say(
-            "note",
-            f"peak {peak:.1f} GiB on one GPU, whose optimizer holds all moments; micro_batch {run.micro}",
-        )
-    report.attempt("host", host_time, subject, run)
-    report.attempt("kernels", kernels, subject, run)
-
-
-def host_time(subject: Subject, run: Any) -> None:
-    """How long Python needs to launch a step when the device has nothing to do."""
-    stage = run.cfg.stages()[0]
-    batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
-    step = subject.bench.step_function(subject.trainer, run, stage)
-    times = []
-    whole = []
-    for _ in range(12):
-        run.team.wait()
-        began = time.perf_counter()
-        step(batch)
-        times.append(1e3 * (time.perf_counter() - began))
-        run.team.wait()
-        whole.append(1e3 * (time.perf_counter() - began))
-    host = statistics.median(times[2:])
-    step_ms = statistics.median(whole[2:])
-    verdict = "note"
-    if run.team.on_gpu:
-        verdict = "SLOW" if host > 0.8 * step_ms else "ok"
-    subject.report.say(
-        verdict, f"host: {host:.1f} ms to launch a step of {step_ms:.1f} ms", host_ms=host, step_ms=step_ms
-    )
-
-
-def kernels(subject: Subject, run: Any) -> None:
-    """The 15 kernels that take longest, with the rate of memory traffic that `static` counts for them."""
-    from torch.profiler import ProfilerActivity, profile
-
-    import static_gpu
-
-    stage = last_stage(run)
-    batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
-    step = subject.bench.step_function(subject.trainer, run, stage)
-    moved: Counter = Counter()
-
-    def note(_: str, name: str, size: int) -> None:
-        moved[name] += size
-
-    step(batch)
-    run.team.wait()
-    steps = 4  # even, as Adam may take every other step
-    activity = ProfilerActivity.CPU
-    counted: Any = nullcontext()
-    if run.team.on_gpu:
-        activity = ProfilerActivity.CUDA
-        counted = static_gpu.count_bytes(torch, note, batch[0].numel() * run.cfg.model_dim * 4)
-    with counted, without_stderr(), profile(activities=[activity]) as found:
-        for _ in range(steps):
-            step(batch)
-        run.team.wait()
-    rows = []
-    for event in found.key_averages():
-        us = event.self_device_time_total if run.team.on_gpu else event.self_cpu_time_total
-        if not us:  # a call of the driver
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        splits = [row["split"] for row in manifest["files"] if (folder / row["path"]).exists()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return manifest if {"train", "val"} <= {*splits} else {}
+
+
+def text_for(cfg: Any, given: dict) -> dict:
+    """Settings that make a run read real text in the preset's vocabulary, {} if there is none here."""
+    folders = [Path(given["DATA_PATH"])] if "DATA_PATH" in given else []
+    folders += [Path(cfg.data_path), *sorted(Path("data/datasets").glob("*"))]
+    for folder in folders:
+        manifest = manifest_of(folder)
+        tokenizer = manifest.get("tokenizer", {})
+        if not manifest or cfg.vocab_size not in (0, tokenizer.get("vocab_size")):
             continue
-        row = dict(name=event.key, ms=us / 1e3 / steps, launches=event.count / steps)
-        if event.key in moved:
-            row["GBps"] = moved[event.key] / 1e3 / us
-        rows.append(row)
-    rows.sort(key=lambda row: -row["ms"])
-    whole = sum([row["ms"] for row in rows])
-    top = rows[:15]
-    names = ", ".join([f"{row['name'][:36]} {row['ms']:.2f}" for row in top[:3]])
-    subject.report.say(
-        "note",
-        f"{len(rows)} kernels, {whole:.1f} ms a step; the longest: {names} (15 in the file)",
-        kernels=top,
-        kernel_ms=whole,
+        model = folder / tokenizer.get("path", "missing")
+        count = sum([row["tokens"] for row in manifest["files"] if row["split"] == "val"])
+        return dict(
+            DATA_PATH=str(folder.resolve()),
+            DATA_FINGERPRINT="",
+            TOKENIZER_PATH=str(model.resolve()) if model.exists() else "",
+            VAL_TOKENS=str(TEXT_TOKENS if count > TEXT_TOKENS else 0),
+        )
+    return {}
+
+
+class Workshop:
+    """What the parts of a report share: settings, made-up data, the memory and the cores."""
+
+    def __init__(
+        self,
+        trainer: ModuleType,
+        bench: ModuleType,
+        parts: ModuleType,
+        args: argparse.Namespace,
+        folder: Path,
+    ) -> None:
+        self.trainer = trainer
+        self.bench = bench
+        self.parts = parts
+        self.args = args
+        self.folder = folder
+        self.cores = len(os.sched_getaffinity(0))
+        self.most = max(2, self.cores // 2)
+        self.settings: dict[str, dict] = {}
+        self.micro: dict[str, str] = {}  # what a rehearsal that ran out of memory came down to
+
+    def owned(self, preset: str, settings: dict) -> dict:
+        """Those that the preset has."""
+        own = self.trainer.fields_of(self.trainer.RECIPES[preset])
+        return {name: text for name, text in settings.items() if name == "PRESET" or name.lower() in own}
+
+    def made_up(self, cfg: Any) -> dict:
+        """Random tokens for a preset's vocabulary and rows, written once."""
+        context = cfg.eval_context or cfg.train_seq_len
+        folder = self.folder / f"tokens_{cfg.vocab_size or 1024}_{context}"
+        known = folder / "settings.json"
+        if not known.exists():
+            folder.mkdir()
+            size = 1 << (20 if self.args.toy else 24)
+            known.write_text(json.dumps(self.bench.random_data(folder, cfg, size, rows=2.5)))
+        return json.loads(known.read_text())
+
+    def vocabulary(self) -> Path:
+        """GPT-2's, for prefix tokens; a made-up one where it was not fetched."""
+        if VOCABULARY.exists():
+            return VOCABULARY.resolve()
+        file = self.folder / "vocabulary.json"
+        if not file.exists():
+            letters = [chr(number) for number in range(33, 127)]
+            words = [a + b + c for a in letters[:6] for b in letters for c in letters]
+            file.write_text(json.dumps({word: token for token, word in enumerate(words[:50_257])}))
+        return file
+
+    def settings_of(self, preset: str) -> dict:
+        """For the batch of one rank, on made-up tokens. Raises Refused."""
+        if preset not in self.settings:
+            settings = self.parts.one_rank_of_eight(self.trainer, preset, self.args.given, self.args.toy)
+            if self.args.toy and preset != COMPILED_TOY:
+                settings = dict(COMPILE="0") | settings
+            cfg = self.trainer.load_config(os.environ | self.owned(preset, settings))
+            settings |= self.made_up(cfg)
+            settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
+            settings["VOCAB_PATH"] = str(self.vocabulary())
+            if preset in ROWS and not self.args.toy:
+                settings.setdefault("DEVICE_BATCH_SIZE", ROWS[preset])
+            self.settings[preset] = self.owned(preset, settings)
+        settings = dict(self.settings[preset])
+        if preset in self.micro:
+            settings["DEVICE_BATCH_SIZE"] = self.micro[preset]
+        return settings
+
+    def train_settings(self, preset: str) -> dict:
+        """Of 20 steps from the first to the score of what was read back."""
+        settings = self.settings_of(preset)
+        steps = TRAIN_STEPS_OF_A_TOY if self.args.toy else TRAIN_STEPS
+        settings |= dict(
+            ITERATIONS=str(steps),
+            VAL_LOSS_EVERY=str(steps // 2),
+            TRAIN_LOG_EVERY="5",
+            RUN_ID=preset,
+            SAMPLE_TOKENS="0",
+        )
+        if not self.args.toy:
+            settings |= dict(WARMUP_STEPS="2", EXTENSION_ITERATIONS="2")
+            if preset in TRAIN_ROWS:
+                settings["DEVICE_BATCH_SIZE"] = TRAIN_ROWS[preset]
+        if preset in ON_TEXT:
+            own = {name: text for name, text in settings.items() if name != "DATA_PATH"}
+            settings |= text_for(self.trainer.load_config(own), self.args.given)
+        return self.owned(
+            preset, settings | {name: text for name, text in self.args.given.items() if name != "DATA_PATH"}
+        )
+
+    def memory(self, report: Report) -> float:
+        """GiB that parts may fill."""
+        whole = report.found["machine"].get("memory_GiB", TOY_GiB)
+        return gpu_plan.MEMORY_SHARE * whole
+
+    def environment(self) -> dict:
+        """For processes side by side: each compiler would start as many workers as there are cores."""
+        env = dict(os.environ, PYTHONUNBUFFERED="1")
+        if self.args.toy:
+            env["OMP_NUM_THREADS"] = "1"
+        else:
+            env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, self.cores // 4)))
+        return env
+
+
+# ---------- commands
+def command_of(workshop: Workshop, report: Report, part: Part) -> Command:
+    """How to run a part, in a folder of its own. Raises Refused."""
+    folder = workshop.folder / part.name().replace(" ", "_")
+    folder.mkdir(exist_ok=True)
+    source = workshop.args.trainer.resolve()
+    output = folder / "output.txt"
+    if part.part in ("train", "score"):
+        words = [sys.executable, source / "train_gpt.py"]
+        read = partial(read_training, part)
+        settings = workshop.train_settings(part.preset)
+        judge = partial(judge_training, workshop)
+        if part.part == "score":
+            settings = score_settings(workshop, part.preset, settings)
+            judge = partial(judge_score, workshop)
+        return Command(words, folder, workshop.environment() | settings, output, output, read, judge)
+    settings = workshop.settings_of(part.preset) if part.preset else {}
+    events = folder / "events.jsonl"
+    spec = dict(
+        part=part.part,
+        preset=part.preset,
+        settings=settings,
+        trainer=str(source),
+        toy=workshop.args.toy,
+        events=str(events),
+        machine=report.found["machine"],
+        folder=str(folder),
+    )
+    file = folder / "spec.json"
+    file.write_text(json.dumps(spec), encoding="utf-8")
+    words = [sys.executable, ROOT / "tools" / "gpu_parts.py", file]
+    return Command(
+        words,
+        folder,
+        workshop.environment(),
+        output,
+        events,
+        partial(read_event, workshop, part),
+        lambda job: None,
+    )
+
+
+def run_of(workshop: Workshop, preset: str) -> Path:
+    """The folder of the run that `train` makes of a preset."""
+    return workshop.folder / f"{preset}_train" / "logs" / preset
+
+
+def score_settings(workshop: Workshop, preset: str, settings: dict) -> dict:
+    """Of the score of the file that `train` has written."""
+    files = sorted(run_of(workshop, preset).glob("final_model.*"))
+    workshop.trainer.require(bool(files), "there is no file of train's to score")
+    artifacts = [file for file in files if file.suffix == ".ptz"]
+    return settings | dict(EVAL_FROM=str([*artifacts, *files][0]), RUN_ID=preset)
+
+
+def read_event(workshop: Workshop, part: Part, line: str) -> dict | None:
+    """What a process of tools/gpu_parts.py tells."""
+    event = json.loads(line)
+    smaller = re.search(r"now micro_batch:(\d+)", event.get("doing", ""))
+    if smaller:
+        workshop.micro[part.preset] = smaller[1]
+    return event
+
+
+# The lines of train.log that tell what a run does now
+STATIONS = [
+    (r"rehearsal before the clock, compiling", "compiling"),
+    (r"rehearsal before the clock", "rehearsal"),
+    (r"setup:\d+ms compile:\d+ms", "training"),
+    (r"evaluating val_loss", "scoring val"),
+    (r"step:\d+/\d+ train_loss", "training"),
+    (r"scoring the artifact as read back", "scoring the artifact as read back"),
+]
+
+
+def read_training(part: Part, line: str) -> dict | None:
+    """What a line of train_gpt.py tells."""
+    if line.startswith(("compile: failed", "compile: not possible")):
+        return dict(
+            part=part.part, preset=part.preset, verdict="FAULT", text=f"train: {line[:200]}", figures={}
+        )
+    compiled = re.match(r"setup:\d+ms compile:(\d+)ms", line)
+    if compiled:
+        return dict(doing="training", compile_seconds=round(int(compiled[1]) / 1e3, 1))
+    memory = re.match(r"peak memory allocated: \d+ MiB reserved: (\d+) MiB", line)
+    if memory:
+        return dict(peak_GiB=round(int(memory[1]) / 1024, 1))
+    if "now micro_batch:" in line:
+        return dict(doing=line[:120])
+    for pattern, doing in STATIONS:
+        if re.match(pattern, line):
+            return dict(doing=doing)
+    return None
+
+
+def judge_training(workshop: Workshop, job: Job) -> None:
+    """A verdict on a run that ended well: its losses are numbers, its step was compiled if it had to be."""
+    part = job.part
+    run = job.command.folder / "logs" / part.preset
+    result = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    log = job.command.output.read_text(encoding="utf-8", errors="replace")
+    losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ train_loss:(\S+)", log, re.M)]
+    smaller = re.findall(r"now micro_batch:(\d+)", log)
+    if smaller:
+        workshop.micro[part.preset] = smaller[-1]
+    scores = {kind: result[kind]["val_loss"] for kind in ("trained", "artifact") if result.get(kind)}
+    numbers = [*losses, *scores.values()]
+    wanted = result["config"]["compile"] in ("1", "True", "true", True)
+    good = len(losses) > 1 and bool(scores) and all([math.isfinite(number) for number in numbers])
+    compiled = result["compiled"] or not wanted
+    folder = Path(job.command.env["DATA_PATH"])
+    data = "made-up tokens" if folder.parent == workshop.folder else folder.name
+    text = (
+        f"train: {result['steps']} steps on {data}, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+        if losses
+        else "train: no loss"
+    )
+    for kind, words in (("trained", "val"), ("artifact", "as read back")):
+        if kind in scores:
+            text += f", {words} {scores[kind]:.4f}"
+    text += f"; {part.compile_seconds:.0f} s to compile" if result["compiled"] else "; not compiled"
+    text += f"; micro_batch {result['micro_batch']}, {part.peak_GiB:.1f} GiB" if part.peak_GiB else ""
+    job.report.say(
+        part,
+        "ok" if good and compiled else "FAULT",
+        text,
+        losses=losses,
+        scores=scores,
+        steps=result["steps"],
+        micro_batch=result["micro_batch"],
+        compiled=result["compiled"],
+    )
+
+
+def judge_score(workshop: Workshop, job: Job) -> None:
+    """The file scores what the run that wrote it said."""
+    part = job.part
+    result = json.loads(
+        (job.command.folder / "logs" / part.preset / "result.json").read_text(encoding="utf-8")
+    )
+    before = json.loads((run_of(workshop, part.preset) / "result.json").read_text(encoding="utf-8"))
+    scored = [result[kind]["val_loss"] for kind in ("artifact", "trained") if result.get(kind)][0]
+    said = [before[kind]["val_loss"] for kind in ("artifact", "trained") if before.get(kind)][0]
+    name = Path(job.command.env["EVAL_FROM"]).name
+    good = abs(scored - said) < MOST_APART
+    job.report.say(
+        part,
+        "ok" if good else "FAULT",
+        f"score: {name} gives {scored:.4f} in a process of its own; the run said {said:.4f}",
+        scored=scored,
+        said=said,
     )
 
 
 # ---------- the command
-def measure(subject: Subject, only: list[str]) -> None:
-    """Numbers, alternatives and loop of one preset."""
-    report = subject.report
-    with tempfile.TemporaryDirectory() as folder:
-        report.part = "numbers"
-        run = report.attempt("setting up", assemble, subject, folder)
-        if run is None:
-            return
-        found = report.attempt("shapes", attention_calls, subject, run)
-        if found is None:
-            return
-        calls, loss_args = found
-        if "numbers" in only:
-            for call, _ in calls:
-                report.attempt(call.name(), attention_numbers, subject, run, call)
-            report.attempt("loss", loss_numbers, subject, run, loss_args)
-            if run.cfg.fp8_part(run.team.on_gpu) != "off":
-                report.attempt("fp8 products", fp8_numbers, subject, run, loss_args)
-        if "alternatives" in only:
-            report.part = "alternatives"
-            report.attempt("alternatives", alternatives, subject, run, calls, loss_args)
-        if not {"numbers", "loop"} & {*only}:
-            return
-        report.part = "loop"
-        torch._dynamo.reset()
-        with report.compiling():
-            rehearsed = report.attempt("rehearsal", subject.trainer.rehearse, run)
-        if rehearsed is None:
-            return
-        if run.cfg.compile and run.loss_fn is run.model:
-            report.say(
-                "FAULT" if run.team.on_gpu else "note", "the step does not compile here: it ran uncompiled"
-            )
-        if "numbers" in only:
-            report.attempt("losses", first_losses, subject, run)
-        if "loop" in only:
-            report.attempt("loop", loop, subject, run)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """The words of the command; presets and given {NAME: value} apart."""
     parser = argparse.ArgumentParser(
@@ -1193,7 +361,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"))
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--trainer", type=Path, default=ROOT, help="folder of train_gpt.py")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # folder of the toy run of a rank
     args = parser.parse_intermixed_args(argv)
     args.only = args.only.split(",")
     unknown = [name for name in args.only if name not in PARTS]
@@ -1204,32 +371,67 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def conclude(report: Report) -> int:
+def commit_of_here() -> str:
+    if not shutil.which("git"):
+        return ""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def conclude(report: Report, complete: bool) -> int:
     """The last line; the exit code."""
-    counts = Counter([row["verdict"] for row in report.found["verdicts"]])
-    report.found["complete"] = True
+    verdicts = report.found["verdicts"]
+    counts = Counter([row["verdict"] for row in verdicts])
+    report.found["complete"] = complete
     report.found["seconds"] = round(time.perf_counter() - report.began, 1)
-    report.found["compile_seconds"] = round(report.compile_seconds, 1)
+    report.found["compile_seconds"] = round(sum([part.compile_seconds for part in report.parts]), 1)
     report.write()
-    changes = [row["figures"]["change"] for row in report.found["verdicts"] if row["verdict"] == "set"]
+    changes = [row["figures"]["change"] for row in verdicts if row["verdict"] == "set"]
     print(
         f"\n{counts['FAULT']} faults, {counts['SLOW']} slow, {counts['ok']} ok, {counts['skip']} skipped in "
-        f"{report.found['seconds']:.0f} s, of which {report.found['compile_seconds']:.0f} compiling. "
-        f"{report.path} has the figures."
+        f"{report.found['seconds']:.0f} s; {report.path} has the figures."
     )
     if changes and not report.found["toy"]:
         print("Set: " + "; ".join(dict.fromkeys(changes)))
     return int(counts["FAULT"] > 0)
 
 
+def measure(workshop: Workshop, report: Report, presets: list[str]) -> None:
+    """The environment first, since the plan needs the GPU's memory; then all parts."""
+    args = workshop.args
+    command = partial(command_of, workshop, report)
+    results = sorted((ROOT / "docs" / "gpu_results").glob("*.json"))
+    earlier = gpu_plan.earlier_needs([*results, args.json], args.toy)
+    report.parts = gpu_plan.make_plan([], ["environment"], earlier, args.toy)
+    gpu_plan.carry_out(report, command, workshop.most, lambda: workshop.memory(report))
+    if not args.toy and not report.found["machine"].get("gpu"):
+        report.say(
+            report.parts[0],
+            "FAULT",
+            "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU",
+        )
+        return
+    rest = [part for part in args.only if part != "environment"]
+    report.parts += gpu_plan.make_plan(presets, rest, earlier, args.toy)
+    waiting = [part for part in report.parts if part.state == "waiting"]
+    for line in gpu_plan.tell_plan(waiting, workshop.memory(report), workshop.most, report.left() / 60):
+        print(line, flush=True)
+    gpu_plan.carry_out(report, command, workshop.most, lambda: workshop.memory(report))
+
+
+def interrupted(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    trainer = load_trainer(args.trainer)
-    if args.rank_of:
-        return run_as_rank(args.rank_of, trainer)
+    print("...   importing torch", flush=True)
+    import gpu_parts
+
+    trainer = gpu_parts.load_trainer(args.trainer)
     import bench
 
-    presets = args.presets or (["speedrun"] if args.toy else ["speedrun", "golf", "gpt2"])
+    presets = args.presets or PRESETS
     try:
         for preset in presets:
             trainer.require(preset in trainer.RECIPES, f"{preset} is none of {', '.join(trainer.RECIPES)}")
@@ -1237,34 +439,17 @@ def main(argv: list[str]) -> int:
     except trainer.Refused as error:
         print(f"gpu-report: {error}", file=sys.stderr)
         return 2
-    if ON_STAND_IN:
-        import static_gpu
-
-        kept = static_gpu.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
-    torch._dynamo.config.recompile_limit = 64  # kinds of attention times options; beyond it runs uncompiled
-    if args.toy:
-        torch.set_num_threads(1)  # more gain nothing at this size
-    report = Report(args.json, args.toy, args.minutes)
-    for part, function, more in (
-        ("environment", environment, [args.toy]),
-        ("ranks", ranks, [bench, args.trainer]),
-    ):
-        if part in args.only:
-            report.part = part
-            report.attempt(part, function, report, trainer, *more)
-    if torch.cuda.is_available() or args.toy:
-        for preset in presets:
-            report.preset = preset
-            try:
-                settings = one_rank_of_eight(trainer, preset, args.given, args.toy)
-            except trainer.Refused as error:
-                report.say("FAULT", str(error))
-                continue
-            measure(Subject(trainer, bench, report, settings, args.toy), args.only)
-    elif {"numbers", "alternatives", "loop"} & {*args.only}:
-        report.say("FAULT", "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU")
-    report.preset = ""
-    return conclude(report)
+    signal.signal(signal.SIGTERM, interrupted)
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
+        workshop = Workshop(trainer, bench, gpu_parts, args, Path(folder))
+        report = Report(args.json, args.toy, args.minutes, commit_of_here(), begun)
+        try:
+            measure(workshop, report, presets)
+        except KeyboardInterrupt:
+            conclude(report, complete=False)
+            return 130
+    return conclude(report, complete=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,26 @@
 """Writes docs/gpu_results.md from the reports in docs/gpu_results/: python tools/gpu_results.py
 
+    python tools/gpu_results.py --add FILE --name NAME      copies a report there first
+    python tools/gpu_results.py --seen FILE ...             what ran in them goes into tools/seen_on_gpu.tsv
+
 Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file that is no report are refused.
+With --add: --commit for a report that does not know its own, --environment FILE for one without its machine,
+from what `gpu-report --only environment` printed there, --side-by-side if other programs ran on the card, so
+that its times count for nothing, --remark for what a reader should know.
 """
 
+import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import seen_on_gpu
+
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "gpu_results"
 HEAD = """# GPU results
 
 What `./run.sh gpu-report` has found on GPUs, made by `python tools/gpu_results.py` from the files in
@@ -17,10 +28,11 @@ What `./run.sh gpu-report` has found on GPUs, made by `python tools/gpu_results.
 the form "GPU report" of a new issue. How to read a report: [first_gpu.md](first_gpu.md).
 
 """
-NONE = "None yet: nobody has sent a report, and no number of this project was measured on a GPU.\n"
+NONE = "None yet.\n"
 
 
 KEYS = ("toy", "begun", "commit", "complete", "machine", "verdicts")  # of a report, what is shown
+MORE = dict(side_by_side=False, remark="", operators={})  # what it may have besides
 
 
 class NoReport(Exception):
@@ -32,6 +44,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         found = {key: whole[key] for key in KEYS}
+        found |= {key: whole.get(key, value) for key, value in MORE.items()}
         verdicts = found["verdicts"]
         machine = found["machine"]
     except (ValueError, KeyError, TypeError) as error:
@@ -76,8 +89,8 @@ def table(reports: dict[str, dict]) -> str:
     lines = [
         "| date, commit | machine | preset | ms a step on one GPU (of a rank of eight, estimated) "
         "| off from fp32 | "
-        "faults | slow | to set |",
-        "|---|---|---|---|---|---|---|---|",
+        "faults | slow | to set | remarks |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in sorted(reports.items(), key=lambda item: item[1]["begun"], reverse=True):
         machine = found["machine"]
@@ -88,15 +101,17 @@ def table(reports: dict[str, dict]) -> str:
             slow = [row["text"] for row in own if row["verdict"] == "SLOW"]
             changes = [row["figures"]["change"] for row in own if row["verdict"] == "set"]
             whole = "" if found["complete"] else ", ended early"
+            beside = found["side_by_side"]
             cells = [
                 f"{found['begun'][:10]}, {found['commit']} ({name}{whole})",
                 f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}",
                 preset,
-                stage_times(verdicts, preset),
+                "not timed: others ran beside it" if beside else stage_times(verdicts, preset),
                 worst_error(verdicts, preset),
                 "; ".join(faults) or "none",
-                "; ".join(slow) or "none",
+                "not timed" if beside else "; ".join(slow) or "none",
                 "; ".join(dict.fromkeys(changes)) or "nothing",
+                found["remark"],
             ]
             lines.append("| " + " | ".join([cell.replace("|", "/") for cell in cells]) + " |")
     return "\n".join(lines) + "\n"
@@ -108,15 +123,59 @@ def page(folder: Path) -> str:
     return HEAD + (table(reports) if reports else NONE)
 
 
-def main() -> int:
+def machine_in(path: Path) -> dict[str, str]:
+    """The machine in what gpu-report printed of it. Raises NoReport."""
+    line = r"^ok +(.+), driver (\S+), torch (\S+), cuDNN (\S+), Triton (\S+)$"
+    found = re.search(line, path.read_text(encoding="utf-8"), re.M)
+    if not found:
+        raise NoReport(f"{path.name} has no line about a GPU")
+    return dict(zip(("gpu", "driver", "torch", "cudnn", "triton"), found.groups()))
+
+
+def add(args: argparse.Namespace, folder: Path) -> None:
+    """Copies a report to the folder, with what it lacks. Raises NoReport."""
+    report = json.loads(args.add.read_text(encoding="utf-8"))
+    if args.environment:
+        report["machine"] = machine_in(args.environment)
+    report["commit"] = report["commit"] or args.commit
+    report["side_by_side"] = args.side_by_side
+    report["remark"] = args.remark
+    target = folder / f"{args.name}.json"
+    target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     try:
-        text = page(ROOT / "docs" / "gpu_results")
+        read(target)
+    except NoReport:
+        target.unlink()
+        raise
+
+
+def main(argv: list[str], folder: Path = FOLDER, table: Path = seen_on_gpu.TABLE) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--add", type=Path, metavar="FILE")
+    parser.add_argument("--seen", type=Path, nargs="+", metavar="FILE", default=[])
+    parser.add_argument("--name", default="")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--environment", type=Path, metavar="FILE")
+    parser.add_argument("--side-by-side", action="store_true")
+    parser.add_argument("--remark", default="")
+    args = parser.parse_args(argv)
+    if bool(args.add) != bool(args.name):
+        parser.error("--add and --name belong together")
+    try:
+        if args.add:
+            add(args, folder)
+        rows = [row for path in args.seen for row in seen_on_gpu.rows_of(read(path), path.name)]
+        text = page(folder)
     except NoReport as error:
         print(f"gpu_results: {error}", file=sys.stderr)
         return 2
-    (ROOT / "docs" / "gpu_results.md").write_text(text, encoding="utf-8")
+    if rows:
+        seen_on_gpu.write([*seen_on_gpu.load(table), *rows], table)
+    folder.with_suffix(".md").write_text(text, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
