@@ -265,8 +265,8 @@ case "${1:-}" in
     data) shift; setup; data "$@" ;;
     test)
         shift
-        case "${1:-} ${2:-}" in
-            "-m static") static_setup ;;
+        case "${TORCH:+torch} ${1:-} ${2:-}" in
+            torch* | " -m static") static_setup ;;
             *) setup ;;
         esac
         # Else each of some hundred programs would compile its modules again

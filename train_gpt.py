@@ -8231,13 +8231,18 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     team.group = None
     run.optimizer.group = None
     # 4. the fp32 weights that it made
-    for name, value in run.optimizer.weights().items():
-        run.model.get_parameter(name).data = value.to(team.device)
-    torch._dynamo.reset()  # torch 2.11 would go on with code compiled for bf16 weights (pytorch#177525)
+    take_weights(run)
     report = training_report(run, state, score, stop_reason)
     report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
                    compiled=run.loss_fn is not run.model)
     return score, state.curves, report
+
+def take_weights(run: Run) -> None:
+    """The model's parameters become the optimizer's fp32 weights. What was compiled for bf16 is forgotten:
+    torch 2.11 does not notice that they are other tensors (pytorch#177525)."""
+    for name, value in run.optimizer.weights().items():
+        run.model.get_parameter(name).data = value.to(run.team.device)
+    torch._dynamo.reset()
 
 def write_and_read_back(run: Run) -> dict:
     """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""

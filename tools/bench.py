@@ -73,8 +73,11 @@ def assemble(cfg, trainer=train_gpt, team=None):
     if hasattr(trainer, "Run"):
         run = trainer.Run(cfg, cfg, team, log, None, "", data, loader, micro)
         run.kernels = trainer.choose_kernels(cfg, team.on_gpu, log)
-        recipes = hasattr(trainer, "RECIPES")
-        model = cfg.make_model(run.kernels) if recipes else trainer.GPT(cfg, run.kernels)
+        with team.device:  # also what is no module's state, such as delayed scales
+            if hasattr(trainer, "RECIPES"):
+                model = cfg.make_model(run.kernels)
+            else:
+                model = trainer.GPT(cfg, run.kernels)
     else:
         run = SimpleNamespace(cfg=cfg, team=team, loader=loader, micro=micro, log=log)
         model = trainer.GPT(cfg, team.dtype, *older_kernels(trainer, cfg, team, log))

@@ -4,13 +4,15 @@
     ./run.sh static speedrun --kernels 20               and the Triton kernels that move most bytes
     ./run.sh static speedrun --against FILE             what a change did to the compiled step
     ./run.sh static speedrun --trainer FOLDER           the train_gpt.py of another checkout
+    ./run.sh static --run [PRESET ...]                  toy runs whose results are computed: emulated_run.py
+    TORCH=2.11.0 ./run.sh static ...                    by another torch than that of requirements.txt
 
 torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run as they are.
 What lies below them is replaced: static_gpu.c stands for the driver, the CUDA runtime and cuBLAS. It says
 that it is an H100 (or --gpu), hands out address space within that GPU's memory, launches nothing, refuses
-what the GPU would refuse, and writes down every launch, product, copy and wait. All results are zeros or
-garbage, so nothing here says anything about numerics or speed; what is counted, refused or laid out can
-be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
+what the GPU would refuse, and writes down every launch, product, copy and wait. Without --run all results are
+zeros or garbage, so nothing here says anything about numerics or speed; what is counted, refused or laid out
+can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
 attention by functions that allocate what the fused kernels would; the first values, which are not drawn.
 
 The milliseconds are those of a GPU that reaches the ceilings in GPUS in every part, one after another: a
@@ -39,6 +41,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+import seen_on_gpu  # noqa: E402
+
 SITE = Path(sysconfig.get_paths()["purelib"])
 LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
 
@@ -292,7 +297,8 @@ def eager_bytes(torch, function):
             total += of_lists
             continue
         sizes = []
-        for shape, dtype in zip(event.structured_input_shapes(), event.dtypes()):
+        shapes = getattr(event, "structured_input_shapes", event.shapes)  # torch 2.11 has the latter only
+        for shape, dtype in zip(shapes(), event.dtypes()):
             many = shape if shape and isinstance(shape[0], list) else [shape]
             sizes.append(sum(DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one))
         total += sum(sizes) + max(sizes, default=0)
@@ -534,14 +540,20 @@ def figures(lines, flex_flop, eager, steps):
     )
 
 
+def load_trainer(path):
+    """train_gpt.py of any folder, under its own name."""
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    trainer = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = trainer
+    spec.loader.exec_module(trainer)
+    return trainer
+
+
 def measure(words, ranks, trainer_path):
     """Everything about one preset, as a dict; in a process with the library in place."""
     import torch
 
-    spec = importlib.util.spec_from_file_location("train_gpt", trainer_path)
-    trainer = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = trainer
-    spec.loader.exec_module(trainer)
+    trainer = load_trainer(trainer_path)
     try:
         subject = Subject(trainer, torch, words, ranks)
     except trainer.Refused as error:
@@ -707,18 +719,26 @@ def parse(argv):
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--against", type=Path, help="file of --json: print what changed")
     parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write measure() to, in a child process
+    parser.add_argument("--run", action="store_true", help="toy runs with results: all presets by default")
+    parser.add_argument("--parts", nargs="+", default=["steps", "main"], choices=["steps", "main"], help="of --run")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write a preset's figures to, in a child
     args = parser.parse_args(argv)
     args.settings = [
         f"--{name.lower().replace('_', '-')}={value}"
         for name, _, value in (word.partition("=") for word in args.words if "=" in word)
     ]
-    args.presets = [word for word in args.words if "=" not in word] or ["golf", "speedrun", "gpt2"]
+    args.given = dict([word.split("=", 1) for word in args.words if "=" in word])
+    args.presets = [word for word in args.words if "=" not in word]
+    if not args.presets:
+        args.presets = EVERY_PRESET if args.run else ["golf", "speedrun", "gpt2"]
     return args
 
 
+EVERY_PRESET = ["tiny", "golf", "speedrun", "gpt2", "golf_plus", "gpt2_plus", "speedrun_plus"]
+
+
 def in_a_process(args, preset, gpu, ranks, library, folder):
-    """What measure() finds in a process of its own, or its error."""
+    """What measure() or, with --run, emulated_run.check() finds in a process of its own, or its error."""
     out, cache = Path(folder, "out.json"), args.cache or tempfile.mkdtemp(dir=folder)
     out.unlink(missing_ok=True)
     words = [
@@ -730,9 +750,12 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
         str(args.trainer),
         "--one",
         str(out),
+        *(["--run", "--parts", *args.parts] if args.run else []),
     ]
     # Its temporary files go with the folder: os._exit() leaves them
     env = environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
+    if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
+        env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
     done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
     if done.returncode or not out.exists():
         return dict(
@@ -741,13 +764,48 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
     return json.loads(out.read_text())
 
 
+def one_preset(args):
+    """In a child process: writes what is found of a preset. Does not return."""
+    preset = args.presets[0]
+    path = args.trainer / "train_gpt.py"
+    if args.run:
+        import emulated_run
+
+        found = emulated_run.check(load_trainer(path.resolve()), preset, args.given, args.parts)
+    else:
+        found = measure([f"--preset={preset}", *args.settings], args.ranks[0], path)
+    Path(args.one).write_text(json.dumps(found))
+    os._exit(0)  # torch's own end would ask the driver for what is not there
+
+
+def report_run(title, found):
+    """Prints what emulated_run.check() found."""
+    print(f"\n== {title}, a toy run with results")
+    if "error" in found:
+        print(f"  PROBLEM: {found['error']}")
+        return
+    for line in found["lines"]:
+        print(f"  {line}")
+    for fault in found["faults"]:
+        print(f"  PROBLEM: {fault}")
+    print(f"  torch {found['torch']}, {len(found['kernels'])} Triton kernels interpreted, {found['seconds']} s")
+    print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
+
+
+def unseen(operators):
+    """Of [(name, dtypes)] those that seen_on_gpu.tsv lacks, as `mm(bfloat16, bfloat16)`."""
+    found = []
+    for name, dtypes in operators:
+        if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes)):
+            found.append(f"{name}({', '.join(dict.fromkeys(dtypes))})")
+    return sorted(set(found))
+
+
 def main(argv):
     """Returns the exit code: 1 if there is a problem."""
     args = parse(argv)
     if args.one:
-        words = [f"--preset={args.presets[0]}", *args.settings]
-        Path(args.one).write_text(json.dumps(measure(words, args.ranks[0], args.trainer / "train_gpt.py")))
-        os._exit(0)  # torch's own end would ask the driver for what is not there
+        one_preset(args)
     results = {}
     try:
         before = json.loads(args.against.read_text()) if args.against else {}
@@ -756,17 +814,24 @@ def main(argv):
         return 2
     with tempfile.TemporaryDirectory() as folder:
         library = build(folder)
+        if args.run:
+            args.ranks = [1]
         for preset, gpu, ranks in itertools.product(args.presets, args.gpu, args.ranks):
             title = " ".join([preset, *args.settings, f"on {ranks} x {gpu}"])
             results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
-            report(title, results[title], args.kernels)
+            if args.run:
+                report_run(title, results[title])
+            else:
+                report(title, results[title], args.kernels)
             sys.stdout.flush()
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.against:
         print(f"\n== changes since {args.against.name}")
         print(*changes(before, results), sep="\n")
-    return int(any(map(problems, results.values())))
+    failed = [found.get("faults") or found.get("error") if args.run else problems(found)
+              for found in results.values()]
+    return int(any(failed))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Toy runs of all presets on the stand-in that computes, and faults that it must name.
+
+All need the CUDA build of torch that `./run.sh static` installs; `./run.sh test -m static` runs them, and with
+TORCH=2.11.0 before it by the oldest torch that is promised.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers import ROOT, SCRIPT
+from static_gpu import EVERY_PRESET
+
+pytestmark = pytest.mark.static
+OLDEST = torch.__version__.startswith("2.11.")
+STEPS = ("--parts", "steps")
+MAIN = ("--parts", "main")
+# name: (what is written in the script, in its place, preset, part, words of the PROBLEM; None: none)
+PLANTED = {
+    "a weighted embedding_bag in bf16": (
+        "if embed.is_cuda:", "if False:", "tiny", STEPS,
+        "not implemented for 'BFloat16'" if OLDEST else None),
+    "code compiled for weights of another dtype": (
+        "    torch._dynamo.reset()\n\ndef write_and_read_back", "\ndef write_and_read_back", "golf", MAIN,
+        "expected mat1 and mat2 to have the same dtype" if OLDEST else None),
+    "tables of several rows": (
+        "joined = documents is not None and len(documents) > 1", "joined = False", "speedrun", STEPS,
+        "which has" if OLDEST else None),
+    "a table one block short": (
+        "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., :-1].contiguous()]", "speedrun",
+        STEPS, "of arg_KV_IDX, which has"),
+    "a token beyond the embedding": (
+        "x = F.embedding(tokens, self.embed).to(dtype)", "x = F.embedding(tokens + 500, self.embed).to(dtype)",
+        "tiny", STEPS, "index out of"),
+    "gradients of the loss without its slope": (
+        "(error * slope).to(grad.dtype.element_ty)", "error.to(grad.dtype.element_ty)", "golf", STEPS,
+        "off from fp32"),
+    "a window one token too wide": (
+        "near = (key <= query) & (query - key <= window)", "near = (key <= query) & (query - key <= window + 1)",
+        "speedrun", STEPS, "off from fp32"),
+}  # fmt: skip
+
+
+def run(preset, parts, folder):
+    """(exit code, what it found, what it printed)"""
+    words = ["--run", preset, *parts, "--trainer", folder, "--json", folder / "found.json"]
+    if folder == ROOT:
+        words = ["--run", preset, *parts]
+    command = [sys.executable, ROOT / "tools" / "static_gpu.py", *words]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_planted_faults_have_a_place():
+    source = SCRIPT.read_text()
+    assert [name for name, (old, *_) in PLANTED.items() if source.count(old) != 1] == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named(name, tmp_path):
+    old, new, preset, parts, words = PLANTED[name]
+    (tmp_path / "train_gpt.py").write_text(SCRIPT.read_text().replace(old, new))
+    code, printed = run(preset, parts, tmp_path)
+    (found,) = json.loads((tmp_path / "found.json").read_text()).values()
+    assert code == (words is not None), printed
+    assert words is None or any(words in fault for fault in found["faults"]), printed
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_a_toy_run_computes_what_the_cpu_computes(preset):
+    code, printed = run(preset, (), ROOT)
+    assert code == 0 and "PROBLEM" not in printed, printed
+    assert "EVAL_FROM" in printed and "on the CPU in fp32" in printed
