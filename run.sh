@@ -91,7 +91,8 @@ install() {
             refuse "Python's venv module is missing: install the package python3-venv (Debian, Ubuntu) or uv, or" \
                 "set PYTHON=path"
     fi
-    [ "$(cat "$2/installed.txt" 2>/dev/null)" != "$3" ] || [ "${make[0]}" = uv ] || make+=(--clear)    # was whole once
+    # What was whole once and broke is made anew; uv does so anyway
+    [ "$(cat "$2/installed.txt" 2>/dev/null)" != "$3" ] || [ "${make[0]}" = uv ] || make+=(--clear)
     echo "setting up $2: installs $(echo "$3" | grep '^torch') and the rest of requirements.txt, once"
     "${make[@]}" >/dev/null || refuse "could not create $2: is the disk full, or may you not write here?"
     echo "$3" >"$2/requirements.txt"
@@ -106,7 +107,7 @@ install() {
 }
 
 # check_installed FOLDER --ready | --imports: has its interpreter what was asked for? Says what is missing
-check_installed() { "$1/bin/python" tools/install.py "$2" "$1/requirements.txt" 2>/dev/null; }
+check_installed() { "$1/bin/python" tools/install.py "$2" requirements.txt 2>/dev/null; }
 
 # remove_broken FOLDER: what would stop venv from making it: an interpreter that is gone, a link to nowhere, a file
 remove_broken() {

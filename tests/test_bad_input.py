@@ -532,3 +532,21 @@ def test_a_file_system_without_locks(stopped, capsys, monkeypatch):
 
     monkeypatch.setattr(train_gpt.fcntl, "flock", flock)
     assert resumed(capsys)[0] == 0
+
+
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_training_saves_a_checkpoint(sent, workplace, capsys, monkeypatch):
+    """USR1 is what Slurm can send before a job's time is up."""
+    steps, step = [], train_gpt.train_step
+
+    def train_step(*args):
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), sent)
+        return step(*args)
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    code, said = call(capsys, TOY | dict(ITERATIONS="5", RUN_ID="first"))
+    assert code == 1 and said.endswith("train_gpt: RESUME=first\n")
+    code, said = resumed(capsys)
+    assert code == 0 and "resume: from step 3 " in said

@@ -152,8 +152,8 @@ def test_no_network_for_the_install(folder):
 def test_an_installation_is_made_once(folder):
     program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
                                'cp bin/stub .venv/bin/python;; esac')
-    pip, ready, imports = (f"tools/install.py {word}.venv/requirements.txt"
-                           for word in ("", "--ready ", "--imports "))
+    pip, ready, imports = (f"tools/install.py {words}requirements.txt"
+                           for words in (".venv/", "--ready ", "--imports "))
     assert run(folder, "setup") == (0, "", [pip, imports])
     assert run(folder, "setup") == (0, "", [ready])
     (folder / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
@@ -163,10 +163,9 @@ def test_an_installation_is_made_once(folder):
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
-    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports.replace(".venv", ".venv-static"),
-                          "tools/static_gpu.py golf"]
+    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports, "tools/static_gpu.py golf"]
     assert (folder / ".venv-static/requirements.txt").read_text() == "torch===2.13.0\nnumpy\n"
-    assert run(folder, "static")[2] == [ready, ready.replace(".venv", ".venv-static"), "tools/static_gpu.py"]
+    assert run(folder, "static")[2] == [ready, ready, "tools/static_gpu.py"]
 
 
 INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
@@ -366,7 +365,7 @@ def test_uv_installs_where_there_is_one(folder):
     assert run(folder, "setup") == (0, "", [
         "uv venv -q --clear --python python3 .venv",
         "uv pip install --python .venv/bin/python -r .venv/requirements.txt",
-        "tools/install.py --imports .venv/requirements.txt"])
+        "tools/install.py --imports requirements.txt"])
 
 
 # Python's own venv, without pip; what is called in it is noted
@@ -411,8 +410,8 @@ def test_an_environment_that_broke_is_made_again(case, folder):
     (folder / "tools").mkdir()
     (folder / "tools/install.py").write_text(NOTED)
     (folder / "torch").write_text("there")
-    words = ["", "--imports ", "--ready "]
-    install, imports, ready = (f"tools/install.py {word}.venv/requirements.txt" for word in words)
+    words = [".venv/", "--imports ", "--ready "]
+    install, imports, ready = (f"tools/install.py {word}requirements.txt" for word in words)
     assert run(folder, "setup") == (0, "", [install, imports])
     assert run(folder, "setup") == (0, "", [ready])
     BROKEN[case](folder)
