@@ -1,6 +1,6 @@
 """Toy runs of all presets on the stand-in that computes, and faults that it must name.
 
-All need the CUDA build of torch that `./run.sh static` installs; `./run.sh test -m static` runs them, and with
+All need the CUDA build of torch that `./run.sh static` installs; `./run.sh test -m static` runs them, with
 TORCH=2.11.0 before it by the oldest torch that is promised.
 """
 
@@ -30,16 +30,16 @@ PLANTED = {
         "joined = documents is not None and len(documents) > 1", "joined = False", "speedrun", STEPS,
         "which has" if OLDEST else None),
     "a table one block short": (
-        "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., :-1].contiguous()]", "speedrun",
-        STEPS, "of arg_KV_IDX, which has"),
+        "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., :-1].contiguous()]",
+        "speedrun", STEPS, "of arg_KV_IDX, which has"),
     "a token beyond the embedding": (
-        "x = F.embedding(tokens, self.embed).to(dtype)", "x = F.embedding(tokens + 500, self.embed).to(dtype)",
-        "tiny", STEPS, "index out of"),
+        "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)", "tiny",
+        STEPS, "index out of"),
     "gradients of the loss without its slope": (
         "(error * slope).to(grad.dtype.element_ty)", "error.to(grad.dtype.element_ty)", "golf", STEPS,
         "off from fp32"),
     "a window one token too wide": (
-        "near = (key <= query) & (query - key <= window)", "near = (key <= query) & (query - key <= window + 1)",
+        "(key <= query) & (query - key <= window)", "(key <= query) & (query - key <= window + 1)",
         "speedrun", STEPS, "off from fp32"),
 }  # fmt: skip
 

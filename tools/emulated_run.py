@@ -1,5 +1,5 @@
-"""A toy run of a preset on emulate_gpu.py's GPU: do its kernels compute what the eager step computes, and does
-the whole of main() work on CUDA's code?
+"""A toy run of a preset on a GPU that is emulated: do its kernels compute what the eager step computes, and
+does the whole of main() work on CUDA's code?
 
     ./run.sh static --run [PRESET ...] [NAME=value ...]
 
@@ -14,10 +14,8 @@ static_gpu.py starts it, once per preset, in a process with the stand-in's libra
 """
 
 import contextlib
-import ctypes
 import io
 import json
-import math
 import os
 import re
 import subprocess
@@ -33,13 +31,14 @@ import torch
 from torch import Tensor
 
 import emulate_gpu
+import interpret_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 3  # of a step that is compared; more than one, as some faults need
 LOSS_SLACK = 0.004  # of a loss, beyond what eager bf16 is off
 SLACK = 0.02  # of a gradient's norm
 FP8_SLACK = 0.10
-RUN_SLACK = 0.05  # of a loss, between a run of a few steps in bf16 and one in fp32: LRs are those of a whole run
+RUN_SLACK = 0.05  # of a loss, between runs in bf16 and in fp32 of a few steps, whose LRs are high
 
 # What all presets take, where they have it
 COMMON = dict(
@@ -91,9 +90,9 @@ def make_data(folder: Path) -> None:
         if page.name != "log.md":
             for i, part in enumerate(re.split(r"\n(?=#)", page.read_text(encoding="utf-8"))):
                 (text / f"{page.stem}_{i}.md").write_text(part, encoding="utf-8")
-    words = [sys.executable, ROOT / "data" / "prepare.py", "--text", text, "--name", "toy", "--vocab-size", "512",
-             "--out", folder / "data"]  # fmt: skip
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    words = ["--text", text, "--name", "toy", "--vocab-size", "512", "--out", folder / "data"]
+    command = [sys.executable, ROOT / "data" / "prepare.py", *words]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     bundle = folder / "data" / "core_bundle"
     (bundle / "eval_data").mkdir(parents=True)
@@ -192,11 +191,16 @@ def compare_steps(trainer: ModuleType, env: dict, say: Callable) -> None:
             allowed += LOSS_SLACK if name == "loss" else FP8_SLACK if fp8 else SLACK
             worst = max(worst, (name, mine / allowed), key=lambda pair: pair[1])
             if not mine <= allowed:
-                raise Fault(f"stage {number + 1}: compiled {name} is off from fp32 by {mine:.1%}, eager bf16 by "
-                            f"{error(eager[name], value):.1%}; {allowed:.1%} allowed")
-        say(f"step of stage {number + 1}: {ROWS} rows of {stage.row_tokens}, loss {float(got['loss']):.4f}, "
-            f"eager {float(eager['loss']):.4f}, fp32 {float(wanted['loss']):.4f}; {len(wanted) - 1} gradients, "
-            f"the furthest at {worst[1]:.0%} of what is allowed ({worst[0]})")
+                raise Fault(
+                    f"stage {number + 1}: compiled {name} is off from fp32 by {mine:.1%}, eager bf16 by "
+                    f"{error(eager[name], value):.1%}; {allowed:.1%} allowed"
+                )
+        losses = [float(found["loss"]) for found in (got, eager, wanted)]
+        say(
+            f"step of stage {number + 1}: {ROWS} rows of {stage.row_tokens}, loss compiled {losses[0]:.4f}, "
+            f"eager {losses[1]:.4f}, fp32 {losses[2]:.4f}; {len(wanted) - 1} gradients, the furthest at "
+            f"{worst[1]:.0%} of what is allowed ({worst[0]})"
+        )
     tokens = documents(gpu.cfg, gpu.cfg.eval_context or gpu.cfg.train_seq_len, ROWS, 9)
     wanted_nats = exact.scores(tokens)
     off = [float((machine.scores(tokens) - wanted_nats).abs().mean()) for machine in (gpu, plain)]
@@ -272,7 +276,8 @@ class Walk:
         """EVAL_FROM the artifact, else the weights."""
         kind = "artifact" if "artifact" in result else "trained"
         cfg = self.trainer.load_config(self.env)
-        path = Path("logs", "gpu", self.trainer.artifact_name(cfg) if kind == "artifact" else "final_model.pt")
+        name = self.trainer.artifact_name(cfg) if kind == "artifact" else "final_model.pt"
+        path = Path("logs", "gpu", name)
         self.run("EVAL_FROM", EVAL_FROM=str(path), DEVICE="cuda", COMPILE="1", RUN_ID="scored")
         found = self.result("scored")[kind]["val_loss"]
         if abs(found - result[kind]["val_loss"]) > 1e-4:
@@ -297,7 +302,7 @@ def check(trainer: ModuleType, preset: str, given: dict, parts: list[str]) -> di
     lines: list[str] = []
     faults: list[str] = []
     operators = emulate_gpu.Operators()
-    interpreter = emulate_gpu.Interpreter(ctypes.CDLL("libcuda.so.1"))
+    interpreter = interpret_kernels.Interpreter()
     torch._dynamo.config.recompile_limit = 64
 
     def say(line: str) -> None:
@@ -319,5 +324,11 @@ def check(trainer: ModuleType, preset: str, given: dict, parts: list[str]) -> di
                 say(faults[-1])
         faults += [f"kernel {what}" for what in interpreter.faults]
         os.chdir(ROOT)
-    return dict(lines=lines, faults=faults, operators=sorted(operators.seen), kernels=sorted(interpreter.seen),
-                seconds=round(time.perf_counter() - began, 1), torch=torch.__version__)
+    return dict(
+        lines=lines,
+        faults=faults,
+        operators=sorted(operators.seen),
+        kernels=sorted(interpreter.seen),
+        seconds=round(time.perf_counter() - began, 1),
+        torch=torch.__version__,
+    )

@@ -720,7 +720,7 @@ def parse(argv):
     parser.add_argument("--against", type=Path, help="file of --json: print what changed")
     parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
     parser.add_argument("--run", action="store_true", help="toy runs with results: all presets by default")
-    parser.add_argument("--parts", nargs="+", default=["steps", "main"], choices=["steps", "main"], help="of --run")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of --run")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write a preset's figures to, in a child
     args = parser.parse_args(argv)
     args.settings = [
@@ -734,6 +734,7 @@ def parse(argv):
     return args
 
 
+PARTS = ["steps", "main"]  # of --run
 EVERY_PRESET = ["tiny", "golf", "speedrun", "gpt2", "golf_plus", "gpt2_plus", "speedrun_plus"]
 
 
@@ -788,7 +789,8 @@ def report_run(title, found):
         print(f"  {line}")
     for fault in found["faults"]:
         print(f"  PROBLEM: {fault}")
-    print(f"  torch {found['torch']}, {len(found['kernels'])} Triton kernels interpreted, {found['seconds']} s")
+    count = len(found["kernels"])
+    print(f"  torch {found['torch']}, {count} Triton kernels interpreted, {found['seconds']} s")
     print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
 
 
