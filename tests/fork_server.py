@@ -39,7 +39,7 @@ PRELOAD = ["inject", "sentencepiece", "matplotlib.figure", "matplotlib.backends.
            "torch.distributed.run", "torch._inductor.compile_fx", "torch._meta_registrations", "tqdm",
            "scipy.stats"]
 SHARED = "TRAIN_GPT_FORKS"      # in the environment: the stand-in of a server that another process has made
-OURS = ("inject", "train_gpt", "fork_server", "helpers")    # a copy of the project has its own
+OURS = ("inject", "train_gpt", "fork_server", "helpers", "toy_text")    # a copy of the project has its own
 
 STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys

@@ -88,7 +88,7 @@ def few_data(tiny_data, tmp_path_factory):
     """A folder with the dataset `toy` of about 20,000 train tokens and 3,000 of val. Read only."""
     root = tmp_path_factory.mktemp("few_data")
     model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
-    documents = list(library_documents(80_000))
+    documents = list(library_documents(84_000))
     val, train = documents[:3], documents[3:]
     sp = spm.SentencePieceProcessor(model_proto=model)
     size = sum(len(text.encode()) for text in val)
