@@ -202,11 +202,20 @@ def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
     lines = gpu_plan.tell_plan(parts, 8, 2, 100 / 60)
     assert "3 parts" in lines[0] and lines[1] == "will not fit: gpt2 train"
     ends = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
-    assert ends == [("golf train", 60.0), ("gpt2 train", -1.0), ("golf loop", 90.0)]
+    assert ends == [("golf train", 60.0), ("golf loop", 90.0), ("gpt2 train", -1.0)]
     whole.seconds = 40
     parts = [part_of("train", "golf", 60), part_of("loop", "golf", 30)]
     found = carried_out(parts, {"golf loop": "say('ran')"})
-    assert found[0][0] == "skip" and "needs about 60 s" in found[0][1] and found[1] == ("ok", "ran")
+    assert found[0] == ("ok", "ran") and found[1][0] == "skip" and "needs about 60 s" in found[1][1]
+
+
+def test_kinds_leave_time_for_those_after_them():
+    """Trains have 67 of 100 s here; what was put off gets what is left in the end."""
+    parts = [part_of("train", "golf", 30, 6), part_of("train", "tiny", 35, 6), part_of("train", "gpt2", 10, 6),
+             part_of("loop", "golf", 20)]
+    found = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
+    assert found == [("golf train", 30.0), ("tiny train", 65.0), ("golf loop", 85.0), ("gpt2 train", 95.0)]
+    assert gpu_plan.latest_ends(parts[:3], 100)["train"] == 100
 
 
 def test_the_plan_knows_what_earlier_reports_took(tmp_path):

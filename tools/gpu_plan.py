@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # In the order in which they are done. What is timed runs alone, the others side by side.
-PARTS = ["environment", "train", "score", "numbers", "losses", "ranks", "loop", "alternatives"]
+PARTS = ["environment", "ranks", "train", "score", "numbers", "losses", "loop", "alternatives"]
 ALONE = {"environment", "loop", "alternatives"}
 OF_A_PRESET = ["train", "score", "numbers", "losses", "loop", "alternatives"]
 PRESETS = [
@@ -27,6 +27,10 @@ PRESETS = [
     "golf_plus",
     "gpt2_plus",
 ]  # dearest to know first
+# By which share of the minutes a kind of part must be done, so that the kinds after it get some; what is then
+# left over goes to those that were put off.
+SHARES = dict(environment=1.0, ranks=1.0, train=0.65, score=0.7, numbers=0.78, losses=0.84, loop=0.97,
+              alternatives=1.0)
 LINES_SHOWN = 8  # of the output of what failed
 PATIENCE = 3.0  # times the expected seconds: then a part is stopped
 LEAST_LIMIT = 60.0  # s
@@ -201,19 +205,35 @@ def next_part(waiting: list[Part], running: list[Part], GiB: float, most: int) -
     return None
 
 
+def latest_ends(parts: list[Part], seconds: float) -> dict[str, float]:
+    """{kind: second by which its parts must be done}, of so many in all. The last kind has all of them."""
+    shares = [SHARES[part.part] for part in parts if part.part not in ("environment", "ranks")]
+    last = max(shares, default=1.0)
+    return {kind: seconds * min(1.0, share / last) for kind, share in SHARES.items()}
+
+
 def foreseen(parts: list[Part], GiB: float, most: int, minutes: float) -> list[tuple[Part, float]]:
     """[(part, second of its end)] if all takes as long as expected; -1: it will not fit."""
     now = 0.0
+    seconds = 60 * minutes
+    ends = latest_ends(parts, seconds)
     waiting = [*parts]
+    put_off: list[Part] = []
     running: list[tuple[float, Part]] = []
     found = []
-    while waiting:
+    while waiting or running or put_off:
+        if not waiting and not running:
+            waiting, put_off = put_off, []
+            ends = dict.fromkeys(SHARES, seconds)
         part = next_part(waiting, [other for _, other in running], GiB, most)
         if part:
             waiting.remove(part)
             end = now + part.expected_s
-            if end > 60 * minutes:
-                found.append((part, -1.0))
+            if end > ends[part.part]:
+                if ends[part.part] < seconds:
+                    put_off.append(part)
+                else:
+                    found.append((part, -1.0))
                 continue
             running.append((end, part))
             found.append((part, end))
@@ -233,8 +253,8 @@ def tell_plan(parts: list[Part], GiB: float, most: int, minutes: float) -> list[
     if measured < len(parts):
         known = f"{measured} of these times were measured, the others are guesses"
     lines = [
-        f"plan: {len(parts)} parts in {last / 60:.1f} of {minutes:.1f} minutes, up to {most} side by side within "
-        f"{GiB:.0f} GiB; {known}"
+        f"plan: {len(parts)} parts in {last / 60:.1f} of {minutes:.1f} minutes, up to {most} side by side "
+        f"within {GiB:.0f} GiB; {known}"
     ]
     if late:
         lines.append(f"will not fit: {', '.join(late)}")
@@ -446,14 +466,22 @@ def carry_out(
     """Runs the parts of a report in order, side by side where they may be. memory: GiB that they may fill.
     However this ends, nothing that it started goes on."""
     waiting = [part for part in report.parts if part.state == "waiting"]
+    put_off: list[Part] = []
+    ends = latest_ends(waiting, report.seconds)
     jobs: list[Job] = []
     try:
-        while waiting or jobs:
+        while waiting or jobs or put_off:
+            if not waiting and not jobs:
+                waiting, put_off = put_off, []
+                ends = dict.fromkeys(SHARES, report.seconds)
             jobs = [job for job in jobs if not job.poll()]
             while part := next_part(waiting, [job.part for job in jobs], memory(), most):
                 waiting.remove(part)
                 left = report.left()
-                if left < part.expected_s:
+                if report.seconds - left + part.expected_s > ends[part.part]:
+                    if ends[part.part] < report.seconds:
+                        put_off.append(part)
+                        continue
                     part.state = "skipped"
                     report.say(
                         part,

@@ -49,9 +49,9 @@ from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  #
 
 TRAIN_STEPS = 20
 TRAIN_STEPS_OF_A_TOY = 10
-# DEVICE_BATCH_SIZE. Left alone, the trainer takes what fits into the memory that is free, which is another graph
-# beside others than alone. These are what the first report ran with; as many rows of gpt2 as one, so that others
-# fit beside it.
+# DEVICE_BATCH_SIZE. The trainer would take what fits into the memory that is free, which beside others makes
+# another graph than alone. These are what the first report ran with; in `train` gpt2 takes one row at a time,
+# so that others fit beside it.
 ROWS = dict(golf="12", golf_plus="16")
 TRAIN_ROWS = dict(gpt2="1", gpt2_plus="1")
 VOCABULARY = Path("data/tokenizers/gpt2_vocab.json")
