@@ -211,8 +211,8 @@ def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
 
 def test_kinds_leave_time_for_those_after_them():
     """Trains have 67 of 100 s here; what was put off gets what is left in the end."""
-    parts = [part_of("train", "golf", 30, 6), part_of("train", "tiny", 35, 6), part_of("train", "gpt2", 10, 6),
-             part_of("loop", "golf", 20)]
+    parts = [part_of("train", "golf", 30, 6), part_of("train", "tiny", 35, 6),
+             part_of("train", "gpt2", 10, 6), part_of("loop", "golf", 20)]
     found = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
     assert found == [("golf train", 30.0), ("tiny train", 65.0), ("golf loop", 85.0), ("gpt2 train", 95.0)]
     assert gpu_plan.latest_ends(parts[:3], 100)["train"] == 100
