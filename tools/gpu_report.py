@@ -190,6 +190,8 @@ class Workshop:
         env = dict(os.environ, PYTHONUNBUFFERED="1")
         if self.args.toy:
             env["OMP_NUM_THREADS"] = "1"
+            # gcc killed while it writes would leave half a file in the cache that all programs share
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "compiled")
         else:
             env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, self.cores // 4)))
         return env
