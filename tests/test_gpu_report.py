@@ -150,7 +150,7 @@ def say(text, **more):
 
 def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypatch):
     """By a signal, by a limit on its time, by an exit code; each with its last lines and where it was."""
-    monkeypatch.setattr(gpu_plan, "LEAST_LIMIT_OF_A_TOY", 1.0)
+    monkeypatch.setattr(gpu_plan, "LEAST_LIMIT_ON_A_CPU", 1.0)
     names = ["dies", "hangs", "fails", "works"]
     parts = [part_of("numbers", name, 0.2) for name in names]
     found = carried_out(parts, {
@@ -637,6 +637,7 @@ def test_the_structure_on_the_stand_in(tmp_path):
             *words,
             "--only",
             "environment,numbers,alternatives,loop",
+            "--minutes=60",
         ],
         env=static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path),
         cwd=tmp_path,

@@ -34,7 +34,7 @@ SHARES = dict(environment=1.0, ranks=1.0, train=0.65, score=0.7, numbers=0.78, l
 LINES_SHOWN = 8  # of the output of what failed
 PATIENCE = 3.0  # times the expected seconds: then a part is stopped
 LEAST_LIMIT = 60.0  # s
-LEAST_LIMIT_OF_A_TOY = 300.0  # on a CPU that may do other things, too
+LEAST_LIMIT_ON_A_CPU = 600.0  # which may do other things, too: a toy, or the stand-in for a GPU
 MEMORY_SHARE = 0.95  # of the GPU's, that parts side by side may fill by their own account
 HEARTBEAT = 15.0  # s between two lines about a part of which nothing new is known
 QUIET = 3.0  # s after such a line, in which what it does next gets none
@@ -391,7 +391,8 @@ class Job:
         self.tail = Tail(command.events)
         self.began = time.perf_counter()
         part.state = "running"
-        self.least = LEAST_LIMIT_OF_A_TOY if report.found["toy"] else LEAST_LIMIT
+        on_cpu = report.found["toy"] or "STATIC_NAME" in os.environ
+        self.least = LEAST_LIMIT_ON_A_CPU if on_cpu else LEAST_LIMIT
         part.limit_s = min(max(self.least, PATIENCE * part.expected_s), max(1.0, report.left()))
         self.told = self.began
         self.process = start_process(command.words, command.folder, command.env, command.output)
