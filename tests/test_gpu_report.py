@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,15 +128,16 @@ def carried_out(whole, tmp_path):
     """Runs parts whose processes are one line of Python each: {name: code}, which finds say() -> verdicts."""
     helper = """
 import json, os, signal, sys, time
-def say(text, **more):
-    row = dict(part="x", preset="", verdict="ok", text=text, figures={})
+def say(told, **more):
+    row = dict(part="x", preset="", verdict="ok", text=told, figures={})
     with open("events", "a") as file:
         file.write(json.dumps(row if not more else more) + "\\n")
 """
 
     def command_of(codes, part):
         folder = tmp_path / part.name().replace(" ", "_")
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         words = [sys.executable, "-IS", "-c", helper + codes[part.name()]]
         return gpu_plan.Command(words, folder, dict(os.environ), folder / "output", folder / "events",
                                 json.loads, lambda job: None)
@@ -164,6 +166,22 @@ def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypat
     assert {("ok", "before"), ("ok", "fine")} <= {*found} and len(texts) == 3
     assert [part.state for part in parts] == ["failed", "stopped", "failed", "done"]
     assert parts[1].last_lines == ["here I am"] and parts[2].last_lines == ["one", "two"]
+
+
+def test_a_part_that_lacks_memory_beside_others_runs_again_alone(carried_out, tmp_path):
+    """Both by a verdict and by its end; alone it is a fault."""
+    fault = "say('', part='x', preset='', figures={}, verdict='FAULT', text='CUDA out of memory')"
+    once = f"first = not os.path.exists('../once'); open('../once', 'a'); first and {fault}"
+    parts = [part_of("train", "a"), part_of("train", "b"), part_of("train", "c")]
+    found = carried_out(parts, {
+        "a train": once, "b train": "time.sleep(0.5)",
+        "c train": "print('train_gpt: out of memory: lower it'); sys.exit(1)"}, GiB=8.0, most=3)
+    notes = [text for verdict, text in found if verdict == "note"]
+    faults = [text for verdict, text in found if verdict == "FAULT"]
+    assert len(notes) == 2 and all("once more, alone" in text for text in notes), found
+    assert len(faults) == 1 and faults[0].startswith("train: exit code 1"), found
+    assert [part.state for part in parts] == ["done", "done", "failed"]
+    assert [part.again for part in parts] == [True, False, True]
 
 
 def test_timed_parts_run_alone_and_others_side_by_side(carried_out, tmp_path):

@@ -134,6 +134,7 @@ class Part:
     compile_seconds: float = 0.0
     peak_GiB: float = 0.0
     last_lines: list = field(default_factory=list)
+    again: bool = False  # alone, since memory ran out beside others
 
     def name(self) -> str:
         return f"{self.preset} {self.part}".strip()
@@ -395,6 +396,8 @@ class Job:
         self.least = LEAST_LIMIT_ON_A_CPU if on_cpu else LEAST_LIMIT
         part.limit_s = min(max(self.least, PATIENCE * part.expected_s), max(1.0, report.left()))
         self.told = self.began
+        self.shared = False  # did others run beside it?
+        self.out_of_memory = False  # and did it lack memory then?
         self.process = start_process(command.words, command.folder, command.env, command.output)
         self.tell("starting")
 
@@ -410,6 +413,9 @@ class Job:
     def take(self, event: dict) -> None:
         """What the process told: a verdict, what it does, or figures of its part."""
         if "verdict" in event:
+            if event["verdict"] == "FAULT" and self.lacked_memory(event["text"]):
+                event["verdict"] = "note"
+                event["text"] += "; others ran beside it, so once more, alone"
             self.report.add(event)
         if "doing" in event and event["doing"] != self.part.doing:
             self.part.doing = event["doing"]
@@ -422,6 +428,13 @@ class Job:
         for name in ("compile_seconds", "peak_GiB"):
             if name in event:
                 setattr(self.part, name, event[name])
+
+    def lacked_memory(self, text: str) -> bool:
+        """Is that what the text says, of a part that others ran beside? Then it tells nothing yet."""
+        if "out of memory" in text.lower() and self.shared and not self.part.again:
+            self.out_of_memory = True
+            return True
+        return False
 
     def poll(self) -> bool:
         """Takes what is new. Has it ended?"""
@@ -454,6 +467,10 @@ class Job:
             why = f"ended by {signal.Signals(-code).name}, at: {self.part.doing}"
         else:
             why = f"exit code {code}, at: {self.part.doing}"
+        if self.lacked_memory(" ".join(self.part.last_lines)):
+            why = "out of memory beside others; once more, alone"
+            self.report.say(self.part, "note", f"{self.part.part}: {why}")
+            return
         # where time was cut short by the end of the report, the part may be well
         cut = code is None and self.part.limit_s < max(self.least, self.part.expected_s)
         self.report.say(
@@ -475,7 +492,13 @@ def carry_out(
             if not waiting and not jobs:
                 waiting, put_off = put_off, []
                 ends = dict.fromkeys(SHARES, report.seconds)
-            jobs = [job for job in jobs if not job.poll()]
+            ended = [job for job in jobs if job.poll()]
+            jobs = [job for job in jobs if job not in ended]
+            for part in [job.part for job in ended if job.out_of_memory]:
+                part.again = True
+                part.state = "waiting"
+                part.GiB = max(part.GiB, memory())
+                waiting.append(part)
             while part := next_part(waiting, [job.part for job in jobs], memory(), most):
                 waiting.remove(part)
                 left = report.left()
@@ -497,6 +520,8 @@ def carry_out(
                     report.say(part, "FAULT", f"{part.part}: {str(error) or type(error).__name__}")
                     continue
                 jobs.append(Job(part, command, report))
+                for job in jobs:
+                    job.shared = job.shared or len(jobs) > 1
                 report.write()
             time.sleep(0.1)
     finally:

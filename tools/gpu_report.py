@@ -201,7 +201,8 @@ class Workshop:
 def command_of(workshop: Workshop, report: Report, part: Part) -> Command:
     """How to run a part, in a folder of its own. Raises Refused."""
     folder = workshop.folder / part.name().replace(" ", "_")
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of the same part, beside others
+    folder.mkdir()
     source = workshop.args.trainer.resolve()
     output = folder / "output.txt"
     if part.part in ("train", "score"):
