@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,15 +128,16 @@ def carried_out(whole, tmp_path):
     """Runs parts whose processes are one line of Python each: {name: code}, which finds say() -> verdicts."""
     helper = """
 import json, os, signal, sys, time
-def say(text, **more):
-    row = dict(part="x", preset="", verdict="ok", text=text, figures={})
+def say(told, **more):
+    row = dict(part="x", preset="", verdict="ok", text=told, figures={})
     with open("events", "a") as file:
         file.write(json.dumps(row if not more else more) + "\\n")
 """
 
     def command_of(codes, part):
         folder = tmp_path / part.name().replace(" ", "_")
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         words = [sys.executable, "-IS", "-c", helper + codes[part.name()]]
         return gpu_plan.Command(words, folder, dict(os.environ), folder / "output", folder / "events",
                                 json.loads, lambda job: None)
@@ -150,7 +152,7 @@ def say(text, **more):
 
 def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypatch):
     """By a signal, by a limit on its time, by an exit code; each with its last lines and where it was."""
-    monkeypatch.setattr(gpu_plan, "LEAST_LIMIT_OF_A_TOY", 1.0)
+    monkeypatch.setattr(gpu_plan, "LEAST_LIMIT_ON_A_CPU", 1.0)
     names = ["dies", "hangs", "fails", "works"]
     parts = [part_of("numbers", name, 0.2) for name in names]
     found = carried_out(parts, {
@@ -164,6 +166,22 @@ def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypat
     assert {("ok", "before"), ("ok", "fine")} <= {*found} and len(texts) == 3
     assert [part.state for part in parts] == ["failed", "stopped", "failed", "done"]
     assert parts[1].last_lines == ["here I am"] and parts[2].last_lines == ["one", "two"]
+
+
+def test_a_part_that_lacks_memory_beside_others_runs_again_alone(carried_out, tmp_path):
+    """Both by a verdict and by its end; alone it is a fault."""
+    fault = "say('', part='x', preset='', figures={}, verdict='FAULT', text='CUDA out of memory')"
+    once = f"first = not os.path.exists('../once'); open('../once', 'a'); first and {fault}"
+    parts = [part_of("train", "a"), part_of("train", "b"), part_of("train", "c")]
+    found = carried_out(parts, {
+        "a train": once, "b train": "time.sleep(0.5)",
+        "c train": "print('train_gpt: out of memory: lower it'); sys.exit(1)"}, GiB=8.0, most=3)
+    notes = [text for verdict, text in found if verdict == "note"]
+    faults = [text for verdict, text in found if verdict == "FAULT"]
+    assert len(notes) == 2 and all("once more, alone" in text for text in notes), found
+    assert len(faults) == 1 and faults[0].startswith("train: exit code 1"), found
+    assert [part.state for part in parts] == ["done", "done", "failed"]
+    assert [part.again for part in parts] == [True, False, True]
 
 
 def test_timed_parts_run_alone_and_others_side_by_side(carried_out, tmp_path):
@@ -202,11 +220,20 @@ def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
     lines = gpu_plan.tell_plan(parts, 8, 2, 100 / 60)
     assert "3 parts" in lines[0] and lines[1] == "will not fit: gpt2 train"
     ends = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
-    assert ends == [("golf train", 60.0), ("gpt2 train", -1.0), ("golf loop", 90.0)]
+    assert ends == [("golf train", 60.0), ("golf loop", 90.0), ("gpt2 train", -1.0)]
     whole.seconds = 40
     parts = [part_of("train", "golf", 60), part_of("loop", "golf", 30)]
     found = carried_out(parts, {"golf loop": "say('ran')"})
-    assert found[0][0] == "skip" and "needs about 60 s" in found[0][1] and found[1] == ("ok", "ran")
+    assert found[0] == ("ok", "ran") and found[1][0] == "skip" and "needs about 60 s" in found[1][1]
+
+
+def test_kinds_leave_time_for_those_after_them():
+    """Trains have 67 of 100 s here; what was put off gets what is left in the end."""
+    parts = [part_of("train", "golf", 30, 6), part_of("train", "tiny", 35, 6),
+             part_of("train", "gpt2", 10, 6), part_of("loop", "golf", 20)]
+    found = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
+    assert found == [("golf train", 30.0), ("tiny train", 65.0), ("golf loop", 85.0), ("gpt2 train", 95.0)]
+    assert gpu_plan.latest_ends(parts[:3], 100)["train"] == 100
 
 
 def test_the_plan_knows_what_earlier_reports_took(tmp_path):
@@ -628,6 +655,7 @@ def test_the_structure_on_the_stand_in(tmp_path):
             *words,
             "--only",
             "environment,numbers,alternatives,loop",
+            "--minutes=60",
         ],
         env=static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path),
         cwd=tmp_path,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # In the order in which they are done. What is timed runs alone, the others side by side.
-PARTS = ["environment", "train", "score", "numbers", "losses", "ranks", "loop", "alternatives"]
+PARTS = ["environment", "ranks", "train", "score", "numbers", "losses", "loop", "alternatives"]
 ALONE = {"environment", "loop", "alternatives"}
 OF_A_PRESET = ["train", "score", "numbers", "losses", "loop", "alternatives"]
 PRESETS = [
@@ -27,10 +27,14 @@ PRESETS = [
     "golf_plus",
     "gpt2_plus",
 ]  # dearest to know first
+# By which share of the minutes a kind of part must be done, so that the kinds after it get some; what is then
+# left over goes to those that were put off.
+SHARES = dict(environment=1.0, ranks=1.0, train=0.65, score=0.7, numbers=0.78, losses=0.84, loop=0.97,
+              alternatives=1.0)
 LINES_SHOWN = 8  # of the output of what failed
 PATIENCE = 3.0  # times the expected seconds: then a part is stopped
 LEAST_LIMIT = 60.0  # s
-LEAST_LIMIT_OF_A_TOY = 300.0  # on a CPU that may do other things, too
+LEAST_LIMIT_ON_A_CPU = 600.0  # which may do other things, too: a toy, or the stand-in for a GPU
 MEMORY_SHARE = 0.95  # of the GPU's, that parts side by side may fill by their own account
 HEARTBEAT = 15.0  # s between two lines about a part of which nothing new is known
 QUIET = 3.0  # s after such a line, in which what it does next gets none
@@ -130,6 +134,7 @@ class Part:
     compile_seconds: float = 0.0
     peak_GiB: float = 0.0
     last_lines: list = field(default_factory=list)
+    again: bool = False  # alone, since memory ran out beside others
 
     def name(self) -> str:
         return f"{self.preset} {self.part}".strip()
@@ -201,19 +206,35 @@ def next_part(waiting: list[Part], running: list[Part], GiB: float, most: int) -
     return None
 
 
+def latest_ends(parts: list[Part], seconds: float) -> dict[str, float]:
+    """{kind: second by which its parts must be done}, of so many in all. The last kind has all of them."""
+    shares = [SHARES[part.part] for part in parts if part.part not in ("environment", "ranks")]
+    last = max(shares, default=1.0)
+    return {kind: seconds * min(1.0, share / last) for kind, share in SHARES.items()}
+
+
 def foreseen(parts: list[Part], GiB: float, most: int, minutes: float) -> list[tuple[Part, float]]:
     """[(part, second of its end)] if all takes as long as expected; -1: it will not fit."""
     now = 0.0
+    seconds = 60 * minutes
+    ends = latest_ends(parts, seconds)
     waiting = [*parts]
+    put_off: list[Part] = []
     running: list[tuple[float, Part]] = []
     found = []
-    while waiting:
+    while waiting or running or put_off:
+        if not waiting and not running:
+            waiting, put_off = put_off, []
+            ends = dict.fromkeys(SHARES, seconds)
         part = next_part(waiting, [other for _, other in running], GiB, most)
         if part:
             waiting.remove(part)
             end = now + part.expected_s
-            if end > 60 * minutes:
-                found.append((part, -1.0))
+            if end > ends[part.part]:
+                if ends[part.part] < seconds:
+                    put_off.append(part)
+                else:
+                    found.append((part, -1.0))
                 continue
             running.append((end, part))
             found.append((part, end))
@@ -233,8 +254,8 @@ def tell_plan(parts: list[Part], GiB: float, most: int, minutes: float) -> list[
     if measured < len(parts):
         known = f"{measured} of these times were measured, the others are guesses"
     lines = [
-        f"plan: {len(parts)} parts in {last / 60:.1f} of {minutes:.1f} minutes, up to {most} side by side within "
-        f"{GiB:.0f} GiB; {known}"
+        f"plan: {len(parts)} parts in {last / 60:.1f} of {minutes:.1f} minutes, up to {most} side by side "
+        f"within {GiB:.0f} GiB; {known}"
     ]
     if late:
         lines.append(f"will not fit: {', '.join(late)}")
@@ -371,9 +392,12 @@ class Job:
         self.tail = Tail(command.events)
         self.began = time.perf_counter()
         part.state = "running"
-        self.least = LEAST_LIMIT_OF_A_TOY if report.found["toy"] else LEAST_LIMIT
+        on_cpu = report.found["toy"] or "STATIC_NAME" in os.environ
+        self.least = LEAST_LIMIT_ON_A_CPU if on_cpu else LEAST_LIMIT
         part.limit_s = min(max(self.least, PATIENCE * part.expected_s), max(1.0, report.left()))
         self.told = self.began
+        self.shared = False  # did others run beside it?
+        self.out_of_memory = False  # and did it lack memory then?
         self.process = start_process(command.words, command.folder, command.env, command.output)
         self.tell("starting")
 
@@ -389,6 +413,9 @@ class Job:
     def take(self, event: dict) -> None:
         """What the process told: a verdict, what it does, or figures of its part."""
         if "verdict" in event:
+            if event["verdict"] == "FAULT" and self.lacked_memory(event["text"]):
+                event["verdict"] = "note"
+                event["text"] += "; others ran beside it, so once more, alone"
             self.report.add(event)
         if "doing" in event and event["doing"] != self.part.doing:
             self.part.doing = event["doing"]
@@ -401,6 +428,13 @@ class Job:
         for name in ("compile_seconds", "peak_GiB"):
             if name in event:
                 setattr(self.part, name, event[name])
+
+    def lacked_memory(self, text: str) -> bool:
+        """Is that what the text says, of a part that others ran beside? Then it tells nothing yet."""
+        if "out of memory" in text.lower() and self.shared and not self.part.again:
+            self.out_of_memory = True
+            return True
+        return False
 
     def poll(self) -> bool:
         """Takes what is new. Has it ended?"""
@@ -433,6 +467,10 @@ class Job:
             why = f"ended by {signal.Signals(-code).name}, at: {self.part.doing}"
         else:
             why = f"exit code {code}, at: {self.part.doing}"
+        if self.lacked_memory(" ".join(self.part.last_lines)):
+            why = "out of memory beside others; once more, alone"
+            self.report.say(self.part, "note", f"{self.part.part}: {why}")
+            return
         # where time was cut short by the end of the report, the part may be well
         cut = code is None and self.part.limit_s < max(self.least, self.part.expected_s)
         self.report.say(
@@ -446,14 +484,28 @@ def carry_out(
     """Runs the parts of a report in order, side by side where they may be. memory: GiB that they may fill.
     However this ends, nothing that it started goes on."""
     waiting = [part for part in report.parts if part.state == "waiting"]
+    put_off: list[Part] = []
+    ends = latest_ends(waiting, report.seconds)
     jobs: list[Job] = []
     try:
-        while waiting or jobs:
-            jobs = [job for job in jobs if not job.poll()]
+        while waiting or jobs or put_off:
+            if not waiting and not jobs:
+                waiting, put_off = put_off, []
+                ends = dict.fromkeys(SHARES, report.seconds)
+            ended = [job for job in jobs if job.poll()]
+            jobs = [job for job in jobs if job not in ended]
+            for part in [job.part for job in ended if job.out_of_memory]:
+                part.again = True
+                part.state = "waiting"
+                part.GiB = max(part.GiB, memory())
+                waiting.append(part)
             while part := next_part(waiting, [job.part for job in jobs], memory(), most):
                 waiting.remove(part)
                 left = report.left()
-                if left < part.expected_s:
+                if report.seconds - left + part.expected_s > ends[part.part]:
+                    if ends[part.part] < report.seconds:
+                        put_off.append(part)
+                        continue
                     part.state = "skipped"
                     report.say(
                         part,
@@ -468,6 +520,8 @@ def carry_out(
                     report.say(part, "FAULT", f"{part.part}: {str(error) or type(error).__name__}")
                     continue
                 jobs.append(Job(part, command, report))
+                for job in jobs:
+                    job.shared = job.shared or len(jobs) > 1
                 report.write()
             time.sleep(0.1)
     finally:

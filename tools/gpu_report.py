@@ -49,9 +49,9 @@ from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  #
 
 TRAIN_STEPS = 20
 TRAIN_STEPS_OF_A_TOY = 10
-# DEVICE_BATCH_SIZE. Left alone, the trainer takes what fits into the memory that is free, which is another graph
-# beside others than alone. These are what the first report ran with; as many rows of gpt2 as one, so that others
-# fit beside it.
+# DEVICE_BATCH_SIZE. The trainer would take what fits into the memory that is free, which beside others makes
+# another graph than alone. These are what the first report ran with; in `train` gpt2 takes one row at a time,
+# so that others fit beside it.
 ROWS = dict(golf="12", golf_plus="16")
 TRAIN_ROWS = dict(gpt2="1", gpt2_plus="1")
 VOCABULARY = Path("data/tokenizers/gpt2_vocab.json")
@@ -190,6 +190,8 @@ class Workshop:
         env = dict(os.environ, PYTHONUNBUFFERED="1")
         if self.args.toy:
             env["OMP_NUM_THREADS"] = "1"
+            # gcc killed while it writes would leave half a file in the cache that all programs share
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "compiled")
         else:
             env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, self.cores // 4)))
         return env
@@ -199,7 +201,8 @@ class Workshop:
 def command_of(workshop: Workshop, report: Report, part: Part) -> Command:
     """How to run a part, in a folder of its own. Raises Refused."""
     folder = workshop.folder / part.name().replace(" ", "_")
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of the same part, beside others
+    folder.mkdir()
     source = workshop.args.trainer.resolve()
     output = folder / "output.txt"
     if part.part in ("train", "score"):
