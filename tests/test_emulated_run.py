@@ -30,8 +30,8 @@ PLANTED = {
         "joined = documents is not None and len(documents) > 1", "joined = False", "speedrun", STEPS,
         "which has" if OLDEST else None),
     "a table one block short": (
-        "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., 1:].contiguous()]", "speedrun",
-        STEPS, "of arg_KV_IDX, which has"),
+        "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., 1:].contiguous()]",
+        "speedrun", STEPS, "of arg_KV_IDX, which has"),
     "a token beyond the embedding": (
         "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)", "tiny",
         STEPS, "index out of"),
