@@ -33,8 +33,8 @@ PLANTED = {
         "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., 1:].contiguous()]",
         "speedrun", STEPS, "of arg_KV_IDX, which has"),
     "a token beyond the embedding": (
-        "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)", "tiny",
-        STEPS, "index out of"),
+        "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)",
+        "tiny", STEPS, "index out of"),
     "gradients of the loss without its slope": (
         "(error * slope).to(grad.dtype.element_ty)", "error.to(grad.dtype.element_ty)", "golf", STEPS,
         "off from fp32"),

@@ -757,11 +757,14 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
     env = environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
     if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
         env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
-    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
+    command = [sys.executable, __file__, *words]
+    if args.run:  # it says on stderr what it has found so far
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, text=True, env=env)
+    else:
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode or not out.exists():
-        return dict(
-            error="\n".join([f"exit code {done.returncode}", *done.stderr.strip().splitlines()[-12:]])
-        )
+        lines = (done.stderr or "").strip().splitlines()[-12:]
+        return dict(error="\n".join([f"exit code {done.returncode}", *lines]))
     return json.loads(out.read_text())
 
 
