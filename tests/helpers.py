@@ -155,7 +155,8 @@ def add_gradients(optimizer, gradients, alone=False):
 def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
     import torch
-    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False)
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False,
+                           cache_note="")
 
 
 def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT, python=""):

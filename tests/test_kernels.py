@@ -198,16 +198,21 @@ WINDOWS = [(1, True), (100, True), (127, False), (128, False), (200, True), (255
 
 @pytest.mark.parametrize("window, with_documents", WINDOWS)
 def test_gpu_window_mask_lists_the_blocks_that_are_seen(window, with_documents, compiling):
-    """No block with a visible key is left out, none without is computed, and full ones are seen in whole."""
-    T, documents = 512, two_rows(512) if with_documents else None
+    """No block with a visible key is left out, none without is computed, and full ones are seen in whole. Two
+    rows with documents are joined into one, neither of which sees the other."""
+    T = 512
+    documents = two_rows(T) if with_documents else None
     mask = train_gpt.gpu_window_mask(torch.tensor(window), T, documents, "cpu")
-    want, rows = seen_by_each(window, T, documents), 2 if with_documents else 1
-    blocks = want.view(rows, 4, 128, 4, 128).permute(0, 1, 3, 2, 4).flatten(3)
+    want = torch.block_diag(*seen_by_each(window, T, documents)).bool()[None]
+    T = want.size(1)
+    n = T // 128
+    assert T == (1024 if with_documents else 512) and mask.seq_lengths == (T, T)
+    blocks = want.view(1, n, 128, n, 128).permute(0, 1, 3, 2, 4).flatten(3)
 
     def listed(counts, indices):
-        dense = torch.zeros(rows, 4, 4, dtype=torch.bool)
-        for row, block in torch.cartesian_prod(torch.arange(rows), torch.arange(4)).tolist():
-            dense[row, block, indices[row, 0, block, :counts[row, 0, block]].long()] = True
+        dense = torch.zeros(1, n, n, dtype=torch.bool)
+        for block in range(n):
+            dense[0, block, indices[0, 0, block, :counts[0, 0, block]].long()] = True
         return dense
 
     for side, seen in ("kv", blocks), ("q", blocks.transpose(1, 2)):
@@ -216,8 +221,8 @@ def test_gpu_window_mask_lists_the_blocks_that_are_seen(window, with_documents, 
             for kind in ("full_", ""))
         assert torch.equal(full, seen.all(-1)) and torch.equal(full | in_part, seen.any(-1))
         assert not (full & in_part).any()
-    index = [torch.arange(n).view(-1, *[1] * after) for n, after in ((rows, 3), (1, 2), (T, 1), (T, 0))]
-    assert torch.equal(mask.mask_mod(*index).expand(rows, 1, T, T)[:, 0], want)
+    index = [torch.arange(n).view(-1, *[1] * after) for n, after in ((1, 3), (1, 2), (T, 1), (T, 0))]
+    assert torch.equal(mask.mask_mod(*index).expand(1, 1, T, T)[:, 0], want)
 
 
 @torch.no_grad()

@@ -570,8 +570,8 @@ def test_what_did_not_compile_is_blamed(train, monkeypatch):
     assert done.code == 0 and done.result["compiled"] is False
     assert ("compile: not possible here (RuntimeError: no such file); the path of this Python has a space or "
             "quote in it; training uncompiled\n") in done.log
-    monkeypatch.setattr(train_gpt.torch._dynamo.config, "disable", True)
-    done = train(SMALL, COMPILE="1")
+    with train_gpt.torch._dynamo.config.patch(disable=True):  # a monkeypatch would leave it hidden
+        done = train(SMALL, COMPILE="1")
     assert done.code == 0 and done.result["compiled"] is False
     assert "compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled\n" in done.log
 
