@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = 3  # of a step that is compared; more than one, as some faults need
 LOSS_SLACK = 0.004  # of a loss, beyond what eager bf16 is off
 SLACK = 0.02  # of a gradient's norm
-FP8_SLACK = 0.10
+FP8_SLACK = 0.25  # a product in e5m2 is off by 6 %, and gradients pass several
 FP8_NUMBERS = 1024
 SMALL = 64  # numbers
 RUN_SLACK = 0.05  # of a loss, between runs in bf16 and in fp32 of a few steps, whose LRs are high
@@ -60,7 +60,8 @@ TOYS = dict(
     golf=dict(NUM_LAYERS="3", NUM_KV_HEADS="1", WARMDOWN_ITERS="2", EVAL_SLIDING="128"),
     golf_plus=dict(NUM_LAYERS="5", NUM_KV_HEADS="1", LOOP_LAYERS="1,2", EMA_DECAY="0.9", GPTQ_BATCHES="1",
                    EVAL_SLIDING="128"),
-    speedrun=PLUS,
+    speedrun=PLUS | dict(NUM_LAYERS="5", WINDOW_PATTERN="0SL-S", SKIP_LAYERS="1,3", BACKOUT_LAYER="3",
+                         VALUE_EMBED_LAYERS="0,1,0,0,1"),
     speedrun_plus=PLUS | dict(QK_DIM="16", DOC_SCHEDULE="64,128,128,128", BIGRAM_ROWS="64",
                               BIGRAM_SIGN_ROWS="64", MUDD_DIM="16", MUDD_GATE_DIM="16", DC_WINDOW="15"),
     gpt2=dict(DEPTH="2", SCORE_ARTIFACT="1", CORE="1", WINDOW_SCHEDULE="128"),

@@ -237,7 +237,7 @@ def extern(builder: Any, library: str, path: str, symbol: str, values: list, kin
     return Handle(found.astype(interpreter._get_np_dtype(kind.scalar)), kind.scalar)
 
 
-def slices(operator: Any, tensors: Any, axis: int, i: int) -> tuple:
+def slices(operator: Any, tensors: Any, axis: int, i: int | range) -> tuple:
     return tuple([operator.to_tensor(np.take(x.handle.data, i, axis), x.dtype) for x in tensors])
 
 
@@ -246,12 +246,16 @@ def combined(operator: Any, before: tuple, here: tuple) -> tuple:
     return found if isinstance(found, tuple) else (found,)
 
 
-def reduce_by_slices(operator: Any, tensors: Any) -> list:
-    """ReduceOps.generic_reduce, a slice at a time."""
+def reduce_by_halves(operator: Any, tensors: Any) -> list:
+    """ReduceOps.generic_reduce, half of what is left at a time; sides are powers of two."""
     tensors, axis = operator.unravel(tensors, operator.axis)
-    total = slices(operator, tensors, axis, 0)
-    for i in range(1, tensors[0].handle.data.shape[axis]):
-        total = combined(operator, total, slices(operator, tensors, axis, i))
+    total = tensors
+    size = tensors[0].handle.data.shape[axis]
+    while size > 1:
+        size //= 2
+        first = slices(operator, total, axis, range(size))
+        total = combined(operator, first, slices(operator, total, axis, range(size, 2 * size)))
+    total = slices(operator, total, axis, 0)
     found = []
     for value, tensor in zip(total, tensors):
         data = value.handle.data
@@ -289,7 +293,7 @@ def repair(memory: Memory) -> None:
     builder.create_dot = dot
     builder.binary_op = binary
     builder.create_extern_elementwise = extern
-    interpreter.ReduceOps.generic_reduce = reduce_by_slices
+    interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter.ScanOps.generic_scan = scan_by_slices
 
 
