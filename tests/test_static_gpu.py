@@ -413,6 +413,43 @@ def test_the_loss_kernel_by_triton_s_interpreter():
     assert done.returncode == 0 and done.stdout.count("equal") == 27, done.stdout + done.stderr
 
 
+FP8_LOSS = """
+import json, os, sys
+from functools import partial
+import torch
+sys.path[:0] = sys.argv[1:3]
+import static_gpu, train_gpt
+N, C, V = 2048, 256, 8192
+x = torch.empty(1, N, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+head = torch.empty(V, C, device="cuda", requires_grad=True)
+targets = torch.zeros(1, N, device="cuda", dtype=torch.long)
+loss_fn = partial(train_gpt.fp8_fused_loss, row_losses=train_gpt.kernel_losses)
+
+def step(x, head):
+    return loss_fn(x, head, targets, (15.0, 0.0, 0.0), train_gpt.fp8_head)
+
+compiled = torch.compile(step, dynamic=False, fullgraph=True)
+moved = {}
+with static_gpu.count_bytes(torch, lambda _, name, size: moved.update({name: size}), 0):
+    torch.autograd.grad(compiled(x, head), (x, head))
+print(json.dumps(moved), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.static
+def test_only_kernels_of_ours_move_the_logits_gradient(tmp_path):
+    """A generated kernel that reads and writes N x V bytes would be the transposed copy of the gradient, which
+    took 18.7 of 103.6 ms on an H100."""
+    library = static_gpu.build(tmp_path)
+    env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
+    command = [sys.executable, "-c", FP8_LOSS, str(ROOT), str(ROOT / "tools")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    moved = json.loads(done.stdout.splitlines()[-1])
+    assert {"loss_kernel", "transpose_kernel"} <= {re.sub(r"_\d+$", "", name) for name in moved}, done.stderr
+    assert [name for name, size in moved.items() if name.startswith("triton_") and size >= 2 * 2048 * 8192] == []
+
+
 @pytest.mark.static
 @pytest.mark.parametrize("many", [1, 3])
 @pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
