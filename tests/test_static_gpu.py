@@ -439,15 +439,16 @@ os._exit(0)
 
 @pytest.mark.static
 def test_only_kernels_of_ours_move_the_logits_gradient(tmp_path):
-    """A generated kernel that reads and writes N x V bytes would be the transposed copy of the gradient, which
-    took 18.7 of 103.6 ms on an H100."""
+    """A generated kernel that reads and writes N x V bytes would be the transposed copy of the gradient,
+    which took 18.7 of 103.6 ms on an H100."""
     library = static_gpu.build(tmp_path)
     env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
     command = [sys.executable, "-c", FP8_LOSS, str(ROOT), str(ROOT / "tools")]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     moved = json.loads(done.stdout.splitlines()[-1])
-    assert {"loss_kernel", "transpose_kernel"} <= {re.sub(r"_\d+$", "", name) for name in moved}, done.stderr
-    assert [name for name, size in moved.items() if name.startswith("triton_") and size >= 2 * 2048 * 8192] == []
+    assert {"loss_kernel", "transpose_kernel"} <= {re.sub(r"_\d+$", "", name) for name in moved}
+    large = [name for name, size in moved.items() if size >= 2 * 2048 * 8192]
+    assert [name for name in large if name.startswith("triton_")] == []
 
 
 @pytest.mark.static
