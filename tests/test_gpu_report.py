@@ -415,7 +415,7 @@ def test_the_exact_attention_is_that_of_the_trainer(window, with_documents, head
     assert max(gpu_parts.relative_errors(got, want)) < 1e-6
 
 
-SCALE = "scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad.t()"
+SCALE = "scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad_t"
 LOSS = "error * part * (1 - part) * (top * scale * factor)"
 ATTENTION = "    scores = ((q @ k.mT).float() * scale)"
 
