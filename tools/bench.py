@@ -605,8 +605,8 @@ def codec_table(settings, path):
     model, cfg = train_gpt.load_model(path, "cpu", cfg)
     base, to_bytes, seen = train_gpt.evaluate(model, cfg, data, team).val_bpb, train_gpt.to_bytes, []
 
-    def spied(cfg, tensors):
-        seen[:] = tensors, to_bytes(cfg, tensors)
+    def spied(cfg, tensors, data):
+        seen[:] = tensors, to_bytes(cfg, tensors, data)
         return seen[1]
 
     weights = sum(p.numel() for p in model.parameters())
