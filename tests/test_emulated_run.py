@@ -29,9 +29,9 @@ PLANTED = {
     "tables of several rows": (
         "joined = documents is not None and len(documents) > 1", "joined = False", "speedrun", STEPS,
         "which has" if OLDEST else None),
-    "a table one block short": (
+    "a table without its first blocks": (
         "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., 1:].contiguous()]",
-        "speedrun", STEPS, "of arg_KV_IDX, which has"),
+        "speedrun", STEPS, "off from fp32"),
     "a token beyond the embedding": (
         "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)",
         "tiny", STEPS, "index out of"),

@@ -757,6 +757,7 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
     env = environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
     if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
         env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
+        env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
     command = [sys.executable, __file__, *words]
     if args.run:  # it says on stderr what it has found so far
         done = subprocess.run(command, stdout=subprocess.DEVNULL, text=True, env=env)
