@@ -55,8 +55,20 @@ READ_BACK = set(
 ATTENTION = [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
 
 
+def bag_gradient(grad: Tensor, indices: Tensor, offsets: Tensor, *more: Any) -> Tensor:
+    """_embedding_bag_backward() of sums. The operator of the CPU needs results of its own forward pass, which
+    CUDA's has in other shapes."""
+    rows, by_frequency, mode, _, weights = more[3:8]
+    assert mode == 0 and not by_frequency
+    bag = torch.searchsorted(offsets, torch.arange(len(indices)), right=True) - 1
+    each = grad[bag] if weights is None else grad[bag] * weights[:, None]
+    return grad.new_zeros(rows, grad.size(1)).index_add_(0, indices, each)
+
+
 def on_cpu(operator: Any) -> Any:
-    """The operator, or its decomposition where it exists on GPUs only."""
+    """The operator; where it exists on GPUs only, its decomposition."""
+    if operator is torch.ops.aten._embedding_bag_backward.default:
+        return bag_gradient
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), "CPU"):
         return operator
     from torch._decomp import decomposition_table
@@ -140,6 +152,9 @@ class Operators:
                 out.append(its[id(host)])
             else:
                 fits = isinstance(device, Tensor) and device.is_cuda
+                if fits and device.shape != host.shape and operator._opname == "_embedding_bag":
+                    out.append(device)  # for the backward pass alone: see bag_gradient()
+                    continue
                 if not fits or device.shape != host.shape or device.dtype != host.dtype:
                     device = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="cuda")
                 on_host(device).copy_(host)
