@@ -6770,7 +6770,8 @@ def fp8_gradients(grad: Tensor, kept: Sequence, scale: float | None,
         scale_g = scale_x.new_full((), scale)
     else:
         grad, scale_g = to_fp8(grad, scale, torch.float8_e5m2)
-    grad_t = grad.t() if grad_t is None else grad_t
+    if grad_t is None:
+        grad_t = grad.t()
     return scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad_t, x.t(), scale_g, scale_x)
 
 class Fp8Linear(torch.autograd.Function):
@@ -7042,10 +7043,14 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
         B, _, T, _ = q.shape
         joined = mask.seq_lengths[0] == B * T and B > 1
         if joined:
-            q, k, v = join_rows(q), join_rows(k), join_rows(v)
+            q = join_rows(q)
+            k = join_rows(k)
+            v = join_rows(v)
         y = flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1),
                            kernel_options=FLEX_OPTIONS or None)
-        return y[0].unflatten(1, (B, T)).transpose(0, 1) if joined else y
+        if joined:
+            y = y[0].unflatten(1, (B, T)).transpose(0, 1)
+        return y
     if mask is None:
         return causal_attention(q, k, v)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -7255,9 +7260,8 @@ if triton:
         tl.store(out + column[:, None] * N + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 def kernel_transpose(x: Tensor) -> Tensor:
-    """x (N, V) -> its transpose (V, N), contiguous, by transpose_kernel. Inductor reads what a kernel of ours
-    has written one number at a time (18.7 ms for the speedrun's 2.47 GB on an H100; 4.9 GB of traffic take
-    1.7 ms at 3 TB/s). Not measured."""
+    """x (N, V) -> its transpose (V, N), contiguous, by transpose_kernel. Inductor does not tile the copy of
+    what a Triton kernel of ours has written: the speedrun's 2.47 GB took 18.7 ms on an H100. Not measured."""
     N, V = x.shape
     out = x.new_empty(V, N)
     tiles = (triton.cdiv(N, 64), triton.cdiv(V, 128))
@@ -7281,7 +7285,9 @@ class Fp8FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad, *kept = ctx.saved_tensors
-        grad_t = kernel_transpose(grad) if ctx.by_kernel else None
+        grad_t = None
+        if ctx.by_kernel:
+            grad_t = kernel_transpose(grad)
         grad_x, grad_head = fp8_gradients(grad, kept, ctx.grad_scale, grad_t)
         return grad_loss * grad_x, grad_loss * grad_head.float(), None, None, None, None, None
 
