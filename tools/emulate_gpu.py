@@ -9,6 +9,7 @@ attention.
 """
 
 import ctypes
+import sys
 import threading
 from typing import Any
 
@@ -76,11 +77,24 @@ def on_cpu(operator: Any) -> Any:
     return decomposition_table.get(operator, operator)
 
 
+def calling_line() -> str:
+    """Where the trainer called what runs now, as `hidden:1234`. Compiled code has no lines of its own: the
+    call of the compiled function. The backward pass runs in a thread of autograd's, without a caller."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("train_gpt.py"):
+            return f"{code.co_name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"
+
+
 class Operators:
-    """CUDA operators that compute on the host. seen: {(name, dtypes of tensors)} of what ran."""
+    """CUDA operators that compute on the host. seen: {(name, dtypes of tensors): the line that called it
+    first}, of what ran."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, tuple[str, ...]]] = set()
+        self.seen: dict[tuple[str, tuple[str, ...]], str] = {}
         self.inside = threading.local()  # of torch's own CUDA code
         self.library = torch.library.Library("aten", "IMPL")
         self.real: dict[str, Any] = {}
@@ -104,7 +118,9 @@ class Operators:
 
     def note(self, plain: str, *values: Any) -> None:
         tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-        self.seen.add((plain, tuple([str(x.dtype).removeprefix("torch.") for x in tensors])))
+        what = (plain, tuple([str(x.dtype).removeprefix("torch.") for x in tensors]))
+        if what not in self.seen:
+            self.seen[what] = calling_line()
 
     def computed(self, name: str, plain: str, operator: Any) -> Any:
         """The CUDA kernel of an operator that checks as CUDA's and computes as the CPU's."""

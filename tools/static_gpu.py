@@ -713,7 +713,7 @@ def parse(argv):
     )
     parser.add_argument("words", nargs="*", metavar="PRESET or NAME=value")
     parser.add_argument("--gpu", nargs="+", default=["h100"], choices=GPUS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8])
+    parser.add_argument("--ranks", nargs="+", type=int, help="8; tiny, whose step is one row: 1")
     parser.add_argument("--trainer", type=Path, default=HERE.parent, help="folder of train_gpt.py")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N that move most bytes")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
@@ -769,6 +769,13 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
     return json.loads(out.read_text())
 
 
+def runs(args):
+    """(preset, GPU, ranks) of each run that is asked for."""
+    for preset, gpu in itertools.product(args.presets, args.gpu):
+        for ranks in args.ranks or [1 if preset == "tiny" else 8]:
+            yield preset, gpu, ranks
+
+
 def one_preset(args):
     """In a child process: writes what is found of a preset. Does not return."""
     preset = args.presets[0]
@@ -799,12 +806,12 @@ def report_run(title, found):
 
 
 def unseen(operators):
-    """Of [(name, dtypes)] those that seen_on_gpu.tsv lacks, as `mm(bfloat16, bfloat16)`."""
+    """Of [(name, dtypes, line)] those that seen_on_gpu.tsv lacks, as `mm(bfloat16) at hidden:1234`."""
     found = []
-    for name, dtypes in operators:
+    for name, dtypes, line in operators:
         if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes)):
-            found.append(f"{name}({', '.join(dict.fromkeys(dtypes))})")
-    return sorted(set(found))
+            found.append(f"{name}({', '.join(dict.fromkeys(dtypes))}) at {line}")
+    return found
 
 
 def main(argv):
@@ -822,7 +829,7 @@ def main(argv):
         library = build(folder)
         if args.run:
             args.ranks = [1]
-        for preset, gpu, ranks in itertools.product(args.presets, args.gpu, args.ranks):
+        for preset, gpu, ranks in runs(args):
             title = " ".join([preset, *args.settings, f"on {ranks} x {gpu}"])
             results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
             if args.run:
