@@ -227,7 +227,7 @@ train() {
     fi
     setup
     fast_sort
-    case $preset$proxy in
+    case $preset$proxy$plan_only in
         # A resumed run may have begun with the whole script
         golf | golf_plus)
             [ -n "$resume" ] && cmp -s "logs/$resume/train_gpt.py" train_gpt.py || one_recipe "$preset" ;;
@@ -250,6 +250,10 @@ train() {
             [ -z "$machine" ] || refuse "$machine"
         fi
         preset_data "$preset"
+    fi
+    # A script of one recipe prints no plan
+    if [ "$script" != train_gpt.py ] && [ -z "$plan_only$resume" ]; then
+        "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
     fi
     if [ "$n" -gt 1 ] && [ "${DEVICE:-}" != cpu ]; then
         # What is refused is refused here: torchrun would add a traceback and make exit code 2 a 1

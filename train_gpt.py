@@ -10,8 +10,9 @@
 `--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
 
 Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: what you edit - 6 optimizer -
-7 schedules - 8 data - 9 evaluation: loss, named scores, CORE, samples - 10 artifact - 11 checkpoints -
-12 fast kernels - 13 ranks, log, memory, plan - 14 rehearse, train, main: clock, rehearsal, loop, one run
+7 schedules - 8 data - 9 evaluation: loss, named scores, CORE - 10 artifact - 11 checkpoints -
+12 fast kernels - 13 ranks, log, memory - 14 rehearse, train, main: clock, rehearsal, loop, one run - 15 lab:
+help, plan, samples, picture
 """
 # ---------- 2 imports
 import sys
@@ -382,6 +383,14 @@ BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 # functions that rewrite a command line before it is read, such as --proxy's
 REWRITERS: list[Callable] = []
 
+# The lab helps people and decides nothing: {hook: its function}, filled at the end of the file. Scripts of
+# one recipe have none.
+LAB: dict[str, Callable] = {}
+
+def lab(hook: str, *args: Any) -> Any:
+    """What the lab says; None without one."""
+    return LAB[hook](*args) if hook in LAB else None
+
 def fields_of(recipe: Any) -> dict[str, Field]:
     """{constant: dataclass field} of a recipe's class."""
     return {f.name: f for f in fields(recipe)}
@@ -412,12 +421,10 @@ def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
     given = {}
     for source in (env, flags):
         for typed, name in NAMES.items():
-            if typed not in source:
-                continue
-            if name in own:
+            if typed in source and name in own:
                 given[name] = parse_value(name, source[typed], own[name])
-            else:
-                check_foreign(preset, name, source[typed])
+            elif typed in source:
+                lab("unknown", preset, name, source[typed])
     return preset_config(preset, given)
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
@@ -441,40 +448,10 @@ def recipe_of(preset: Any) -> Any:
 def default_preset() -> str:
     return next(iter(RECIPES))
 
-def check_foreign(preset: str, name: str, text: str) -> None:
-    """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
-    game's public script has, unless it has the value that this recipe stands for."""
-    unused = recipe_of(preset).unused
-    if name in unused:
-        wanted = unused[name]
-        require(wanted in (None, text), f"{name}={text}: in {preset} it is always {wanted}")
-        return
-    owners = [other for other, its in RECIPES.items() if name in fields_of(its)]
-    require(name in KNOWN and parse_value(name, text) in off_values(KNOWN[name]),
-            f"{name}={text}: {preset} has no such constant, only {', '.join(owners) or 'others'}")
-
 def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
     """The constants that an environment and a command line set."""
     typed = {*env, *dict(parse_flags(argv))}
     return {name for word, name in NAMES.items() if word in typed}
-
-def off_values(f: Field) -> list:
-    """The values that turn a constant off. f: its dataclass field."""
-    default: Any = f.default
-    if isinstance(default, bool):
-        return [False]
-    if f.metadata["off"]:
-        return [()] if isinstance(default, tuple) else [type(default)(0)]
-    if "off" in f.metadata["choices"]:
-        return ["off"]
-    if f.name == "window_pattern":
-        return ["L"]
-    if isinstance(default, tuple):
-        number = f.metadata["of"]
-        if f.name.endswith("_schedule"):
-            return [(number(0),), (number(1),)]
-        return [(number(0),)]
-    return []
 
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
@@ -516,9 +493,8 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
                 f"{flag} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
                 "RANK, WORLD_SIZE and LOCAL_RANK")
         if flag[:2] != "--" or name not in NAMES:
-            longer = [known for known in NAMES if name and known.startswith(name)]
-            nearest = dict(near_misses([name])).get(name, [*longer, "help"][0]).lower().replace("_", "-")
-            raise Refused(f"unknown argument {flag}; did you mean --{nearest}?")
+            lab("unknown", "", flag, "")
+            raise Refused(f"unknown argument {flag}")
         if not equals:  # the value is the next word; a Boolean can do without one, and so can --fp8
             if words and not words[0].startswith("--"):
                 text = words.pop(0)
@@ -529,18 +505,6 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             else:
                 raise Refused(f"{flag} needs a value")
         yield name, text
-
-def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
-    """[(a name that is no constant, the constant that it is one slip away from)]"""
-    found = []
-    for typed in names:
-        if typed in NAMES:
-            continue
-        close = get_close_matches(typed.upper(), NAMES, 3, 0.75)
-        close = [name for name in close if abs(len(typed) - len(name)) < 2]
-        if close:
-            found.append((typed, close[0]))
-    return found
 
 def show(value: object) -> str:
     """A constant as one types it, in one line; only the last part of an absolute path."""
@@ -6147,50 +6111,9 @@ def core_evaluations(cfg: Config, step: int | None) -> list[Callable]:
         due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
     return [core_metric] if due else []
 
-@torch.no_grad()
-def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
-             dtype: torch.dtype | None = None) -> list[int]:
-    """The prompt and `count` further tokens, each drawn from the top_k likeliest, 0: from all; temperature 0:
-    always the likeliest."""
-    ids = [*prompt]
-    device = model.embed.device
-    for _ in range(count):
-        context = model.context(len(ids), device, dtype)
-        x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
-        scores = model.logits(x).cpu()
-        choices = min(top_k or len(scores), len(scores))
-        best, which = scores.topk(choices if temperature else 1)
-        ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
-    return ids
-
-def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> None:
-    """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
-    sp = data.tokenizer
-    if not sp:
-        log("samples: none without a tokenizer")
-        return
-    starts = np.flatnonzero(data.val == data.bos)
-    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
-    if cfg.sample:
-        prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
-    torch.manual_seed(cfg.seed)
-    if not cfg.sample_tokens:
-        return
-    for i, prompt in enumerate(prompts, 1):
-        ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
-        ids = [token for token in ids if token < sp.vocab_size()]  # the rest pads the vocabulary
-        text = sp.decode(prompt)
-        said = sp.decode(ids)[len(text):]
-        whole_lines = said.rpartition("\n")[0]
-        log(f"sample {i}: {text}»{whole_lines or said}")
-
 # ---------- 10 artifact
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
-ENTRY_BYTES = 64  # a tensor's name and place, compressed
-# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
-# five of golf_plus
-TRAINED_PART = 0.9965
 SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
 
 def codec(cfg: Config) -> str:
@@ -6320,25 +6243,6 @@ def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tens
         return {"": w.half()}
     rows, scales = cfg.quantize(row, w, coarser, hessian)
     return {".int8": rows, ".scale": scales}
-
-def planned_bytes(cfg: Config) -> int | None:
-    """Estimate of the artifact's bytes: some 65,536 random normal weights per kind and shape are compressed;
-    trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
-    if cfg.keeps_text():
-        return None
-    table = cfg.parameter_table()
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        model = cfg.make_model(Kernels())
-        parameters = [(table[kind_of(name)], p.shape) for name, p in model.named_parameters()]
-    sizes = {}
-    for row, shape in dict.fromkeys(parameters):
-        drawn = max(1, (1 << 16) // math.prod(shape[1:]))
-        w = torch.randn((drawn, *shape[1:]), generator=generator)
-        parts = packed_tensors(w, row, cfg, shape.numel()).values()
-        raw = b"".join([part.numpy().tobytes() for part in parts])
-        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / drawn
-    return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
 
 def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1.0) -> bytes:
     """The artifact: packed_tensors() of each parameter and the constants of the model. hessians: what
@@ -7331,7 +7235,7 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
         chosen["loss"] = partial(loss, row_losses=kernel_losses)
     return Kernels(**chosen)
 
-# ---------- 13 ranks, log, memory, plan
+# ---------- 13 ranks, log, memory
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
                   "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
@@ -7689,87 +7593,6 @@ def peak_memory(team: Team, log: Callable) -> str:
     log(text)
     return text
 
-def help_text(preset: str) -> Iterator[str]:
-    """Yields lines: the constants of a preset and no others."""
-    cfg = preset_config(preset)
-    yield script_source().decode().split('"""')[1]  # `python -OO` leaves out __doc__
-    yield f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]"
-    for name, f in fields_of(type(cfg)).items():
-        limits = f.metadata
-        value = getattr(cfg, name)
-        accepts = ""
-        if limits["choices"]:
-            accepts = f" ({' | '.join(limits['choices'])})"
-        elif limits["of"] in (int, float) or type(value) in (int, float):
-            accepts = f" ({limits['least']:g} to {limits['most']:g})"
-        yield f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]"
-    yield "Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()])
-    yield f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants"
-
-def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
-    """Yields size, cost and memory of the run, and its schedules. micro: sequences per micro-step."""
-    counts = parameter_counts(cfg)
-    flops = flops_per_token(cfg)
-    batch = cfg.train_batch_tokens
-    T = cfg.train_seq_len
-    yield f"parameters:{counts.total()} ({listed(counts)})"
-    yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
-    yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
-           f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
-           f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
-    if team.world_size > 1:  # gradients and weights of all banks
-        width = team.dtype.itemsize if team.on_gpu else 4
-        yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
-    cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
-    yield f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); {cap}"
-    size = None
-    if cfg.artifact_bytes_limit and cfg.score_artifact:
-        size = planned_bytes(cfg)
-    if size:
-        yield (f"artifact: {size} bytes and {len(script_source())} of code (estimate), "
-               f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
-    yield from stage_lines(cfg)
-
-def stage_lines(cfg: Config) -> Iterator[str]:
-    """Yields the table of stages, with a row wherever a column changes, by steps as if there were no cap."""
-    last = total_steps(cfg)
-    T = cfg.train_seq_len
-    rows = []
-    for step in cfg.marks():
-        if step < last:
-            rows.append((step, stage_at(cfg, step / last), cfg.top_lr(step / last)))
-    windows = [*cfg.windows(rows[0][1], T)]
-    stages = cfg.stages()
-    more = [name for name in cfg.plan_columns() if len({getattr(stage, name) for stage in stages}) > 1]
-    yield " ".join(["stage table: from_step tokens_per_step row_tokens", *windows, "lr_factor", *more])
-    for step, stage, lr in rows:
-        line = f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}"
-        for name, size in cfg.windows(stage, stage.row_tokens).items():
-            line += f" {size:{len(name)}}"
-        line += f" {lr:9.4f}"
-        for name in more:
-            line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
-        yield line
-    yield f"warmdown: {cfg.warmdown_text()}"
-    line = f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}"
-    sizes = cfg.windows(None, cfg.eval_context or T)
-    yield f"{line}, {listed(sizes)}" if sizes else line
-
-def plot_curves(curves: dict, title: str, path: Path, log: Callable) -> None:
-    """Draws loss.png of {split: [(step, training seconds, loss)]}. Without matplotlib a line says so."""
-    try:
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for curve, label, line in (("mean", "train", "-"), ("val", "val", "o-")):
-            _, seconds, losses = zip(*curves[curve])
-            axes.plot(seconds, losses, line, label=label)
-        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log")
-        axes.legend()
-        figure.savefig(path, dpi=110)
-    except Exception as error:
-        log(f"loss.png: not drawn ({brief(error)})")
-
 # ---------- 14 rehearse, train, main
 @dataclass
 class TrainState:
@@ -8039,7 +7862,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
         further = cfg.evaluations(step)
         if cfg.sample_every and step and step % cfg.sample_every == 0:
-            further.append(show_samples)
+            further.append(partial(lab, "samples"))
         if done or validation_due or further:
             team.wait()
             state.seconds = clock.seconds()
@@ -8228,7 +8051,7 @@ def prepare(run: Run) -> None:
         log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
-        log(*plan_lines(cfg, team, run.micro))
+        lab("plan", cfg, team, run.micro, log)
         run.kernels = choose_kernels(cfg, team.on_gpu, log)
     elif team.on_gpu:
         run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))
@@ -8303,9 +8126,9 @@ def finish(run: Run, result: dict, report: dict, scores: dict, curves: dict, beg
     log = run.log
     score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
-    show_samples(run.model, cfg, run.data, run.team, log)
+    lab("samples", run.model, cfg, run.data, run.team, log)
     if curves:
-        plot_curves(curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+        lab("picture", curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
     process_ms = round(1e3 * (time.perf_counter() - began))
     finished = f"{datetime.now(UTC):%FT%TZ}"
     report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
@@ -8323,15 +8146,6 @@ def finish(run: Run, result: dict, report: dict, scores: dict, curves: dict, beg
     log.seal()
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
-
-def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
-    """Logs what was given and has no effect."""
-    for name in sorted(given_names(env, argv) & {*cfg.unused}):
-        log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
-    for typed, name in near_misses(env):
-        log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
-    if env.get("LOGGER"):
-        log("warning: LOGGER works only through ./run.sh")
 
 def load_asked(asked: Config, team: Team, changed: dict, given: set[str],
                log: Callable) -> tuple[Model, Config]:
@@ -8356,7 +8170,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     cfg = load_config(env, argv)
     began = time.perf_counter()
     started = f"{datetime.now(UTC):%FT%TZ}"
-    warn(cfg, argv, env, log)
+    lab("warnings", cfg, argv, env, log)
     script_source()
     team = Team(cfg, env)
     checkpoint = None
@@ -8381,8 +8195,8 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
     if cfg.dry_run:
         return
-    if model and "sample" in changed:
-        show_samples(model, run.cfg, run.data, team, log)
+    if model and "sample" in changed and "samples" in LAB:
+        lab("samples", model, run.cfg, run.data, team, log)
         return
     if not model:
         run.loader.check()
@@ -8420,7 +8234,8 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
 def main(argv: Sequence[str], env: Mapping) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training."""
     if "--help" in argv or "-h" in argv:
-        print(*help_text(preset_of(env, argv)), sep="\n")
+        print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
+        lab("help", preset_of(env, argv))
         return 0
     log = Log(lead=True)
     saver = Saver()
@@ -8484,6 +8299,218 @@ def outlet(number: int, stream: object) -> io.TextIOWrapper:
     encoding = getattr(stream, "encoding", "utf-8")
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "replace", line_buffering=True)
 
+# ---------- 15 lab
+# What helps people and decides nothing. The rest of the file calls it through the table at its end.
+def check_foreign(preset: str, name: str, text: str) -> None:
+    """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
+    game's public script has, unless it has the value that this recipe stands for."""
+    unused = recipe_of(preset).unused
+    if name in unused:
+        wanted = unused[name]
+        require(wanted in (None, text), f"{name}={text}: in {preset} it is always {wanted}")
+        return
+    owners = [other for other, its in RECIPES.items() if name in fields_of(its)]
+    require(name in KNOWN and parse_value(name, text) in off_values(KNOWN[name]),
+            f"{name}={text}: {preset} has no such constant, only {', '.join(owners) or 'others'}")
+
+def off_values(f: Field) -> list:
+    """The values that turn a constant off. f: its dataclass field."""
+    default: Any = f.default
+    if isinstance(default, bool):
+        return [False]
+    if f.metadata["off"]:
+        return [()] if isinstance(default, tuple) else [type(default)(0)]
+    if "off" in f.metadata["choices"]:
+        return ["off"]
+    if f.name == "window_pattern":
+        return ["L"]
+    if isinstance(default, tuple):
+        number = f.metadata["of"]
+        if f.name.endswith("_schedule"):
+            return [(number(0),), (number(1),)]
+        return [(number(0),)]
+    return []
+
+def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
+    """[(a name that is no constant, the constant that it is one slip away from)]"""
+    found = []
+    for typed in names:
+        if typed in NAMES:
+            continue
+        close = get_close_matches(typed.upper(), NAMES, 3, 0.75)
+        close = [name for name in close if abs(len(typed) - len(name)) < 2]
+        if close:
+            found.append((typed, close[0]))
+    return found
+
+def refuse_unknown(preset: str, name: str, text: str) -> None:
+    """Raises Refused for a name that a preset lacks, unless check_foreign() accepts it. preset empty: for a
+    flag that is no constant of any preset."""
+    if preset:
+        check_foreign(preset, name, text)
+        return
+    typed = name.removeprefix("--").replace("-", "_").upper()
+    longer = [known for known in NAMES if typed and known.startswith(typed)]
+    nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
+    raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
+
+def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
+    """Logs what was given and has no effect."""
+    for name in sorted(given_names(env, argv) & {*cfg.unused}):
+        log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
+    for typed, name in near_misses(env):
+        log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
+    if env.get("LOGGER"):
+        log("warning: LOGGER works only through ./run.sh")
+
+def print_help(preset: str) -> None:
+    """Prints the constants of a preset and no others."""
+    cfg = preset_config(preset)
+    print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
+    for name, f in fields_of(type(cfg)).items():
+        limits = f.metadata
+        value = getattr(cfg, name)
+        accepts = ""
+        if limits["choices"]:
+            accepts = f" ({' | '.join(limits['choices'])})"
+        elif limits["of"] in (int, float) or type(value) in (int, float):
+            accepts = f" ({limits['least']:g} to {limits['most']:g})"
+        print(f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]")
+    print("Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()]))
+    print(f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants")
+
+ENTRY_BYTES = 64  # a tensor's name and place, compressed
+# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
+# five of golf_plus
+TRAINED_PART = 0.9965
+
+def planned_bytes(cfg: Config) -> int | None:
+    """Estimate of the artifact's bytes: some 65,536 random normal weights per kind and shape are compressed;
+    trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
+    if cfg.keeps_text():
+        return None
+    table = cfg.parameter_table()
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = cfg.make_model(Kernels())
+        parameters = [(table[kind_of(name)], p.shape) for name, p in model.named_parameters()]
+    sizes = {}
+    for row, shape in dict.fromkeys(parameters):
+        drawn = max(1, (1 << 16) // math.prod(shape[1:]))
+        w = torch.randn((drawn, *shape[1:]), generator=generator)
+        parts = packed_tensors(w, row, cfg, shape.numel()).values()
+        raw = b"".join([part.numpy().tobytes() for part in parts])
+        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / drawn
+    return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
+
+def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
+    """Yields size, cost and memory of the run, and its schedules. micro: sequences per micro-step."""
+    counts = parameter_counts(cfg)
+    flops = flops_per_token(cfg)
+    batch = cfg.train_batch_tokens
+    T = cfg.train_seq_len
+    yield f"parameters:{counts.total()} ({listed(counts)})"
+    yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
+    yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
+           f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
+           f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
+    if team.world_size > 1:  # gradients and weights of all banks
+        width = team.dtype.itemsize if team.on_gpu else 4
+        yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
+    cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
+    yield f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); {cap}"
+    size = None
+    if cfg.artifact_bytes_limit and cfg.score_artifact:
+        size = planned_bytes(cfg)
+    if size:
+        yield (f"artifact: {size} bytes and {len(script_source())} of code (estimate), "
+               f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
+    yield from stage_lines(cfg)
+
+def stage_lines(cfg: Config) -> Iterator[str]:
+    """Yields the table of stages, with a row wherever a column changes, by steps as if there were no cap."""
+    last = total_steps(cfg)
+    T = cfg.train_seq_len
+    rows = []
+    for step in cfg.marks():
+        if step < last:
+            rows.append((step, stage_at(cfg, step / last), cfg.top_lr(step / last)))
+    windows = [*cfg.windows(rows[0][1], T)]
+    stages = cfg.stages()
+    more = [name for name in cfg.plan_columns() if len({getattr(stage, name) for stage in stages}) > 1]
+    yield " ".join(["stage table: from_step tokens_per_step row_tokens", *windows, "lr_factor", *more])
+    for step, stage, lr in rows:
+        line = f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}"
+        for name, size in cfg.windows(stage, stage.row_tokens).items():
+            line += f" {size:{len(name)}}"
+        line += f" {lr:9.4f}"
+        for name in more:
+            line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
+        yield line
+    yield f"warmdown: {cfg.warmdown_text()}"
+    line = f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}"
+    sizes = cfg.windows(None, cfg.eval_context or T)
+    yield f"{line}, {listed(sizes)}" if sizes else line
+
+def log_plan(cfg: Config, team: Team, micro: int, log: Callable) -> None:
+    log(*plan_lines(cfg, team, micro))
+
+@torch.no_grad()
+def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
+             dtype: torch.dtype | None = None) -> list[int]:
+    """The prompt and `count` further tokens, each drawn from the top_k likeliest, 0: from all; temperature 0:
+    always the likeliest."""
+    ids = [*prompt]
+    device = model.embed.device
+    for _ in range(count):
+        context = model.context(len(ids), device, dtype)
+        x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
+        scores = model.logits(x).cpu()
+        choices = min(top_k or len(scores), len(scores))
+        best, which = scores.topk(choices if temperature else 1)
+        ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
+    return ids
+
+def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> None:
+    """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
+    sp = data.tokenizer
+    if not sp:
+        log("samples: none without a tokenizer")
+        return
+    starts = np.flatnonzero(data.val == data.bos)
+    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
+    if cfg.sample:
+        prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
+    torch.manual_seed(cfg.seed)
+    if not cfg.sample_tokens:
+        return
+    for i, prompt in enumerate(prompts, 1):
+        ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
+        ids = [token for token in ids if token < sp.vocab_size()]  # the rest pads the vocabulary
+        text = sp.decode(prompt)
+        said = sp.decode(ids)[len(text):]
+        whole_lines = said.rpartition("\n")[0]
+        log(f"sample {i}: {text}»{whole_lines or said}")
+
+def plot_curves(curves: dict, title: str, path: Path, log: Callable) -> None:
+    """Draws loss.png of {split: [(step, training seconds, loss)]}. Without matplotlib a line says so."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for curve, label, line in (("mean", "train", "-"), ("val", "val", "o-")):
+            _, seconds, losses = zip(*curves[curve])
+            axes.plot(seconds, losses, line, label=label)
+        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log")
+        axes.legend()
+        figure.savefig(path, dpi=110)
+    except Exception as error:
+        log(f"loss.png: not drawn ({brief(error)})")
+
+LAB.update(unknown=refuse_unknown, warnings=warn, help=print_help, plan=log_plan, samples=show_samples,
+           picture=plot_curves)
+
+# ---------- 16 start
 if __name__ == "__main__":
     sys.stdout = outlet(1, sys.stdout)
     sys.stderr = outlet(2, sys.stderr)

@@ -15,7 +15,7 @@ from source import packed_line
 
 SECTIONS = ["imports", "run constants, flags, checks", "techniques", "recipes", "optimizer", "schedules",
             "data", "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
-            "rehearse, train, main"]  # from 2 on, as DESIGN orders them
+            "rehearse, train, main", "lab", "start"]  # from 2 on, as DESIGN orders them
 TOOLS = sorted(path for folder in ("data", "records", "tools") for path in ROOT.glob(f"{folder}/*.py"))
 SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md"),

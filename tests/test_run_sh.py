@@ -15,7 +15,9 @@ WATCH = "tools/watch.py stub "        # what shows a run
 ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
 # golf trains with a script of its recipe alone
 MADE, GOLF_SCRIPT = "tools/script.py golf", "logs/.script/golf/train_gpt.py"
-PLUS = ["tools/script.py golf_plus", "logs/.script/golf_plus/train_gpt.py --preset=golf_plus"]
+GOLF_PLAN = "train_gpt.py --preset=golf --dry-run"  # the script has none
+PLUS = ["tools/script.py golf_plus", "train_gpt.py --preset=golf_plus --dry-run",
+        "logs/.script/golf_plus/train_gpt.py --preset=golf_plus"]
 
 
 @pytest.fixture
@@ -236,14 +238,14 @@ def test_a_path_with_spaces_or_quotes(checkout, folder):
 
 
 def test_missing_data_is_made_then_trained_on(folder):
-    """The trainer runs once: it prints the plan itself."""
+    """The trainer runs once: it prints the plan itself, where it is the whole file."""
     assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
     for words, env in ((["golf"], {}), (["--preset=golf"], {}), ([], {"PRESET": "golf"})):
         calls = run(folder, *words, PYTHON="stub", **env)[2]
         assert calls[0] == MADE and calls[1].startswith(GOLF_SCRIPT) and calls[1].endswith("--dry-run")
         assert calls[2] == "data/download.py sp1024 -n 80"
     assert run(folder, "golf_plus", PYTHON="stub")[2][:3] == [
-        PLUS[0], PLUS[1] + " --dry-run", "data/download.py sp8192 -n 128"]
+        PLUS[0], PLUS[2] + " --dry-run", "data/download.py sp8192 -n 128"]
     for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
         fetched = [f"data/download.py {source}", "data/download.py core"]
         assert run(folder, preset, PYTHON="stub")[2][1:3] == fetched
@@ -252,7 +254,7 @@ def test_missing_data_is_made_then_trained_on(folder):
     for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
         calls = run(folder, *args, PYTHON="stub", DEVICE="cpu")[2]
         if args == ("golf",):
-            assert calls == [MADE, f"{GOLF_SCRIPT} --preset=golf"]
+            assert calls == [MADE, GOLF_PLAN, f"{GOLF_SCRIPT} --preset=golf"]
         elif args == ("golf_plus",):
             assert calls == PLUS
         else:
@@ -338,7 +340,7 @@ def test_every_gpu_is_used(folder):
         assert run(folder, PYTHON="stub", **visible)[2][-1] == "train_gpt.py"
     sees_gpus(folder, 3)
     calls = run(folder, "golf", "--device=cpu", PYTHON="stub")[2]
-    assert calls == [MADE, f"{GOLF_SCRIPT} --preset=golf --device=cpu"]
+    assert calls[0] == MADE and calls[2:] == [f"{GOLF_SCRIPT} --preset=golf --device=cpu"]
 
 
 def test_what_cannot_be_fetched(folder):
@@ -583,16 +585,21 @@ def test_the_exit_code_is_the_trainers(folder, code):
 
 
 def test_a_refusal_comes_before_torchrun(folder):
-    """Torchrun would make another exit code of it. On the way the plan is not printed."""
-    have(folder, GOLF)
+    """Torchrun would make another exit code of it. On the way the plan is printed only if the run itself has
+    none."""
+    have(folder, GOLF, EMBEDDED)
     program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
     two = 'case "$*" in *device_count*) echo 2; exit;; esac; '
     program(folder, "stub", two + 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
-    assert run(folder, "golf", PYTHON="stub") == (2, "", [MADE, f"{GOLF_SCRIPT} --preset=golf --dry-run"])
-    program(folder, "stub", two + 'case "$*" in *--dry-run) echo a second plan;; *) echo a plan;; esac')
-    done = subprocess.run(["bash", "run.sh", "golf"], cwd=folder, capture_output=True, text=True, timeout=60,
-                          env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
-    assert (done.returncode, done.stdout) == (0, "a plan\n")
+    assert run(folder, "golf", PYTHON="stub") == (2, "", [MADE, GOLF_PLAN])
+    refused = ["train_gpt.py --preset=speedrun --data-path=x --dry-run"]
+    assert run(folder, "speedrun", "--data-path=x", PYTHON="stub") == (2, "", refused)
+    program(folder, "stub", two + 'case "$*" in *script.py*) ;; *--dry-run) echo a plan ;; *) echo a run ;; '
+                                  'esac')
+    for words, printed in ((["golf"], "a plan\na run\n"), (["speedrun", "--data-path=x"], "a run\n")):
+        done = subprocess.run(["bash", "run.sh", *words], cwd=folder, capture_output=True, text=True,
+                              timeout=60, env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
+        assert (done.returncode, done.stdout) == (0, printed)
 
 
 def test_a_script_is_all_that_is_printed(folder):

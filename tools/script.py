@@ -1,9 +1,11 @@
 """Prints train_gpt.py with one recipe only: ./run.sh script PRESET
 
+    ./run.sh script --reach     how much of the file each recipe reaches
+
 Top-level definitions that the recipe does not reach are left out; the rest is kept verbatim, comments
-included. Only the registry of recipes and the docstring are edited, and the flag --proxy is taken out. The
-default preset is that recipe. The script trains bit-identically to the whole file, is a legal script of a
-record, and its bytes are what golf counts.
+included. Only the registry of recipes and the docstring are edited, and what hangs the lab and --proxy on the
+rest is taken out. The default preset is that recipe. The script trains bit-identically to the whole file, is
+a legal script of a record, and its bytes are what golf counts.
 """
 import ast
 import dis
@@ -15,7 +17,8 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "train_gpt.py"
 BANNER = "# ---------- "
-PROXY_HOOK = "REWRITERS.append(expand_proxy)"
+# Statements that hang proxies and the lab on core; all that serves them is no longer reached without
+HOOKS = ("REWRITERS.append(", "LAB.update(")
 ASKED_FOR = ("load_config", "load_model", "log_probs")  # by other programs, the leak probe among them
 
 
@@ -135,10 +138,10 @@ def with_one_recipe(text, preset):
     registry, recipes = registry_of(tree)
     if preset not in recipes:
         raise SystemExit(f"script: {preset!r} is none of {', '.join(recipes)}")
+    for node in tree.body:
+        if ast.unparse(node).startswith(HOOKS):
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     lines[registry.lineno - 1:registry.end_lineno] = [f"RECIPES = dict({preset}={recipes[preset]})"]
-    for node in tree.body:  # what adds --proxy; all that serves it is no longer reached
-        if ast.unparse(node) == PROXY_HOOK:
-            lines[node.lineno - 1] = ""
     docstring = tree.body[0]
     about = lines[docstring.lineno - 1:docstring.end_lineno]
     others = ["--proxy"]
@@ -157,10 +160,39 @@ def script(preset, text):
     return without_unreached(with_one_recipe(text, preset))
 
 
+class Reach(NamedTuple):
+    """How large a module is."""
+    statements: int  # of Python's ast, which neither comments nor packing change
+    functions: int
+    classes: int
+    bytes: int
+
+
+def reach_of(text):
+    """Reach of a module's text."""
+    kinds = [type(node) for node in ast.walk(ast.parse(text))]
+    statements = sum([issubclass(kind, ast.stmt) for kind in kinds])
+    functions = sum([issubclass(kind, ast.FunctionDef) for kind in kinds])
+    return Reach(statements, functions, kinds.count(ast.ClassDef), len(text.encode()))
+
+
+def print_reach(text):
+    """A line for the script of each recipe and for the whole file."""
+    recipes = registry_of(ast.parse(text))[1]
+    print(f"{'':14} {'statements':>10} {'functions':>9} {'classes':>7} {'bytes':>7}")
+    for name, its_text in [*[(preset, script(preset, text)) for preset in recipes], ("train_gpt.py", text)]:
+        size = reach_of(its_text)
+        print(f"{name:14} {size.statements:10} {size.functions:9} {size.classes:7} {size.bytes:7}")
+
+
 def main():
     if len(sys.argv) != 2:
         raise SystemExit("script: one recipe is wanted: ./run.sh script PRESET")
-    print(script(sys.argv[1], SOURCE.read_text(encoding="utf-8")), end="")
+    text = SOURCE.read_text(encoding="utf-8")
+    if sys.argv[1] == "--reach":
+        print_reach(text)
+    else:
+        print(script(sys.argv[1], text), end="")
 
 
 if __name__ == "__main__":
