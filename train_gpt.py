@@ -9,10 +9,11 @@
 
 `--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
 
-Map: 3 run constants, flags, checks - 4 techniques - 5 recipes, one per preset: what you edit - 6 optimizer -
-7 schedules - 8 data - 9 evaluation: loss, named scores, CORE - 10 artifact - 11 checkpoints -
-12 fast kernels - 13 ranks, log, memory - 14 rehearse, train, main: clock, rehearsal, loop, one run - 15 lab:
-help, plan, samples, picture
+Map. Core, in the order in which data flow: 3 run constants, flags, checks - 4 techniques - 5 optimizer -
+6 schedules - 7 data - 8 evaluation: loss, named scores, CORE - 9 artifact - 10 checkpoints -
+11 fast kernels - 12 ranks, log, memory - 13 rehearse, train, main: clock, rehearsal, loop, one run.
+Then 14 recipes, one per preset, with all that only it uses: what you edit.
+Then 15 lab: help, plan, samples, picture.
 """
 # ---------- 2 imports
 import sys
@@ -366,11 +367,6 @@ class Config(Recipe):
         """LR factor at this progress, without the warmdown."""
         return stage_at(self, progress).lr
 
-def check_window_pattern(cfg: Any) -> None:
-    """Raises Refused for a pattern that has anything but L and S."""
-    if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
-        raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
-
 def check_grouped_queries(cfg: Any) -> None:
     """Raises Refused if num_kv_heads does not divide num_heads."""
     require(cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads) == 0,
@@ -546,78 +542,6 @@ def check_config(cfg: Config) -> None:
                 f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
     cfg.check()
     cfg.parameter_table()
-
-# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state their rates and decay for a model
-# of this depth and width, trained with this many tokens per step:
-REFERENCE_DEPTH = 12
-REFERENCE_WIDTH = 768
-REFERENCE_BATCH = 2**19
-CHANNELS_PER_LAYER = 64
-HEAD_DIM = 128
-BATCH_POWER = 0.383  # the best batch grows with this power of a run's tokens (arXiv:2505.13738)
-HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
-
-def depth_size(depth: int) -> dict:
-    """{constant: value} of a depth: 64 channels per layer, rounded up to whole heads of 128. Every fourth
-    layer and the last one have the long window; every other layer, the last one among them, has value
-    embeddings."""
-    heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
-    pattern = ""
-    value_embed_layers = []
-    for n in range(1, depth + 1):
-        pattern += "L" if n % 4 == 0 or n == depth else "S"
-        has_value_embed = (depth - n) % 2 == 0
-        value_embed_layers.append((n + 1) // 2 if has_value_embed else 0)
-    return dict(num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_pattern=pattern,
-                value_embed_layers=tuple(value_embed_layers))
-
-def check_horizons(cfg: Any) -> None:
-    """Raises Refused if the depth dial lacks something that it needs, or something needs the dial and it is
-    off."""
-    if cfg.depth and not cfg.vocab_size:
-        raise Refused(f"depth={cfg.depth} needs vocab_size")
-    if not cfg.depth and (cfg.target_param_data_ratio or cfg.target_flops):
-        raise Refused(f"target_param_data_ratio={cfg.target_param_data_ratio:g}, "
-                      f"target_flops={cfg.target_flops:g}: these horizons need depth")
-    if not cfg.train_batch_tokens:
-        raise Refused("train_batch_tokens=0 needs depth")
-
-def depth_dial(cfg: Any, given: dict) -> Any:
-    """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
-    Refused."""
-    # 1. The length of the run, by one of HORIZONS; a given one replaces the preset's.
-    horizons = [name for name in HORIZONS if given.get(name)]
-    if horizons:
-        others: dict[str, Any] = {name: 0.0 for name in HORIZONS[1:] if name not in horizons}
-        cfg = replace(cfg, **others)
-    # 2. The size of this model and of the reference model.
-    reference = replace(cfg, **cfg.size_of_depth(REFERENCE_DEPTH))
-    cfg = replace(cfg, **cfg.size_of_depth(cfg.depth) | given)
-    weights = horizon_weights(cfg)
-    growth = weights / horizon_weights(reference)
-    # 3. Batch, unless given: a power of the tokens, which grow as the weights do, rounded to a power of 2.
-    batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
-    # 4. Steps: until the FLOPs are spent, or target_param_data_ratio tokens per weight (arXiv:2203.15556).
-    derived = {}
-    tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
-    if tokens:
-        derived["iterations"] = max(1, int(tokens / batch))
-    # Iterations may stand beside another horizon that comes to the same number, as in a record's command.
-    repeated = len(horizons) == 2 and derived.get("iterations") == given.get("iterations")
-    if len(horizons) > 1 and not repeated:
-        raise Refused(f"{' and '.join(horizons)} are two horizons: give one")
-    # 5. Learning rates grow with the square root of the batch (arXiv:2205.10287). Those of embeddings and
-    #    lm_head also fall with the square root of the width, halfway to muP (arXiv:2203.03466).
-    rate = (batch / REFERENCE_BATCH) ** 0.5
-    adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
-    # 6. Weight decay is lower in longer runs. It is multiplied by matrix_lr, so it grows with the batch
-    #    (arXiv:2405.13698).
-    factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
-    derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
-    # 7. The warmdown takes whole steps.
-    steps = derived.get("iterations", cfg.iterations)
-    derived["warmdown_frac"] = round(cfg.warmdown_frac * steps) / steps
-    return replace(cfg, **derived | given | {"train_batch_tokens": batch})
 
 @cache
 def parameter_counts(cfg: Config) -> Counter:
@@ -993,42 +917,11 @@ def rope_spectrum(head_dim: int, base: float, fraction: float = 1.0) -> Tensor:
     rotating = int(fraction * head_dim / 2) if base else 0
     return F.pad(base ** -(torch.arange(rotating) / rotating), (0, pairs - rotating))
 
-def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor:
-    """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to exactly 1 / base
-    (modded-nanogpt); base 0: no rotation. Only the first `fraction` of the pairs rotate."""
-    rotating = int(fraction * head_dim / 2) if base else 0
-    return F.pad(base ** -torch.linspace(0, 1, rotating), (0, head_dim // 2 - rotating))
-
-def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor, float]:
-    """Frequencies (pairs,) and the factor on q @ k after a window has grown from old to new tokens. Pairs of
-    channels that turn less than once in the old window are slowed down by old / new, those that turn more
-    than 32 times stay as they are, and attention gets sharper (YaRN, arXiv:2309.00071;
-    modded-nanogpt#122: -3.7 s)."""
-    turns = old * frequencies / (2 * math.pi)
-    kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
-    return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
-
 def rope_tables(T: int, frequencies: Tensor, device: torch.device,
                 dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin for rotate(), each (T, 1, head_dim / 2)."""
     angles = torch.arange(T, device=device)[:, None, None] * frequencies.to(device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-def pair_rope_tables(T: int, frequencies: Tensor, device: torch.device,
-                     dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for paired heads, each (T, 1, 2, pairs of channels): even heads of token t turn as at
-    position 2 t, odd ones as at 2 t + 1, although pair_heads() pairs by halves, as in modded-nanogpt#58."""
-    positions = torch.arange(2 * T, device=device).view(T, 1, 2, 1)
-    angles = positions * frequencies.to(device)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-def rotate_adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on adjacent channels in the first part of each head; the rest stays as it is. x (..., D), cos and
-    sin (..., pairs of channels)."""
-    rotating = 2 * cos.size(-1)
-    a, b = x[..., :rotating].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((a * cos + b * sin, b * cos - a * sin), -1).flatten(-2)
-    return torch.cat((turned, x[..., rotating:]), -1)
 
 def key_offset(k: Tensor) -> Tensor:
     """Takes the second half of each key's channels from the token before, so that a query that matches a
@@ -1038,140 +931,6 @@ def key_offset(k: Tensor) -> Tensor:
     own, moved = k.tensor_split(2, -1)
     moved = torch.cat((moved[:, :1], moved[:, :-1]), 1)
     return torch.cat((own, moved), -1)
-
-def scaled_xsa(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
-    """XSA with a learned strength (arXiv:2603.09078; modded-nanogpt#82: -0.6 s): removes a part of each
-    head's output along the token's own value. y and v (B, T, H, D), strength (B, T, H), before tanh."""
-    along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-    return y - torch.tanh(strength)[..., None] * along * v
-
-def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tensor, mask: Tensor) -> Tensor:
-    """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
-    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` merges the attention patterns of all heads
-    into one, which is applied to the values of each head; `spread` weights the results. q (B, T, H, D),
-    already scaled, k (B, T, H, D), v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads
-    here. mask: from dynamic_mask(); memory grows as T * mask.size(-1) per head."""
-    T = q.size(1)
-    mix = mix_of_heads(mix, v.dtype)
-    blocks = mask.size(1)
-    width = mask.size(2)
-    q = query_blocks(q, blocks, width)
-    mix = query_blocks(mix, blocks, width)
-    k = query_blocks(k, blocks, width)
-    v = query_blocks(v, blocks, width)
-    if blocks > 1:
-        k = with_block_before(k)
-        v = with_block_before(v)
-    scores = torch.einsum("bnqhd,bnkhd->bnhqk", q, k).float()
-    patterns = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).to(v.dtype)
-    pattern = (mix.mT[..., None] * patterns).sum(2)
-    y = (pattern @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
-    return spread[..., None] * y.flatten(1, 2)[:, :T]
-
-def dynamic_mask(keys: int, documents: Tensor) -> Tensor:
-    """The mask for dynamic_attention(): each token sees the last `keys` tokens of its document, itself
-    included. documents (B, T): the number of each token's document."""
-    return window_mask(keys - 1, documents.size(1), documents, documents.device, width=keys)
-
-def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (B, T, H) scaled to a mean square of 1 over the heads of each token."""
-    return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(dtype)
-
-def query_blocks(x: Tensor, blocks: int, width: int) -> Tensor:
-    """(B, T, ...) -> (B, blocks, width, ...), zeros at the end."""
-    padding = (0, 0) * (x.dim() - 2) + (0, blocks * width - x.size(1))
-    return F.pad(x, padding).unflatten(1, (blocks, width))
-
-def with_block_before(x: Tensor) -> Tensor:
-    """Keys that each block of queries sees: (B, blocks, width, ...) -> (B, blocks, 2 width, ...)."""
-    before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
-    return torch.cat((before, x), 2)
-
-def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor) -> Tensor:
-    """A small MLP gives each token weights to mix streams and values with, or gates (MUDD,
-    arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden), bias (n,),
-    scale: a number or (1,) -> (B, T, n)."""
-    return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
-
-def mudd_parameters(width: int, hidden: int, rows: list[int]) -> tuple:
-    """w1 (places, hidden, C), w2 (places, n, hidden) and bias (places, n) for mudd() in several places of a
-    model of width C. rows: how many values each place needs; n is the largest, and the rows that a place does
-    not need are idle."""
-    places = len(rows)
-    n = max(rows)
-    return parameter(places, hidden, width), parameter(places, n, hidden), parameter(places, n)
-
-def mudd_weights(x: Tensor, n: int, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """n weights (B, T, 1) with which each token of x (B, T, C) mixes streams: mudd() with the first n rows of
-    w2 and bias."""
-    values = mudd(x, w1, w2[:n], bias[:n], scale)
-    return values.split(1, -1)
-
-class MuddGate(NamedTuple):
-    """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
-    name: str
-    layer: int  # where it is used
-    width: int  # how many values it has
-    first: float  # initial value of each
-
-def gate_values(gates: list[MuddGate]) -> list[float]:
-    """The initial values of all these gates, one after the other (n,)."""
-    values = []
-    for g in gates:
-        values += [g.first] * g.width
-    return values
-
-def mudd_gates(x: Tensor, gates: list[MuddGate], w1: Tensor, w2: Tensor, bias: Tensor,
-               scale: Tensor) -> dict[int, dict[str, Tensor]]:
-    """{layer: {name: gate (B, T, its width)}}, in place of learned factors and of gates that each layer makes
-    for itself (modded-nanogpt#85: -3.5 s with dynamic attention). One mudd() of x (B, T, C), with the first
-    rows of w2 and bias, gives them all, in the order of `gates`. scale (1,)."""
-    n = len(gate_values(gates))
-    values = mudd(x, w1, w2[:n], bias[:n], scale.to(x.dtype))
-    found: dict[int, dict[str, Tensor]] = {}
-    for g, part in zip(gates, values.split([g.width for g in gates], -1)):
-        found.setdefault(g.layer, {})[g.name] = part
-    return found
-
-def random_signs(rows: int, width: int) -> Tensor:
-    """int8 (rows, width) of 1 and -1, the same on every machine: the bits of splitmix64's first numbers."""
-    numbers = torch.arange(1, 1 + math.ceil(rows * width / 64)) * (0x9E3779B97F4A7C15 - 2**64)  # modulo 2**64
-    rounds = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)]
-    for shift, factor in rounds:
-        without_sign = (1 << 64 - shift) - 1
-        numbers = numbers ^ (numbers >> shift & without_sign)
-        if factor >= 2**63:
-            factor -= 2**64  # the same number as an int64
-        numbers = numbers * factor
-    bits = numbers[:, None] >> torch.arange(64) & 1
-    return (2 * bits - 1).to(torch.int8).flatten()[:rows * width].view(rows, width)
-
-def bigram_signs(tokens: Tensor, signs: Tensor) -> Tensor:
-    """A row of signs (B, T, C) for each token and the one before, so that bigrams that share a row of the
-    hashed table still differ (modded-nanogpt#83: -1.3 s). tokens (B, T), signs (rows, C)."""
-    rows = (tokens[:, 1:] ^ tokens[:, :-1]) % len(signs)
-    return signs[F.pad(rows, (1, 0))]
-
-def next_targets(targets: Tensor, n: int) -> Tensor:
-    """targets (B, T) -> for each token the next n in its row, (B, T, n); -1 beyond the row's end (multi-token
-    prediction, arXiv:2404.19737; modded-nanogpt#53: -2.9 s)."""
-    return torch.stack([F.pad(targets[:, k:], (0, k), value=-1) for k in range(n)], -1)
-
-def prefix_tokens(texts: list[bytes]) -> Tensor:
-    """int64 (V,): for each token the longest other token that its bytes begin with, -1 if there is none.
-    Targets of a further loss (modded-nanogpt#88: -0.8 s). texts: the bytes of each token, b"" for none."""
-    prefixes = [-1] * len(texts)
-    stack = []  # tokens, each of which is a prefix of the next one
-    for token in sorted(range(len(texts)), key=texts.__getitem__):
-        text = texts[token]
-        if not text:
-            continue
-        while stack and (not text.startswith(texts[stack[-1]]) or text == texts[stack[-1]]):
-            stack.pop()
-        if stack:
-            prefixes[token] = stack[-1]
-        stack.append(token)
-    return torch.tensor(prefixes)
 
 def texts_of_tokens(cfg: Any, tokenizer: Any) -> list[bytes]:
     """The bytes of each token, b"" for none. Without a SentencePiece tokenizer they come from cfg.vocab_path,
@@ -1240,33 +999,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
-def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """XSA (arXiv:2603.09078): removes each head's output component along the token's own value, which the
-    residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
-    y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
-    own = F.normalize(v, dim=-1)[:, :, :, None]
-    y = y - (y * own).sum(-1, keepdim=True) * own
-    return y.flatten(2, 3)
-
-def ln_scale(layer: int) -> float:
-    """Factor on the normalized input of a layer, numbered from 0: 1 / sqrt(layer + 1), so that later layers
-    change the residual stream less."""
-    return (layer + 1) ** -0.5
-
-def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
-    """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
-    the block that runs `loops` more times; (0,): none."""
-    layers = list(range(num_layers))
-    if looped == (0,):
-        return layers
-    first, last = looped
-    return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
-
-def learned_lerp(skipped: Tensor, x: Tensor, mix: Tensor) -> Tensor:
-    """For each channel a point between a skip and the residual stream x, both (B, T, C); where sigmoid(mix)
-    is 0 it is the skip, where it is 1 the stream. mix (C,)."""
-    return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
-
 def per_layer(values: Sequence, num_layers: int) -> list:
     """A per-layer list, repeated or cut to the number of layers."""
     return [values[i % len(values)] for i in range(num_layers)]
@@ -1284,47 +1016,6 @@ def smear(x: Tensor, weight: Tensor, gate_weight: Tensor) -> Tensor:
     (1,) or (1, 1), gate_weight (1, channels)."""
     before = F.pad(x, (0, 0, 1, -1))
     return x + weight.to(x.dtype) * gate(x, gate_weight) * before
-
-def pair_heads(x: Tensor) -> Tensor:
-    """Paired heads: each token becomes two places of a row that is twice as long, so that its heads see each
-    other (modded-nanogpt#58: -3.5 s). (B, T, H, D) -> (B, 2 T, H / 2, D); place 2 t + s has head s H / 2 + j
-    of token t as its j-th."""
-    return x.unflatten(2, (2, -1)).flatten(1, 2)
-
-def unpair_heads(x: Tensor) -> Tensor:
-    """The inverse: (B, 2 T, H / 2, D) -> (B, T, H, D)."""
-    return x.unflatten(1, (-1, 2)).flatten(2, 3)
-
-def pair_mask(window: int | Tensor, documents: Tensor, kernel: Callable) -> object:
-    """The mask of attend_in_pairs(). window: in places of rows of 2 T. documents (B, T): the number of each
-    token's document. kernel: Kernels.window_mask."""
-    T = documents.size(1)
-    return kernel(window, 2 * T, documents.repeat_interleave(2, 1), documents.device)
-
-def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, kernel: Callable) -> Tensor:
-    """Attention of paired heads. q (B, T, H, D), already scaled, and k (B, T, H, D), both before RoPE,
-    v (B, T, H, E) -> (B, T, H, E). rope: from pair_rope_tables(). mask: from pair_mask()."""
-    q = rotate_adjacent(q.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
-    k = rotate_adjacent(k.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
-    return unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, kernel))
-
-def embed_values(tokens: Tensor, layers: Sequence[int], tables: Sequence[Tensor], heads: int,
-                 dtype: torch.dtype) -> dict[int, Tensor]:
-    """{layer: value embedding (B, T, H, D) of tokens (B, T)} for these layers, each by a table of its own
-    (modded-nanogpt#63: -0.3 s). tables: (V, H * D) each, in the order of layers."""
-    found = {}
-    for layer, table in zip(layers, tables):
-        value_embed = F.embedding(tokens, table).to(dtype)
-        found[layer] = value_embed.unflatten(-1, (heads, -1))
-    return found
-
-def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
-    """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, computed from the first channels
-    of the stream and of the embedding itself (modded-nanogpt#55: -1.3 s). h (B, T, C), weight (H, channels
-    of both together)."""
-    half = weight.size(1) // 2
-    seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
-    return 2 * gate(seen, weight)[..., None] * value_embed
 
 class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
@@ -1405,566 +1096,6 @@ def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     pairs = (36313 * seen[:, 1:] ^ 27191 * seen[:, :-1]) % max(1, rows - 1)
     return torch.cat((seen[:, :1], pairs), 1)
 
-MOST_BIGRAM_VOCAB = 4096  # whose bigrams are counted in a table of 128 MiB
-
-def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
-    """uint16 (n,) -> how often each token is followed by each token, float64 (V, V)."""
-    counts = np.zeros(vocab_size**2)
-    for low in range(0, len(text) - 1, 1 << 22):
-        tokens = text[low:low + (1 << 22) + 1].astype(np.int64)
-        counts += np.bincount(vocab_size * tokens[:-1] + tokens[1:], minlength=len(counts))
-    return counts.reshape(vocab_size, vocab_size)
-
-def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Embedding, normalized, and head (V, C) whose product is close to the log-probabilities of the next
-    token, up to a constant per token. counts: from bigram_counts(). In numpy, whose linear algebra repeats
-    its results to the bit; torch's does not."""
-    V = len(counts)
-    rng = np.random.default_rng(seed)
-    # 1. log-probabilities, smoothed by 4 counts of the unigram distribution
-    row_sums = counts.sum(1, keepdims=True)
-    unigram = (counts.sum(0) + 1) / (counts.sum() + V)
-    log_p = np.log((counts + 4 * unigram) / (row_sums + 4))
-    log_p -= log_p @ unigram[:, None]
-    # 2. the embedding: leading singular vectors, weighted by frequency, in a random basis
-    weight = np.sqrt(row_sums / max(1, row_sums.sum()) + 1e-6)
-    weighted = weight * log_p * np.sqrt(unigram)
-    basis = rng.standard_normal((V, min(C, V)))
-    for _ in range(5):  # subspace iteration
-        basis = np.linalg.qr(weighted @ (weighted.T @ basis))[0]
-    left, singular_values, _ = np.linalg.svd(basis.T @ weighted, full_matrices=False)
-    rotation = np.linalg.qr(rng.standard_normal((C, C)))[0][:len(singular_values)]
-    vectors = (basis @ left) * np.sqrt(singular_values) / weight
-    embed = vectors @ rotation
-    embed /= np.sqrt(np.mean(embed**2, 1, keepdims=True) + 1e-12)
-    # 3. the head: weighted least squares
-    head = np.linalg.lstsq(weight * embed, weight * log_p, rcond=1e-3)[0].T
-    return torch.from_numpy(embed).float(), torch.from_numpy(head).float().contiguous()
-
-# The memory: which tokens followed a context in the training text and earlier in the row. None of it has to
-# be learned. Contexts are the last n tokens, for several n; in the text also the word so far with some of the
-# words before it, as in the word models of PAQ. At the input, each context in the text and the longest match
-# in the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its
-# class, and one of the class, which says how sure it is. At the output, each context in text and row gives a
-# distribution of the next token, and the model mixes these with its own.
-CLASSES = 16  # of candidates, per kind of context
-# widths of what is packed into integers
-KEY_BITS = 36  # hash of a context
-TOKEN_BITS = 16
-DOCUMENT_BITS = 12  # hash of a document's number, so document counts saturate at 4,096
-CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
-HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
-WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
-# The text is hashed in chunks of this many tokens, small enough for the cache. For words, each chunk also
-# sees the tokens before it, so a context of words is lost at its beginning only if it is longer than these.
-COUNT_CHUNK = 1 << 16
-TOKENS_BEFORE_CHUNK = 1 << 10
-
-def low_bits(bits: int) -> int:
-    """A mask of this many low bits."""
-    return (1 << bits) - 1
-
-def top_bits(key: Tensor) -> Tensor:
-    """int64 -> its KEY_BITS highest bits."""
-    return (key >> (64 - KEY_BITS)).bitwise_and_(low_bits(KEY_BITS))
-
-def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yields (n, hashes (..., T) of the n tokens up to each place) for each n of orders. tokens (..., T)."""
-    key = torch.zeros_like(tokens, dtype=torch.int64)
-    for n in range(1, max(orders, default=0) + 1):
-        key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
-        key.mul_(HASH_FACTOR)  # modulo 2**64
-        if n in orders:
-            yield n, top_bits(key)
-
-def word_starts(texts: Sequence[bytes]) -> Tensor:
-    """Whether each token begins a word, bool (V,): all do but those whose first byte is a lower-case ASCII
-    letter or not ASCII. So digits, punctuation and capitals begin one, and a token without text does, too.
-    texts: the bytes of each token."""
-    return torch.tensor([not (text[:1].islower() or text[:1] >= b"\x80") for text in texts])
-
-def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields for each mask the hashes of its words at each place of tokens (B, T), and whether all these
-    words, those that it skips included, begin within the row, both (B, T). Bit 0 of a mask is the word so
-    far, bit k the k-th word before it. Rows are independent of one another. starts: from word_starts()."""
-    if not masks:
-        return
-    begins = starts[tokens]
-    row_begins_word = begins[:, :1].clone()
-    begins[:, :1] = True
-    begins = begins.flatten()
-    place = torch.arange(len(begins), device=tokens.device)
-    begin = torch.where(begins, place, 0).cummax(0).values
-    factors = torch.full((WORD_TOKENS,), HASH_FACTOR, device=tokens.device).cumprod(0)
-    terms = (tokens.flatten() + 1) * factors[(place - begin).clamp(max=WORD_TOKENS - 1)]
-    sums = terms.cumsum(0)
-    so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
-    word_of = begins.cumsum(0) - 1
-    # the hash of each whole word, taken at its last place; the last entry is read for no valid key
-    slot = torch.where(begins.roll(-1), word_of, len(place))
-    whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
-    # how many whole words of the row come before this one; -1 in a word that the row's start cuts off
-    words_before = word_of.view_as(tokens)
-    words_before = words_before - words_before[:, :1] - torch.where(row_begins_word, 0, 1)
-    for mask in masks:
-        previous = torch.zeros_like(whole)
-        for back in range(1, mask.bit_length()):
-            if mask >> back & 1:
-                previous = (previous + whole.roll(back)) * HASH_FACTOR
-        key = previous[word_of]
-        if mask & 1:
-            key = (key + so_far) * HASH_FACTOR
-        yield top_bits(key).view_as(tokens), words_before >= mask.bit_length() - 1
-
-def ngram_pairs(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields for each n of orders, ascending: the hashes of ngram_keys(), and whether the row has n tokens by
-    then, both (B, T). tokens (B, T)."""
-    for n, key in ngram_keys(tokens, orders):
-        enough = torch.ones_like(tokens, dtype=torch.bool)
-        enough[:, :n - 1] = False
-        yield key, enough
-
-def stacked(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Stacks the hashes and the masks of several kinds of context, each (kinds, B, T)."""
-    first, second = zip(*pairs)
-    return torch.stack(first), torch.stack(second)
-
-def document_hashes(text: np.ndarray, bos: int) -> np.ndarray:
-    """uint16 (n,) -> for each token a hash of its document's number, int16 (n,)."""
-    begins = np.flatnonzero(text == bos)
-    hashes = (np.arange(len(begins) + 1) * 0x9E3779B1 >> 8 & low_bits(DOCUMENT_BITS)).astype(np.int16)
-    return hashes.repeat(np.diff(begins, prepend=0, append=len(text)))
-
-def run_starts(values: np.ndarray) -> np.ndarray:
-    """The places (m,) at which runs of equal values (n,) begin."""
-    return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
-
-def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """seen (n,): key, next token and document of each place in the text, packed in this order and sorted ->
-    the keys (m,), where the list of each begins (m,), and all lists one after another, as NgramCounts.lists
-    has them, int32 (k,)."""
-    pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
-    begins = run_starts(pairs)
-    documents = np.diff(begins, append=len(pairs))  # how many have each pair
-    pairs = pairs[begins]
-    ranked = documents << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
-    begins = run_starts(pairs >> TOKEN_BITS)
-    keys = pairs[begins] >> TOKEN_BITS & low_bits(KEY_BITS)
-    sizes = np.diff(begins, append=len(pairs))
-    several = sizes > 1
-    best = np.maximum.reduceat(ranked, begins)
-    left = np.where(ranked == best.repeat(sizes), 0, ranked)
-    second = np.maximum.reduceat(left, begins)
-    left = left[(left != 0) & (left != second.repeat(sizes))]
-    lengths = 1 + several + sizes
-    starts = lengths.cumsum() - lengths
-    lists = np.empty(lengths.sum(), np.int32)
-    first = [
-        (starts, sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)),
-        (starts[several] + 1, np.add.reduceat(documents, begins)[several]),
-        (starts + 1 + several, best),
-        (starts[several] + 3, second[several]),
-    ]
-    rest = np.ones(len(lists), bool)
-    for places, values in first:
-        lists[places] = values.astype(np.uint32).view(np.int32)
-        rest[places] = False
-    lists[rest] = left
-    return keys, starts, lists
-
-class TextMatches(NamedTuple):
-    """How the training text goes on after each context, each (kinds, B, T) int64."""
-    start: Tensor  # where its next tokens begin in NgramCounts.lists
-    size: Tensor  # number of next tokens; 0: the text does not have the context
-    total: Tensor  # sum of their document counts
-    best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
-    second: Tensor  # the same for the runner-up; 0: there is none
-
-class NgramCounts(nn.Module):
-    """For each context in the training text, which tokens come next, and in how many documents each. There
-    is a table per kind of context (one n, or one mask of words): its entry at a context's hash says where the
-    context's list begins. A list holds the number of next tokens (16 bits) and a check (16); if there are
-    several, the sum of their document counts; and documents << TOKEN_BITS | token for each: first the two
-    with the most documents, then the others, sorted by token."""
-    tables: Tensor  # (kinds, 2**count_bits), int32; 0: no such context
-    lists: Tensor  # int32; the lists of each kind of context in turn
-    bases: Tensor  # (kinds, 1, 1), int64; a table's entry plus its base is a place in lists
-    starts: Tensor  # from word_starts(); without a tokenizer each token is a word
-
-    def __init__(self, cfg: Any) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.text: Any = b""  # uint16 (n,)
-        self.packed: bytes | bytearray = b""
-        self.shift = KEY_BITS  # key >> shift is a place in a table; before count() a table has one entry
-        self.most_next = 0  # next tokens in the longest list
-        self.orders = cfg.counted_orders()
-        self.words = cfg.counted_words()
-        kinds = len(self.orders) + len(self.words)
-        tables = torch.zeros(kinds, 1, dtype=torch.int32)
-        self.register_buffer("tables", tables, persistent=False)
-        self.register_buffer("lists", torch.zeros(4, dtype=torch.int32), persistent=False)
-        self.register_buffer("bases", torch.zeros(kinds, 1, 1, dtype=torch.int64), persistent=False)
-        self.register_buffer("starts", torch.ones(cfg.vocab_size, dtype=torch.bool), persistent=False)
-
-    def count(self, text: np.ndarray) -> None:
-        """Makes tables and lists from all training tokens in order, uint16 (n,). Raises Refused."""
-        require(2 * len(text) + 8 < 1 << 31,
-                f"{len(text)} training tokens are more than n-gram tables hold: MEMORY=0 goes without them")
-        self.text = text
-        self.most_next = 0
-        self.packed = b""
-        self.shift = KEY_BITS - self.cfg.count_bits
-        tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
-        # An occurrence adds at most two entries. What is never written takes no memory.
-        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)
-        lists[:4] = 0  # a table's entry of 0 points to these
-        end = 4
-        documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            occurrences = self.occurrences(torch.from_numpy(text), documents)
-            for i, table in enumerate(tables):
-                torch.from_numpy(table).zero_()  # by all threads, in huge pages, unlike np.zeros
-                packed = next(occurrences)
-                torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
-                seen = packed.numpy()
-                cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
-                base = end - 4
-                self.bases[i] = base
-                for made in pool.map(ngram_lists, np.split(seen, cuts)):
-                    end += self.add(table, lists[end:], made, end - base)
-                del packed, seen
-        lists[end:end + 4] = 0
-        self.tables = torch.from_numpy(tables).to(self.tables.device)
-        self.lists = torch.from_numpy(lists[:end + 4]).to(self.lists.device)
-
-    def occurrences(self, tokens: Tensor, documents: Tensor) -> Iterator[Tensor]:
-        """Yields for each kind of context, masks of words first, one int64 per occurrence in the text: its
-        key, the next token and the document, packed. tokens (n,), documents (n,) from document_hashes()."""
-        n = len(tokens) - 1
-
-        def pack(key: Tensor, begin: int, end: int) -> Tensor:
-            low = (tokens[begin + 1:end + 1].int() << DOCUMENT_BITS).add_(documents[begin:end])
-            return (key << (TOKEN_BITS + DOCUMENT_BITS)).add_(low)
-
-        found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
-        filled = [0] * len(found)
-        starts = self.starts.cpu()
-        for begin in range(0, n, COUNT_CHUNK):
-            first = max(0, begin - TOKENS_BEFORE_CHUNK)
-            end = min(n, begin + COUNT_CHUNK)
-            skip = begin - first
-            part = tokens[None, first:end].int()
-            for i, (key, enough) in enumerate(word_keys(part, starts, self.words)):
-                packed = pack(key[0, skip:], begin, end)[enough[0, skip:]]
-                found[i][filled[i]:filled[i] + len(packed)] = packed
-                filled[i] += len(packed)
-        while found:
-            yield found.pop(0)[:filled.pop(0)]
-        for order in self.orders:
-            packed = torch.empty(max(0, n - order + 1), dtype=torch.int64)
-            for begin in range(0, len(packed), COUNT_CHUNK):
-                end = min(len(packed), begin + COUNT_CHUNK)
-                _, key = next(ngram_keys(tokens[begin:end + order - 1].int(), (order,)))
-                packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
-            yield packed
-
-    def add(self, table: np.ndarray, lists: np.ndarray, made: tuple, begin: int) -> int:
-        """Copies what ngram_lists() made to the start of lists, and enters in table where each list begins.
-        begin: the place of lists[0], counted from the table's base. Returns how many entries were copied."""
-        keys, starts, part = made
-        lists[:len(part)] = part
-        table[keys >> self.shift] = begin + starts
-        sizes = part[starts].view(np.uint32) >> CHECK_BITS
-        self.most_next = max(self.most_next, int(sizes.max(initial=0)))
-        return len(part)
-
-    def keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The hash of each kind of context at each place of tokens (B, T), and whether the row has enough
-        tokens for it, both (kinds, B, T)."""
-        return stacked([*word_keys(tokens, self.starts, self.words), *ngram_pairs(tokens, self.orders)])
-
-    def forward(self, key: Tensor, enough: Tensor) -> TextMatches:
-        """What follows the contexts in the text. key, enough: from keys()."""
-        table = torch.arange(len(key), device=key.device).view(-1, 1, 1)
-        entry = (table << (KEY_BITS - self.shift)) + (key >> self.shift)
-        start = self.tables.view(-1)[entry].long()
-        there = (start > 0) & enough
-        start = torch.where(there, start + self.bases, 0)
-        head = self.lists[start].long()
-        there = there & (head & low_bits(CHECK_BITS) == key & low_bits(CHECK_BITS))
-        size = torch.where(there, head >> CHECK_BITS & low_bits(TOKEN_BITS), 0)
-        several = size > 1
-        first = start + torch.where(several, 2, 1)
-        best = torch.where(size > 0, self.lists[first], 0).long()
-        total = torch.where(several, self.lists[start + 1], best >> TOKEN_BITS).long()
-        second = torch.where(several, self.lists[first + 1], 0).long()
-        return TextMatches(first, size, total, best, second)
-
-    def documents_with(self, found: TextMatches, targets: Tensor) -> Tensor:
-        """How many documents have the target (B, T) after the context, int64 (kinds, B, T)."""
-        documents = torch.zeros_like(found.size)
-        for ranked in (found.best, found.second):
-            same = ranked & low_bits(TOKEN_BITS) == targets
-            documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
-        # Binary search among the others, sorted by token: on a CPU only where it is needed, on a GPU
-        # everywhere, because the host would have to wait to learn where.
-        needed = (found.size > 2) & (documents == 0)
-        where: Any = slice(None) if needed.is_cuda else needed.nonzero(as_tuple=True)
-        target = targets.expand_as(needed)[where]
-        low = (found.start + found.size.clamp(max=2))[where]
-        high = end = (found.start + found.size)[where]
-        for _ in range(self.most_next.bit_length()):
-            middle = (low + high) >> 1
-            before = (self.lists[middle] & low_bits(TOKEN_BITS) < target) & (low < high)
-            low = torch.where(before, middle + 1, low)
-            high = torch.where(before, high, middle)
-        ranked = torch.where(low < end, self.lists[low], 0).long()
-        same = ranked & low_bits(TOKEN_BITS) == target
-        documents[where] = torch.where(same, ranked >> TOKEN_BITS, documents[where])
-        return documents
-
-    def stored(self) -> dict[str, Tensor]:
-        """What files hold: the text, uint16, compressed by zlib, and which tokens begin a word."""
-        if not len(self.tables):
-            return {}
-        self.packed = self.packed or bytearray(zlib.compress(self.text))
-        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8),
-                "counts.starts": self.starts.cpu().byte()}
-
-    def load(self, packed: Tensor, starts: Tensor) -> None:
-        """Counts the text that a file holds, uint8 (n,). starts: uint8 (V,). Raises Refused."""
-        stream = zlib.decompressobj()
-        text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
-        if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
-            raise Refused("no counted text")
-        check_tokens(text, self.cfg.vocab_size, "the counted text")
-        require(starts.dtype == torch.uint8 and starts.shape == self.starts.shape, "another vocabulary")
-        self.starts.copy_(starts)
-        self.count(text)
-
-def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
-    """Matches without the row's own document, for training, where each target (B, T) follows its context
-    there. Only the target is taken out: other tokens that follow the context elsewhere in that document stay.
-    documents: from documents_with()."""
-    one_document = 1 << TOKEN_BITS
-    size = found.size - (documents == 1).long()
-    total = found.total - (documents > 0).long()
-    best = found.best
-    second = found.second
-    best = torch.where(best & low_bits(TOKEN_BITS) == targets, best - one_document, best)
-    second = torch.where(second & low_bits(TOKEN_BITS) == targets, second - one_document, second)
-    return TextMatches(found.start, size, total, best.maximum(second), best.minimum(second))
-
-def text_candidates(found: TextMatches) -> tuple[Tensor, Tensor, Tensor]:
-    """The best next token of each context -> (is there one, the token, its class), each (kinds, B, T)."""
-    documents = found.best >> TOKEN_BITS
-    share = documents / found.total
-    sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
-    return documents > 0, found.best & low_bits(TOKEN_BITS), sure
-
-class CountingModel(Model):
-    """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
-    counts: NgramCounts
-
-    def build(self, run: "Run", fresh: bool) -> bool:
-        """Counts the contexts of the training text. Raises Refused if there is no memory for it."""
-        if not len(self.counts.tables):
-            return False
-        run.log("counting n-grams")
-        began = time.perf_counter()
-        if run.loader.tokenizer:  # without one each token is a word
-            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.loader.tokenizer)))
-        try:
-            self.counts.count(np.concatenate(run.loader.shards))
-        except (MemoryError, RuntimeError) as error:
-            if out_of_memory(error) or "bad_alloc" in str(error):  # by torch.sort
-                raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
-            raise
-        run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
-        return True
-
-    def state(self) -> dict[str, Tensor]:
-        return self.counts.stored()
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        if len(self.counts.tables):
-            self.counts.load(tensors.pop("counts.text"), tensors.pop("counts.starts"))
-
-    def drop_state(self) -> None:
-        del self.counts.tables
-        del self.counts.lists
-
-    def take_state(self, other: "CountingModel") -> None:
-        self.counts = other.counts
-
-def limits_reached(x: Tensor, limits: tuple) -> Tensor:
-    """For each number, how many of the rising limits it reaches, int64, any shape."""
-    reached = torch.zeros_like(x, dtype=torch.int64)
-    for limit in limits:
-        reached += x >= limit
-    return reached
-
-class RowMatches(NamedTuple):
-    """What followed the last n tokens earlier in the row, each (orders, B, T) int64."""
-    by_ngram: Tensor  # places of the row, sorted by n-gram, then by place
-    rank: Tensor  # how many of the same n-gram come before, in that order
-    total: Tensor  # how often the n-gram came before
-    size: Tensor  # number of different tokens that followed it
-    next_count: Tensor  # how often the token that comes next here had followed it before
-    last: Tensor  # the token that followed it most recently
-    repeated: Tensor  # 1: that token had also followed the time before
-
-def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted values (..., T) -> where each one's run of equal values begins, and its rank there, (..., T)."""
-    place = torch.arange(values.size(-1), device=values.device)
-    begins = F.pad(values[..., 1:] != values[..., :-1], (1, 0), value=True)
-    start = torch.where(begins, place, 0).cummax(-1).values
-    return start, place - start
-
-def unsort(x: Tensor, order: Tensor) -> Tensor:
-    """Undoes x.gather(-1, order)."""
-    return torch.empty_like(x).scatter_(-1, order, x)
-
-def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
-    """key, enough: from ngram_pairs(), stacked. after (B, T): the token after each place. Where the last one
-    of a row is not known, any will do: only next_count depends on it."""
-    place = torch.arange(key.size(-1), device=key.device)
-    key = torch.where(enough, key, -1 - place)  # too few tokens: a key that nothing else has
-    pair, order = (key * (1 << TOKEN_BITS) + after).sort(dim=-1, stable=True)
-    _, rank = run_ranks(pair)
-    count = unsort(rank, order)
-    key, order = key.sort(dim=-1, stable=True)
-    start, rank = run_ranks(key)
-    # 1 where the token follows the n-gram for the first time
-    new = torch.where(count == 0, 1, 0).gather(-1, order)
-    seen = new.cumsum(-1) - new
-    size = seen - seen.gather(-1, start)
-    follows = after.expand_as(order).gather(-1, order)
-    last = follows.roll(1, -1)
-    repeated = torch.where((rank > 1) & (last == follows.roll(2, -1)), 1, 0)
-    total = unsort(rank, order)
-    size = unsort(size, order)
-    last = unsort(last, order)
-    return RowMatches(order, rank, total, size, count, last, unsort(repeated, order))
-
-def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
-    """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
-    token, its class), each (1, B, T). Class 0 of an order: the n-gram came once before; 1: twice or more,
-    followed by another token the time before; 2: by the same token."""
-    sure = torch.where(found.total > 1, 1 + found.repeated, 0)
-    sure += CLASSES * torch.arange(len(sure), device=sure.device).view(-1, 1, 1)
-    matches = (found.total > 0).sum(0, keepdim=True)  # where an order matches, shorter ones match, too
-    longest = (matches - 1).clamp(min=0)
-    return matches > 0, found.last.gather(0, longest), sure.gather(0, longest)
-
-def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """Cross-entropy of each target in nats (B, T). x (B, T, C), head (V, C), targets (B, T). cap: see
-    softcap()."""
-    logits = softcap(linear(x, head).float(), cap)
-    return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
-
-# Confidence class of an n-gram's distribution, by how often the n-gram occurred (its `total`, which in the
-# text counts documents) and how many distinct tokens followed it; 0: no match.
-TEXT_LIMITS = (2, 3, 6, 16, 64)  # how often it occurred
-ROW_LIMITS = (2, 3, 5, 9, 20)
-SPREADS = 6  # classes of how varied the next tokens are; text_class() has 4
-MIX_CLASSES = 1 + SPREADS * (1 + len(TEXT_LIMITS))
-
-def text_class(found: TextMatches) -> Tensor:
-    """The class of each context's match in the text (kinds, B, T)."""
-    few = limits_reached(found.size, (2, 3))
-    spread = few + torch.where((few == 2) & (found.size * 4 > found.total), 1, 0)
-    sure = 1 + SPREADS * limits_reached(found.total, TEXT_LIMITS) + spread
-    return torch.where(found.total > 0, sure, 0)
-
-def row_class(found: RowMatches) -> Tensor:
-    """The class of each order's match in the row (orders, B, T)."""
-    several = limits_reached(found.size, (2,))
-    spread = several + torch.where((several == 1) & (found.size * 2 > found.total), 1, 0)
-    sure = 1 + SPREADS * limits_reached(found.total, ROW_LIMITS) + 2 * spread + found.repeated
-    return torch.where(found.total > 0, sure, 0)
-
-def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
-    """starts[i], starts[i] + 1, ... (sizes[i] of them) for each i, one after another. Both (n,)."""
-    ends = sizes.cumsum(0)
-    total = int(ends[-1])
-    first = (starts - ends + sizes).repeat_interleave(sizes, output_size=total)
-    return first + torch.arange(total, device=sizes.device)
-
-def in_parts(sizes: Tensor, most: int = 1 << 22) -> list[slice]:
-    """Slices of the places (n,), each with about `most` tokens in total, so that memory stays bounded. The
-    last limit is at least the sum of sizes, so no place is left out."""
-    ends = sizes.cumsum(0)
-    limits = torch.arange(most, int(ends[-1]) + most, most, device=sizes.device)
-    cuts = torch.searchsorted(ends, limits, right=True).tolist()
-    return [slice(low, high) for low, high in zip([0, *cuts], cuts) if low < high]
-
-def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Tensor) -> None:
-    """Adds the distributions of the training text, each times its gate (kinds, B, T), to mixed (B, T, V)."""
-    V = mixed.size(-1)
-    first = torch.arange(mixed.numel() // V, device=mixed.device) * V
-    for start, size, total, gate in zip(found.start, found.size, found.total, gates):
-        share = (gate / total.clamp(min=1)).flatten()
-        start = start.flatten()
-        size = size.flatten()
-        for part in in_parts(size):
-            n = size[part]
-            listed = lists[concat_ranges(start[part], n)]
-            shares = share[part].repeat_interleave(n) * (listed >> TOKEN_BITS)
-            place = first[part].repeat_interleave(n) + (listed & low_bits(TOKEN_BITS))
-            mixed.view(-1).index_add_(0, place, shares)
-
-def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tensor) -> None:
-    """Adds the distributions of the row, tokens (B, T), each times its gate."""
-    B, T, V = mixed.shape
-    row = torch.arange(B, device=tokens.device)[:, None] * T
-    column = torch.arange(T, device=tokens.device)
-    for order, rank, gate in zip(found.by_ngram, found.rank, gates):
-        follows = tokens.roll(-1, 1).gather(-1, order).flatten()
-        size = rank.flatten()
-        start = (row + column - rank).flatten()  # of the earlier occurrences, sorted as in `order`
-        here = (row + order).flatten()
-        share = gate.flatten()[here] / size.clamp(min=1)
-        for part in in_parts(size):
-            n = size[part]
-            token = follows[concat_ranges(start[part], n)]
-            place = (here[part] * V).repeat_interleave(n) + token
-            mixed.view(-1).index_add_(0, place, share[part].repeat_interleave(n))
-
-def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
-    """scores (B, T, 1 + n), made from activations, and classes (B, T, n) -> logs of gates (B, T, 1 + n) that
-    sum to 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0, no
-    match, is masked out."""
-    of_source = MIX_CLASSES * torch.arange(classes.size(-1), device=classes.device)
-    by_class = torch.where(classes > 0, class_scores.float()[of_source + classes], -math.inf)
-    return (scores + F.pad(by_class, (1, 0))).log_softmax(-1)
-
-def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
-    """Row numbers (B, T, 2, sources) in the tables of candidates and of classes. Each source has rows of its
-    own; the last row means no candidate. found: from text_candidates() and row_candidate(), each
-    (there, token, class) of shape (n, B, T). classes: of one source."""
-    there = torch.cat([parts[0] for parts in found])
-    token = torch.cat([parts[1] for parts in found])
-    sure = torch.cat([parts[2] for parts in found])
-    sources = len(there)
-    source = torch.arange(sources, device=there.device).view(-1, 1, 1)
-    token = torch.where(there, source * vocab_size + token, sources * vocab_size)
-    sure = torch.where(there, source * classes + sure, sources * classes)
-    return torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()
-
-def embed_candidates(rows: Tensor, embed: Tensor, class_embed: Tensor, class_scale: Tensor) -> Tensor:
-    """The sum (B T, C) of the candidates' embeddings, scaled by class, and the classes' embeddings. rows
-    (B, T, 2, sources): from candidate_rows(); embed and class_embed (n, C), class_scale (n,)."""
-    token, sure = rows.unbind(2)
-    token = token.flatten(0, 1)
-    sure = sure.flatten(0, 1)
-    if embed.is_cuda:  # torch 2.11 has no backward of a weighted embedding_bag in bf16 there (pytorch#185808)
-        scaled = (F.embedding(token, embed) * class_scale[sure][..., None]).sum(1)
-    else:  # without a copy of the rows
-        scaled = F.embedding_bag(token, embed, mode="sum", per_sample_weights=class_scale[sure])
-    return scaled + F.embedding_bag(sure, class_embed, mode="sum")
-
 class Row(NamedTuple):
     """A row of a recipe's parameter table: how a kind of parameter starts, learns and is stored."""
     kind: str  # the last word of its name in the model
@@ -2003,83 +1134,6 @@ class WindowStage(Stage):
     """A stage of a recipe with windows."""
     window: int = 0  # how many earlier tokens a token sees in long layers; 0: train_seq_len
 
-@dataclass(frozen=True)
-class LoopStage(Stage):
-    """A stage of a recipe with depth recurrence."""
-    loops: int = 0  # how many more times the looped layers run
-
-@dataclass(frozen=True)
-class TargetStage(WindowStage):
-    """A stage of a recipe with windows and several targets per token."""
-    # weights of the losses on the next targets and of the loss on the target's prefix token, each at the
-    # stage's beginning and at its end, linear in between
-    next_weights: tuple = ((1.0, 1.0),)
-    prefix_weights: tuple = (0.0, 0.0)
-
-    @property
-    def next_losses(self) -> str:
-        """next_weights as the plan shows them: 1,0.5,0.25:0"""
-        return ",".join([self.shown(*pair) for pair in self.next_weights])
-
-    @property
-    def prefix_loss(self) -> str:
-        """prefix_weights as the plan shows them."""
-        return self.shown(*self.prefix_weights)
-
-    @staticmethod
-    def shown(first: float, last: float) -> str:
-        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
-
-class SeveralTargets(Model):
-    """A model whose training loss has several targets per token: the next ones and the target's prefix token.
-    It needs TargetStages, contexts with next_targets, prefixes and loss_weights, and cfg.loss_weights(),
-    which gives the weights of the losses at a progress."""
-    def __init__(self, cfg: Any) -> None:
-        super().__init__()
-        self.cfg = cfg
-        # each token's prefix token; -1: none
-        self.register_buffer("prefixes", torch.full((cfg.vocab_size,), -1), persistent=False)
-
-    def training_context(self, T: int, device: torch.device, dtype: torch.dtype,
-                         stage: TargetStage) -> Any:
-        context = self.context(T, device, dtype, stage)
-        n = len(stage.next_weights)
-        prefixes = any(stage.prefix_weights)
-        if n == 1 and not prefixes:
-            return context
-        weights = torch.ones(n + 1 if prefixes else n, device=device)
-        return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
-
-    def update_context(self, context: Any, progress: float) -> None:
-        if context.loss_weights is not None:
-            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
-                weight.fill_(number)
-
-    def build(self, run: "Run", fresh: bool) -> bool:
-        """Finds the prefix token of each token."""
-        if not self.cfg.prefix_weight:
-            return False
-        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.loader.tokenizer)))
-        found = (self.prefixes >= 0).sum().item()
-        run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
-        return True
-
-    def targets_of(self, targets: Tensor, context: Any) -> Tensor:
-        """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
-        if context.loss_weights is None:
-            return targets
-        further = next_targets(targets, context.next_targets)
-        if context.prefixes:
-            further = torch.cat((further, self.prefixes[targets][..., None]), -1)
-        return further
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
-        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
-        x = self.hidden(tokens, context)
-        targets = self.targets_of(targets, context)
-        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
-                                 context.loss_weights)
-
 def kind_of(name: str) -> str:
     """The kind of a parameter: blocks.3.query -> query, value_embeds.0 -> value_embeds."""
     return [part for part in name.split(".") if not part.isdigit()][-1]
@@ -2108,2706 +1162,7 @@ def first_values(model: Model, seed: int) -> dict[str, Tensor]:
         values[name] = value
     return model.cfg.first_values(values)
 
-# ---------- 5 recipes
-
-# ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
-# Our own game; its records are in records/track_tiny. Two minutes allow few steps, so the model
-# looks up what needs no training: which tokens followed the last ones, in the training text and in the row.
-@dataclass(frozen=True)
-class Tiny(Config):
-    """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
-    offset, U-Net skips, Muon."""
-    preset: str = option("tiny", "the recipe", model=True)
-    # size
-    num_layers: int = option(2, "blocks; with unet_skips the second half reads the first", 1, 1000,
-                             model=True)
-    model_dim: int = option(128, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(2, "heads of queries, keys and values", 1, 4096, model=True)
-    mlp_mult: int = option(3, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("-L", "per layer: L long window, S half of it, - no attention; repeated",
-                                 model=True)
-    window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: 128",
-                                    0, 1 << 20, model=True, of=int)
-    rope_base: float = optional(1_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    qk_gain_init: float = option(1.5, "initial gain of each query head", 0, 100, model=True)
-    # modded-nanogpt#49: -1.4 s
-    key_offset: bool = option(True, "long layers: half of each key head comes from the token before",
-                              model=True)
-    value_embed_layers: tuple = option((0, 1), "per layer: number of its value embedding, 0: none; repeated",
-                                       0, 999, model=True)
-    unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second",
-                              model=True)
-    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
-                                0, 1 << 26, model=True)
-    bigram_init: bool = option(True, "embedding and head start from the training text's bigrams, up to "
-                               "vocab_size 4,096; 0: random embedding, head of zeros")
-    memory: bool = option(True, "what followed in the training text and in the row; 0: a plain GPT",
-                          model=True)
-    mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
-                           "candidates only", model=True)
-    own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
-                             0, 100)
-    count_orders: tuple = option((3, 5, 8, 14), "lengths of n-grams that are counted in the training text; "
-                                 "0: none", 0, 64, model=True)
-    count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
-    count_words: tuple = option((1, 3, 5, 29), "masks of words that are counted, too: bit 0 is the word "
-                                "so far, bit k the k-th word before it, so 5 is the word so far and the "
-                                "second one before; 0: none", 0, 127, model=True)
-    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
-                                "0: none", 0, 64, model=True)
-    # data and batch
-    data_path: str = option("data/datasets/embedded", "folder of token shards")
-    data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
-                                   "sha256 of the game's text; empty: any text")
-    train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
-    train_batch_tokens: int = option(4_096, "tokens per step over all ranks in the first stage", 1, 1 << 30)
-    shuffle: bool = option(True, "training rows in one random order; 0: in order")
-    packing: str = option("rows", "how training rows are cut from the stream: see Rows and Spans",
-                          choices=("rows", "spans"))
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
-    # optimizer
-    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
-    embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams and candidates", 0, 10)
-    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
-    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
-    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
-    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
-    bigram_every: int = option(2, "steps whose gradients add up to an update of the bigram embedding", 1, 99)
-    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
-    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length: the clock ends the run
-    iterations: int = option(100_000, "maximum number of steps", 1, 10**9)
-    max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
-    warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
-    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
-    # scores
-    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
-    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
-    val_part: int = optional(32_768, "val tokens scored every val_part_every steps off the clock; 0: none")
-    val_part_every: int = option(50, "steps between those scores", 1, 10**9)
-
-    def stages(self) -> list[WindowStage]:
-        B = self.train_batch_tokens
-        T = self.train_seq_len
-        rows = [
-            # begins at this fraction of iterations, tokens per step, tokens per row, long window
-            WindowStage(0.0, 1 * B, T, window=128),
-            WindowStage(0.5, 2 * B, T, window=128),
-        ]
-        return stage_rows(self, rows, window="window_schedule")
-
-    def check(self) -> None:
-        """Raises Refused for constants that contradict each other."""
-        super().check()
-        if not self.window_pattern or set(self.window_pattern) - set("LS-"):
-            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
-        for name in ("count_orders", "count_words", "copy_orders"):
-            orders = getattr(self, name)
-            if orders != (0,) and len({0, *orders}) <= len(orders):
-                raise Refused(f"{name}={show(orders)}: each one once, or 0 alone")
-
-    def packer(self) -> "type[Packer]":
-        return dict(rows=Rows, spans=Spans)[self.packing]
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}"""
-        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
-        table: Callable = partial(Row, group="value_embed", lr=self.embed_lr, **adam)
-        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
-        return by_kind([
-            # kind                   first values
-            matrix("query",          init="uniform", scale=1.0),
-            matrix("key",            init="uniform", scale=1.0),
-            matrix("value",          init="uniform", scale=1.0),
-            matrix("attn_proj",      init="constant", scale=0.0),
-            matrix("fc",             init="uniform", scale=1.0),
-            matrix("mlp_proj",       init="constant", scale=0.0),
-            Row("embed", "embed",    init="normal", scale=1.0, lr=self.embed_lr, **adam),
-            Row("head", "head",      init="constant", scale=0.0, lr=self.head_lr, **adam),
-            table("value_embeds",    init="constant", scale=0.0),
-            table("bigram_embed",    init="constant", scale=0.0, every=self.bigram_every),
-            table("candidate_embed", init="constant", scale=0.0),
-            table("class_embed",     init="constant", scale=0.0),
-            scalar("class_scale",    init="constant", scale=1.0),
-            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
-            scalar("resid_lambda",   init="constant", scale=1.0),
-            scalar("x0_lambda",      init="constant", scale=0.0),
-            scalar("layer_scale",    init="constant", scale=1.0),
-            scalar("skip_weights",   init="constant", scale=1.0),
-            scalar("gate_weight",    init="constant", scale=0.0),
-            scalar("gate_class",     init="constant", scale=0.0),
-            scalar("gate_matches",   init="constant", scale=0.0),
-        ])
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. Changes p (N, R, C) and buffer, a running mean of gradients, in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1 until the warmdown, then falls linearly to lr_floor."""
-        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        start = self.muon_momentum_warmup_start
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        return Schedule(lr=1 - done + self.lr_floor * done,
-                        momentum=start + (self.muon_momentum - start) * warmup)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
-
-    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window
-        short = (long or self.train_seq_len) // 2
-        return dict(long_window=min(long or T, T), short_window=min(T, max(1, short)))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0}
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
-
-    def scoring_window(self) -> int:
-        return self.stages()[-1].window
-
-    def counted_orders(self) -> list[int]:
-        return [n for n in self.count_orders if n > 0 and self.memory]
-
-    def counted_words(self) -> list[int]:
-        return [mask for mask in self.count_words if mask > 0 and self.memory]
-
-    def matched_orders(self) -> list[int]:
-        return [n for n in self.copy_orders if n > 0 and self.memory]
-
-    def keeps_text(self) -> bool:
-        return bool(self.counted_orders() or self.counted_words())
-
-    def state_bytes(self) -> int:
-        # of the tables; the lists grow with the text
-        return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        if step is None:
-            return [named_scores]
-        due = self.val_part and step and step % self.val_part_every == 0
-        return [partial(score_part, step=step)] if due else []
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
-
-    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
-        return dict(losses=fused_token_losses)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return TinyModel(self, kernels)
-
-def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
-    """Logs the mean loss of rows with about val_part tokens, evenly spaced over val and scored as in the
-    final evaluation; ./run.sh sends it to LOGGER."""
-    tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
-    rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
-    rows = rows[::max(1, len(tokens) // cfg.val_part)]
-    nats = np.zeros(len(tokens))
-    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
-    targets = sum([1 + last - first for _, first, last in rows])
-    loss = all_reduce(torch.tensor(nats.sum())).item() / targets
-    log(f"val_part step:{step} val_loss:{loss:.4f}")
-    return {}
-
-class TinyContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
-
-class TinyBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
-    layer's letter in window_pattern."""
-    def __init__(self, cfg: Tiny, kind: str) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        H = cfg.num_heads
-        self.head_dim = C // H
-        self.attends = kind != "-"
-        self.key_offset = cfg.key_offset and kind == "L"
-        self.query = parameter(C, C, on=self.attends)
-        self.attn_proj = parameter(C, C, on=self.attends)
-        self.key = parameter(C, C, on=self.attends)
-        self.value = parameter(C, C, on=self.attends)
-        self.qk_gain = parameter(H, on=self.attends)
-        self.fc = parameter(cfg.mlp_mult * C, C)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.resid_lambda = parameter(C)
-        self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
-
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
-                context: TinyContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
-        value_embed (B, T, C), in layers that have one."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
-        if self.attends:
-            x = x + attn_scale * self.attend(rms_norm(x), value_embed, mask, context)
-        return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: TinyContext) -> Tensor:
-        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        if value_embed is not None:
-            v = v + split_heads(value_embed, self.head_dim)
-        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
-        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
-        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
-        if self.key_offset:
-            k = key_offset(k.unflatten(-1, (2, -1))).flatten(-2)
-        y = attend_heads(q, k, v, mask, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
-
-class TinyModel(CountingModel):
-    """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
-    first half, the last one first (U-Net). The output mixes the model's own distribution of the next token
-    with those of the memory."""
-    readable = WINDOWED
-
-    def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
-        V = cfg.vocab_size
-        C = cfg.model_dim
-        N = cfg.num_layers
-        self.cfg = cfg
-        self.kinds = per_layer(cfg.window_pattern, N)
-        self.tables = per_layer(cfg.value_embed_layers, N)
-        self.embed = parameter(V, C)
-        self.head = parameter(V, C)
-        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
-        self.counts = NgramCounts(cfg)
-        self.classes = CLASSES * len(cfg.copy_orders)  # per source of candidates
-        counted = len(self.counts.tables)
-        matched = len(cfg.matched_orders())
-        sources = counted + min(1, matched)
-        self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
-        self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
-        self.class_scale = parameter(sources * self.classes + 1, on=sources)
-        self.half = N // 2 if cfg.unet_skips else 0
-        self.skip_weights = parameter(self.half, C, on=self.half)
-        others = 0  # distributions beside the model's own
-        if cfg.mixture:
-            others = counted + matched
-        self.gate_weight = parameter(1 + others, C, on=others)
-        self.gate_class = parameter(others * MIX_CLASSES, on=others)
-        self.gate_matches = parameter((1 + counted) * (1 + matched), 1 + others, on=others)
-        self.blocks = nn.ModuleList([TinyBlock(cfg, kind) for kind in self.kinds])
-        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
-        self.use(kernels)
-
-    def build(self, run: "Run", fresh: bool) -> bool:
-        """Counts contexts; in a fresh run, embedding and head start from the bigrams of the first shard."""
-        counted = super().build(run, fresh)
-        cfg = self.cfg
-        V = cfg.vocab_size
-        if not fresh or not cfg.bigram_init:
-            return counted
-        if V > MOST_BIGRAM_VOCAB:
-            run.log("first values of embed are random, those of head zero: no bigrams are counted for "
-                    f"vocab_size {V}, only up to {MOST_BIGRAM_VOCAB}")
-            return counted
-        began = time.perf_counter()
-        counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
-        embed, head = factorize_bigrams(counts, cfg.model_dim, cfg.seed)
-        values = run.team.share(dict(embed=embed, head=head))
-        for bank in run.optimizer.banks:
-            if bank.names[0] in values:
-                bank.load(values)
-        run.log(f"first values of embed and head made from bigrams in {time.perf_counter() - began:.1f} s")
-        return True
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: WindowStage | None = None) -> TinyContext:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
-        return TinyContext(rope, windows, dtype)
-
-    def compiled_hidden(self) -> Callable:
-        return partial(self.hidden, activations=partial(compile_once(TinyModel.activations), self))
-
-    def hidden(self, tokens: Tensor, context: TinyContext, activations: Callable | None = None) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C). With a mixture, fp32 (B, T, C + 1 + V):
-        beside them the log of the model's own gate and the sum of the other distributions, each times its
-        gate. activations: None or self.activations(), compiled."""
-        text, row = self.matches(tokens, tokens.roll(-1, 1))
-        x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
-        if self.gate_weight is None:
-            return x
-        gates = self.gates(x, *self.match_classes(text, row))
-        others = self.other_distributions(tokens, text, row, gates[..., 1:].exp())
-        return torch.cat((x.float(), gates[..., :1], others), -1)
-
-    def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
-        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
-        x = x0 = self.embedded(tokens, candidates, context.dtype)
-        outputs = []
-        for i, block in enumerate(self.blocks):
-            if self.half <= i < 2 * self.half:
-                x = x + self.skip_weights[i - self.half].to(x.dtype) * outputs[2 * self.half - 1 - i]
-            table = self.tables[i]
-            value_embed = None
-            if block.attends and table:
-                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
-            x = block(x, x0, value_embed, masks.get(self.kinds[i]), context)
-            outputs.append(x)
-        return rms_norm(x)
-
-    def embedded(self, tokens: Tensor, candidates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """tokens (B, T) -> embedding of each token, its bigram and its candidates, normalized (B, T, C)."""
-        x = F.embedding(tokens, self.embed).to(dtype)
-        if self.bigram_embed is not None:
-            x = x + F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
-        if candidates:
-            added = embed_candidates(candidates[0], self.candidate_embed, self.class_embed, self.class_scale)
-            x = x + added.view_as(x).to(dtype)
-        return rms_norm(x)
-
-    def matches(self, tokens: Tensor, after: Tensor) -> tuple[TextMatches | None, RowMatches | None]:
-        """Looks up the contexts of each place of tokens (B, T), in the training text and in the row.
-        after: see row_matches()."""
-        matched = self.cfg.matched_orders()
-        text = self.counts(*self.counts.keys(tokens)) if len(self.counts.tables) else None
-        row = row_matches(*stacked(ngram_pairs(tokens, matched)), after) if matched else None
-        return text, row
-
-    def candidate_rows(self, text: TextMatches | None, row: RowMatches | None) -> list[Tensor]:
-        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []."""
-        found = []
-        if text:
-            found.append(text_candidates(text))
-        if row:
-            found.append(row_candidate(row))
-        return [candidate_rows(found, self.cfg.vocab_size, self.classes)] if found else []
-
-    def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
-        """The class of each distribution (B, T, n), and the row of gate_matches (B, T), which says how many
-        kinds of context match in the text and how many n-grams in the row."""
-        classes = []
-        matches: Any = 0
-        if text:
-            classes.append(text_class(text))
-            matches = (text.total > 0).sum(0)
-        if row:
-            classes.append(row_class(row))
-            matches = matches * (1 + len(row.total)) + (row.total > 0).sum(0)
-        return torch.cat(classes).permute(1, 2, 0).contiguous(), matches
-
-    def gates(self, x: Tensor, classes: Tensor, matches: Tensor) -> Tensor:
-        """log_gates() from the last activations (B, T, C) and match_classes(), (B, T, 1 + n)."""
-        scores = linear(x, self.gate_weight).float() + F.embedding(matches, self.gate_matches)
-        return log_gates(scores, classes, self.gate_class)
-
-    def other_distributions(self, tokens: Tensor, text: TextMatches | None, row: RowMatches | None,
-                            gates: Tensor) -> Tensor:
-        """The sum (B, T, V) of all distributions but the model's own, each times its gate (B, T, n)."""
-        mixed = torch.zeros(*tokens.shape, self.cfg.vocab_size, device=tokens.device)
-        gates = gates.permute(2, 0, 1)
-        if text:
-            add_text_shares(mixed, text, self.counts.lists, gates)
-        if row:
-            add_row_shares(mixed, row, tokens, gates[-len(row.total):])
-        return mixed
-
-    def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        """What forward() takes besides tokens and targets (B, T), which are rows of the training text."""
-        return self.target_inputs(tokens, targets, of_training=True)
-
-    def target_inputs(self, tokens: Tensor, targets: Tensor, of_training: bool = False) -> list[Tensor]:
-        """[candidate_rows(); with a mixture the probability of the target in each distribution (B, T, n), and
-        match_classes()]. of_training: see without_own_document()."""
-        text, row = self.matches(tokens, targets)
-        shares = []
-        if text:
-            documents = self.counts.documents_with(text, targets)
-            if of_training:
-                text = without_own_document(text, targets, documents)
-                documents = (documents - 1).clamp(min=0)
-            shares.append(documents / text.total.clamp(min=1))
-        if row:
-            shares.append(row.next_count / row.total.clamp(min=1))
-        inputs = self.candidate_rows(text, row)
-        if self.gate_weight is not None:
-            inputs += [torch.cat(shares).permute(1, 2, 0).contiguous(), *self.match_classes(text, row)]
-        return inputs
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x: from hidden(). With a mixture these are log-probabilities, since logits cannot be mixed."""
-        C = self.cfg.model_dim
-        own = softcap(linear(x[..., :C], self.head).float(), self.cfg.logit_softcap)
-        if self.gate_weight is None:
-            return own
-        return torch.logaddexp(own.log_softmax(-1) + x[..., C:C + 1], x[..., C + 1:].log())
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *inputs: Tensor) -> Tensor:
-        """tokens and targets (B, T) -> mean cross-entropy in nats. inputs: from candidates(), in training."""
-        inputs = inputs or tuple(self.target_inputs(tokens, targets))
-        if self.gate_weight is None:
-            x = self.activations(tokens, context, *inputs)
-            return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
-        rows, shares, classes, matches = inputs
-        x = self.activations(tokens, context, rows)
-        own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
-        gates = self.gates(x, classes, matches)
-        others = (gates[..., 1:].exp() * shares).sum(-1)
-        mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
-        # Where n-grams predict well, the mixture passes almost no gradient to the model's own softmax, which
-        # would stay untrained. So own_loss times its cross-entropy is added, but for its gradient only: its
-        # value is subtracted again, so train_loss is the mixture's.
-        own_loss = -self.cfg.own_loss * own.mean()
-        return own_loss - own_loss.detach() - mixture.mean()
-
-# ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
-# parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
-@dataclass(frozen=True)
-class Golf(Config):
-    """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
-    earlier tokens of its row, those of other documents too."""
-    preset: str = option("golf", "the recipe", model=True)
-    # size
-    num_layers: int = option(9, "blocks; the second half adds the outputs of the first", 1, 1000, model=True)
-    model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(8, "query heads", 1, 4096, model=True)
-    num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
-    mlp_mult: int = option(2, "MLP width / model_dim", 1, 64, model=True)
-    logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    qk_gain_init: float = option(1.5, "initial gain of each query head", 0, 100, model=True)
-    # data and batch
-    data_path: str = option("data/datasets/fineweb10B_sp1024", "folder of token shards")
-    tokenizer_path: str = option("data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model")
-    vocab_size: int = option(1024, "tokens", 1, 65_536, model=True)
-    # parameter-golf 2026-03-19_TrainingOptSeq4096: -0.023 bpb, with Muon's rate and momentum retuned
-    train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
-    train_batch_tokens: int = option(393_216, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("spans", "how training rows are cut from the stream: see Spans", choices=("spans",))
-    val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
-    val_loss_every: int = optional(1000, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: every 100")
-    # optimizer
-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
-    tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
-    tied_embed_init_std: float = option(0.005, "std of the initial embedding", 0, 100)
-    scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
-    muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(1500, "steps of that warmup; 0: none")
-    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
-    beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
-    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length: the clock ends the run; warmdown_iters becomes time at the pace so far
-    iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
-    max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
-    warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
-    warmup_steps: int = optional(20, "steps on made-up tokens before the clock starts", 0, 1000)
-    # artifact and scores
-    artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
-    artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
-
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
-
-    def check(self) -> None:
-        super().check()
-        check_grouped_queries(self)
-
-    def packer(self) -> "type[Packer]":
-        return Spans
-
-    def stages(self) -> list[Stage]:
-        return stage_rows(self, [
-            # begins at, tokens per step, tokens per row
-            Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}"""
-        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
-        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
-        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, **adam)
-        return by_kind([
-            # kind                   first values
-            matrix("query",          init="uniform", scale=1.0),
-            matrix("key",            init="uniform", scale=1.0),
-            matrix("value",          init="uniform", scale=1.0),
-            matrix("attn_proj",      init="constant", scale=0.0),
-            matrix("fc",             init="uniform", scale=1.0),
-            matrix("mlp_proj",       init="constant", scale=0.0),
-            embed("embed",           init="normal", scale=self.tied_embed_init_std),
-            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
-            scalar("resid_lambda",   init="constant", scale=1.0),
-            scalar("x0_lambda",      init="constant", scale=0.0),
-            scalar("layer_scale",    init="constant", scale=1.0),
-            scalar("skip_weights",   init="constant", scale=1.0),
-        ])
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
-        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
-
-    def progress(self, step: int, seconds: float) -> float:
-        """With a cap and a warmdown, progress is seconds / cap, as in the public script. So if iterations end
-        the run first, LR has not reached 0."""
-        if self.max_wallclock_seconds and self.warmdown_iters:
-            return min(1.0, seconds / self.max_wallclock_seconds)
-        return super().progress(step, seconds)
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1, then falls linearly to 0 over the last warmdown_iters steps."""
-        progress_per_step = progress / max(step, 1)  # at the pace so far
-        warmdown = self.warmdown_iters * progress_per_step  # its length as a fraction of the run
-        lr = 1.0
-        if warmdown:
-            lr = min(1.0, (1 - progress) / warmdown)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_iters} steps lr_factor falls to 0"
-
-    def layers(self, stage: Stage | None = None) -> list[Layer]:
-        T = self.train_seq_len if stage is None else stage.row_tokens
-        return [Layer(T, self.mlp_mult)] * self.num_layers
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return dense_attention(self, on_gpu, log)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return GolfModel(self, kernels)
-
-class GolfContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
-
-class GolfBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg: Golf) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        H = cfg.num_heads
-        self.head_dim = C // H
-        kv_dim = (cfg.num_kv_heads or H) * self.head_dim
-        self.query = parameter(C, C)
-        self.attn_proj = parameter(C, C)
-        self.key = parameter(kv_dim, C)
-        self.value = parameter(kv_dim, C)
-        self.qk_gain = parameter(H)
-        self.fc = parameter(cfg.mlp_mult * C, C)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.resid_lambda = parameter(C)
-        self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
-
-    def forward(self, x: Tensor, x0: Tensor, context: GolfContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
-        x = x + attn_scale * self.attend(rms_norm(x), context)
-        return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
-    def attend(self, h: Tensor, context: GolfContext) -> Tensor:
-        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
-        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
-        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, None, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
-
-class GolfModel(Model):
-    """Blocks of the second half add the outputs of the first half, in reverse order (U-Net). The last of an
-    odd number of blocks adds none."""
-    def __init__(self, cfg: Golf, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
-        self.head = self.embed
-        self.skip_weights = parameter(cfg.num_layers // 2, cfg.model_dim, on=cfg.num_layers > 1)
-        self.blocks = nn.ModuleList([GolfBlock(cfg) for _ in range(cfg.num_layers)])
-        self.use(kernels)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: Stage | None = None) -> GolfContext:
-        dtype = dtype or scoring_dtype(device)
-        frequencies = rope_spectrum(self.cfg.model_dim // self.cfg.num_heads, self.cfg.rope_base)
-        return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
-
-    def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
-        half = len(self.blocks) // 2
-        outputs = []
-        for block in self.blocks[:half]:
-            x = block(x, x0, context)
-            outputs.append(x)
-        for i, block in enumerate(self.blocks[half:]):
-            if outputs:
-                x = x + self.skip_weights[i].to(x.dtype) * outputs.pop()
-            x = block(x, x0, context)
-        return rms_norm(x)
-
-def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
-    """The sizes of the golf recipes' proxies, with as many query heads per key head as in the recipe."""
-    shape = proxy_shape(full, size)
-    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
-    T = max(64, round(full.train_seq_len * size.width / full.model_dim))
-    return shape + [
-        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
-        Scaled("train_seq_len", T, "in proportion to the width")]
-
-def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
-    """The number of layers stays, and the warmdown's part of the run. The record trains on 194 tokens per
-    weight, too many for a small machine; a proxy trains on 20 (arXiv:2203.15556)."""
-    shape = golf_shape(full, size)
-    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
-    length = proxy_length(full, shape, steps=8394, tokens_per_weight=20)
-    return shape + length + rates + [
-        Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
-        Scaled("tokenizer_path", "", "that of the text"),
-    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
-
-# ---------- golf_plus: the same game, by a later record
-# parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
-# Gains below are in bits per byte, as records of parameter-golf report them.
-@dataclass(frozen=True)
-class GolfPlus(Config):
-    """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and GPTQ
-    to 6 bits (8 for the embedding)."""
-    preset: str = option("golf_plus", "the recipe", model=True)
-    # size
-    num_layers: int = option(11, "blocks", 1, 1000, model=True)
-    model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(8, "query heads", 1, 4096, model=True)
-    num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
-    # parameter-golf: -0.022 together with a vocabulary of 4,096, weight decay, GPTQ and brotli
-    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    mlp_slope: float = optional(0.5, "slope of negative activations, before the square; 0: ReLU^2", 0, 1,
-                                model=True)
-    logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
-    qk_gain_init: float = option(4.0, "initial gain of each query head", 0, 100, model=True)
-    # parameter-golf: -0.005 together with ema_decay
-    exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
-                             "it", model=True)
-    # parameter-golf: -0.002 together with rope_fraction
-    depth_scale: bool = option(True, "divide the i-th layer's normalized input by sqrt(i) (ln_scale); 0: off",
-                               model=True)
-    skip_mix: bool = option(True, "learned per-channel lerp between residual stream and skip; 0: their sum",
-                            model=True)
-    # parameter-golf: -0.002
-    loop_layers: tuple = option((4, 5), "depth recurrence: first and last layer of the loop; 0: no loop", 0,
-                                1000, model=True)
-    # overrides a column of stages(), one entry per stage; empty: as stages() has it
-    loop_schedule: tuple = option((), "extra runs of the loop, per stage; final scores: as in the last stage",
-                                  0, 16, model=True, of=int)
-    # data and batch
-    data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
-    tokenizer_path: str = option("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model")
-    vocab_size: int = option(8192, "tokens", 1, 65_536, model=True)
-    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
-    train_batch_tokens: int = option(786_432, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("shards", "how training rows are cut: see Shards, Spans and Rows",
-                          choices=("shards", "spans", "rows"))
-    val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
-    val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: every 100")
-    # optimizer
-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
-    tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
-    tied_embed_init_std: float = option(0.005, "std of the initial embedding", 0, 100)
-    scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
-    muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(1500, "steps of that warmup; 0: none")
-    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
-    muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
-                                 "(MuonEq-R); 0: don't")
-    weight_decay: float = optional(4.25, "Muon: decay per step is this * matrix_lr**2 * LR factor; 0: none",
-                                   0, 1e6)
-    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; 4.25 times as high for the embedding; "
-                                        "0: none", 0, 1e6)
-    beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
-    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    grad_clip_norm: float = optional(0.3, "largest global gradient norm; 0: no clipping", 0, 1e6)
-    ema_decay: float = optional(0.997, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
-    # length: the clock ends the run; GPTQ's calibration gets the 12 s that are left of 600
-    iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
-    max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
-    warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
-    warmup_steps: int = optional(40, "steps on made-up tokens before the clock starts", 0, 1000)
-    # artifact and scores
-    artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
-    artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
-    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: the row's "
-                                    "maximum / 31 is the step", 0, 10)
-    artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: maximum / 127", 0, 10)
-    gptq_batches: int = optional(64, "calibration batches for GPTQ; 0: round to nearest", 0, 10_000)
-    gptq_seconds: float = optional(12.0, "seconds that calibration may take in a run with a cap; 0: no limit",
-                                   0, 1e7)
-    # parameter-golf#1394: -0.0168
-    eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
-    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
-
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
-
-    def check(self) -> None:
-        super().check()
-        check_grouped_queries(self)
-        looped = self.loop_layers
-        if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
-            raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
-
-    def packer(self) -> "type[Packer]":
-        return dict(shards=Shards, spans=Spans, rows=Rows)[self.packing]
-
-    def stages(self) -> list[LoopStage]:
-        B = self.train_batch_tokens
-        T = self.train_seq_len
-        return stage_rows(self, [
-            # begins at this fraction of iterations, tokens per step, tokens per row, further loops
-            LoopStage(0.0, B, T, loops=0),
-            LoopStage(0.5, B, T, loops=2),
-        ], loops="loop_schedule")
-
-    def plan_columns(self) -> list[str]:
-        return ["loops"]
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}. In the artifact matrices have 6 bits, the embedding has 8, scalars are fp16."""
-        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
-                                   step=self.artifact_step)
-        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
-                                  step=self.artifact_embed_step, **adam)
-        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
-                                   precision="fp16", **adam)
-        decay = self.weight_decay * self.matrix_lr
-        return by_kind([
-            # kind                   weight decay  first values
-            matrix("query",          decay=decay,  init="orthogonal", scale=1.0),
-            matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
-            matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
-            matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
-            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so half the decay shrinks it as much
-            matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
-            matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
-            embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
-                  scale=self.tied_embed_init_std),
-            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
-            scalar("resid_lambda",   init="constant", scale=1.0),
-            scalar("x0_lambda",      init="constant", scale=0.0),
-            scalar("layer_scale",    init="constant", scale=1.0),
-            scalar("skip_weights",   init="constant", scale=1.0),
-            scalar("skip_mix",       init="constant", scale=0.0),
-        ])
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
-        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        if self.muon_row_norm:
-            update = normalize_rows(update)
-        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype)
-        p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
-        p.sub_(lr * update)
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam with decoupled weight decay. Changes p, m and v in place."""
-        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
-        if decay is not None:
-            update = update + decay * p  # decoupled (arXiv:1711.05101)
-        p.sub_(lr * update)
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
-        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
-
-    def layers(self, stage: LoopStage | None = None) -> list[Layer]:
-        T = self.train_seq_len if stage is None else stage.row_tokens
-        return [Layer(T, self.mlp_mult)] * self.num_layers
-
-    def layer_order(self, stage: LoopStage) -> list[int]:
-        return looped_order(self.num_layers, self.loop_layers, stage.loops)
-
-    def calibrate(self, model: Model, data: "Data", team: "Team", log: Callable = print) -> dict:
-        """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
-        if not self.gptq_batches:
-            return {}
-        seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
-        return input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if not row.step:
-            return quantize_by_maximum(w, row.levels // coarser, 0.0)
-        if hessian is None:
-            return quantize_by_rms(w, row.step * coarser, row.levels)
-        return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
-
-    def check_data(self, data: "Data") -> None:
-        """Refuses scores that 8 H100 cannot make in the 600 s that the game gives them."""
-        asked = [protocol for protocol in PROTOCOLS if getattr(self, f"eval_{protocol}")]
-        count = self.val_tokens or len(data.val)
-        flops = sum([scoring_flops(self, protocol, count) for protocol in asked])
-        seconds = flops / (MOST_SCORING_PART * 8 * H100_FLOPS)
-        require(seconds <= 600 or not self.artifact_bytes_limit,
-                f"{' and '.join(asked)} of {count} tokens take more than {seconds:.0f} s on 8 H100, and "
-                "the game allows 600: raise eval_sliding, or set artifact_bytes_limit=0")
-
-    def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
-        """Searches by the entropy of rounded weights: GPTQ takes seconds on a GPU, brotli half a minute."""
-        entropy = self.entropy(model, hessians, coarser)
-        aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % more: brotli's size falls less than entropy
-        while entropy > aim and coarser < 4:
-            coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
-            entropy = self.entropy(model, hessians, coarser)
-        return coarser
-
-    def entropy(self, model: Model, hessians: dict | None, coarser: float) -> float:
-        """Bytes that an ideal coder needs for the rounded weights."""
-        table = self.parameter_table()
-        total = 0.0
-        for name, w in stored(model).items():
-            hessian = (hessians or {}).get(name)
-            total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), hessian, coarser))
-        return total
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        return [named_scores] if step is None else []
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return dense_attention(self, on_gpu, log)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return GolfPlusModel(self, kernels)
-
-class GolfPlusContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
-    loops: int  # how many more times loop_layers run
-
-class GolfPlusBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg: GolfPlus, layer: int) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        H = cfg.num_heads
-        self.cfg = cfg
-        self.head_dim = C // H
-        self.ln_scale = ln_scale(layer) if cfg.depth_scale else 1.0
-        kv_dim = (cfg.num_kv_heads or H) * self.head_dim
-        self.query = parameter(C, C)
-        self.attn_proj = parameter(C, C)
-        self.key = parameter(kv_dim, C)
-        self.value = parameter(kv_dim, C)
-        self.qk_gain = parameter(H)
-        self.fc = parameter(cfg.mlp_mult * C, C)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.resid_lambda = parameter(C)
-        self.x0_lambda = parameter(C)
-        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
-
-    def forward(self, x: Tensor, x0: Tensor, context: GolfPlusContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
-        x = x + attn_scale * self.attend(rms_norm(x) * self.ln_scale, context)
-        h = rms_norm(x) * self.ln_scale
-        return x + mlp_scale * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.cfg.mlp_slope)
-
-    def attend(self, h: Tensor, context: GolfPlusContext) -> Tensor:
-        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
-        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
-        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, None, self.kernels.attention)
-        if self.cfg.exclusive:
-            y = remove_own_value(y, v)
-        return linear(y.flatten(2), self.attn_proj)
-
-class GolfPlusModel(Model):
-    """U-Net over the layers in the order in which they run, repeats included: the second half mixes in the
-    outputs of the first, the last one first."""
-    def __init__(self, cfg: GolfPlus, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
-        self.head = self.embed
-        # row i is for the i-th layer run in the second half; which layer that is depends on the stage
-        skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
-        self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
-        self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
-        self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
-        self.use(kernels)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: LoopStage | None = None) -> GolfPlusContext:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        frequencies = rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
-        loops = (stage or cfg.stages()[-1]).loops
-        return GolfPlusContext(rope_tables(T, frequencies, device, dtype), dtype, loops)
-
-    def hidden(self, tokens: Tensor, context: GolfPlusContext) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        cfg = self.cfg
-        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
-        order = looped_order(cfg.num_layers, cfg.loop_layers, context.loops)
-        half = len(order) // 2
-        outputs = []
-        for layer in order[:half]:
-            x = self.blocks[layer](x, x0, context)
-            outputs.append(x)
-        for i, layer in enumerate(order[half:]):
-            if outputs:
-                x = self.skip(x, outputs.pop(), i)
-            x = self.blocks[layer](x, x0, context)
-        return rms_norm(x)
-
-    def skip(self, x: Tensor, earlier: Tensor, i: int) -> Tensor:
-        """Mixes an earlier residual stream into x, both (B, T, C), by row i of skip_weights and skip_mix."""
-        skipped = self.skip_weights[i].to(x.dtype) * earlier
-        if not self.cfg.skip_mix:
-            return x + skipped
-        return learned_lerp(skipped, x, self.skip_mix[i])
-
-def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
-    """Layers, loops, grouped queries and the stages stay. The record trains some 109 tokens per weight, which
-    no small machine can; a proxy trains 20 (arXiv:2203.15556)."""
-    shape = golf_shape(full, size)
-    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
-    table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
-    length = proxy_length(full, shape, steps=4988, tokens_per_weight=20)
-    return shape + length + rates + [
-        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
-        Scaled("adam_weight_decay", round(full.adam_weight_decay / PROXY_STEPS / table_factor, 6),
-               "shrinks the embedding as much over the whole run"),
-        Scaled("ema_decay", 1 - (1 - full.ema_decay) / PROXY_STEPS, "the mean of the same part of the run"),
-        Scaled("tokenizer_path", "", "that of the text"),
-        Scaled("gptq_batches", 0, "there is no artifact to round"),
-        Scaled("eval_sliding", 0, "the plain score counts"),
-    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
-
-# ---------- speedrun: least time to val_loss 3.28 on 8xH100
-# modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
-# A gain in seconds is the difference between two records of that board.
-@dataclass(frozen=True)
-class Speedrun(Config):
-    """Windows that grow from stage to stage and stay within a document, value embeddings, gated heads, a skip
-    connection, backout; NorMuon, and Adam at every other step."""
-    preset: str = option("speedrun", "the recipe", model=True)
-    # size
-    num_layers: int = option(12, "blocks", 1, 1000, model=True)
-    model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(6, "heads of queries, keys and values", 1, 4096, model=True)
-    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("0SSSLSS-SSSL", "per layer: L long window, S short window, - no "
-                                 "attention, 0 neither attention nor MLP; repeated", model=True)
-    window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: as "
-                                    "stages() has it", 0, 1 << 20, model=True, of=int)
-    window_block: int = option(128, "windows are multiples of this many tokens", 1, model=True)
-    eval_window: int = optional(2560, "long window of final scores, tokens; 0: as in the last stage",
-                                model=True)
-    max_doc_len: int = optional(2048, "maximum document length; also keeps attention within documents; "
-                                "0: off", model=True)
-    attn_scale: float = option(0.1, "factor on q @ k in the first stage", 0, 100, model=True)
-    rope_base: float = optional(1024.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    rope_fraction: float = option(0.5, "part of each head that rotates", 0, 1, model=True)
-    value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
-                                       "per layer: number of its value embedding, 0: none; repeated", 0, 999,
-                                       model=True)
-    # modded-nanogpt#117: -0.3 s
-    attn_gate_dim: int = optional(12, "channels read by each head's output gate; 0: no gate", 0, 1 << 16,
-                                  model=True)
-    # modded-nanogpt#130: -1.1 s
-    smear_dim: int = optional(12, "channels read by the gate that adds the previous token; 0: no smear",
-                              0, 1 << 16, model=True)
-    skip_layers: tuple = option((4, 7), "skip connections, as pairs: from layer, to layer; 0: none", 0, 1000,
-                                model=True)
-    # modded-nanogpt#140: -5.3 s, with tuned rates
-    backout_layer: int = optional(8, "layer whose output is partly subtracted at the end; 0: none",
-                                  0, 1000, model=True)
-    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    # data and batch
-    data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
-    vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
-    train_seq_len: int = option(16_384, "tokens per row in the first stage", 2, 1 << 20, model=True)
-    train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
-    packing: str = option("documents", "how training rows are cut: see Documents, Spans and Rows",
-                          choices=("documents", "spans", "rows"))
-    max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
-    val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
-    val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
-    fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: if the GPU has it",
-                      choices=("off", "head", "auto-head"))
-    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
-                                  "weight, and gradient of the summed loss", 0, 1e6)
-    # optimizer
-    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
-    matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
-    embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
-    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
-    scalar_lr: float = option(0.04, "Adam: lambdas, skip weights, smear, backout", 0, 10)
-    muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0 and at the end", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
-    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: no cooldown")
-    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
-    # modded-nanogpt#144: -0.8 s; with tuned rates modded-nanogpt#146: -1.9 s
-    normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
-    # modded-nanogpt#154: -1.7 s
-    weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
-                                   0, 1e6)
-    # modded-nanogpt#136: -1.7 s, with a smaller batch
-    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
-    beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
-    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-8, "Adam: added to the root of the uncorrected second moment", 1e-20, 1)
-    # length
-    iterations: int = option(2120, "steps before the extension", 1, 10**9)
-    extension_iterations: int = optional(40, "further steps in the last stage; 0: none", 0, 10**9)
-    lr_schedule: tuple = option((1.0, 1.51, 1.93), "LR factors before the warmdown, in order", 1e-6, 1000)
-    lr_switches: tuple = option((0.0, 0.33, 0.66), "fraction of iterations at which each factor begins", 0, 1)
-    warmdown_frac: float = option(0.55, "last fraction of iterations, in which LR falls", 0, 1)
-    lr_floor: float = option(0.1, "LR factor at the end of the warmdown", 0, 1)
-    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
-
-    def stages(self) -> list[WindowStage]:
-        B = self.train_batch_tokens
-        T = self.train_seq_len
-        rows = [  # the batch grows, modded-nanogpt#163: -2.7 s
-            # begins at this fraction of iterations, tokens per step, tokens per row, long window
-            WindowStage(0.0, 1 * B, 1 * T, window=384),
-            WindowStage(1 / 3, 2 * B, 2 * T, window=896),
-            WindowStage(2 / 3, 3 * B, 3 * T, window=1408),
-            WindowStage(1.0, 3 * B, 3 * T, window=1664),  # the extension
-        ]
-        return stage_rows(self, rows, window="window_schedule")
-
-    def check(self) -> None:
-        """Raises Refused for constants that contradict each other."""
-        super().check()
-        if max(self.attn_gate_dim, self.smear_dim) > self.model_dim:
-            raise Refused(f"attn_gate_dim={self.attn_gate_dim}, smear_dim={self.smear_dim}: neither may "
-                          f"exceed model_dim={self.model_dim}")
-        if not self.window_pattern or set(self.window_pattern) - set("LS-0"):
-            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S, - or 0")
-        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
-            if window % self.window_block:
-                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
-                              f"{self.window_block}: change window_schedule or eval_window")
-        skips = self.skip_layers
-        later = [end > start for start, end in zip(skips[::2], skips[1::2])]
-        if skips != (0,) and (len(skips) % 2 or not all(later)):
-            raise Refused(f"skip_layers={show(skips)} must be pairs of a layer and a later one")
-        switches = self.lr_switches
-        if len(switches) != len(self.lr_schedule) or [0, *switches[1:]] != sorted(switches):
-            raise Refused(f"lr_schedule={show(self.lr_schedule)}, lr_switches={show(switches)}: switches "
-                          "must grow from 0, one per entry")
-        if len(self.fp8_head_most) != 3:
-            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
-
-    def packer(self) -> "type[Packer]":
-        return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
-
-    def document_limit(self) -> int:
-        return self.max_doc_len
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}"""
-        decay = self.weight_decay * self.matrix_lr
-        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
-                          every=self.adam_every)
-        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
-        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
-        return by_kind([
-            # kind                 first values; uniform ones have std 0.5 / sqrt(columns)
-            matrix("query",        "matrix", init="uniform", scale=0.8660254, second="columns"),
-            matrix("key",          "matrix", init="uniform", scale=0.8660254, second="columns"),
-            matrix("value",        "matrix", init="uniform", scale=0.8660254, second="columns"),
-            matrix("attn_proj",    "matrix", init="constant", scale=0.0, second="columns"),
-            matrix("fc",           "matrix", init="uniform", scale=0.8660254),
-            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
-            matrix("attn_gate",    "gate", init="constant", scale=0.0, precision="fp32"),
-            matrix("smear_gate",   "stream_gate", init="constant", scale=0.0, precision="fp32"),
-            Row("embed",           "embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
-            Row("head",            "head", init="constant", scale=0.0, lr=self.head_lr, **adam),
-            Row("value_embeds",    "value_embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
-            scalar("resid_lambda", init="constant", scale=1.1),
-            scalar("x0_lambda",    init="constant", scale=0.0),
-            scalar("value_lambdas", init="constant", scale=0.5),
-            scalar("smear",        init="constant", scale=0.0),
-            scalar("skip_weights", init="constant", scale=-1.5),  # sigmoid: 0.18
-            scalar("backout",      init="constant", scale=0.5),
-        ])
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
-
-    def top_lr(self, progress: float) -> float:
-        """LR factor before the warmdown; larger batches allow larger steps."""
-        done = scheduled_progress(self, progress)
-        begun = [lr for lr, switch in zip(self.lr_schedule, self.lr_switches) if switch <= done + 1e-9]
-        return begun[-1]
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is its lr_schedule factor, blended linearly into lr_floor by the warmdown; weight decay follows.
-        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
-        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
-        if self.muon_momentum_cooldown_steps and progress:
-            steps_left = (1 - progress) * step / progress
-            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
-
-    def marks(self) -> list[int]:
-        switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
-        return sorted({stage.first_step for stage in self.stages()} | switches)
-
-    def scoring_window(self) -> int:
-        return self.eval_window or self.stages()[-1].window
-
-    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        """In final scores, long windows may exceed those of the last stage; short ones do not."""
-        last = self.stages()[-1].window or self.train_seq_len
-        long = self.scoring_window() if stage is None else stage.window
-        short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
-        return dict(long_window=min(long or T, T), short_window=min(T, max(short, self.window_block)))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0, "0": 0}
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        mlp_mult = {"L": self.mlp_mult, "S": self.mlp_mult, "-": self.mlp_mult, "0": 0}
-        return [Layer(window[kind], mlp_mult[kind]) for kind in kinds]
-
-    def rope(self, window: int) -> tuple[Tensor, float]:
-        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after the long
-        window has grown to this one; through all stages if none has this window (final scores)."""
-        head_dim = self.model_dim // self.num_heads
-        frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
-        scale = self.attn_scale
-        sizes = [stage.window for stage in self.stages() if stage.window]
-        for old, new in zip(sizes, sizes[1:]):
-            if old == window:
-                break
-            frequencies, scale = yarn(frequencies, scale, old, new)
-        return frequencies, scale
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
-
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        most = self.fp8_head_most
-        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return SpeedrunModel(self, kernels)
-
-class SpeedrunContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
-
-class SpeedrunBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
-    layer's letter in window_pattern."""
-    def __init__(self, cfg: Speedrun, kind: str) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        H = cfg.num_heads
-        self.head_dim = C // H
-        self.attends = kind in "LS"
-        self.query = parameter(C, C, on=self.attends)
-        self.attn_proj = parameter(C, C, on=self.attends)
-        self.key = parameter(C, C, on=self.attends)
-        self.value = parameter(C, C, on=self.attends)
-        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=self.attends and cfg.attn_gate_dim)
-        self.value_lambdas = parameter(2, on=self.attends)  # factors on values and on value embeddings
-        has_mlp = kind != "0"
-        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
-        self.resid_lambda = parameter(1, on=has_mlp)
-        self.x0_lambda = parameter(1, on=has_mlp)
-
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
-                context: SpeedrunContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
-        value_embed (B, T, C), in layers that have one."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        if self.attends:
-            x = x + self.attend(rms_norm(x), value_embed, mask, context)
-        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: SpeedrunContext) -> Tensor:
-        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        own, embedded = self.value_lambdas.to(v.dtype)
-        v = own * v
-        if value_embed is not None:
-            v = v + embedded * split_heads(value_embed, self.head_dim)
-        q = rotate(rms_norm(q) * context.attn_scale, *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, mask, self.kernels.attention)
-        if self.attn_gate is not None:
-            y = y * gate(h, self.attn_gate)[..., None]
-        return linear(y.flatten(2), self.attn_proj)
-
-class SpeedrunModel(Model):
-    """The blocks in order, each with its window; skip connections, and backout at the end."""
-    readable = WINDOWED
-
-    def __init__(self, cfg: Speedrun, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
-        V = cfg.vocab_size
-        C = cfg.model_dim
-        N = cfg.num_layers
-        self.cfg = cfg
-        self.kinds = per_layer(cfg.window_pattern, N)
-        self.tables = per_layer(cfg.value_embed_layers, N)
-        pairs = zip(cfg.skip_layers[::2], cfg.skip_layers[1::2])
-        self.skips = [(start, end) for start, end in pairs if end < N]
-        self.embed = parameter(V, C)
-        self.head = parameter(V, C)
-        self.smear = parameter(1, 1, on=cfg.smear_dim)
-        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
-        self.skip_weights = parameter(len(self.skips), 1, on=self.skips)
-        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
-        self.blocks = nn.ModuleList([SpeedrunBlock(cfg, kind) for kind in self.kinds])
-        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
-        self.use(kernels)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: WindowStage | None = None) -> SpeedrunContext:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window,
-                                 by_document=cfg.max_doc_len > 0)
-        rope = rope_tables(T, frequencies, device, dtype)
-        return SpeedrunContext(rope, torch.tensor(scale, device=device), windows, dtype)
-
-    def hidden(self, tokens: Tensor, context: SpeedrunContext) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        documents = None
-        if self.cfg.max_doc_len:
-            documents = (tokens == self.cfg.bos_id).cumsum(1)
-        masks = layer_masks(context.windows, tokens, documents, self.kernels.window_mask)
-        x = F.embedding(tokens, self.embed).to(context.dtype)
-        if self.smear is not None:
-            x = smear(x, self.smear, self.smear_gate)
-        x = x0 = rms_norm(x)
-        # looked up once, even if layers share a table: the gradient of a look-up is as large as its table
-        value_embeds = [F.embedding(tokens, table).to(x.dtype) for table in self.value_embeds]
-        outputs = []
-        for i, block in enumerate(self.blocks):
-            kind = self.kinds[i]
-            table = self.tables[i]
-            for s, (start, end) in enumerate(self.skips):
-                if end == i:
-                    x = x + torch.sigmoid(self.skip_weights[s].to(x.dtype)) * outputs[start]
-            value_embed = None
-            if block.attends and table:
-                value_embed = value_embeds[table - 1]
-            if kind != "0":
-                x = block(x, x0, value_embed, masks.get(kind), context)
-            outputs.append(x)
-        if self.backout is not None:
-            x = x - self.backout.to(x.dtype) * outputs[self.cfg.backout_layer]
-        return rms_norm(x)
-
-def speedrun_windows(full: Any, share: float) -> list[Scaled]:
-    """Windows, documents and rows in proxies of the speedruns. share: proxy's width / recipe's width."""
-    block = max(4, round(full.window_block * share))
-    windows = [stage.window // full.window_block * block for stage in full.stages()]
-    longest = full.max_doc_len // full.window_block * block
-    return [
-        Scaled("window_block", block, "in proportion to the width"),
-        Scaled("window_schedule", tuple(windows), "as many blocks as in the recipe"),
-        Scaled("eval_window", full.eval_window // full.window_block * block,
-               "as many blocks as in the recipe"),
-        Scaled("max_doc_len", longest, "as many blocks as in the recipe"),
-        Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
-
-def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
-    """Weight decay, momentum cooldown, gradient scale and fp8 in proxies of the speedruns. batch: tokens
-    per step of the proxy."""
-    ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
-    return [
-        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
-        Scaled("muon_momentum_cooldown_steps", round(PROXY_STEPS * full.muon_momentum_cooldown_steps),
-               "the same part of the run"),
-        Scaled("loss_sum_ranks", ranks, "gradients as large beside adam_eps as in the recipe, or nearly"),
-        Scaled("fp8", "off", "fp8 gains seconds, not loss per token")]
-
-def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
-    """All layers, skips and stages stay, and so do the channels of gates."""
-    share = size.width / full.model_dim
-    shape = proxy_shape(full, size)
-    heads = value_of(shape, "num_heads")
-    shape += speedrun_windows(full, share)
-    shrunk = (full.model_dim / full.num_heads) / (size.width / heads)
-    length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
-    rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
-    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
-        Scaled("attn_scale", full.attn_scale * shrunk**0.5, "rises as the root of the heads' width falls"),
-    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
-
-# ---------- gpt2: least time to CORE > 0.256525 on 8xH100
-# nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
-# size, learning rates, weight decay and length, and the batch if train_batch_tokens=0: see depth_dial(). The
-# rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
-@dataclass(frozen=True)
-class GPT2(Config):
-    """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
-    preset: str = option("gpt2", "the recipe", model=True)
-    # the dial
-    depth: int = optional(26, "the depth dial: sets size, rates, decay and steps; 0: off", 0, 198)
-    target_param_data_ratio: float = optional(7.25, "tokens per weight of matrices and lm_head; 0: off",
-                                              0, 1e6)
-    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
-    # size; the dial sets layers, width, heads, windows and value embeddings
-    num_layers: int = option(26, "blocks", 1, 1000, model=True)
-    model_dim: int = option(1664, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(13, "query heads", 1, 4096, model=True)
-    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
-    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
-    window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
-                                    0, 1 << 20, model=True)
-    short_window: float = option(0.5, "short window / long one", 0, 1, model=True)
-    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
-                                       0, 999, model=True)
-    value_gate_dim: int = option(32, "channels that gate value embeddings", 1, 1 << 16, model=True)
-    value_gate_factor: float = option(2.0, "a value embedding's factor when its gate is open",
-                                      0, 100, model=True)
-    # data and batch
-    data_path: str = option("data/datasets/fineweb_edu", "folder of token shards")
-    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
-    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
-    train_batch_tokens: int = optional(524_288, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
-    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
-                          choices=("best_fit", "rows"))
-    val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
-    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
-                      choices=("off", "all", "auto-all"))
-    # optimizer
-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks, gates", 0, 10)
-    embed_lr: float = option(0.3, "Adam: embedding, value embeddings", 0, 10)
-    head_lr: float = option(0.004, "Adam: lm_head", 0, 10)
-    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
-    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
-    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
-    normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
-    weight_decay: float = optional(10.0, "Muon: cautious, times matrix_lr; falls linearly to 0", 0, 1e6)
-    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
-    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length
-    iterations: int = option(12_700, "steps at most; by the dial where a horizon is set", 1, 10**9)
-    warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
-    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
-    # scores
-    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
-    core: bool = option(True, "score CORE at the end")
-    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
-    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
-    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
-    sample: str = option(
-        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
-    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
-
-    @classmethod
-    def of(cls, preset: str, given: dict) -> Config:
-        cfg: Config = cls(**given)
-        check_ranges(cfg)
-        check_window_pattern(cfg)
-        if cfg.depth:
-            cfg = depth_dial(cfg, given)
-        return cfg
-
-    def size_of_depth(self, depth: int) -> dict:
-        return depth_size(depth)
-
-    def check(self) -> None:
-        check_horizons(self)
-        super().check()
-        check_grouped_queries(self)
-        if self.value_gate_dim > self.model_dim:
-            raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
-        check_window_pattern(self)
-
-    def packer(self) -> "type[Packer]":
-        return dict(best_fit=BestFit, rows=Rows)[self.packing]
-
-    def stages(self) -> list[WindowStage]:
-        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
-        return stage_rows(self, [row], window="window_schedule")
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}"""
-        decay = self.weight_decay * self.matrix_lr
-        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
-        scalar: Callable = partial(Row, group="scalar", precision="fp32", **adam)
-        return by_kind([
-            # kind                 first values
-            matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
-            matrix("key",          "matrix", init="uniform", scale=1.7320508),
-            matrix("value",        "matrix", init="uniform", scale=1.7320508),
-            matrix("attn_proj",    "matrix", init="constant", scale=0.0),
-            matrix("fc",           "matrix", init="uniform", scale=1.7320508),
-            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
-            matrix("value_gate",   "gate", init="constant", scale=0.0, precision="fp32"),
-            Row("embed",           "embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
-            Row("head",            "head", init="normal", scale=0.001, lr=self.head_lr, **adam),
-            Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr, **adam),
-            scalar("resid_lambda", init="constant", scale=1.0, lr=self.scalar_lr * 0.01),
-            scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
-        ])
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
-        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        start = self.muon_momentum_warmup_start
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
-                        momentum=start + (self.muon_momentum - start) * warmup)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
-
-    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window or self.train_seq_len
-        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = dict(L=sizes["long_window"], S=sizes["short_window"])
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
-
-    def scoring_window(self) -> int:
-        return self.stages()[-1].window or self.train_seq_len
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
-
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
-
-    def check_data(self, data: "Data") -> None:
-        check_core(self, data)
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        return core_evaluations(self, step)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return GPT2Model(self, kernels)
-
-class GPT2Context(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
-
-class GPT2Block(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg: GPT2, has_value_embed: bool) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        H = cfg.num_heads
-        self.head_dim = C // H
-        kv_heads = cfg.num_kv_heads or H
-        self.value_gate_factor = cfg.value_gate_factor
-        self.query = parameter(C, C)
-        self.attn_proj = parameter(C, C)
-        self.key = parameter(kv_heads * self.head_dim, C)
-        self.value = parameter(kv_heads * self.head_dim, C)
-        self.value_gate = parameter(kv_heads, cfg.value_gate_dim, on=has_value_embed)
-        self.fc = parameter(cfg.mlp_mult * C, C)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.resid_lambda = parameter(1)
-        self.x0_lambda = parameter(1)
-
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
-                context: GPT2Context) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
-        value_embed (B, T, KV, D), in layers that have one."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        x = x + self.attend(rms_norm(x), value_embed, mask, context)
-        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2Context) -> Tensor:
-        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        if self.value_gate is not None:
-            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
-            v = v + gates * value_embed
-        q = rotate(rms_norm(q) * self.head_dim**-0.5, *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, mask, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
-
-class GPT2Model(Model):
-    """The blocks in order, each with its window and its value embedding."""
-    readable = WINDOWED
-
-    def __init__(self, cfg: GPT2, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
-        V = cfg.vocab_size
-        C = cfg.model_dim
-        N = cfg.num_layers
-        self.cfg = cfg
-        self.kinds = per_layer(cfg.window_pattern, N)
-        self.tables = per_layer(cfg.value_embed_layers, N)
-        self.embed = parameter(V, C)
-        self.head = parameter(V, C)
-        self.blocks = nn.ModuleList([GPT2Block(cfg, table > 0) for table in self.tables])
-        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
-        self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
-        self.use(kernels)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: WindowStage | None = None) -> GPT2Context:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
-        return GPT2Context(rope, windows, dtype)
-
-    def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
-        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
-        for block, kind, table in zip(self.blocks, self.kinds, self.tables):
-            value_embed = None
-            if table:
-                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
-                value_embed = split_heads(value_embed, block.head_dim)
-            x = block(x, x0, value_embed, masks[kind], context)
-        return rms_norm(x)
-
-def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
-    """-> (the recipe at the proxy's depth, the proxy's sizes). A layer per 64 channels, as on the dial, but
-    at least four, so that each kind of layer occurs; --depth overrides that. Windows and value embeddings
-    follow the depth."""
-    depth = size.depth or max(4, size.width // CHANNELS_PER_LAYER)
-    T = max(64, 2048 * size.width // REFERENCE_WIDTH // 16 * 16)
-    rows = [
-        Scaled("depth", depth, "64 channels a layer, as on the dial, but four layers at least"),
-        *proxy_shape(full, size),
-        Scaled("train_seq_len", T, f"2048 at a width of {REFERENCE_WIDTH}, in proportion to the width")]
-    return replace(full, **full.size_of_depth(depth)), rows
-
-def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
-    """Rates of the dial's reference model, for embeddings and lm_head scaled with the width; weight decay;
-    fp8 and CORE off. The dial's batch factor is left out: the batch shrinks only because the run does."""
-    reference = type(full)()
-    rates = proxy_rates(reference, size.width, REFERENCE_WIDTH, ["embed_lr", "head_lr"])
-    decay = full.weight_decay * (full.matrix_lr / reference.matrix_lr) ** 2 / PROXY_STEPS
-    return rates + [
-        Scaled("scalar_lr", reference.scalar_lr, "that of the dial's reference model"),
-        Scaled("weight_decay", round(decay, 4), "shrinks as much over the whole run"),
-        Scaled("fp8", "off", "fp8 gains seconds, not loss per token"),
-        Scaled("packing", "rows", "a small text has too few documents to pack rows from"),
-        Scaled("shuffle", True, "so that a step has rows of several documents"),
-        Scaled("core", False, "CORE needs a larger model")]
-
-def gpt2_proxy(full: GPT2, size: ProxySize) -> list[Scaled]:
-    """The depth dial with another width."""
-    sized, rows = gpt2_shape(full, size)
-    rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
-    return rows + gpt2_rates(full, size) + proxy_scores(value_of(rows, "train_seq_len"), size)
-
-# ---------- gpt2_plus: the same game as gpt2, a later record
-# nanochat a825e63 (run 6 of its board), depth 24, 8 tokens per weight, ClimbMix, fp8: 5,568 steps in 1.65 h.
-# Run 5, without smear and backout and at 8.7 tokens per weight, took 1.80 h. The first values of smear, its
-# gate and backout are those of nanochat's fix of 13 April 2026; at a825e63 they were never set. The learning
-# rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
-@dataclass(frozen=True)
-class GPT2Plus(Config):
-    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay falls as a cosine,
-    momentum with LR."""
-    preset: str = option("gpt2_plus", "the recipe", model=True)
-    # the dial
-    depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
-    target_param_data_ratio: float = optional(8.0, "tokens per weight of matrices and lm_head; 0: off",
-                                              0, 1e6)
-    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
-    # size; the dial sets layers, width, heads, windows, value embeddings and backout
-    num_layers: int = option(24, "blocks", 1, 1000, model=True)
-    model_dim: int = option(1536, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(12, "query heads", 1, 4096, model=True)
-    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
-    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
-    # 1.44 * 128 ** -0.5: the public script multiplies q and k by 1.2 each after their norm
-    attn_scale: float = optional(0.12727922, "factor on q @ k; 0: head_dim ** -0.5", 0, 100, model=True)
-    rope_base: float = optional(100_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
-    window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
-    window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
-                                    0, 1 << 20, model=True)
-    short_window: float = option(0.25, "short window / long one", 0, 1, model=True)
-    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
-                                       0, 999, model=True)
-    value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
-    value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
-                                      0, 100, model=True)
-    smear_dim: int = optional(24, "channels read by the gate that adds the previous token; 0: no smear",
-                              0, 1 << 16, model=True)
-    backout_layer: int = optional(12, "layer whose output is partly subtracted at the end; 0: none",
-                                  0, 1000, model=True)
-    # data and batch
-    data_path: str = option("data/datasets/climbmix", "folder of token shards")
-    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
-    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
-    train_batch_tokens: int = optional(0, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
-    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
-                          choices=("best_fit", "rows"))
-    val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
-    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
-                      choices=("off", "all", "auto-all"))
-    # optimizer
-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks, value gates", 0, 10)
-    embed_lr: float = option(0.3, "Adam: embedding; half of it: value embeddings", 0, 10)
-    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
-    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
-    gate_lr: float = option(0.2, "Adam: smear, its gate, backout; the same at any depth", 0, 10)
-    muon_momentum: float = option(0.97, "Muon's momentum between warmup and warmdown", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(400, "steps of that warmup; 0: none")
-    muon_momentum_end: float = optional(0.9, "momentum at the end of LR's warmdown; 0: it does not fall", 0,
-                                        0.9999)
-    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
-    polar_margin: float = option(1.01, "Polar Express: safety factor on a matrix's norm", 1, 2)
-    normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
-    weight_decay: float = optional(14.0, "Muon: cautious, times matrix_lr; falls as a cosine to 0", 0, 1e6)
-    adam_weight_decay: float = optional(0.01, "Adam: decay, times LR and a row's factor; 0: none", 0, 1e6)
-    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
-    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
-    adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length
-    iterations: int = option(5568, "steps at most; by the dial where a horizon is set", 1, 10**9)
-    lr_warmup_steps: int = optional(40, "first steps, in which LR grows; 0: none")
-    warmdown_frac: float = option(0.65, "last fraction of the run, in which LR falls", 0, 1)
-    lr_floor: float = option(0.05, "LR factor at the end of the warmdown", 0, 1)
-    # scores
-    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
-    core: bool = option(True, "score CORE at the end")
-    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
-    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
-    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
-    sample: str = option(
-        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
-    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
-
-    @classmethod
-    def of(cls, preset: str, given: dict) -> Config:
-        cfg: Config = cls(**given)
-        check_ranges(cfg)
-        check_window_pattern(cfg)
-        if cfg.depth:
-            cfg = depth_dial(cfg, given)
-        return cfg
-
-    def size_of_depth(self, depth: int) -> dict:
-        size = depth_size(depth)
-        if self.backout_layer:
-            size["backout_layer"] = depth // 2
-        return size
-
-    def check(self) -> None:
-        check_horizons(self)
-        super().check()
-        check_grouped_queries(self)
-        if max(self.value_gate_dim, self.smear_dim) > self.model_dim:
-            raise Refused(f"value_gate_dim={self.value_gate_dim}, smear_dim={self.smear_dim}: neither may "
-                          f"exceed model_dim={self.model_dim}")
-        check_window_pattern(self)
-
-    def packer(self) -> "type[Packer]":
-        return dict(best_fit=BestFit, rows=Rows)[self.packing]
-
-    def stages(self) -> list[WindowStage]:
-        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
-        return stage_rows(self, [row], window="window_schedule")
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}"""
-        decay = self.weight_decay * self.matrix_lr
-        adam_decay = self.adam_weight_decay
-        adam: dict = dict(optimizer="adam", beta1=self.beta1, eps=self.adam_eps)
-        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
-        scalar: Callable = partial(Row, group="scalar", precision="fp32", beta2=self.beta2, **adam)
-        return by_kind([
-            # kind                 first values
-            matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
-            matrix("key",          "matrix", init="uniform", scale=1.7320508),
-            matrix("value",        "matrix", init="uniform", scale=1.7320508),
-            matrix("attn_proj",    "matrix", init="constant", scale=0.0),
-            matrix("fc",           "matrix", init="uniform", scale=0.6928203),  # std 0.4 / sqrt(columns)
-            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
-            matrix("value_gate",   "gate", init="positive", scale=0.02, precision="fp32"),
-            Row("embed",           "embed", init="normal", scale=0.8, lr=self.embed_lr, beta2=0.995,
-                decay=adam_decay * 0.1, **adam),
-            Row("head",            "head", init="normal", scale=0.001, lr=self.head_lr, beta2=0.96,
-                decay=adam_decay, **adam),
-            Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr * 0.5,
-                beta2=0.995, decay=adam_decay, **adam),
-            # from 1.15 in the first layer to 1.05 in the last one; x0_lambda from 0.2 to 0.05
-            scalar("resid_lambda", init="constant", scale=1.15, change=-0.1, lr=self.scalar_lr * 0.01,
-                   decay=adam_decay * 5),
-            scalar("x0_lambda",    init="constant", scale=0.2, change=-0.15, lr=self.scalar_lr, beta1=0.96),
-            Row("smear_gate",      "stream_gate", init="positive", scale=0.02, lr=self.gate_lr,
-                beta2=self.beta2, precision="fp32", **adam),
-            scalar("smear",        init="constant", scale=0.0, lr=self.gate_lr),
-            scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
-        ])
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
-        if decay is not None:
-            update = update + decay * p
-        p.sub_(lr * update)
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay falls as a
-        cosine to 0. Momentum warms up, then falls with LR."""
-        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        lr = 1 - done + self.lr_floor * done
-        if self.lr_warmup_steps:
-            lr *= min(1.0, (step + 1) / self.lr_warmup_steps)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        momentum = start + (self.muon_momentum - start) * warmup
-        if self.muon_momentum_end:
-            momentum += (self.muon_momentum_end - momentum) * done
-        return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
-
-    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window or self.train_seq_len
-        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = dict(L=sizes["long_window"], S=sizes["short_window"])
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
-
-    def scoring_window(self) -> int:
-        return self.stages()[-1].window or self.train_seq_len
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
-
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
-
-    def check_data(self, data: "Data") -> None:
-        check_core(self, data)
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        return core_evaluations(self, step)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return GPT2PlusModel(self, kernels)
-
-class GPT2PlusContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
-
-class GPT2PlusBlock(nn.Module):
-    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
-    def __init__(self, cfg: GPT2Plus, has_value_embed: bool) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        H = cfg.num_heads
-        self.head_dim = C // H
-        kv_heads = cfg.num_kv_heads or H
-        self.attn_scale = cfg.attn_scale or self.head_dim**-0.5
-        self.value_gate_factor = cfg.value_gate_factor
-        self.query = parameter(C, C)
-        self.attn_proj = parameter(C, C)
-        self.key = parameter(kv_heads * self.head_dim, C)
-        self.value = parameter(kv_heads * self.head_dim, C)
-        self.value_gate = parameter(kv_heads, cfg.value_gate_dim, on=has_value_embed)
-        self.fc = parameter(cfg.mlp_mult * C, C)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.resid_lambda = parameter(1)
-        self.x0_lambda = parameter(1)
-
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
-                context: GPT2PlusContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
-        value_embed (B, T, KV, D), in layers that have one."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        x = x + self.attend(rms_norm(x), value_embed, mask, context)
-        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2PlusContext) -> Tensor:
-        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
-        if self.value_gate is not None:
-            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
-            v = v + gates * value_embed
-        q = rotate(rms_norm(q) * self.attn_scale, *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
-        y = attend_heads(q, k, v, mask, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
-
-class GPT2PlusModel(Model):
-    """The blocks in order, each with its window and its value embedding."""
-    readable = WINDOWED
-
-    def __init__(self, cfg: GPT2Plus, kernels: Kernels = Kernels()) -> None:
-        super().__init__()
-        V = cfg.vocab_size
-        C = cfg.model_dim
-        N = cfg.num_layers
-        self.cfg = cfg
-        self.kinds = per_layer(cfg.window_pattern, N)
-        self.tables = per_layer(cfg.value_embed_layers, N)
-        self.embed = parameter(V, C)
-        self.head = parameter(V, C)
-        self.smear = parameter(1, 1, on=cfg.smear_dim)
-        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
-        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
-        self.blocks = nn.ModuleList([GPT2PlusBlock(cfg, table > 0) for table in self.tables])
-        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
-        self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
-        self.use(kernels)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: WindowStage | None = None) -> GPT2PlusContext:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
-        return GPT2PlusContext(rope, windows, dtype)
-
-    def hidden(self, tokens: Tensor, context: GPT2PlusContext) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
-        x = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
-        if self.smear is not None:
-            x = smear(x, self.smear, self.smear_gate)
-        x0 = x
-        for i, block in enumerate(self.blocks):
-            table = self.tables[i]
-            value_embed = None
-            if table:
-                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
-                value_embed = split_heads(value_embed, block.head_dim)
-            x = block(x, x0, value_embed, masks[self.kinds[i]], context)
-            if i == self.cfg.backout_layer:
-                backed_out = x
-        if self.backout is not None:
-            x = x - self.backout.to(x.dtype) * backed_out
-        return rms_norm(x)
-
-def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
-    """The depth dial with another width."""
-    sized, rows = gpt2_shape(full, size)
-    head_dim = size.width // value_of(rows, "num_heads")
-    rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
-    return rows + gpt2_rates(full, size) + [
-        Scaled("lr_warmup_steps", round(PROXY_STEPS * full.lr_warmup_steps), "the same part of the run"),
-        Scaled("attn_scale", full.attn_scale * (HEAD_DIM / head_dim) ** 0.5,
-               "rises as the root of the heads' width falls"),
-    ] + proxy_scores(value_of(rows, "train_seq_len"), size)
-
-# ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
-# modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
-# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
-# Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
-@dataclass(frozen=True)
-class SpeedrunPlus(Config):
-    """Eleven layers; the last one and the output mix earlier layers with weights that each token computes for
-    itself (MUDD). Paired heads, three kinds of embeddings, losses on several targets, fp8."""
-    preset: str = option("speedrun_plus", "the recipe", model=True)
-    # size and topology
-    num_layers: int = option(11, "blocks; as many as window_pattern has", 1, 1000, model=True)
-    model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(6, "query heads", 1, 4096, model=True)
-    # modded-nanogpt#344: -3.8 s, narrower than values, together with fp8_qkv and the MLP's backward in fp8
-    qk_dim: int = option(96, "width of query and key heads; values have model_dim / num_heads", 4, 4096,
-                         model=True)
-    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("PSPLSP-SSPL", "per layer: L long window, S short, P short with paired "
-                                 "heads (modded-nanogpt#58: -3.5 s), - no attention", model=True)
-    window_schedule: tuple = option((), "long window per stage, in earlier tokens; empty: as stages() "
-                                    "has it", 1, 1 << 20, model=True, of=int)
-    window_block: int = option(128, "windows are multiples of this many tokens", 1, 1 << 16, model=True)
-    eval_window: int = option(2560, "long window of the final scores, tokens", 1, 1 << 20, model=True)
-    max_doc_len: int = option(2048, "maximum document length in any stage, tokens", 1, 1 << 20)
-    # layers are numbered from 0
-    value_embed_layers: tuple = option((1, 2, 8, 9, 10), "layers with a value embedding (modded-nanogpt#63: "
-                                       "-0.3 s)", 0, 999, model=True)
-    xsa_layers: tuple = optional((1, 3, 4, 7), "layers with learned XSA (modded-nanogpt#82: -0.6 s); empty: "
-                                 "none", 0, 999, model=True)
-    head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
-                                       0, 999, model=True)
-    skip_layers: tuple = option((3, 6), "the second adds the output of the first in place of attention",
-                                0, 999, model=True)
-    attn_source: int = option(7, "attention in later layers reads this layer's output "
-                              "(modded-nanogpt#77: -0.7 s)", 0, 999, model=True)
-    gate_layer: int = option(4, "MUDD gates from this layer on read its input, those before it the "
-                             "embedding", 1, 999, model=True)
-    # techniques
-    key_offset: bool = option(True, "long layers: half of each key head from the token before "
-                              "(modded-nanogpt#49: -1.4 s)", model=True)
-    attn_scale: float = option(0.1 * (128 / 96) ** 0.5, "factor on q @ k in the first stage",
-                               1e-6, 100, model=True)
-    rope_base: float = option(1024.0, "RoPE: longest wavelength / 2 pi", 1, 1e9, model=True)
-    # modded-nanogpt#85: -3.5 s together with the MUDD gates; alone 0.0046 nats
-    dc_window: int = optional(112, "last layer: keys that dynamic attention (DC) sees; 0: no DC", 0, 1 << 16,
-                              model=True)
-    smear_dim: int = option(12, "channels read by the gate that adds the previous token (smear)", 1, 1 << 16,
-                            model=True)
-    value_gate_dim: int = option(12, "channels read by the gates on value embeddings, half of them from the "
-                                 "value embedding (modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
-    bigram_rows: int = option(377_280, "rows of the hashed bigram embedding (modded-nanogpt#62: -5.6 s)",
-                              3, 1 << 26, model=True)
-    bigram_sign_rows: int = optional(8192, "rows of random bigram signs (modded-nanogpt#83: -1.3 s); 0: none",
-                                     0, 1 << 20, model=True)
-    mudd_dim: int = option(64, "hidden width of MUDD (modded-nanogpt#81: -2.6 s)", 1, 1 << 16, model=True)
-    mudd_gate_dim: int = option(64, "hidden width of the MUDD gates (modded-nanogpt#85: -3.5 s with DC)",
-                                1, 1 << 16, model=True)
-    # modded-nanogpt#54: -2.9 s; written there as 23 * sigmoid((logits + 5) / 7.5)
-    logit_softcap: float = option(11.5, "logits = cap * tanh((logits + shift) / width)", 1e-3, 1e4,
-                                  model=True)
-    logit_shift: float = optional(5.0, "shift; 0: symmetric", 0, 1e4, model=True)
-    logit_width: float = option(15.0, "width", 1e-3, 1e4, model=True)
-    # modded-nanogpt#53: -2.9 s, together with untie_at
-    next_targets: int = option(3, "multi-token prediction: most targets of a token; 1: the next only", 1, 8)
-    prefix_weight: float = optional(0.25, "weight of the loss on the longest other token that the target "
-                                    "begins with (modded-nanogpt#88: -0.8 s); 0: no such loss", 0, 100)
-    # data and batch
-    data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
-    vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefix tokens "
-                             "where there is no tokenizer")
-    vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
-    train_seq_len: int = option(16_384, "tokens per row of the first stage", 2, 1 << 20, model=True)
-    train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
-    # modded-nanogpt#72: -1.2 s, together with lr_floor
-    doc_schedule: tuple = option((), "maximum document length per stage, tokens; empty: as stages() has it",
-                                 1, 1 << 20, of=int)
-    packing: str = option("documents", "how training rows are cut from the stream: see Documents and Rows",
-                          choices=("documents", "rows"))
-    max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
-    val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
-    val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
-    eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
-    # fp8, in training only
-    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it",
-                      choices=("off", "all", "auto-all"))
-    fp8_head: bool = option(True, "matmuls of lm_head in fp8, where fp8 is on; 0: bf16")
-    # modded-nanogpt#344: -3.8 s, together with qk_dim and the MLP's backward pass in fp8
-    fp8_qkv: bool = option(True, "matmuls of query, key and value in fp8, where fp8 is on; 0: bf16")
-    # modded-nanogpt#84: -0.5 s (up), modded-nanogpt#89: -0.8 s (down)
-    fp8_mlp: bool = option(True, "matmuls of the MLPs in fp8, where fp8 is on; 0: bf16")
-    fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
-                                  "of the summed loss", 1e-9, 1e6)
-    # optimizer
-    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
-    matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
-    embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
-    head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
-    gate_lr: float = option(0.008, "Adam: gates, MUDD, post_lambdas, times a factor in the row", 0, 10)
-    scalar_lr: float = option(0.04, "Adam: the other lambdas", 0, 10)
-    muon_pairs: bool = option(True, "orthogonalize query and key two heads at a time "
-                              "(modded-nanogpt#80: -0.3 s); 0: all heads together")
-    muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
-    muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
-    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
-    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the first value; 0: none")
-    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
-    polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
-    normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
-    weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
-                                   0, 1e6)
-    adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the factor in a row "
-                                        "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
-    adam_eps: float = option(1e-10, "Adam: added to the root of the second moment", 1e-20, 1)
-    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
-    # length
-    iterations: int = option(1270, "scheduled steps", 1, 10**9)
-    extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
-    # modded-nanogpt#51: -3.2 s; the embedding starts as a copy of lm_head and stays equal to it until then
-    untie_at: float = optional(847 / 1270, "fraction of iterations at which lm_head is untied; 0: never tied",
-                               0, 1)
-    warmdown_frac: float = option(0.6, "last fraction of iterations, in which LR falls", 0, 1)
-    lr_floor: float = option(0.15, "LR factor at the end of the warmdown", 0, 1)
-    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
-
-    def check(self) -> None:
-        """Raises Refused for constants that contradict each other."""
-        super().check()
-        self.check_topology()
-        if self.num_heads % 2 or self.qk_dim % 4:
-            raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
-        half = self.value_gate_dim // 2
-        if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
-            raise Refused(f"smear_dim={self.smear_dim} and value_gate_dim / 2 may not exceed model_dim="
-                          f"{self.model_dim}, and value_gate_dim={self.value_gate_dim} must be even")
-        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
-            if window % self.window_block:
-                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
-                              f"{self.window_block}: change window_schedule or eval_window")
-        if len(self.fp8_head_most) != 3:
-            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
-
-    def check_topology(self) -> None:
-        """Raises Refused if constants that name layers contradict each other."""
-        pattern = self.window_pattern
-        last = len(pattern) - 1
-        if set(pattern) - {"L", "S", "P", "-"} or last < 1:
-            raise Refused(f"window_pattern={pattern!r}: two or more layers, each L, S, P or -")
-        if self.num_layers != last + 1:
-            raise Refused(f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, "
-                          "and the other lists name them by their numbers")
-        if len(self.skip_layers) != 2 or not self.skip_layers[0] < self.skip_layers[1] < last:
-            raise Refused(f"skip_layers={show(self.skip_layers)}: two, in rising order, before the last one")
-        if [i for i, kind in enumerate(pattern) if kind == "-"] != [self.skip_layers[1]]:
-            raise Refused(f"window_pattern={pattern}: '-' must stand at layer {self.skip_layers[1]}, "
-                          f"the second of skip_layers={show(self.skip_layers)}, and nowhere else")
-        if not self.gate_layer <= self.skip_layers[1] or not self.attn_source < last:
-            raise Refused(f"gate_layer={self.gate_layer} must not be after the second of skip_layers, "
-                          f"attn_source={self.attn_source} must be before the last layer")
-        for name in ("value_embed_layers", "xsa_layers", "head_gate_layers"):
-            for layer in getattr(self, name):
-                if layer > last or pattern[layer] == "-":
-                    raise Refused(f"{name}={show(getattr(self, name))}: layer {layer} has no attention")
-        if not {1, last} <= {*self.value_embed_layers}:
-            raise Refused(f"value_embed_layers={show(self.value_embed_layers)} must hold 1 and {last}")
-        unpaired = [*self.xsa_layers]
-        if self.dc_window:
-            unpaired.append(last)
-        if "P" in [pattern[layer] for layer in unpaired]:
-            raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for paired heads")
-
-    def packer(self) -> "type[Packer]":
-        return dict(documents=Documents, rows=Rows)[self.packing]
-
-    def stages(self) -> list[TargetStage]:
-        """Three about equal parts of iterations, then the extension."""
-        B = self.train_batch_tokens
-        T = self.train_seq_len
-        n = self.next_targets
-        prefix = self.prefix_weight
-        first = ((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
-        second = ((1.0, 1.0), (0.5, 0.0))
-        stage = TargetStage
-        return stage_rows(self, [
-            #     begins at   batch  row    LR factor  long window
-            stage(0.0,        B,     T,     lr=1.0,    window=384,  doc_len=896,
-                  next_weights=first[:n], prefix_weights=(prefix, prefix)),
-            stage(423 / 1270, 2 * B, 2 * T, lr=1.52,   window=896,  doc_len=2048,
-                  next_weights=second[:n], prefix_weights=(prefix, 0.0)),
-            stage(847 / 1270, 3 * B, 3 * T, lr=1.73,   window=1408, doc_len=2048),
-            stage(1.0,        3 * B, 3 * T, lr=1.73,   window=1664, doc_len=2048),
-        ], window="window_schedule", doc_len="doc_schedule")
-
-    def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}"""
-        matrix_decay = self.weight_decay * self.matrix_lr
-        matrix: Callable = partial(Row, group="matrix", optimizer="muon", decay=matrix_decay)
-        pair = 2 * self.qk_dim if self.muon_pairs else 0
-
-        def adam(kind: str, group: str, lr: float, decay: float = 0.0, **columns: Any) -> Row:
-            """A row whose decay is proportional to the square of its learning rate."""
-            return Row(kind, group, "adam", lr, lr * self.adam_weight_decay * decay, decay_with_lr=True,
-                       eps=self.adam_eps, every=self.adam_every, **columns)
-
-        gate: Callable = partial(adam, beta1=0.9, beta2=0.99)
-        scalar: Callable = partial(adam, group="scalar", beta1=0.9, precision="fp32")
-        table: Callable = partial(adam, lr=self.embed_lr, decay=5, beta1=0.75, beta2=0.95)
-        head: Callable = partial(adam, lr=self.head_lr, decay=150, beta1=0.5, beta2=0.95, init="normal",
-                                 scale=0.005)
-        mudd: Callable = partial(gate, group="mudd", precision="fp16")
-        lr = self.matrix_lr
-        gate_lr = self.gate_lr
-        wide = self.mlp_mult**0.5
-        return by_kind([
-            # kind              first values and learning rate
-            matrix("query",     init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),  # std 0.5 / sqrt(C)
-            matrix("key",       init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),
-            matrix("value",     init="uniform", scale=0.8660254, lr=lr),
-            # modded-nanogpt#64: -1.2 s; uniform instead of 0, while sa_lambdas halve the values at first
-            matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),
-            matrix("fc",        init="uniform", scale=0.8660254, lr=lr),  # LR doubles, since it is tall
-            matrix("mlp_proj",  init="constant", scale=0.0, lr=2 * wide * lr, second="columns"),
-            head("head", "head"),
-            head("embed", "embed"),
-            table("value_embeds", "value_embed", init="normal", scale=0.01),
-            table("bigram_embed", "value_embed"),
-            gate("value_gate", "gate", gate_lr, decay=1),
-            gate("smear_gate", "stream_gate", gate_lr * 0.01),
-            # MUDD; first_values() sets the last biases
-            mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
-            mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
-            mudd("mudd_b2", lr=gate_lr * 0.25),
-            mudd("mudd_gate_w1", lr=gate_lr * 0.1, decay=1, init="uniform", scale=1.0),
-            mudd("mudd_gate_w2", lr=gate_lr * 0.1, decay=1),
-            mudd("mudd_gate_b2", lr=gate_lr * 0.1),
-            mudd("mudd_gate_scale", lr=gate_lr * 0.1, init="constant", scale=MUDD_SCALE),
-            scalar("sa_lambdas", lr=self.scalar_lr, beta2=0.99),
-            scalar("smear_lambda", lr=self.scalar_lr, beta2=0.99),
-            scalar("skip_lambda", lr=self.scalar_lr, beta2=0.99, scale=-1.5),
-            scalar("resid_lambdas", lr=self.scalar_lr, beta2=0.95, scale=1.1**0.5),
-            scalar("post_lambdas", lr=gate_lr, beta2=0.95, scale=1.0),
-        ])
-
-    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The embedding starts as a copy of lm_head; sa_lambdas halve queries, keys and values; output biases
-        of MUDD set what its weights and gates start with."""
-        values["embed"] = values["head"].clone()
-        for layer in range(self.num_layers):
-            values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        for place, weights in enumerate(self.first_mudd()):
-            values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
-        for half, gates in enumerate(self.gate_tables()):
-            first = torch.tensor(gate_values(gates))
-            values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
-        return values
-
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
-
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam with cautious decay. Changes p, m and v in place."""
-        update = adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
-        if decay is not None:
-            update = update + decay * p * (update * p > 0)
-        p.sub_(lr * update)
-
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows.
-        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
-        scheduled = scheduled_progress(self, progress)
-        done = warmdown_done(scheduled, self.warmdown_frac)
-        lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
-        if self.muon_momentum_cooldown_steps and progress:
-            steps_left = (1 - progress) * step / progress
-            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        start = self.muon_momentum_warmup_start
-        momentum = start + (self.muon_momentum - start) * warmth
-        tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
-        return Schedule(lr, momentum, decay=lr, tied=tied)
-
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
-
-    def plan_columns(self) -> list[str]:
-        return ["doc_len", "next_losses", "prefix_loss"]
-
-    def windows(self, stage: TargetStage | None, T: int) -> dict[str, int]:
-        last = self.stages()[-1]
-        half = (stage or last).window // 2
-        short = max(1, half // self.window_block) * self.window_block
-        long = stage.window if stage else self.eval_window
-        return dict(long_window=min(T, long), short_window=min(T, short))
-
-    def layers(self, stage: TargetStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = {"L": sizes["long_window"], "S": sizes["short_window"], "P": sizes["short_window"], "-": 0}
-        return [Layer(window[kind], self.mlp_mult) for kind in self.window_pattern]
-
-    def rope(self, window: int | None = None) -> tuple[Tensor, float]:
-        """Radians per token of each pair of channels that rotates (qk_dim / 4,) and the factor on q @ k,
-        after long windows have grown to this one; None: to that of the last stage."""
-        frequencies = rope_spectrum_to_base(self.qk_dim, self.rope_base, 0.5)[:self.qk_dim // 4]
-        scale = self.attn_scale
-        sizes = [stage.window for stage in self.stages()]
-        for old, new in zip(sizes, sizes[1:]):
-            if old == window:
-                break
-            frequencies, scale = yarn(frequencies, scale, old, new)
-        return frequencies, scale
-
-    def gate_tables(self) -> tuple[list[MuddGate], list[MuddGate]]:
-        """The MUDD gates computed from the embedding, and those computed from gate_layer's input, each list
-        in the order of its rows in mudd_gate_w2."""
-        H = self.num_heads
-        layers = range(self.num_layers)
-        gates = [MuddGate("xsa", i, H, 0.0) for i in layers if i in self.xsa_layers]
-        gates += [MuddGate("heads", i, H, 0.25) for i in layers if i in self.head_gate_layers]
-        for i in layers[:-1]:
-            if self.window_pattern[i] != "-":
-                gates += [MuddGate("x0", i, 1, 0.0), MuddGate("bigrams", i, 1, 0.05)]
-        gates.append(MuddGate("skip", self.skip_layers[1], 1, 0.5))
-        if self.dc_window:
-            gates += [MuddGate("mix", layers[-1], H, 1.0), MuddGate("spread", layers[-1], H, 0.0)]
-        early = [g for g in gates if g.layer < self.gate_layer]
-        late = [g for g in gates if g.layer >= self.gate_layer]
-        return early, late
-
-    def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's first weights for the last layer and for the output, in the order that hidden() uses. Value
-        embeddings start at 2, the maximum of the other layers' gates; the factors start as in other layers.
-        The output starts as the stream minus half of that after attn_source."""
-        for_streams = [0.0] * 6
-        for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
-        for_mlp = [1.1**0.5, 1.0]
-        return for_streams + [2.0, 2.0] + for_attention + for_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
-
-    def loss_weights(self, progress: float) -> list[float]:
-        """Loss weights at this progress: one per next target, then one for the prefix loss if the stage has
-        it."""
-        stage: Any = stage_at(self, progress)
-        later = [other.begins for other in self.stages() if other.begins > stage.begins]
-        end = min([*later, 1.0])
-        done = (progress - stage.begins) / (end - stage.begins or 1.0)
-        pairs = [*stage.next_weights]
-        if any(stage.prefix_weights):
-            pairs.append(stage.prefix_weights)
-        return [first + (last - first) * done for first, last in pairs]
-
-    def document_limit(self) -> int:
-        return self.max_doc_len
-
-    def scoring_window(self) -> int:
-        return self.eval_window
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        part = fp8_part(self, on_gpu, further=self.fp8_sides())
-        if part == "all" and not (self.fp8_qkv and self.fp8_mlp):
-            return "head"
-        return part
-
-    def fp8_sides(self) -> list[int]:
-        """Further sides of matrices for fp8_part() to check."""
-        return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
-
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
-        part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
-        if part == "off" or not self.fp8_head:
-            return linear, linear, fused_loss
-        most = self.fp8_head_most
-        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
-
-    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
-        on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
-        chosen: dict[str, Callable] = {}
-        if on and self.fp8_qkv:
-            chosen["qkv"] = fp8_qkv
-        if on and self.fp8_mlp:
-            chosen["mlp"] = fp8_mlp
-            chosen["mlp_scales"] = DelayedScales
-        return chosen
-
-    def check_data(self, data: "Data") -> None:
-        if self.prefix_weight:
-            texts_of_tokens(self, data.tokenizer)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log, pairs=2)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return SpeedrunPlusModel(self, kernels)
-
-MUDD_SCALE = 0.1  # factor on MUDD's output, by which first_values() divides its biases
-LAST_MUDD = 14  # MUDD weights for the last layer
-END_MUDD = 5  # MUDD weights for the output
-
-def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    """x (B, T, C) -> queries, keys and values, each (B, T, n), by one product with their matrices (n, C),
-    which are multiplied by factor (1,)."""
-    packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
-    return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
-
-def unscaled_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
-    """mlp() with the arguments of fp8_mlp(); its delayed scales (3,) are not needed here."""
-    return mlp(x, fc, proj)
-
-def no_scales(layers: int) -> None:
-    """In place of DelayedScales: unscaled_mlp() needs none."""
-    return None
-
-class SpeedrunPlusContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
-    pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
-    attn_scale: Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
-    dtype: torch.dtype  # of activations
-    # in training only
-    next_targets: int = 1  # targets per token
-    prefixes: bool = False  # is the target's prefix token a further target?
-    loss_weights: Tensor | None = None  # (n,), one per target; None: the next token alone
-
-class SpeedrunPlusBlock(nn.Module):
-    """The parameters of a layer, and its attention."""
-    def __init__(self, cfg: SpeedrunPlus, layer: int) -> None:
-        super().__init__()
-        C = cfg.model_dim
-        self.cfg = cfg
-        self.kind = cfg.window_pattern[layer]
-        attends = self.kind != "-"
-        self.query = parameter(cfg.num_heads * cfg.qk_dim, C, on=attends)
-        self.key = parameter(cfg.num_heads * cfg.qk_dim, C, on=attends)
-        self.value = parameter(C, C, on=attends)
-        self.attn_proj = parameter(C, C, on=attends)
-        # MUDD gates the last layer's value embedding: there this gate is idle, as in the public record
-        self.value_gate = parameter(cfg.num_heads, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
-        self.fc = parameter(cfg.mlp_mult * C, C)
-        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
-        self.sa_lambdas = parameter(2)  # factors on queries, keys and values; on attention's output
-        self.resid_lambdas = parameter(2)  # on the residual stream before attention and MLP are added
-        self.post_lambdas = parameter(2)  # on the outputs of attention and MLP
-
-    def attend(self, h: Tensor, further_values: Tensor | None, gates: dict, masks: dict,
-               context: SpeedrunPlusContext) -> Tensor:
-        """h (B, T, C), normalized -> attention's output (B, T, C). further_values (B, T, H, D) are added to
-        the layer's own. gates: those of this layer, {name: (B, T, width)}. masks: {kind of layer: its mask}
-        and "dynamic"."""
-        q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, self.sa_lambdas[:1])
-        q = split_heads(q, self.cfg.qk_dim)
-        k = split_heads(k, self.cfg.qk_dim)
-        v = split_heads(v, self.cfg.model_dim // self.cfg.num_heads)
-        if further_values is not None:
-            v = v + further_values
-        q = (rms_norm(q) * context.attn_scale).to(v.dtype)
-        k = rms_norm(k)
-        if self.kind == "P":
-            y = attend_in_pairs(q, k, v, context.pair_rope, masks["P"], self.kernels.attention)
-        else:
-            q = rotate_adjacent(q, *context.rope)
-            k = rotate_adjacent(k, *context.rope)
-            if self.kind == "L" and self.cfg.key_offset:
-                k = key_offset(k)
-            y = attend_heads(q, k, v, masks[self.kind], self.kernels.attention)
-        if "mix" in gates:
-            y = y + dynamic_attention(q, k, v, gates["mix"], gates["spread"], masks["dynamic"])
-        if "xsa" in gates:
-            y = scaled_xsa(y, v, gates["xsa"])
-        if "heads" in gates:
-            y = y * gates["heads"][..., None]
-        return linear(y.flatten(2), self.sa_lambdas[1:].to(y.dtype) * self.attn_proj.to(y.dtype))
-
-class SpeedrunPlusModel(SeveralTargets):
-    """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
-    readable = WINDOWED | dict(qkv=qkv_linear, mlp=unscaled_mlp, mlp_scales=no_scales)
-
-    def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
-        super().__init__(cfg)
-        V = cfg.vocab_size
-        C = cfg.model_dim
-        self.embed = parameter(V, C)
-        self.head = parameter(V, C)
-        self.blocks = nn.ModuleList([SpeedrunPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
-        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in cfg.value_embed_layers])
-        self.bigram_embed = parameter(cfg.bigram_rows, C)
-        self.smear_lambda = parameter(1)
-        self.smear_gate = parameter(1, cfg.smear_dim)
-        self.skip_lambda = parameter(1)
-        # index 0: for the last layer, 1: for the output
-        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, [LAST_MUDD, END_MUDD])
-        # index 0: from the embedding, 1: from gate_layer's input
-        self.gate_tables = cfg.gate_tables()
-        rows = [len(gate_values(gates)) for gates in self.gate_tables]
-        self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2 = mudd_parameters(C, cfg.mudd_gate_dim, rows)
-        self.mudd_gate_scale = parameter(1)
-        self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
-        self.use(kernels)
-        self.scales = self.kernels.mlp_scales(cfg.num_layers)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: TargetStage | None = None) -> SpeedrunPlusContext:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        frequencies, scale = cfg.rope(stage.window if stage else None)
-        rope = rope_tables(T, frequencies, device, dtype)
-        pair_rope = pair_rope_tables(T, frequencies, device, dtype)
-        attn_scale = torch.tensor(scale, device=device)
-        window = self.kernels.window
-        windows = kernel_windows(cfg, "LS", stage, T, device, window, by_document=True)
-        pair_window = window(cfg.windows(stage, T)["short_window"], 2 * T, device, by_document=True)
-        return SpeedrunPlusContext(rope, pair_rope, attn_scale, windows, pair_window, dtype)
-
-    def cap(self) -> tuple:
-        return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width
-
-    def hidden(self, tokens: Tensor, context: SpeedrunPlusContext) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        cfg = self.cfg
-        H = cfg.num_heads
-        last = cfg.num_layers - 1
-        skip_from, skip_to = cfg.skip_layers
-        documents = (tokens == cfg.bos_id).cumsum(1)
-        masks = layer_masks(context.windows, tokens, documents, self.kernels.window_mask)
-        masks["P"] = pair_mask(context.pair_window, documents, self.kernels.window_mask)
-        if cfg.dc_window:
-            masks["dynamic"] = dynamic_mask(cfg.dc_window, documents)
-        scales = self.scales.values.unbind() if self.scales else [None] * cfg.num_layers
-        value_embeds = embed_values(tokens, cfg.value_embed_layers, self.value_embeds, H, context.dtype)
-        x = smear(F.embedding(tokens, self.embed).to(context.dtype), self.smear_lambda, self.smear_gate)
-        bigrams = F.embedding(bigram_ids(tokens, cfg.bigram_rows), self.bigram_embed).to(context.dtype)
-        if cfg.bigram_sign_rows:
-            bigrams = bigrams * bigram_signs(tokens, self.signs).to(context.dtype)
-        x0 = rms_norm(x)
-        gates = mudd_gates(x0, self.gate_tables[0], self.mudd_gate_w1[0], self.mudd_gate_w2[0],
-                           self.mudd_gate_b2[0], self.mudd_gate_scale)
-        x = first = x0 + gates[0]["bigrams"] * bigrams
-        outputs = {}  # {layer: its output}, for the two layers that later ones read
-        for i, block in enumerate(self.blocks[:-1]):
-            resid = block.resid_lambdas.to(x.dtype)
-            post = block.post_lambdas.to(x.dtype)
-            if i == cfg.gate_layer:
-                gates = mudd_gates(x, self.gate_tables[1], self.mudd_gate_w1[1], self.mudd_gate_w2[1],
-                                   self.mudd_gate_b2[1], self.mudd_gate_scale)
-            if i == skip_to:
-                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates[i]["skip"] * outputs[skip_from]
-            else:
-                added = gates[i]["x0"] * x0
-                if i > 0:  # the first layer's bigrams are in the residual stream already
-                    added = added + gates[i]["bigrams"] * bigrams
-                h = rms_norm(outputs.get(cfg.attn_source, x))
-                values = None
-                if i in value_embeds:
-                    values = gated_value_embed(h, value_embeds[i], block.value_gate)
-                y = block.attend(h, values, gates[i], masks, context)
-                x = resid[0] * x + post[0] * y + added
-            y = self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[i])
-            x = resid[1] * x + post[1] * y
-            if i in (skip_from, cfg.attn_source):
-                outputs[i] = x
-        before = x
-        attn_in = outputs[cfg.attn_source]
-        # the last layer: MUDD's weights replace the learned factors and mix in earlier streams
-        block = self.blocks[last]
-        mu = mudd_weights(x, LAST_MUDD, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
-        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
-        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
-        # each half of the heads has its own weight
-        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(H // 2, -1)
-        values = split_heads(values, cfg.model_dim // H) + halves[..., None] * value_embeds[last]
-        y = block.attend(rms_norm(attn_in), values, gates.get(last, {}), masks, context)
-        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
-        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
-        mu = mudd_weights(x, END_MUDD, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
-        x = x + mu[0] * first + mu[1] * attn_in + mu[2] * before
-        x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
-        return rms_norm(x)
-
-def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
-    """All layers, skips and stages stay, and so do the channels of gates. Bigram tables keep their rows per
-    token of the vocabulary."""
-    share = size.width / full.model_dim
-    shape = proxy_shape(full, size)
-    head_dim = size.width / value_of(shape, "num_heads")
-    qk_dim = max(4, round(head_dim * full.qk_dim * full.num_heads / full.model_dim / 4) * 4)
-    windows = speedrun_windows(full, share)
-    block = value_of(windows, "window_block")
-    documents = [stage.doc_len // full.window_block * block for stage in full.stages()]
-    per_token = size.vocab_size / full.vocab_size
-    hidden = max(8, round(full.mudd_dim * share))
-    shape += windows + [
-        Scaled("qk_dim", qk_dim, "the same part of a head"),
-        Scaled("doc_schedule", tuple(documents), "as many blocks as in the recipe"),
-        Scaled("dc_window", round(full.dc_window * block / full.window_block), "the same part of a block"),
-        Scaled("bigram_rows", round(full.bigram_rows * per_token), "as many per token of the vocabulary"),
-        Scaled("bigram_sign_rows", max(16, round(full.bigram_sign_rows * per_token)),
-               "as many per token of the vocabulary"),
-        Scaled("mudd_dim", hidden, "the same part of the width, but 8 at least"),
-        Scaled("mudd_gate_dim", hidden, "the same part of the width, but 8 at least")]
-    length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
-    rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
-    decay = full.adam_weight_decay / PROXY_STEPS * share  # the squared rates of tables rise as 1 / share
-    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
-        Scaled("adam_weight_decay", round(decay, 6), "shrinks the tables as much over the whole run"),
-        Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
-               "rises as the root of the heads' width falls"),
-    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
-
-# ---------- the registry of recipes
-RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
-               gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
-KNOWN = known_fields()
-NAMES = known_names()
-
-# ---------- the registry of proxies
-# {preset: its rule, (recipe, size) -> rows}. A script of one recipe has no proxies: tools/script.py takes
-# out the statement that adds their flag.
-PROXIES = dict(golf=golf_proxy, golf_plus=golf_plus_proxy, speedrun=speedrun_proxy,
-               speedrun_plus=speedrun_plus_proxy, gpt2=gpt2_proxy,
-               gpt2_plus=gpt2_plus_proxy)  # type: dict[str, Callable]
-REWRITERS.append(expand_proxy)
-
-# ---------- 6 optimizer
+# ---------- 5 optimizer
 # (a, b, c) of each iteration x <- a x + (b gram + c gram gram) x with gram = x x'; the last row repeats
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)]  # Muon: kellerjordan.github.io/posts/muon
 POLAR_EXPRESS = [  # arXiv:2505.16932
@@ -4855,11 +1210,6 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
     """{kind: its row of the parameter table}"""
     return {row.kind: row for row in rows}
 
-def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
-    """Nesterov momentum; buffer, a decaying sum of gradients, changes in place. All (N, R, C)."""
-    buffer.mul_(momentum).add_(grad)
-    return grad + momentum * buffer
-
 def nesterov_of_mean(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
     """Nesterov momentum; buffer, a running mean of gradients, changes in place. All (N, R, C)."""
     buffer.lerp_(grad, 1 - momentum)
@@ -4870,11 +1220,6 @@ def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None
     in place."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
-def normalize_rows(update: Tensor) -> Tensor:
-    """MuonEq-R (arXiv:2603.28254): every row gets norm 1 before the matrix is orthogonalized. update
-    (N, R, C)."""
-    return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
-
 def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
                 eps: float) -> Tensor:
     """Adam's update (arXiv:1412.6980) before the learning rate. As in torch, eps is added to the root of the
@@ -4882,14 +1227,6 @@ def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, 
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     root = (v / (1 - beta2**step)).sqrt() + eps
-    return m / (1 - beta1**step) / root
-
-def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
-                          eps: float) -> Tensor:
-    """adam_update(), but eps is added to the root before the correction (modded-nanogpt)."""
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
     return m / (1 - beta1**step) / root
 
 class Bank:
@@ -5150,7 +1487,7 @@ def all_reduce(tensor: Tensor, op: str = "SUM", group: object = None) -> Tensor:
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
     return tensor
 
-# ---------- 7 schedules
+# ---------- 6 schedules
 class Schedule(NamedTuple):
     """What the schedule gives a step."""
     lr: float  # factor on every learning rate
@@ -5206,7 +1543,7 @@ def warmdown_done(progress: float, part: float) -> float:
     """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
 
-# ---------- 8 data
+# ---------- 7 data
 # {folder: arguments of ./run.sh data that get it}
 DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_sp8192": " sp8192 -n 128",
                   "fineweb10B_gpt2": " gpt2", "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
@@ -5717,7 +2054,7 @@ class Loader:
         targets = rows[:, 1:].clone(memory_format=torch.contiguous_format)
         return tokens, targets
 
-# ---------- 9 evaluation
+# ---------- 8 evaluation
 def log_probs(model: Model, tokens: Tensor, context: tuple | None = None) -> Tensor:
     """tokens int64 (B, T), any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
     default that of evaluation. All scores take the same two steps, the second one for the targets only."""
@@ -5891,7 +2228,6 @@ def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "
 
 # Part of the peak FLOP/s that scoring reaches
 SCORING_PART = 0.15  # by golf_plus's rows on a GPU (an estimate)
-MOST_SCORING_PART = 0.5  # more than any scorer reaches
 
 def scoring_flops(cfg: Any, protocol: str, count: int) -> float:
     """FLOPs of scoring `count` tokens by a protocol; ttt also trains on each of them."""
@@ -6111,7 +2447,7 @@ def core_evaluations(cfg: Config, step: int | None) -> list[Callable]:
         due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
     return [core_metric] if due else []
 
-# ---------- 10 artifact
+# ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
 SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
@@ -6145,24 +2481,6 @@ def decompress(packed: bytes) -> bytes:
 def artifact_name(cfg: Config) -> str:
     return f"final_model.{codec(cfg)[:4]}.ptz"
 
-def quantize_by_rms(w: Tensor, step: float, levels: float) -> tuple[Tensor, Tensor]:
-    """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is step * its rms."""
-    scale = row_scales(step * w.square().mean(1).sqrt())
-    rows = (w / scale[:, None]).round().clamp(-levels, levels)
-    return rows.to(torch.int8), scale.half()
-
-def quantize_by_gptq(w: Tensor, step: float, levels: float, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """quantize_by_rms() with std in place of rms and rounded by gptq(). hessian (C, C): see
-    input_hessians()."""
-    scale = row_scales(step * w.std(1))
-    device = hessian.device  # a GPU rounds in seconds what takes a core minutes
-    rows = gptq(w.to(device), scale.to(device), levels, hessian)
-    return rows.to(torch.int8).cpu(), scale.half()
-
-def row_scales(scale: Tensor) -> Tensor:
-    """Scales (R,) as they are once stored in fp16; never 0."""
-    return scale.clamp_min(MIN_SCALE).half().float()
-
 def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor, Tensor]:
     """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is its
     CLIP_PERCENTILE of magnitudes / levels, but at least floor."""
@@ -6170,67 +2488,6 @@ def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor,
     scale = (clip / levels).clamp_min(max(floor, MIN_SCALE))
     rows = (w / scale[:, None]).round().clamp(-levels, levels)
     return rows.to(torch.int8), scale.half()
-
-def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
-    """GPTQ (arXiv:2210.17323): rounds w (R, C) to +-levels column by column, those that matter most first;
-    the columns that are left make up for each error. scale (R,). hessian (C, C): sum of x x' over the inputs
-    x, times any factor."""
-    w = w.clone()
-    h = hessian.clone()
-    unused = h.diagonal() == 0
-    h[unused, unused] = 1
-    w[:, unused] = 0
-    h.diagonal().add_(0.01 * h.diagonal().mean())
-    order = h.diagonal().argsort(descending=True)
-    w = w[:, order]
-    h = h[order][:, order]
-    rows = torch.zeros_like(w)
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    for i in range(len(h)):  # without a wait for the device
-        column = (w[:, i] / scale).round().clamp(-levels, levels)
-        w[:, i:] -= ((w[:, i] - column * scale) / factor[i, i])[:, None] * factor[i, i:]
-        rows[:, i] = column
-    return rows[:, order.argsort()]
-
-@torch.no_grad()
-def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
-                   log: Callable) -> dict[str, Tensor]:
-    """{matrix: sum of x x' over its inputs x in a batch (C, C), mean of batches} for gptq(), on the device.
-    A batch is a rank's share of a step. Layers that run more than once add up their inputs. The ranks share
-    the batches and stop before one more might exceed this many seconds; 0: no limit. All ranks call it."""
-    began = time.perf_counter()
-    names = {p: name for name, p in model.named_parameters()}
-    sums = {}
-    kernels = model.kernels
-
-    def record(x: Tensor, weight: Tensor) -> Tensor:
-        flat = x.flatten(0, -2).float()
-        sums[names[weight]] = sums.get(names[weight], 0) + flat.T @ flat
-        return linear(x, weight)
-
-    loader = Loader(cfg, data, team)
-    T = cfg.train_seq_len
-    context = model.context(T, team.device, team.dtype)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # TF32 is exact for bf16 inputs
-    model.use(kernels._replace(linear=record))
-    planned = math.ceil(batches / team.world_size)
-    made = 0
-    needed = 0.0  # seconds, with one more batch and the sums over ranks (at most as long as a batch)
-    while made < planned and (not seconds or made == 0 or needed <= seconds):
-        for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
-            record(model.hidden(tokens, context), model.head)
-        made += 1
-        if team.on_gpu:
-            team.wait()
-        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-        spent = all_reduce(spent, "MAX").item()
-        needed = spent * (made + 2) / made
-    model.use(kernels)
-    torch.set_float32_matmul_precision(precision)
-    if made < planned:
-        log(f"calibration: {made} of {planned} batches, as more would take longer than {seconds:g} s")
-    return {name: all_reduce(total) / (made * team.world_size) for name, total in sums.items()}
 
 def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
                    coarser: float = 1.0) -> dict[str, Tensor]:
@@ -6260,17 +2517,6 @@ def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
     return compress(to_bytes(cfg, tensors, model.trained_on), codec(cfg))
-
-def entropy_bytes(tensors: dict[str, Tensor]) -> float:
-    """What an ideal coder needs that knows the frequencies of each tensor's int8."""
-    total = 0.0
-    for t in tensors.values():
-        bits = 8.0 * t.element_size()
-        if t.dtype == torch.int8:
-            p = t.flatten().int().add(128).bincount() / t.numel()
-            bits = -torch.xlogy(p, p).sum().item() / math.log(2)
-        total += t.numel() * bits / 8
-    return total
 
 def fitting_artifact(model: Model, most: int, log: Callable, hessians: dict | None = None) -> bytes:
     """pack_artifact() in at most `most` bytes (0: any number), by rounding steps up to 4 times as wide;
@@ -6377,7 +2623,7 @@ def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: 
         log(f"artifact_bytes_limit: {limit} bytes, {over}")
     return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
 
-# ---------- 11 checkpoints
+# ---------- 10 checkpoints
 # A checkpoint is a dictionary written by torch.save: config, code_sha256, shape, tensors and data as
 # load_model reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and
 # generator stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
@@ -6628,7 +2874,7 @@ class Saver:
             os.close(self.held)
             self.held = None
 
-# ---------- 12 fast kernels
+# ---------- 11 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test. None has been measured on a
 # GPU yet; gains on a CPU are in docs/log.md. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
@@ -6699,123 +2945,9 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: tuple = (None, None, None)) ->
         return linear(x, weight)
     return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
 
-class DelayedScales:
-    """Scales of fp8_mlp for each layer, from the largest magnitudes in the step before; each rank has its
-    own. The backward pass returns these magnitudes as the gradient of `values`."""
-    NAME = "fp8 scales"  # in checkpoints
-    FIRST = (8.0, 16.0, 1.0)  # assumed for the first step: input, activations, gradient of fc's output
-    FLOORS = (1e-6, 1e-6, 1e-7)  # least scales, so that nothing is divided by almost 0
-    MARGIN = 1.25  # for what grows from one step to the next
-
-    def __init__(self, layers: int):
-        self.values = torch.empty(layers, 3, requires_grad=True)  # largest magnitudes / E4M3_MAX
-        self.floors = torch.tensor(self.FLOORS)
-        self.largest = None  # magnitudes in the last micro-step (layers, 3)
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        self.values.copy_(torch.tensor(self.FIRST) / E4M3_MAX)
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        """After a step: adopts the magnitudes that it measured."""
-        self.values.copy_((self.MARGIN / E4M3_MAX * self.largest).maximum(self.floors))
-
-    def of_ranks(self, ranks: int) -> Tensor:
-        """(ranks, layers, 3), on the CPU. All ranks call it together."""
-        mine = self.values.detach()
-        whole = mine.repeat(ranks, 1, 1)
-        if ranks > 1:
-            all_gather(whole.view(-1), mine.contiguous().view(-1))
-        return whole.cpu()
-
-    @torch.no_grad()
-    def restore(self, stored: Tensor | None, team: "Team") -> None:
-        """Takes the scales of a checkpoint, which rank 0 has as of_ranks() made them: each rank its own, or
-        the largest of all if there were more or fewer ranks. None: those before the first step."""
-        self.reset()
-        whole = self.values.detach().repeat(team.world_size, 1, 1)
-        if stored is not None:
-            same = len(stored) == team.world_size
-            whole.copy_(stored if same else stored.amax(0, keepdim=True).expand_as(whole))
-        team.broadcast(whole)
-        self.values.copy_(whole[team.rank])
-
-class Fp8MLP(torch.autograd.Function):
-    """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
-    output's gradient are scaled by their own maximum, everything else by scales (3,), see DelayedScales. The
-    activations are kept in fp8 only."""
-    @staticmethod
-    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
-        scale_x, scale_post, scale_pre = scales.unbind()
-        x8, _ = to_fp8(x, scale_x, torch.float8_e4m3fn)
-        fc8, scale_fc = to_fp8(fc, None, torch.float8_e4m3fn)
-        proj8, scale_proj = to_fp8(proj, None, torch.float8_e4m3fn)
-        post = scaled_mm(x8, fc8, scale_x, scale_fc).relu().square()
-        post8, _ = to_fp8(post, scale_post, torch.float8_e4m3fn)
-        largest = torch.stack((x.abs().amax().float(), post.amax().float()))
-        ctx.save_for_backward(x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest)
-        return scaled_mm(post8, proj8, scale_post, scale_proj, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest = ctx.saved_tensors
-        scale_x, scale_post, scale_pre = scales.unbind()
-        grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
-        grad_proj = scaled_mm(grad8.t(), post8.t(), scale_grad, scale_post)
-        root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu of fc's product, once more
-        pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of that product
-        pre8, _ = to_fp8(pre, scale_pre, torch.float8_e4m3fn)
-        grad_fc = scaled_mm(pre8.t(), x8.t(), scale_pre, scale_x)
-        grad_x = scaled_mm(pre8, fc8.t(), scale_pre, scale_fc)
-        largest = torch.cat((largest, pre.abs().amax().float()[None]))
-        return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
-
-def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
-    """unscaled_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
-    if not torch.is_grad_enabled():
-        return mlp(x, fc, proj)
-    return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
-
-# magnitudes beyond which Fp8QKV clips
-QKV_INPUT = 8.0
-QKV_GRADIENT = 1.0
-
-class Fp8QKV(torch.autograd.Function):
-    """qkv_linear() of x (N, C) by one product in e4m3. The weights are scaled by their maximum, and factor
-    (1,) goes into their scale; the input and the output's gradient (of a summed loss) have fixed scales."""
-    @staticmethod
-    def forward(ctx, x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple:
-        packed = torch.cat((query, key, value))
-        x8, scale_x = to_fp8(x, QKV_INPUT / E4M3_MAX, torch.float8_e4m3fn)
-        w8, scale_w = to_fp8(packed, None, torch.float8_e4m3fn)
-        factor = factor.float().view(())
-        y = scaled_mm(x8, w8, scale_x, scale_w * factor, fast=True)
-        ctx.save_for_backward(x8, w8, scale_x, scale_w, factor, packed)
-        ctx.sizes = [len(query), len(key), len(value)]
-        return y.split(ctx.sizes, -1)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple:
-        x8, w8, scale_x, scale_w, factor, packed = ctx.saved_tensors
-        g8, scale_g = to_fp8(torch.cat(grads, -1), QKV_GRADIENT / E4M3_MAX, torch.float8_e4m3fn)
-        grad_x = scaled_mm(g8, w8.t(), scale_g, scale_w * factor)
-        grad_w = scaled_mm(g8.t(), x8.t(), scale_g, scale_x).float()
-        grad_factor = (grad_w * packed).sum().view(1)
-        return grad_x.to(grads[0].dtype), *(factor * grad_w).split(ctx.sizes), grad_factor
-
-def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Sequence[Tensor]:
-    """qkv_linear() in fp8; without gradients, as in scoring, qkv_linear() itself."""
-    if not torch.is_grad_enabled():
-        return qkv_linear(x, query, key, value, factor)
-    products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
-    return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
-
 # Largest magnitudes of lm_head's input, weight and gradient in fp8; the gradient is that of a summed loss. 0:
 # the largest possible in a row with rms 1. None: the tensor's own.
 HEAD_MOST = (0.0, 0.875, 1.0)
-HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
 def head_scales(C: int, tokens: int, most: tuple) -> tuple:
     """The scales that Fp8Linear takes for such a `most`."""
@@ -6825,10 +2957,6 @@ def head_scales(C: int, tokens: int, most: tuple) -> tuple:
     scale_input = None if most_input is None else most_input / E4M3_MAX
     scale_weight = None if most_weight is None else most_weight / E4M3_MAX
     return scale_input, scale_weight, most_gradient / E4M3_MAX / tokens
-
-def fp8_head(x: Tensor, weight: Tensor, most: tuple = HEAD_MOST) -> Tensor:
-    """linear() of lm_head in fp8, by fixed scales."""
-    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
 def fp8_part(cfg: Config, on_gpu: bool, log: Callable | None = None, further: Sequence[int] = ()) -> str:
     """off, head or all, as cfg.fp8 says; auto-: only on a GPU that has fp8 and if the sizes allow it. log:
@@ -6864,7 +2992,6 @@ def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     return scores.softmax(-1).to(q.dtype) @ v
 
 cpu_attention = partial(attention, kernel=cpu_kernel)
-cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
 
 def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
                     device: torch.device) -> BlockMask | Tensor | None:
@@ -7022,14 +3149,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module:
                                       causal=True, window_size=window)
     return y.unflatten(0, (len(q), -1)).transpose(1, 2)
 
-def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-    """Kernels of attention where every token sees all tokens before it."""
-    if not on_gpu:
-        return dict(attention=cpu_causal_attention)
-    module = flash_attention_3(cfg)
-    log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
-    return dict(attention=partial(flash_causal, module=module)) if module else {}
-
 def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -> dict[str, Callable]:
     """Kernels of attention with windows, or that stays in a document. pairs: 2 where paired heads make
     documents twice as long. Raises Refused."""
@@ -7129,29 +3248,6 @@ class FusedLoss(torch.autograd.Function):
         grad, x, head = ctx.saved_tensors
         return grad_loss * (grad @ head), grad_loss * (grad.T @ x).float(), None, None, None, None
 
-class FusedTokenLosses(torch.autograd.Function):
-    """token_losses() whose logits become their gradient at once, as in FusedLoss: x (N, C), head (V, C),
-    targets (N,) -> (N,)."""
-    @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
-        head = head.to(x.dtype)
-        one = x.new_ones(1, dtype=torch.float32)
-        losses, grad = row_losses(x @ head.T, targets[:, None], one, (cap, 0.0, 0.0), 1.0, x.dtype)
-        ctx.save_for_backward(grad, x, head)
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad_losses: Tensor) -> tuple:
-        grad, x, head = ctx.saved_tensors
-        grad = grad * grad_losses[:, None].to(grad.dtype)
-        return grad @ head, (grad.T @ x).float(), None, None
-
-def fused_token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """token_losses() by FusedTokenLosses in compiled steps."""
-    if not can_fuse((cap, 0.0, 0.0)):
-        return token_losses(x, head, targets, cap)
-    return FusedTokenLosses.apply(x.flatten(0, 1), head, targets.flatten(), cap).view(targets.shape)
-
 if triton:
     @triton.jit
     def transpose_kernel(source, out, N, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -7235,7 +3331,7 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
         chosen["loss"] = partial(loss, row_losses=kernel_losses)
     return Kernels(**chosen)
 
-# ---------- 13 ranks, log, memory
+# ---------- 12 ranks, log, memory
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
                   "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
@@ -7593,7 +3689,7 @@ def peak_memory(team: Team, log: Callable) -> str:
     log(text)
     return text
 
-# ---------- 14 rehearse, train, main
+# ---------- 13 rehearse, train, main
 @dataclass
 class TrainState:
     """Where training stands; a checkpoint keeps it."""
@@ -8298,6 +4394,3916 @@ def outlet(number: int, stream: object) -> io.TextIOWrapper:
     raw = Outlet(number, "w", closefd=False)
     encoding = getattr(stream, "encoding", "utf-8")
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "replace", line_buffering=True)
+
+# ---------- 14 recipes
+# ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
+# Our own game; its records are in records/track_tiny. Two minutes allow few steps, so the model
+# looks up what needs no training: which tokens followed the last ones, in the training text and in the row.
+@dataclass(frozen=True)
+class Tiny(Config):
+    """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
+    offset, U-Net skips, Muon."""
+    preset: str = option("tiny", "the recipe", model=True)
+    # size
+    num_layers: int = option(2, "blocks; with unet_skips the second half reads the first", 1, 1000,
+                             model=True)
+    model_dim: int = option(128, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(2, "heads of queries, keys and values", 1, 4096, model=True)
+    mlp_mult: int = option(3, "MLP width / model_dim", 1, 64, model=True)
+    window_pattern: str = option("-L", "per layer: L long window, S half of it, - no attention; repeated",
+                                 model=True)
+    window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: 128",
+                                    0, 1 << 20, model=True, of=int)
+    rope_base: float = optional(1_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
+    qk_gain_init: float = option(1.5, "initial gain of each query head", 0, 100, model=True)
+    # modded-nanogpt#49: -1.4 s
+    key_offset: bool = option(True, "long layers: half of each key head comes from the token before",
+                              model=True)
+    value_embed_layers: tuple = option((0, 1), "per layer: number of its value embedding, 0: none; repeated",
+                                       0, 999, model=True)
+    unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second",
+                              model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
+                                0, 1 << 26, model=True)
+    bigram_init: bool = option(True, "embedding and head start from the training text's bigrams, up to "
+                               "vocab_size 4,096; 0: random embedding, head of zeros")
+    memory: bool = option(True, "what followed in the training text and in the row; 0: a plain GPT",
+                          model=True)
+    mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
+                           "candidates only", model=True)
+    own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
+                             0, 100)
+    count_orders: tuple = option((3, 5, 8, 14), "lengths of n-grams that are counted in the training text; "
+                                 "0: none", 0, 64, model=True)
+    count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
+    count_words: tuple = option((1, 3, 5, 29), "masks of words that are counted, too: bit 0 is the word "
+                                "so far, bit k the k-th word before it, so 5 is the word so far and the "
+                                "second one before; 0: none", 0, 127, model=True)
+    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
+                                "0: none", 0, 64, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/embedded", "folder of token shards")
+    data_fingerprint: str = option("dac98310ae0394c70e5edcf7fc6fc1d66e56671e3d3f3c141065bed6ad3d1c49",
+                                   "sha256 of the game's text; empty: any text")
+    train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(4_096, "tokens per step over all ranks in the first stage", 1, 1 << 30)
+    shuffle: bool = option(True, "training rows in one random order; 0: in order")
+    packing: str = option("rows", "how training rows are cut from the stream: see Rows and Spans",
+                          choices=("rows", "spans"))
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
+    # optimizer
+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embeddings of tokens, values, bigrams and candidates", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: gains, scales, mixes", 0, 10)
+    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
+    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
+    bigram_every: int = option(2, "steps whose gradients add up to an update of the bigram embedding", 1, 99)
+    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length: the clock ends the run
+    iterations: int = option(100_000, "maximum number of steps", 1, 10**9)
+    max_wallclock_seconds: float = optional(120.0, "training seconds; 0: no cap", 0, 1e7)
+    warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
+    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    # scores
+    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
+    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
+    val_part: int = optional(32_768, "val tokens scored every val_part_every steps off the clock; 0: none")
+    val_part_every: int = option(50, "steps between those scores", 1, 10**9)
+
+    def stages(self) -> list[WindowStage]:
+        B = self.train_batch_tokens
+        T = self.train_seq_len
+        rows = [
+            # begins at this fraction of iterations, tokens per step, tokens per row, long window
+            WindowStage(0.0, 1 * B, T, window=128),
+            WindowStage(0.5, 2 * B, T, window=128),
+        ]
+        return stage_rows(self, rows, window="window_schedule")
+
+    def check(self) -> None:
+        """Raises Refused for constants that contradict each other."""
+        super().check()
+        if not self.window_pattern or set(self.window_pattern) - set("LS-"):
+            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
+        for name in ("count_orders", "count_words", "copy_orders"):
+            orders = getattr(self, name)
+            if orders != (0,) and len({0, *orders}) <= len(orders):
+                raise Refused(f"{name}={show(orders)}: each one once, or 0 alone")
+
+    def packer(self) -> "type[Packer]":
+        return dict(rows=Rows, spans=Spans)[self.packing]
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
+        table: Callable = partial(Row, group="value_embed", lr=self.embed_lr, **adam)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        return by_kind([
+            # kind                   first values
+            matrix("query",          init="uniform", scale=1.0),
+            matrix("key",            init="uniform", scale=1.0),
+            matrix("value",          init="uniform", scale=1.0),
+            matrix("attn_proj",      init="constant", scale=0.0),
+            matrix("fc",             init="uniform", scale=1.0),
+            matrix("mlp_proj",       init="constant", scale=0.0),
+            Row("embed", "embed",    init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            Row("head", "head",      init="constant", scale=0.0, lr=self.head_lr, **adam),
+            table("value_embeds",    init="constant", scale=0.0),
+            table("bigram_embed",    init="constant", scale=0.0, every=self.bigram_every),
+            table("candidate_embed", init="constant", scale=0.0),
+            table("class_embed",     init="constant", scale=0.0),
+            scalar("class_scale",    init="constant", scale=1.0),
+            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
+            scalar("resid_lambda",   init="constant", scale=1.0),
+            scalar("x0_lambda",      init="constant", scale=0.0),
+            scalar("layer_scale",    init="constant", scale=1.0),
+            scalar("skip_weights",   init="constant", scale=1.0),
+            scalar("gate_weight",    init="constant", scale=0.0),
+            scalar("gate_class",     init="constant", scale=0.0),
+            scalar("gate_matches",   init="constant", scale=0.0),
+        ])
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Muon. Changes p (N, R, C) and buffer, a running mean of gradients, in place."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. Changes p, m and v in place."""
+        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is 1 until the warmdown, then falls linearly to lr_floor."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        start = self.muon_momentum_warmup_start
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(lr=1 - done + self.lr_floor * done,
+                        momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
+        long = (stage or self.stages()[-1]).window
+        short = (long or self.train_seq_len) // 2
+        return dict(long_window=min(long or T, T), short_window=min(T, max(1, short)))
+
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0}
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self) -> int:
+        return self.stages()[-1].window
+
+    def counted_orders(self) -> list[int]:
+        return [n for n in self.count_orders if n > 0 and self.memory]
+
+    def counted_words(self) -> list[int]:
+        return [mask for mask in self.count_words if mask > 0 and self.memory]
+
+    def matched_orders(self) -> list[int]:
+        return [n for n in self.copy_orders if n > 0 and self.memory]
+
+    def keeps_text(self) -> bool:
+        return bool(self.counted_orders() or self.counted_words())
+
+    def state_bytes(self) -> int:
+        # of the tables; the lists grow with the text
+        return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
+
+    def evaluations(self, step: int | None = None) -> list[Callable]:
+        if step is None:
+            return [named_scores]
+        due = self.val_part and step and step % self.val_part_every == 0
+        return [partial(score_part, step=step)] if due else []
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
+
+    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
+        return dict(losses=fused_token_losses)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return TinyModel(self, kernels)
+
+MOST_BIGRAM_VOCAB = 4096  # whose bigrams are counted in a table of 128 MiB
+
+def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
+    """uint16 (n,) -> how often each token is followed by each token, float64 (V, V)."""
+    counts = np.zeros(vocab_size**2)
+    for low in range(0, len(text) - 1, 1 << 22):
+        tokens = text[low:low + (1 << 22) + 1].astype(np.int64)
+        counts += np.bincount(vocab_size * tokens[:-1] + tokens[1:], minlength=len(counts))
+    return counts.reshape(vocab_size, vocab_size)
+
+def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Embedding, normalized, and head (V, C) whose product is close to the log-probabilities of the next
+    token, up to a constant per token. counts: from bigram_counts(). In numpy, whose linear algebra repeats
+    its results to the bit; torch's does not."""
+    V = len(counts)
+    rng = np.random.default_rng(seed)
+    # 1. log-probabilities, smoothed by 4 counts of the unigram distribution
+    row_sums = counts.sum(1, keepdims=True)
+    unigram = (counts.sum(0) + 1) / (counts.sum() + V)
+    log_p = np.log((counts + 4 * unigram) / (row_sums + 4))
+    log_p -= log_p @ unigram[:, None]
+    # 2. the embedding: leading singular vectors, weighted by frequency, in a random basis
+    weight = np.sqrt(row_sums / max(1, row_sums.sum()) + 1e-6)
+    weighted = weight * log_p * np.sqrt(unigram)
+    basis = rng.standard_normal((V, min(C, V)))
+    for _ in range(5):  # subspace iteration
+        basis = np.linalg.qr(weighted @ (weighted.T @ basis))[0]
+    left, singular_values, _ = np.linalg.svd(basis.T @ weighted, full_matrices=False)
+    rotation = np.linalg.qr(rng.standard_normal((C, C)))[0][:len(singular_values)]
+    vectors = (basis @ left) * np.sqrt(singular_values) / weight
+    embed = vectors @ rotation
+    embed /= np.sqrt(np.mean(embed**2, 1, keepdims=True) + 1e-12)
+    # 3. the head: weighted least squares
+    head = np.linalg.lstsq(weight * embed, weight * log_p, rcond=1e-3)[0].T
+    return torch.from_numpy(embed).float(), torch.from_numpy(head).float().contiguous()
+
+# The memory: which tokens followed a context in the training text and earlier in the row. None of it has to
+# be learned. Contexts are the last n tokens, for several n; in the text also the word so far with some of the
+# words before it, as in the word models of PAQ. At the input, each context in the text and the longest match
+# in the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its
+# class, and one of the class, which says how sure it is. At the output, each context in text and row gives a
+# distribution of the next token, and the model mixes these with its own.
+CLASSES = 16  # of candidates, per kind of context
+# widths of what is packed into integers
+KEY_BITS = 36  # hash of a context
+TOKEN_BITS = 16
+DOCUMENT_BITS = 12  # hash of a document's number, so document counts saturate at 4,096
+CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
+HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
+WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
+# The text is hashed in chunks of this many tokens, small enough for the cache. For words, each chunk also
+# sees the tokens before it, so a context of words is lost at its beginning only if it is longer than these.
+COUNT_CHUNK = 1 << 16
+TOKENS_BEFORE_CHUNK = 1 << 10
+
+def low_bits(bits: int) -> int:
+    """A mask of this many low bits."""
+    return (1 << bits) - 1
+
+def top_bits(key: Tensor) -> Tensor:
+    """int64 -> its KEY_BITS highest bits."""
+    return (key >> (64 - KEY_BITS)).bitwise_and_(low_bits(KEY_BITS))
+
+def ngram_keys(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yields (n, hashes (..., T) of the n tokens up to each place) for each n of orders. tokens (..., T)."""
+    key = torch.zeros_like(tokens, dtype=torch.int64)
+    for n in range(1, max(orders, default=0) + 1):
+        key[..., n - 1:].add_(tokens[..., :max(0, tokens.size(-1) - n + 1)])
+        key.mul_(HASH_FACTOR)  # modulo 2**64
+        if n in orders:
+            yield n, top_bits(key)
+
+def word_starts(texts: Sequence[bytes]) -> Tensor:
+    """Whether each token begins a word, bool (V,): all do but those whose first byte is a lower-case ASCII
+    letter or not ASCII. So digits, punctuation and capitals begin one, and a token without text does, too.
+    texts: the bytes of each token."""
+    return torch.tensor([not (text[:1].islower() or text[:1] >= b"\x80") for text in texts])
+
+def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields for each mask the hashes of its words at each place of tokens (B, T), and whether all these
+    words, those that it skips included, begin within the row, both (B, T). Bit 0 of a mask is the word so
+    far, bit k the k-th word before it. Rows are independent of one another. starts: from word_starts()."""
+    if not masks:
+        return
+    begins = starts[tokens]
+    row_begins_word = begins[:, :1].clone()
+    begins[:, :1] = True
+    begins = begins.flatten()
+    place = torch.arange(len(begins), device=tokens.device)
+    begin = torch.where(begins, place, 0).cummax(0).values
+    factors = torch.full((WORD_TOKENS,), HASH_FACTOR, device=tokens.device).cumprod(0)
+    terms = (tokens.flatten() + 1) * factors[(place - begin).clamp(max=WORD_TOKENS - 1)]
+    sums = terms.cumsum(0)
+    so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
+    word_of = begins.cumsum(0) - 1
+    # the hash of each whole word, taken at its last place; the last entry is read for no valid key
+    slot = torch.where(begins.roll(-1), word_of, len(place))
+    whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
+    # how many whole words of the row come before this one; -1 in a word that the row's start cuts off
+    words_before = word_of.view_as(tokens)
+    words_before = words_before - words_before[:, :1] - torch.where(row_begins_word, 0, 1)
+    for mask in masks:
+        previous = torch.zeros_like(whole)
+        for back in range(1, mask.bit_length()):
+            if mask >> back & 1:
+                previous = (previous + whole.roll(back)) * HASH_FACTOR
+        key = previous[word_of]
+        if mask & 1:
+            key = (key + so_far) * HASH_FACTOR
+        yield top_bits(key).view_as(tokens), words_before >= mask.bit_length() - 1
+
+def ngram_pairs(tokens: Tensor, orders: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields for each n of orders, ascending: the hashes of ngram_keys(), and whether the row has n tokens by
+    then, both (B, T). tokens (B, T)."""
+    for n, key in ngram_keys(tokens, orders):
+        enough = torch.ones_like(tokens, dtype=torch.bool)
+        enough[:, :n - 1] = False
+        yield key, enough
+
+def stacked(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Stacks the hashes and the masks of several kinds of context, each (kinds, B, T)."""
+    first, second = zip(*pairs)
+    return torch.stack(first), torch.stack(second)
+
+def document_hashes(text: np.ndarray, bos: int) -> np.ndarray:
+    """uint16 (n,) -> for each token a hash of its document's number, int16 (n,)."""
+    begins = np.flatnonzero(text == bos)
+    hashes = (np.arange(len(begins) + 1) * 0x9E3779B1 >> 8 & low_bits(DOCUMENT_BITS)).astype(np.int16)
+    return hashes.repeat(np.diff(begins, prepend=0, append=len(text)))
+
+def run_starts(values: np.ndarray) -> np.ndarray:
+    """The places (m,) at which runs of equal values (n,) begin."""
+    return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
+
+def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """seen (n,): key, next token and document of each place in the text, packed in this order and sorted ->
+    the keys (m,), where the list of each begins (m,), and all lists one after another, as NgramCounts.lists
+    has them, int32 (k,)."""
+    pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
+    begins = run_starts(pairs)
+    documents = np.diff(begins, append=len(pairs))  # how many have each pair
+    pairs = pairs[begins]
+    ranked = documents << TOKEN_BITS | pairs & low_bits(TOKEN_BITS)
+    begins = run_starts(pairs >> TOKEN_BITS)
+    keys = pairs[begins] >> TOKEN_BITS & low_bits(KEY_BITS)
+    sizes = np.diff(begins, append=len(pairs))
+    several = sizes > 1
+    best = np.maximum.reduceat(ranked, begins)
+    left = np.where(ranked == best.repeat(sizes), 0, ranked)
+    second = np.maximum.reduceat(left, begins)
+    left = left[(left != 0) & (left != second.repeat(sizes))]
+    lengths = 1 + several + sizes
+    starts = lengths.cumsum() - lengths
+    lists = np.empty(lengths.sum(), np.int32)
+    first = [
+        (starts, sizes << CHECK_BITS | keys & low_bits(CHECK_BITS)),
+        (starts[several] + 1, np.add.reduceat(documents, begins)[several]),
+        (starts + 1 + several, best),
+        (starts[several] + 3, second[several]),
+    ]
+    rest = np.ones(len(lists), bool)
+    for places, values in first:
+        lists[places] = values.astype(np.uint32).view(np.int32)
+        rest[places] = False
+    lists[rest] = left
+    return keys, starts, lists
+
+class TextMatches(NamedTuple):
+    """How the training text goes on after each context, each (kinds, B, T) int64."""
+    start: Tensor  # where its next tokens begin in NgramCounts.lists
+    size: Tensor  # number of next tokens; 0: the text does not have the context
+    total: Tensor  # sum of their document counts
+    best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
+    second: Tensor  # the same for the runner-up; 0: there is none
+
+class NgramCounts(nn.Module):
+    """For each context in the training text, which tokens come next, and in how many documents each. There
+    is a table per kind of context (one n, or one mask of words): its entry at a context's hash says where the
+    context's list begins. A list holds the number of next tokens (16 bits) and a check (16); if there are
+    several, the sum of their document counts; and documents << TOKEN_BITS | token for each: first the two
+    with the most documents, then the others, sorted by token."""
+    tables: Tensor  # (kinds, 2**count_bits), int32; 0: no such context
+    lists: Tensor  # int32; the lists of each kind of context in turn
+    bases: Tensor  # (kinds, 1, 1), int64; a table's entry plus its base is a place in lists
+    starts: Tensor  # from word_starts(); without a tokenizer each token is a word
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.text: Any = b""  # uint16 (n,)
+        self.packed: bytes | bytearray = b""
+        self.shift = KEY_BITS  # key >> shift is a place in a table; before count() a table has one entry
+        self.most_next = 0  # next tokens in the longest list
+        self.orders = cfg.counted_orders()
+        self.words = cfg.counted_words()
+        kinds = len(self.orders) + len(self.words)
+        tables = torch.zeros(kinds, 1, dtype=torch.int32)
+        self.register_buffer("tables", tables, persistent=False)
+        self.register_buffer("lists", torch.zeros(4, dtype=torch.int32), persistent=False)
+        self.register_buffer("bases", torch.zeros(kinds, 1, 1, dtype=torch.int64), persistent=False)
+        self.register_buffer("starts", torch.ones(cfg.vocab_size, dtype=torch.bool), persistent=False)
+
+    def count(self, text: np.ndarray) -> None:
+        """Makes tables and lists from all training tokens in order, uint16 (n,). Raises Refused."""
+        require(2 * len(text) + 8 < 1 << 31,
+                f"{len(text)} training tokens are more than n-gram tables hold: MEMORY=0 goes without them")
+        self.text = text
+        self.most_next = 0
+        self.packed = b""
+        self.shift = KEY_BITS - self.cfg.count_bits
+        tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
+        # An occurrence adds at most two entries. What is never written takes no memory.
+        lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)
+        lists[:4] = 0  # a table's entry of 0 points to these
+        end = 4
+        documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            occurrences = self.occurrences(torch.from_numpy(text), documents)
+            for i, table in enumerate(tables):
+                torch.from_numpy(table).zero_()  # by all threads, in huge pages, unlike np.zeros
+                packed = next(occurrences)
+                torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
+                seen = packed.numpy()
+                cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
+                base = end - 4
+                self.bases[i] = base
+                for made in pool.map(ngram_lists, np.split(seen, cuts)):
+                    end += self.add(table, lists[end:], made, end - base)
+                del packed, seen
+        lists[end:end + 4] = 0
+        self.tables = torch.from_numpy(tables).to(self.tables.device)
+        self.lists = torch.from_numpy(lists[:end + 4]).to(self.lists.device)
+
+    def occurrences(self, tokens: Tensor, documents: Tensor) -> Iterator[Tensor]:
+        """Yields for each kind of context, masks of words first, one int64 per occurrence in the text: its
+        key, the next token and the document, packed. tokens (n,), documents (n,) from document_hashes()."""
+        n = len(tokens) - 1
+
+        def pack(key: Tensor, begin: int, end: int) -> Tensor:
+            low = (tokens[begin + 1:end + 1].int() << DOCUMENT_BITS).add_(documents[begin:end])
+            return (key << (TOKEN_BITS + DOCUMENT_BITS)).add_(low)
+
+        found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
+        filled = [0] * len(found)
+        starts = self.starts.cpu()
+        for begin in range(0, n, COUNT_CHUNK):
+            first = max(0, begin - TOKENS_BEFORE_CHUNK)
+            end = min(n, begin + COUNT_CHUNK)
+            skip = begin - first
+            part = tokens[None, first:end].int()
+            for i, (key, enough) in enumerate(word_keys(part, starts, self.words)):
+                packed = pack(key[0, skip:], begin, end)[enough[0, skip:]]
+                found[i][filled[i]:filled[i] + len(packed)] = packed
+                filled[i] += len(packed)
+        while found:
+            yield found.pop(0)[:filled.pop(0)]
+        for order in self.orders:
+            packed = torch.empty(max(0, n - order + 1), dtype=torch.int64)
+            for begin in range(0, len(packed), COUNT_CHUNK):
+                end = min(len(packed), begin + COUNT_CHUNK)
+                _, key = next(ngram_keys(tokens[begin:end + order - 1].int(), (order,)))
+                packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
+            yield packed
+
+    def add(self, table: np.ndarray, lists: np.ndarray, made: tuple, begin: int) -> int:
+        """Copies what ngram_lists() made to the start of lists, and enters in table where each list begins.
+        begin: the place of lists[0], counted from the table's base. Returns how many entries were copied."""
+        keys, starts, part = made
+        lists[:len(part)] = part
+        table[keys >> self.shift] = begin + starts
+        sizes = part[starts].view(np.uint32) >> CHECK_BITS
+        self.most_next = max(self.most_next, int(sizes.max(initial=0)))
+        return len(part)
+
+    def keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The hash of each kind of context at each place of tokens (B, T), and whether the row has enough
+        tokens for it, both (kinds, B, T)."""
+        return stacked([*word_keys(tokens, self.starts, self.words), *ngram_pairs(tokens, self.orders)])
+
+    def forward(self, key: Tensor, enough: Tensor) -> TextMatches:
+        """What follows the contexts in the text. key, enough: from keys()."""
+        table = torch.arange(len(key), device=key.device).view(-1, 1, 1)
+        entry = (table << (KEY_BITS - self.shift)) + (key >> self.shift)
+        start = self.tables.view(-1)[entry].long()
+        there = (start > 0) & enough
+        start = torch.where(there, start + self.bases, 0)
+        head = self.lists[start].long()
+        there = there & (head & low_bits(CHECK_BITS) == key & low_bits(CHECK_BITS))
+        size = torch.where(there, head >> CHECK_BITS & low_bits(TOKEN_BITS), 0)
+        several = size > 1
+        first = start + torch.where(several, 2, 1)
+        best = torch.where(size > 0, self.lists[first], 0).long()
+        total = torch.where(several, self.lists[start + 1], best >> TOKEN_BITS).long()
+        second = torch.where(several, self.lists[first + 1], 0).long()
+        return TextMatches(first, size, total, best, second)
+
+    def documents_with(self, found: TextMatches, targets: Tensor) -> Tensor:
+        """How many documents have the target (B, T) after the context, int64 (kinds, B, T)."""
+        documents = torch.zeros_like(found.size)
+        for ranked in (found.best, found.second):
+            same = ranked & low_bits(TOKEN_BITS) == targets
+            documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
+        # Binary search among the others, sorted by token: on a CPU only where it is needed, on a GPU
+        # everywhere, because the host would have to wait to learn where.
+        needed = (found.size > 2) & (documents == 0)
+        where: Any = slice(None) if needed.is_cuda else needed.nonzero(as_tuple=True)
+        target = targets.expand_as(needed)[where]
+        low = (found.start + found.size.clamp(max=2))[where]
+        high = end = (found.start + found.size)[where]
+        for _ in range(self.most_next.bit_length()):
+            middle = (low + high) >> 1
+            before = (self.lists[middle] & low_bits(TOKEN_BITS) < target) & (low < high)
+            low = torch.where(before, middle + 1, low)
+            high = torch.where(before, high, middle)
+        ranked = torch.where(low < end, self.lists[low], 0).long()
+        same = ranked & low_bits(TOKEN_BITS) == target
+        documents[where] = torch.where(same, ranked >> TOKEN_BITS, documents[where])
+        return documents
+
+    def stored(self) -> dict[str, Tensor]:
+        """What files hold: the text, uint16, compressed by zlib, and which tokens begin a word."""
+        if not len(self.tables):
+            return {}
+        self.packed = self.packed or bytearray(zlib.compress(self.text))
+        return {"counts.text": torch.frombuffer(self.packed, dtype=torch.uint8),
+                "counts.starts": self.starts.cpu().byte()}
+
+    def load(self, packed: Tensor, starts: Tensor) -> None:
+        """Counts the text that a file holds, uint8 (n,). starts: uint8 (V,). Raises Refused."""
+        stream = zlib.decompressobj()
+        text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
+        if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
+            raise Refused("no counted text")
+        check_tokens(text, self.cfg.vocab_size, "the counted text")
+        require(starts.dtype == torch.uint8 and starts.shape == self.starts.shape, "another vocabulary")
+        self.starts.copy_(starts)
+        self.count(text)
+
+def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
+    """Matches without the row's own document, for training, where each target (B, T) follows its context
+    there. Only the target is taken out: other tokens that follow the context elsewhere in that document stay.
+    documents: from documents_with()."""
+    one_document = 1 << TOKEN_BITS
+    size = found.size - (documents == 1).long()
+    total = found.total - (documents > 0).long()
+    best = found.best
+    second = found.second
+    best = torch.where(best & low_bits(TOKEN_BITS) == targets, best - one_document, best)
+    second = torch.where(second & low_bits(TOKEN_BITS) == targets, second - one_document, second)
+    return TextMatches(found.start, size, total, best.maximum(second), best.minimum(second))
+
+def text_candidates(found: TextMatches) -> tuple[Tensor, Tensor, Tensor]:
+    """The best next token of each context -> (is there one, the token, its class), each (kinds, B, T)."""
+    documents = found.best >> TOKEN_BITS
+    share = documents / found.total
+    sure = 4 * limits_reached(documents, (2, 4, 16)) + limits_reached(share, (0.4, 0.7, 0.999))
+    return documents > 0, found.best & low_bits(TOKEN_BITS), sure
+
+class CountingModel(Model):
+    """A model with NgramCounts as `counts`. Counting is on the clock; its files hold the counted text."""
+    counts: NgramCounts
+
+    def build(self, run: "Run", fresh: bool) -> bool:
+        """Counts the contexts of the training text. Raises Refused if there is no memory for it."""
+        if not len(self.counts.tables):
+            return False
+        run.log("counting n-grams")
+        began = time.perf_counter()
+        if run.loader.tokenizer:  # without one each token is a word
+            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.loader.tokenizer)))
+        try:
+            self.counts.count(np.concatenate(run.loader.shards))
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error) or "bad_alloc" in str(error):  # by torch.sort
+                raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
+            raise
+        run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
+        return True
+
+    def state(self) -> dict[str, Tensor]:
+        return self.counts.stored()
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        if len(self.counts.tables):
+            self.counts.load(tensors.pop("counts.text"), tensors.pop("counts.starts"))
+
+    def drop_state(self) -> None:
+        del self.counts.tables
+        del self.counts.lists
+
+    def take_state(self, other: "CountingModel") -> None:
+        self.counts = other.counts
+
+def limits_reached(x: Tensor, limits: tuple) -> Tensor:
+    """For each number, how many of the rising limits it reaches, int64, any shape."""
+    reached = torch.zeros_like(x, dtype=torch.int64)
+    for limit in limits:
+        reached += x >= limit
+    return reached
+
+class RowMatches(NamedTuple):
+    """What followed the last n tokens earlier in the row, each (orders, B, T) int64."""
+    by_ngram: Tensor  # places of the row, sorted by n-gram, then by place
+    rank: Tensor  # how many of the same n-gram come before, in that order
+    total: Tensor  # how often the n-gram came before
+    size: Tensor  # number of different tokens that followed it
+    next_count: Tensor  # how often the token that comes next here had followed it before
+    last: Tensor  # the token that followed it most recently
+    repeated: Tensor  # 1: that token had also followed the time before
+
+def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted values (..., T) -> where each one's run of equal values begins, and its rank there, (..., T)."""
+    place = torch.arange(values.size(-1), device=values.device)
+    begins = F.pad(values[..., 1:] != values[..., :-1], (1, 0), value=True)
+    start = torch.where(begins, place, 0).cummax(-1).values
+    return start, place - start
+
+def unsort(x: Tensor, order: Tensor) -> Tensor:
+    """Undoes x.gather(-1, order)."""
+    return torch.empty_like(x).scatter_(-1, order, x)
+
+def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
+    """key, enough: from ngram_pairs(), stacked. after (B, T): the token after each place. Where the last one
+    of a row is not known, any will do: only next_count depends on it."""
+    place = torch.arange(key.size(-1), device=key.device)
+    key = torch.where(enough, key, -1 - place)  # too few tokens: a key that nothing else has
+    pair, order = (key * (1 << TOKEN_BITS) + after).sort(dim=-1, stable=True)
+    _, rank = run_ranks(pair)
+    count = unsort(rank, order)
+    key, order = key.sort(dim=-1, stable=True)
+    start, rank = run_ranks(key)
+    # 1 where the token follows the n-gram for the first time
+    new = torch.where(count == 0, 1, 0).gather(-1, order)
+    seen = new.cumsum(-1) - new
+    size = seen - seen.gather(-1, start)
+    follows = after.expand_as(order).gather(-1, order)
+    last = follows.roll(1, -1)
+    repeated = torch.where((rank > 1) & (last == follows.roll(2, -1)), 1, 0)
+    total = unsort(rank, order)
+    size = unsort(size, order)
+    last = unsort(last, order)
+    return RowMatches(order, rank, total, size, count, last, unsort(repeated, order))
+
+def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
+    token, its class), each (1, B, T). Class 0 of an order: the n-gram came once before; 1: twice or more,
+    followed by another token the time before; 2: by the same token."""
+    sure = torch.where(found.total > 1, 1 + found.repeated, 0)
+    sure += CLASSES * torch.arange(len(sure), device=sure.device).view(-1, 1, 1)
+    matches = (found.total > 0).sum(0, keepdim=True)  # where an order matches, shorter ones match, too
+    longest = (matches - 1).clamp(min=0)
+    return matches > 0, found.last.gather(0, longest), sure.gather(0, longest)
+
+def token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Cross-entropy of each target in nats (B, T). x (B, T, C), head (V, C), targets (B, T). cap: see
+    softcap()."""
+    logits = softcap(linear(x, head).float(), cap)
+    return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
+
+# Confidence class of an n-gram's distribution, by how often the n-gram occurred (its `total`, which in the
+# text counts documents) and how many distinct tokens followed it; 0: no match.
+TEXT_LIMITS = (2, 3, 6, 16, 64)  # how often it occurred
+ROW_LIMITS = (2, 3, 5, 9, 20)
+SPREADS = 6  # classes of how varied the next tokens are; text_class() has 4
+MIX_CLASSES = 1 + SPREADS * (1 + len(TEXT_LIMITS))
+
+def text_class(found: TextMatches) -> Tensor:
+    """The class of each context's match in the text (kinds, B, T)."""
+    few = limits_reached(found.size, (2, 3))
+    spread = few + torch.where((few == 2) & (found.size * 4 > found.total), 1, 0)
+    sure = 1 + SPREADS * limits_reached(found.total, TEXT_LIMITS) + spread
+    return torch.where(found.total > 0, sure, 0)
+
+def row_class(found: RowMatches) -> Tensor:
+    """The class of each order's match in the row (orders, B, T)."""
+    several = limits_reached(found.size, (2,))
+    spread = several + torch.where((several == 1) & (found.size * 2 > found.total), 1, 0)
+    sure = 1 + SPREADS * limits_reached(found.total, ROW_LIMITS) + 2 * spread + found.repeated
+    return torch.where(found.total > 0, sure, 0)
+
+def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
+    """starts[i], starts[i] + 1, ... (sizes[i] of them) for each i, one after another. Both (n,)."""
+    ends = sizes.cumsum(0)
+    total = int(ends[-1])
+    first = (starts - ends + sizes).repeat_interleave(sizes, output_size=total)
+    return first + torch.arange(total, device=sizes.device)
+
+def in_parts(sizes: Tensor, most: int = 1 << 22) -> list[slice]:
+    """Slices of the places (n,), each with about `most` tokens in total, so that memory stays bounded. The
+    last limit is at least the sum of sizes, so no place is left out."""
+    ends = sizes.cumsum(0)
+    limits = torch.arange(most, int(ends[-1]) + most, most, device=sizes.device)
+    cuts = torch.searchsorted(ends, limits, right=True).tolist()
+    return [slice(low, high) for low, high in zip([0, *cuts], cuts) if low < high]
+
+def add_text_shares(mixed: Tensor, found: TextMatches, lists: Tensor, gates: Tensor) -> None:
+    """Adds the distributions of the training text, each times its gate (kinds, B, T), to mixed (B, T, V)."""
+    V = mixed.size(-1)
+    first = torch.arange(mixed.numel() // V, device=mixed.device) * V
+    for start, size, total, gate in zip(found.start, found.size, found.total, gates):
+        share = (gate / total.clamp(min=1)).flatten()
+        start = start.flatten()
+        size = size.flatten()
+        for part in in_parts(size):
+            n = size[part]
+            listed = lists[concat_ranges(start[part], n)]
+            shares = share[part].repeat_interleave(n) * (listed >> TOKEN_BITS)
+            place = first[part].repeat_interleave(n) + (listed & low_bits(TOKEN_BITS))
+            mixed.view(-1).index_add_(0, place, shares)
+
+def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tensor) -> None:
+    """Adds the distributions of the row, tokens (B, T), each times its gate."""
+    B, T, V = mixed.shape
+    row = torch.arange(B, device=tokens.device)[:, None] * T
+    column = torch.arange(T, device=tokens.device)
+    for order, rank, gate in zip(found.by_ngram, found.rank, gates):
+        follows = tokens.roll(-1, 1).gather(-1, order).flatten()
+        size = rank.flatten()
+        start = (row + column - rank).flatten()  # of the earlier occurrences, sorted as in `order`
+        here = (row + order).flatten()
+        share = gate.flatten()[here] / size.clamp(min=1)
+        for part in in_parts(size):
+            n = size[part]
+            token = follows[concat_ranges(start[part], n)]
+            place = (here[part] * V).repeat_interleave(n) + token
+            mixed.view(-1).index_add_(0, place, share[part].repeat_interleave(n))
+
+def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
+    """scores (B, T, 1 + n), made from activations, and classes (B, T, n) -> logs of gates (B, T, 1 + n) that
+    sum to 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0, no
+    match, is masked out."""
+    of_source = MIX_CLASSES * torch.arange(classes.size(-1), device=classes.device)
+    by_class = torch.where(classes > 0, class_scores.float()[of_source + classes], -math.inf)
+    return (scores + F.pad(by_class, (1, 0))).log_softmax(-1)
+
+def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
+    """Row numbers (B, T, 2, sources) in the tables of candidates and of classes. Each source has rows of its
+    own; the last row means no candidate. found: from text_candidates() and row_candidate(), each
+    (there, token, class) of shape (n, B, T). classes: of one source."""
+    there = torch.cat([parts[0] for parts in found])
+    token = torch.cat([parts[1] for parts in found])
+    sure = torch.cat([parts[2] for parts in found])
+    sources = len(there)
+    source = torch.arange(sources, device=there.device).view(-1, 1, 1)
+    token = torch.where(there, source * vocab_size + token, sources * vocab_size)
+    sure = torch.where(there, source * classes + sure, sources * classes)
+    return torch.stack((token, sure)).permute(2, 3, 0, 1).contiguous()
+
+def embed_candidates(rows: Tensor, embed: Tensor, class_embed: Tensor, class_scale: Tensor) -> Tensor:
+    """The sum (B T, C) of the candidates' embeddings, scaled by class, and the classes' embeddings. rows
+    (B, T, 2, sources): from candidate_rows(); embed and class_embed (n, C), class_scale (n,)."""
+    token, sure = rows.unbind(2)
+    token = token.flatten(0, 1)
+    sure = sure.flatten(0, 1)
+    if embed.is_cuda:  # torch 2.11 has no backward of a weighted embedding_bag in bf16 there (pytorch#185808)
+        scaled = (F.embedding(token, embed) * class_scale[sure][..., None]).sum(1)
+    else:  # without a copy of the rows
+        scaled = F.embedding_bag(token, embed, mode="sum", per_sample_weights=class_scale[sure])
+    return scaled + F.embedding_bag(sure, class_embed, mode="sum")
+
+class FusedTokenLosses(torch.autograd.Function):
+    """token_losses() whose logits become their gradient at once, as in FusedLoss: x (N, C), head (V, C),
+    targets (N,) -> (N,)."""
+    @staticmethod
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
+        head = head.to(x.dtype)
+        one = x.new_ones(1, dtype=torch.float32)
+        losses, grad = row_losses(x @ head.T, targets[:, None], one, (cap, 0.0, 0.0), 1.0, x.dtype)
+        ctx.save_for_backward(grad, x, head)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor) -> tuple:
+        grad, x, head = ctx.saved_tensors
+        grad = grad * grad_losses[:, None].to(grad.dtype)
+        return grad @ head, (grad.T @ x).float(), None, None
+
+def fused_token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """token_losses() by FusedTokenLosses in compiled steps."""
+    if not can_fuse((cap, 0.0, 0.0)):
+        return token_losses(x, head, targets, cap)
+    return FusedTokenLosses.apply(x.flatten(0, 1), head, targets.flatten(), cap).view(targets.shape)
+
+def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
+    """Logs the mean loss of rows with about val_part tokens, evenly spaced over val and scored as in the
+    final evaluation; ./run.sh sends it to LOGGER."""
+    tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
+    rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
+    rows = rows[::max(1, len(tokens) // cfg.val_part)]
+    nats = np.zeros(len(tokens))
+    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
+    targets = sum([1 + last - first for _, first, last in rows])
+    loss = all_reduce(torch.tensor(nats.sum())).item() / targets
+    log(f"val_part step:{step} val_loss:{loss:.4f}")
+    return {}
+
+class TinyContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # of activations
+
+class TinyBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
+    layer's letter in window_pattern."""
+    def __init__(self, cfg: Tiny, kind: str) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.head_dim = C // H
+        self.attends = kind != "-"
+        self.key_offset = cfg.key_offset and kind == "L"
+        self.query = parameter(C, C, on=self.attends)
+        self.attn_proj = parameter(C, C, on=self.attends)
+        self.key = parameter(C, C, on=self.attends)
+        self.value = parameter(C, C, on=self.attends)
+        self.qk_gain = parameter(H, on=self.attends)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(C)
+        self.x0_lambda = parameter(C)
+        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
+
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: TinyContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, C), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
+        if self.attends:
+            x = x + attn_scale * self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: TinyContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        if value_embed is not None:
+            v = v + split_heads(value_embed, self.head_dim)
+        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
+        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        if self.key_offset:
+            k = key_offset(k.unflatten(-1, (2, -1))).flatten(-2)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class TinyModel(CountingModel):
+    """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
+    first half, the last one first (U-Net). The output mixes the model's own distribution of the next token
+    with those of the memory."""
+    readable = WINDOWED
+
+    def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
+        super().__init__()
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.bigram_embed = parameter(cfg.bigram_rows, C, on=cfg.bigram_rows)
+        self.counts = NgramCounts(cfg)
+        self.classes = CLASSES * len(cfg.copy_orders)  # per source of candidates
+        counted = len(self.counts.tables)
+        matched = len(cfg.matched_orders())
+        sources = counted + min(1, matched)
+        self.candidate_embed = parameter(sources * V + 1, C, on=sources)  # the last row: no candidate
+        self.class_embed = parameter(sources * self.classes + 1, C, on=sources)
+        self.class_scale = parameter(sources * self.classes + 1, on=sources)
+        self.half = N // 2 if cfg.unet_skips else 0
+        self.skip_weights = parameter(self.half, C, on=self.half)
+        others = 0  # distributions beside the model's own
+        if cfg.mixture:
+            others = counted + matched
+        self.gate_weight = parameter(1 + others, C, on=others)
+        self.gate_class = parameter(others * MIX_CLASSES, on=others)
+        self.gate_matches = parameter((1 + counted) * (1 + matched), 1 + others, on=others)
+        self.blocks = nn.ModuleList([TinyBlock(cfg, kind) for kind in self.kinds])
+        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
+        self.use(kernels)
+
+    def build(self, run: "Run", fresh: bool) -> bool:
+        """Counts contexts; in a fresh run, embedding and head start from the bigrams of the first shard."""
+        counted = super().build(run, fresh)
+        cfg = self.cfg
+        V = cfg.vocab_size
+        if not fresh or not cfg.bigram_init:
+            return counted
+        if V > MOST_BIGRAM_VOCAB:
+            run.log("first values of embed are random, those of head zero: no bigrams are counted for "
+                    f"vocab_size {V}, only up to {MOST_BIGRAM_VOCAB}")
+            return counted
+        began = time.perf_counter()
+        counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
+        embed, head = factorize_bigrams(counts, cfg.model_dim, cfg.seed)
+        values = run.team.share(dict(embed=embed, head=head))
+        for bank in run.optimizer.banks:
+            if bank.names[0] in values:
+                bank.load(values)
+        run.log(f"first values of embed and head made from bigrams in {time.perf_counter() - began:.1f} s")
+        return True
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> TinyContext:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
+        return TinyContext(rope, windows, dtype)
+
+    def compiled_hidden(self) -> Callable:
+        return partial(self.hidden, activations=partial(compile_once(TinyModel.activations), self))
+
+    def hidden(self, tokens: Tensor, context: TinyContext, activations: Callable | None = None) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C). With a mixture, fp32 (B, T, C + 1 + V):
+        beside them the log of the model's own gate and the sum of the other distributions, each times its
+        gate. activations: None or self.activations(), compiled."""
+        text, row = self.matches(tokens, tokens.roll(-1, 1))
+        x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
+        if self.gate_weight is None:
+            return x
+        gates = self.gates(x, *self.match_classes(text, row))
+        others = self.other_distributions(tokens, text, row, gates[..., 1:].exp())
+        return torch.cat((x.float(), gates[..., :1], others), -1)
+
+    def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
+        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
+        x = x0 = self.embedded(tokens, candidates, context.dtype)
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            if self.half <= i < 2 * self.half:
+                x = x + self.skip_weights[i - self.half].to(x.dtype) * outputs[2 * self.half - 1 - i]
+            table = self.tables[i]
+            value_embed = None
+            if block.attends and table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+            x = block(x, x0, value_embed, masks.get(self.kinds[i]), context)
+            outputs.append(x)
+        return rms_norm(x)
+
+    def embedded(self, tokens: Tensor, candidates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """tokens (B, T) -> embedding of each token, its bigram and its candidates, normalized (B, T, C)."""
+        x = F.embedding(tokens, self.embed).to(dtype)
+        if self.bigram_embed is not None:
+            x = x + F.embedding(bigram_ids(tokens, self.cfg.bigram_rows), self.bigram_embed).to(dtype)
+        if candidates:
+            added = embed_candidates(candidates[0], self.candidate_embed, self.class_embed, self.class_scale)
+            x = x + added.view_as(x).to(dtype)
+        return rms_norm(x)
+
+    def matches(self, tokens: Tensor, after: Tensor) -> tuple[TextMatches | None, RowMatches | None]:
+        """Looks up the contexts of each place of tokens (B, T), in the training text and in the row.
+        after: see row_matches()."""
+        matched = self.cfg.matched_orders()
+        text = self.counts(*self.counts.keys(tokens)) if len(self.counts.tables) else None
+        row = row_matches(*stacked(ngram_pairs(tokens, matched)), after) if matched else None
+        return text, row
+
+    def candidate_rows(self, text: TextMatches | None, row: RowMatches | None) -> list[Tensor]:
+        """[rows of candidate_embed and class_embed (B, T, 2, sources)], or []."""
+        found = []
+        if text:
+            found.append(text_candidates(text))
+        if row:
+            found.append(row_candidate(row))
+        return [candidate_rows(found, self.cfg.vocab_size, self.classes)] if found else []
+
+    def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
+        """The class of each distribution (B, T, n), and the row of gate_matches (B, T), which says how many
+        kinds of context match in the text and how many n-grams in the row."""
+        classes = []
+        matches: Any = 0
+        if text:
+            classes.append(text_class(text))
+            matches = (text.total > 0).sum(0)
+        if row:
+            classes.append(row_class(row))
+            matches = matches * (1 + len(row.total)) + (row.total > 0).sum(0)
+        return torch.cat(classes).permute(1, 2, 0).contiguous(), matches
+
+    def gates(self, x: Tensor, classes: Tensor, matches: Tensor) -> Tensor:
+        """log_gates() from the last activations (B, T, C) and match_classes(), (B, T, 1 + n)."""
+        scores = linear(x, self.gate_weight).float() + F.embedding(matches, self.gate_matches)
+        return log_gates(scores, classes, self.gate_class)
+
+    def other_distributions(self, tokens: Tensor, text: TextMatches | None, row: RowMatches | None,
+                            gates: Tensor) -> Tensor:
+        """The sum (B, T, V) of all distributions but the model's own, each times its gate (B, T, n)."""
+        mixed = torch.zeros(*tokens.shape, self.cfg.vocab_size, device=tokens.device)
+        gates = gates.permute(2, 0, 1)
+        if text:
+            add_text_shares(mixed, text, self.counts.lists, gates)
+        if row:
+            add_row_shares(mixed, row, tokens, gates[-len(row.total):])
+        return mixed
+
+    def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """What forward() takes besides tokens and targets (B, T), which are rows of the training text."""
+        return self.target_inputs(tokens, targets, of_training=True)
+
+    def target_inputs(self, tokens: Tensor, targets: Tensor, of_training: bool = False) -> list[Tensor]:
+        """[candidate_rows(); with a mixture the probability of the target in each distribution (B, T, n), and
+        match_classes()]. of_training: see without_own_document()."""
+        text, row = self.matches(tokens, targets)
+        shares = []
+        if text:
+            documents = self.counts.documents_with(text, targets)
+            if of_training:
+                text = without_own_document(text, targets, documents)
+                documents = (documents - 1).clamp(min=0)
+            shares.append(documents / text.total.clamp(min=1))
+        if row:
+            shares.append(row.next_count / row.total.clamp(min=1))
+        inputs = self.candidate_rows(text, row)
+        if self.gate_weight is not None:
+            inputs += [torch.cat(shares).permute(1, 2, 0).contiguous(), *self.match_classes(text, row)]
+        return inputs
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: from hidden(). With a mixture these are log-probabilities, since logits cannot be mixed."""
+        C = self.cfg.model_dim
+        own = softcap(linear(x[..., :C], self.head).float(), self.cfg.logit_softcap)
+        if self.gate_weight is None:
+            return own
+        return torch.logaddexp(own.log_softmax(-1) + x[..., C:C + 1], x[..., C + 1:].log())
+
+    def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *inputs: Tensor) -> Tensor:
+        """tokens and targets (B, T) -> mean cross-entropy in nats. inputs: from candidates(), in training."""
+        inputs = inputs or tuple(self.target_inputs(tokens, targets))
+        if self.gate_weight is None:
+            x = self.activations(tokens, context, *inputs)
+            return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
+        rows, shares, classes, matches = inputs
+        x = self.activations(tokens, context, rows)
+        own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
+        gates = self.gates(x, classes, matches)
+        others = (gates[..., 1:].exp() * shares).sum(-1)
+        mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
+        # Where n-grams predict well, the mixture passes almost no gradient to the model's own softmax, which
+        # would stay untrained. So own_loss times its cross-entropy is added, but for its gradient only: its
+        # value is subtracted again, so train_loss is the mixture's.
+        own_loss = -self.cfg.own_loss * own.mean()
+        return own_loss - own_loss.detach() - mixture.mean()
+
+# ---------- golf and golf_plus: what both use
+def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
+    """Nesterov momentum; buffer, a decaying sum of gradients, changes in place. All (N, R, C)."""
+    buffer.mul_(momentum).add_(grad)
+    return grad + momentum * buffer
+
+cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
+
+def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+    """Kernels of attention where every token sees all tokens before it."""
+    if not on_gpu:
+        return dict(attention=cpu_causal_attention)
+    module = flash_attention_3(cfg)
+    log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
+    return dict(attention=partial(flash_causal, module=module)) if module else {}
+
+# ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
+# parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
+@dataclass(frozen=True)
+class Golf(Config):
+    """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
+    earlier tokens of its row, those of other documents too."""
+    preset: str = option("golf", "the recipe", model=True)
+    # size
+    num_layers: int = option(9, "blocks; the second half adds the outputs of the first", 1, 1000, model=True)
+    model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(8, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(2, "MLP width / model_dim", 1, 64, model=True)
+    logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
+    qk_gain_init: float = option(1.5, "initial gain of each query head", 0, 100, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_sp1024", "folder of token shards")
+    tokenizer_path: str = option("data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model")
+    vocab_size: int = option(1024, "tokens", 1, 65_536, model=True)
+    # parameter-golf 2026-03-19_TrainingOptSeq4096: -0.023 bpb, with Muon's rate and momentum retuned
+    train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(393_216, "tokens per step over all ranks", 1, 1 << 30)
+    packing: str = option("spans", "how training rows are cut from the stream: see Spans", choices=("spans",))
+    val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
+    val_loss_every: int = optional(1000, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: every 100")
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
+    tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
+    tied_embed_init_std: float = option(0.005, "std of the initial embedding", 0, 100)
+    scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
+    muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(1500, "steps of that warmup; 0: none")
+    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
+    beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length: the clock ends the run; warmdown_iters becomes time at the pace so far
+    iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
+    max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
+    warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
+    warmup_steps: int = optional(20, "steps on made-up tokens before the clock starts", 0, 1000)
+    # artifact and scores
+    artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
+    artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
+
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
+
+    def check(self) -> None:
+        super().check()
+        check_grouped_queries(self)
+
+    def packer(self) -> "type[Packer]":
+        return Spans
+
+    def stages(self) -> list[Stage]:
+        return stage_rows(self, [
+            # begins at, tokens per step, tokens per row
+            Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, **adam)
+        return by_kind([
+            # kind                   first values
+            matrix("query",          init="uniform", scale=1.0),
+            matrix("key",            init="uniform", scale=1.0),
+            matrix("value",          init="uniform", scale=1.0),
+            matrix("attn_proj",      init="constant", scale=0.0),
+            matrix("fc",             init="uniform", scale=1.0),
+            matrix("mlp_proj",       init="constant", scale=0.0),
+            embed("embed",           init="normal", scale=self.tied_embed_init_std),
+            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
+            scalar("resid_lambda",   init="constant", scale=1.0),
+            scalar("x0_lambda",      init="constant", scale=0.0),
+            scalar("layer_scale",    init="constant", scale=1.0),
+            scalar("skip_weights",   init="constant", scale=1.0),
+        ])
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
+        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. Changes p, m and v in place."""
+        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def progress(self, step: int, seconds: float) -> float:
+        """With a cap and a warmdown, progress is seconds / cap, as in the public script. So if iterations end
+        the run first, LR has not reached 0."""
+        if self.max_wallclock_seconds and self.warmdown_iters:
+            return min(1.0, seconds / self.max_wallclock_seconds)
+        return super().progress(step, seconds)
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is 1, then falls linearly to 0 over the last warmdown_iters steps."""
+        progress_per_step = progress / max(step, 1)  # at the pace so far
+        warmdown = self.warmdown_iters * progress_per_step  # its length as a fraction of the run
+        lr = 1.0
+        if warmdown:
+            lr = min(1.0, (1 - progress) / warmdown)
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        start = self.muon_momentum_warmup_start
+        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_iters} steps lr_factor falls to 0"
+
+    def layers(self, stage: Stage | None = None) -> list[Layer]:
+        T = self.train_seq_len if stage is None else stage.row_tokens
+        return [Layer(T, self.mlp_mult)] * self.num_layers
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return dense_attention(self, on_gpu, log)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return GolfModel(self, kernels)
+
+class GolfContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    dtype: torch.dtype  # of activations
+
+class GolfBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg: Golf) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.head_dim = C // H
+        kv_dim = (cfg.num_kv_heads or H) * self.head_dim
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_dim, C)
+        self.value = parameter(kv_dim, C)
+        self.qk_gain = parameter(H)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(C)
+        self.x0_lambda = parameter(C)
+        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
+
+    def forward(self, x: Tensor, x0: Tensor, context: GolfContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
+        x = x + attn_scale * self.attend(rms_norm(x), context)
+        return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h: Tensor, context: GolfContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
+        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, None, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GolfModel(Model):
+    """Blocks of the second half add the outputs of the first half, in reverse order (U-Net). The last of an
+    odd number of blocks adds none."""
+    def __init__(self, cfg: Golf, kernels: Kernels = Kernels()) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
+        self.head = self.embed
+        self.skip_weights = parameter(cfg.num_layers // 2, cfg.model_dim, on=cfg.num_layers > 1)
+        self.blocks = nn.ModuleList([GolfBlock(cfg) for _ in range(cfg.num_layers)])
+        self.use(kernels)
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: Stage | None = None) -> GolfContext:
+        dtype = dtype or scoring_dtype(device)
+        frequencies = rope_spectrum(self.cfg.model_dim // self.cfg.num_heads, self.cfg.rope_base)
+        return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
+
+    def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        half = len(self.blocks) // 2
+        outputs = []
+        for block in self.blocks[:half]:
+            x = block(x, x0, context)
+            outputs.append(x)
+        for i, block in enumerate(self.blocks[half:]):
+            if outputs:
+                x = x + self.skip_weights[i].to(x.dtype) * outputs.pop()
+            x = block(x, x0, context)
+        return rms_norm(x)
+
+def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
+    """The sizes of the golf recipes' proxies, with as many query heads per key head as in the recipe."""
+    shape = proxy_shape(full, size)
+    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
+    T = max(64, round(full.train_seq_len * size.width / full.model_dim))
+    return shape + [
+        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
+        Scaled("train_seq_len", T, "in proportion to the width")]
+
+def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
+    """The number of layers stays, and the warmdown's part of the run. The record trains on 194 tokens per
+    weight, too many for a small machine; a proxy trains on 20 (arXiv:2203.15556)."""
+    shape = golf_shape(full, size)
+    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
+    length = proxy_length(full, shape, steps=8394, tokens_per_weight=20)
+    return shape + length + rates + [
+        Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
+        Scaled("tokenizer_path", "", "that of the text"),
+    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
+
+# ---------- golf_plus: the same game, by a later record
+@dataclass(frozen=True)
+class LoopStage(Stage):
+    """A stage of a recipe with depth recurrence."""
+    loops: int = 0  # how many more times the looped layers run
+
+# parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
+# Gains below are in bits per byte, as records of parameter-golf report them.
+@dataclass(frozen=True)
+class GolfPlus(Config):
+    """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and GPTQ
+    to 6 bits (8 for the embedding)."""
+    preset: str = option("golf_plus", "the recipe", model=True)
+    # size
+    num_layers: int = option(11, "blocks", 1, 1000, model=True)
+    model_dim: int = option(512, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(8, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(4, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    # parameter-golf: -0.022 together with a vocabulary of 4,096, weight decay, GPTQ and brotli
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    mlp_slope: float = optional(0.5, "slope of negative activations, before the square; 0: ReLU^2", 0, 1,
+                                model=True)
+    logit_softcap: float = optional(30.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
+    rope_fraction: float = option(0.25, "part of each head that rotates; 1: all of it", 0, 1, model=True)
+    qk_gain_init: float = option(4.0, "initial gain of each query head", 0, 100, model=True)
+    # parameter-golf: -0.005 together with ema_decay
+    exclusive: bool = option(True, "remove each head's output component along its own value (XSA); 0: keep "
+                             "it", model=True)
+    # parameter-golf: -0.002 together with rope_fraction
+    depth_scale: bool = option(True, "divide the i-th layer's normalized input by sqrt(i) (ln_scale); 0: off",
+                               model=True)
+    skip_mix: bool = option(True, "learned per-channel lerp between residual stream and skip; 0: their sum",
+                            model=True)
+    # parameter-golf: -0.002
+    loop_layers: tuple = option((4, 5), "depth recurrence: first and last layer of the loop; 0: no loop", 0,
+                                1000, model=True)
+    # overrides a column of stages(), one entry per stage; empty: as stages() has it
+    loop_schedule: tuple = option((), "extra runs of the loop, per stage; final scores: as in the last stage",
+                                  0, 16, model=True, of=int)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
+    tokenizer_path: str = option("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model")
+    vocab_size: int = option(8192, "tokens", 1, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(786_432, "tokens per step over all ranks", 1, 1 << 30)
+    packing: str = option("shards", "how training rows are cut: see Shards, Spans and Rows",
+                          choices=("shards", "spans", "rows"))
+    val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
+    val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: every 100")
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
+    tied_embed_lr: float = option(0.03, "Adam: embedding", 0, 10)
+    tied_embed_init_std: float = option(0.005, "std of the initial embedding", 0, 100)
+    scalar_lr: float = option(0.02, "Adam: gains, scales, mixes", 0, 10)
+    muon_momentum: float = option(0.99, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.92, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(1500, "steps of that warmup; 0: none")
+    muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
+    muon_row_norm: bool = option(True, "normalize the rows of an update before it is orthogonalized "
+                                 "(MuonEq-R); 0: don't")
+    weight_decay: float = optional(4.25, "Muon: decay per step is this * matrix_lr**2 * LR factor; 0: none",
+                                   0, 1e6)
+    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; 4.25 times as high for the embedding; "
+                                        "0: none", 0, 1e6)
+    beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    grad_clip_norm: float = optional(0.3, "largest global gradient norm; 0: no clipping", 0, 1e6)
+    ema_decay: float = optional(0.997, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
+    # length: the clock ends the run; GPTQ's calibration gets the 12 s that are left of 600
+    iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
+    max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
+    warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
+    warmup_steps: int = optional(40, "steps on made-up tokens before the clock starts", 0, 1000)
+    # artifact and scores
+    artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
+    artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
+    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: the row's "
+                                    "maximum / 31 is the step", 0, 10)
+    artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: maximum / 127", 0, 10)
+    gptq_batches: int = optional(64, "calibration batches for GPTQ; 0: round to nearest", 0, 10_000)
+    gptq_seconds: float = optional(12.0, "seconds that calibration may take in a run with a cap; 0: no limit",
+                                   0, 1e7)
+    # parameter-golf#1394: -0.0168
+    eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
+    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
+    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
+
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
+
+    def check(self) -> None:
+        super().check()
+        check_grouped_queries(self)
+        looped = self.loop_layers
+        if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
+            raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
+
+    def packer(self) -> "type[Packer]":
+        return dict(shards=Shards, spans=Spans, rows=Rows)[self.packing]
+
+    def stages(self) -> list[LoopStage]:
+        B = self.train_batch_tokens
+        T = self.train_seq_len
+        return stage_rows(self, [
+            # begins at this fraction of iterations, tokens per step, tokens per row, further loops
+            LoopStage(0.0, B, T, loops=0),
+            LoopStage(0.5, B, T, loops=2),
+        ], loops="loop_schedule")
+
+    def plan_columns(self) -> list[str]:
+        return ["loops"]
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}. In the artifact matrices have 6 bits, the embedding has 8, scalars are fp16."""
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
+                                   step=self.artifact_step)
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
+                                  step=self.artifact_embed_step, **adam)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
+                                   precision="fp16", **adam)
+        decay = self.weight_decay * self.matrix_lr
+        return by_kind([
+            # kind                   weight decay  first values
+            matrix("query",          decay=decay,  init="orthogonal", scale=1.0),
+            matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
+            matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
+            matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
+            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so half the decay shrinks it as much
+            matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
+            matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
+            embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
+                  scale=self.tied_embed_init_std),
+            scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
+            scalar("resid_lambda",   init="constant", scale=1.0),
+            scalar("x0_lambda",      init="constant", scale=0.0),
+            scalar("layer_scale",    init="constant", scale=1.0),
+            scalar("skip_weights",   init="constant", scale=1.0),
+            scalar("skip_mix",       init="constant", scale=0.0),
+        ])
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
+        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        if self.muon_row_norm:
+            update = normalize_rows(update)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype)
+        p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
+        p.sub_(lr * update)
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam with decoupled weight decay. Changes p, m and v in place."""
+        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p  # decoupled (arXiv:1711.05101)
+        p.sub_(lr * update)
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        start = self.muon_momentum_warmup_start
+        return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
+
+    def layers(self, stage: LoopStage | None = None) -> list[Layer]:
+        T = self.train_seq_len if stage is None else stage.row_tokens
+        return [Layer(T, self.mlp_mult)] * self.num_layers
+
+    def layer_order(self, stage: LoopStage) -> list[int]:
+        return looped_order(self.num_layers, self.loop_layers, stage.loops)
+
+    def calibrate(self, model: Model, data: "Data", team: "Team", log: Callable = print) -> dict:
+        """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
+        if not self.gptq_batches:
+            return {}
+        seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
+        return input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not row.step:
+            return quantize_by_maximum(w, row.levels // coarser, 0.0)
+        if hessian is None:
+            return quantize_by_rms(w, row.step * coarser, row.levels)
+        return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
+
+    def check_data(self, data: "Data") -> None:
+        """Refuses scores that 8 H100 cannot make in the 600 s that the game gives them."""
+        asked = [protocol for protocol in PROTOCOLS if getattr(self, f"eval_{protocol}")]
+        count = self.val_tokens or len(data.val)
+        flops = sum([scoring_flops(self, protocol, count) for protocol in asked])
+        seconds = flops / (MOST_SCORING_PART * 8 * H100_FLOPS)
+        require(seconds <= 600 or not self.artifact_bytes_limit,
+                f"{' and '.join(asked)} of {count} tokens take more than {seconds:.0f} s on 8 H100, and "
+                "the game allows 600: raise eval_sliding, or set artifact_bytes_limit=0")
+
+    def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
+        """Searches by the entropy of rounded weights: GPTQ takes seconds on a GPU, brotli half a minute."""
+        entropy = self.entropy(model, hessians, coarser)
+        aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % more: brotli's size falls less than entropy
+        while entropy > aim and coarser < 4:
+            coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
+            entropy = self.entropy(model, hessians, coarser)
+        return coarser
+
+    def entropy(self, model: Model, hessians: dict | None, coarser: float) -> float:
+        """Bytes that an ideal coder needs for the rounded weights."""
+        table = self.parameter_table()
+        total = 0.0
+        for name, w in stored(model).items():
+            hessian = (hessians or {}).get(name)
+            total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), hessian, coarser))
+        return total
+
+    def evaluations(self, step: int | None = None) -> list[Callable]:
+        return [named_scores] if step is None else []
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return dense_attention(self, on_gpu, log)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return GolfPlusModel(self, kernels)
+
+def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
+    """XSA (arXiv:2603.09078): removes each head's output component along the token's own value, which the
+    residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
+    y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
+    own = F.normalize(v, dim=-1)[:, :, :, None]
+    y = y - (y * own).sum(-1, keepdim=True) * own
+    return y.flatten(2, 3)
+
+def ln_scale(layer: int) -> float:
+    """Factor on the normalized input of a layer, numbered from 0: 1 / sqrt(layer + 1), so that later layers
+    change the residual stream less."""
+    return (layer + 1) ** -0.5
+
+def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
+    """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
+    the block that runs `loops` more times; (0,): none."""
+    layers = list(range(num_layers))
+    if looped == (0,):
+        return layers
+    first, last = looped
+    return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
+
+def learned_lerp(skipped: Tensor, x: Tensor, mix: Tensor) -> Tensor:
+    """For each channel a point between a skip and the residual stream x, both (B, T, C); where sigmoid(mix)
+    is 0 it is the skip, where it is 1 the stream. mix (C,)."""
+    return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
+
+def normalize_rows(update: Tensor) -> Tensor:
+    """MuonEq-R (arXiv:2603.28254): every row gets norm 1 before the matrix is orthogonalized. update
+    (N, R, C)."""
+    return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
+
+MOST_SCORING_PART = 0.5  # more than any scorer reaches
+
+def quantize_by_rms(w: Tensor, step: float, levels: float) -> tuple[Tensor, Tensor]:
+    """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is step * its rms."""
+    scale = row_scales(step * w.square().mean(1).sqrt())
+    rows = (w / scale[:, None]).round().clamp(-levels, levels)
+    return rows.to(torch.int8), scale.half()
+
+def quantize_by_gptq(w: Tensor, step: float, levels: float, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """quantize_by_rms() with std in place of rms and rounded by gptq(). hessian (C, C): see
+    input_hessians()."""
+    scale = row_scales(step * w.std(1))
+    device = hessian.device  # a GPU rounds in seconds what takes a core minutes
+    rows = gptq(w.to(device), scale.to(device), levels, hessian)
+    return rows.to(torch.int8).cpu(), scale.half()
+
+def row_scales(scale: Tensor) -> Tensor:
+    """Scales (R,) as they are once stored in fp16; never 0."""
+    return scale.clamp_min(MIN_SCALE).half().float()
+
+def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
+    """GPTQ (arXiv:2210.17323): rounds w (R, C) to +-levels column by column, those that matter most first;
+    the columns that are left make up for each error. scale (R,). hessian (C, C): sum of x x' over the inputs
+    x, times any factor."""
+    w = w.clone()
+    h = hessian.clone()
+    unused = h.diagonal() == 0
+    h[unused, unused] = 1
+    w[:, unused] = 0
+    h.diagonal().add_(0.01 * h.diagonal().mean())
+    order = h.diagonal().argsort(descending=True)
+    w = w[:, order]
+    h = h[order][:, order]
+    rows = torch.zeros_like(w)
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+    for i in range(len(h)):  # without a wait for the device
+        column = (w[:, i] / scale).round().clamp(-levels, levels)
+        w[:, i:] -= ((w[:, i] - column * scale) / factor[i, i])[:, None] * factor[i, i:]
+        rows[:, i] = column
+    return rows[:, order.argsort()]
+
+@torch.no_grad()
+def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
+                   log: Callable) -> dict[str, Tensor]:
+    """{matrix: sum of x x' over its inputs x in a batch (C, C), mean of batches} for gptq(), on the device.
+    A batch is a rank's share of a step. Layers that run more than once add up their inputs. The ranks share
+    the batches and stop before one more might exceed this many seconds; 0: no limit. All ranks call it."""
+    began = time.perf_counter()
+    names = {p: name for name, p in model.named_parameters()}
+    sums = {}
+    kernels = model.kernels
+
+    def record(x: Tensor, weight: Tensor) -> Tensor:
+        flat = x.flatten(0, -2).float()
+        sums[names[weight]] = sums.get(names[weight], 0) + flat.T @ flat
+        return linear(x, weight)
+
+    loader = Loader(cfg, data, team)
+    T = cfg.train_seq_len
+    context = model.context(T, team.device, team.dtype)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # TF32 is exact for bf16 inputs
+    model.use(kernels._replace(linear=record))
+    planned = math.ceil(batches / team.world_size)
+    made = 0
+    needed = 0.0  # seconds, with one more batch and the sums over ranks (at most as long as a batch)
+    while made < planned and (not seconds or made == 0 or needed <= seconds):
+        for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
+            record(model.hidden(tokens, context), model.head)
+        made += 1
+        if team.on_gpu:
+            team.wait()
+        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        spent = all_reduce(spent, "MAX").item()
+        needed = spent * (made + 2) / made
+    model.use(kernels)
+    torch.set_float32_matmul_precision(precision)
+    if made < planned:
+        log(f"calibration: {made} of {planned} batches, as more would take longer than {seconds:g} s")
+    return {name: all_reduce(total) / (made * team.world_size) for name, total in sums.items()}
+
+def entropy_bytes(tensors: dict[str, Tensor]) -> float:
+    """What an ideal coder needs that knows the frequencies of each tensor's int8."""
+    total = 0.0
+    for t in tensors.values():
+        bits = 8.0 * t.element_size()
+        if t.dtype == torch.int8:
+            p = t.flatten().int().add(128).bincount() / t.numel()
+            bits = -torch.xlogy(p, p).sum().item() / math.log(2)
+        total += t.numel() * bits / 8
+    return total
+
+class GolfPlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    dtype: torch.dtype  # of activations
+    loops: int  # how many more times loop_layers run
+
+class GolfPlusBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg: GolfPlus, layer: int) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.cfg = cfg
+        self.head_dim = C // H
+        self.ln_scale = ln_scale(layer) if cfg.depth_scale else 1.0
+        kv_dim = (cfg.num_kv_heads or H) * self.head_dim
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_dim, C)
+        self.value = parameter(kv_dim, C)
+        self.qk_gain = parameter(H)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(C)
+        self.x0_lambda = parameter(C)
+        self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
+
+    def forward(self, x: Tensor, x0: Tensor, context: GolfPlusContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
+        x = x + attn_scale * self.attend(rms_norm(x) * self.ln_scale, context)
+        h = rms_norm(x) * self.ln_scale
+        return x + mlp_scale * mlp(h, self.fc, self.mlp_proj, self.kernels.linear, self.cfg.mlp_slope)
+
+    def attend(self, h: Tensor, context: GolfPlusContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
+        gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, None, self.kernels.attention)
+        if self.cfg.exclusive:
+            y = remove_own_value(y, v)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GolfPlusModel(Model):
+    """U-Net over the layers in the order in which they run, repeats included: the second half mixes in the
+    outputs of the first, the last one first."""
+    def __init__(self, cfg: GolfPlus, kernels: Kernels = Kernels()) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embed = parameter(cfg.vocab_size, cfg.model_dim)
+        self.head = self.embed
+        # row i is for the i-th layer run in the second half; which layer that is depends on the stage
+        skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
+        self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
+        self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
+        self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
+        self.use(kernels)
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: LoopStage | None = None) -> GolfPlusContext:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        frequencies = rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
+        loops = (stage or cfg.stages()[-1]).loops
+        return GolfPlusContext(rope_tables(T, frequencies, device, dtype), dtype, loops)
+
+    def hidden(self, tokens: Tensor, context: GolfPlusContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        cfg = self.cfg
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        order = looped_order(cfg.num_layers, cfg.loop_layers, context.loops)
+        half = len(order) // 2
+        outputs = []
+        for layer in order[:half]:
+            x = self.blocks[layer](x, x0, context)
+            outputs.append(x)
+        for i, layer in enumerate(order[half:]):
+            if outputs:
+                x = self.skip(x, outputs.pop(), i)
+            x = self.blocks[layer](x, x0, context)
+        return rms_norm(x)
+
+    def skip(self, x: Tensor, earlier: Tensor, i: int) -> Tensor:
+        """Mixes an earlier residual stream into x, both (B, T, C), by row i of skip_weights and skip_mix."""
+        skipped = self.skip_weights[i].to(x.dtype) * earlier
+        if not self.cfg.skip_mix:
+            return x + skipped
+        return learned_lerp(skipped, x, self.skip_mix[i])
+
+def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
+    """Layers, loops, grouped queries and the stages stay. The record trains some 109 tokens per weight, which
+    no small machine can; a proxy trains 20 (arXiv:2203.15556)."""
+    shape = golf_shape(full, size)
+    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
+    table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
+    length = proxy_length(full, shape, steps=4988, tokens_per_weight=20)
+    return shape + length + rates + [
+        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
+        Scaled("adam_weight_decay", round(full.adam_weight_decay / PROXY_STEPS / table_factor, 6),
+               "shrinks the embedding as much over the whole run"),
+        Scaled("ema_decay", 1 - (1 - full.ema_decay) / PROXY_STEPS, "the mean of the same part of the run"),
+        Scaled("tokenizer_path", "", "that of the text"),
+        Scaled("gptq_batches", 0, "there is no artifact to round"),
+        Scaled("eval_sliding", 0, "the plain score counts"),
+    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
+
+# ---------- speedrun and speedrun_plus: what both use
+def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor:
+    """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to exactly 1 / base
+    (modded-nanogpt); base 0: no rotation. Only the first `fraction` of the pairs rotate."""
+    rotating = int(fraction * head_dim / 2) if base else 0
+    return F.pad(base ** -torch.linspace(0, 1, rotating), (0, head_dim // 2 - rotating))
+
+def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor, float]:
+    """Frequencies (pairs,) and the factor on q @ k after a window has grown from old to new tokens. Pairs of
+    channels that turn less than once in the old window are slowed down by old / new, those that turn more
+    than 32 times stay as they are, and attention gets sharper (YaRN, arXiv:2309.00071;
+    modded-nanogpt#122: -3.7 s)."""
+    turns = old * frequencies / (2 * math.pi)
+    kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
+    return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
+
+def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
+                          eps: float) -> Tensor:
+    """adam_update(), but eps is added to the root before the correction (modded-nanogpt)."""
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
+    return m / (1 - beta1**step) / root
+
+def fp8_head(x: Tensor, weight: Tensor, most: tuple = HEAD_MOST) -> Tensor:
+    """linear() of lm_head in fp8, by fixed scales."""
+    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
+
+# ---------- speedrun: least time to val_loss 3.28 on 8xH100
+# modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
+# A gain in seconds is the difference between two records of that board.
+@dataclass(frozen=True)
+class Speedrun(Config):
+    """Windows that grow from stage to stage and stay within a document, value embeddings, gated heads, a skip
+    connection, backout; NorMuon, and Adam at every other step."""
+    preset: str = option("speedrun", "the recipe", model=True)
+    # size
+    num_layers: int = option(12, "blocks", 1, 1000, model=True)
+    model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(6, "heads of queries, keys and values", 1, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    window_pattern: str = option("0SSSLSS-SSSL", "per layer: L long window, S short window, - no "
+                                 "attention, 0 neither attention nor MLP; repeated", model=True)
+    window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: as "
+                                    "stages() has it", 0, 1 << 20, model=True, of=int)
+    window_block: int = option(128, "windows are multiples of this many tokens", 1, model=True)
+    eval_window: int = optional(2560, "long window of final scores, tokens; 0: as in the last stage",
+                                model=True)
+    max_doc_len: int = optional(2048, "maximum document length; also keeps attention within documents; "
+                                "0: off", model=True)
+    attn_scale: float = option(0.1, "factor on q @ k in the first stage", 0, 100, model=True)
+    rope_base: float = optional(1024.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
+    rope_fraction: float = option(0.5, "part of each head that rotates", 0, 1, model=True)
+    value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
+                                       "per layer: number of its value embedding, 0: none; repeated", 0, 999,
+                                       model=True)
+    # modded-nanogpt#117: -0.3 s
+    attn_gate_dim: int = optional(12, "channels read by each head's output gate; 0: no gate", 0, 1 << 16,
+                                  model=True)
+    # modded-nanogpt#130: -1.1 s
+    smear_dim: int = optional(12, "channels read by the gate that adds the previous token; 0: no smear",
+                              0, 1 << 16, model=True)
+    skip_layers: tuple = option((4, 7), "skip connections, as pairs: from layer, to layer; 0: none", 0, 1000,
+                                model=True)
+    # modded-nanogpt#140: -5.3 s, with tuned rates
+    backout_layer: int = optional(8, "layer whose output is partly subtracted at the end; 0: none",
+                                  0, 1000, model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
+    vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
+    train_seq_len: int = option(16_384, "tokens per row in the first stage", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
+    packing: str = option("documents", "how training rows are cut: see Documents, Spans and Rows",
+                          choices=("documents", "spans", "rows"))
+    max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
+    val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
+    val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
+    fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: if the GPU has it",
+                      choices=("off", "head", "auto-head"))
+    fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
+                                  "weight, and gradient of the summed loss", 0, 1e6)
+    # optimizer
+    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
+    matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
+    embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: lambdas, skip weights, smear, backout", 0, 10)
+    muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at step 0 and at the end", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: no cooldown")
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    # modded-nanogpt#144: -0.8 s; with tuned rates modded-nanogpt#146: -1.9 s
+    normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
+    # modded-nanogpt#154: -1.7 s
+    weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
+                                   0, 1e6)
+    # modded-nanogpt#136: -1.7 s, with a smaller batch
+    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
+    beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-8, "Adam: added to the root of the uncorrected second moment", 1e-20, 1)
+    # length
+    iterations: int = option(2120, "steps before the extension", 1, 10**9)
+    extension_iterations: int = optional(40, "further steps in the last stage; 0: none", 0, 10**9)
+    lr_schedule: tuple = option((1.0, 1.51, 1.93), "LR factors before the warmdown, in order", 1e-6, 1000)
+    lr_switches: tuple = option((0.0, 0.33, 0.66), "fraction of iterations at which each factor begins", 0, 1)
+    warmdown_frac: float = option(0.55, "last fraction of iterations, in which LR falls", 0, 1)
+    lr_floor: float = option(0.1, "LR factor at the end of the warmdown", 0, 1)
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+
+    def stages(self) -> list[WindowStage]:
+        B = self.train_batch_tokens
+        T = self.train_seq_len
+        rows = [  # the batch grows, modded-nanogpt#163: -2.7 s
+            # begins at this fraction of iterations, tokens per step, tokens per row, long window
+            WindowStage(0.0, 1 * B, 1 * T, window=384),
+            WindowStage(1 / 3, 2 * B, 2 * T, window=896),
+            WindowStage(2 / 3, 3 * B, 3 * T, window=1408),
+            WindowStage(1.0, 3 * B, 3 * T, window=1664),  # the extension
+        ]
+        return stage_rows(self, rows, window="window_schedule")
+
+    def check(self) -> None:
+        """Raises Refused for constants that contradict each other."""
+        super().check()
+        if max(self.attn_gate_dim, self.smear_dim) > self.model_dim:
+            raise Refused(f"attn_gate_dim={self.attn_gate_dim}, smear_dim={self.smear_dim}: neither may "
+                          f"exceed model_dim={self.model_dim}")
+        if not self.window_pattern or set(self.window_pattern) - set("LS-0"):
+            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S, - or 0")
+        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
+            if window % self.window_block:
+                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
+                              f"{self.window_block}: change window_schedule or eval_window")
+        skips = self.skip_layers
+        later = [end > start for start, end in zip(skips[::2], skips[1::2])]
+        if skips != (0,) and (len(skips) % 2 or not all(later)):
+            raise Refused(f"skip_layers={show(skips)} must be pairs of a layer and a later one")
+        switches = self.lr_switches
+        if len(switches) != len(self.lr_schedule) or [0, *switches[1:]] != sorted(switches):
+            raise Refused(f"lr_schedule={show(self.lr_schedule)}, lr_switches={show(switches)}: switches "
+                          "must grow from 0, one per entry")
+        if len(self.fp8_head_most) != 3:
+            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
+
+    def packer(self) -> "type[Packer]":
+        return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
+
+    def document_limit(self) -> int:
+        return self.max_doc_len
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
+        decay = self.weight_decay * self.matrix_lr
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps,
+                          every=self.adam_every)
+        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
+        return by_kind([
+            # kind                 first values; uniform ones have std 0.5 / sqrt(columns)
+            matrix("query",        "matrix", init="uniform", scale=0.8660254, second="columns"),
+            matrix("key",          "matrix", init="uniform", scale=0.8660254, second="columns"),
+            matrix("value",        "matrix", init="uniform", scale=0.8660254, second="columns"),
+            matrix("attn_proj",    "matrix", init="constant", scale=0.0, second="columns"),
+            matrix("fc",           "matrix", init="uniform", scale=0.8660254),
+            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
+            matrix("attn_gate",    "gate", init="constant", scale=0.0, precision="fp32"),
+            matrix("smear_gate",   "stream_gate", init="constant", scale=0.0, precision="fp32"),
+            Row("embed",           "embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            Row("head",            "head", init="constant", scale=0.0, lr=self.head_lr, **adam),
+            Row("value_embeds",    "value_embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            scalar("resid_lambda", init="constant", scale=1.1),
+            scalar("x0_lambda",    init="constant", scale=0.0),
+            scalar("value_lambdas", init="constant", scale=0.5),
+            scalar("smear",        init="constant", scale=0.0),
+            scalar("skip_weights", init="constant", scale=-1.5),  # sigmoid: 0.18
+            scalar("backout",      init="constant", scale=0.5),
+        ])
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = polar_express(update, self.muon_backend_steps, dtype)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. Changes p, m and v in place."""
+        p.sub_(lr * adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def top_lr(self, progress: float) -> float:
+        """LR factor before the warmdown; larger batches allow larger steps."""
+        done = scheduled_progress(self, progress)
+        begun = [lr for lr, switch in zip(self.lr_schedule, self.lr_switches) if switch <= done + 1e-9]
+        return begun[-1]
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is its lr_schedule factor, blended linearly into lr_floor by the warmdown; weight decay follows.
+        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        if self.muon_momentum_cooldown_steps and progress:
+            steps_left = (1 - progress) * step / progress
+            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
+        start = self.muon_momentum_warmup_start
+        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
+
+    def marks(self) -> list[int]:
+        switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
+        return sorted({stage.first_step for stage in self.stages()} | switches)
+
+    def scoring_window(self) -> int:
+        return self.eval_window or self.stages()[-1].window
+
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
+        """In final scores, long windows may exceed those of the last stage; short ones do not."""
+        last = self.stages()[-1].window or self.train_seq_len
+        long = self.scoring_window() if stage is None else stage.window
+        short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
+        return dict(long_window=min(long or T, T), short_window=min(T, max(short, self.window_block)))
+
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0, "0": 0}
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        mlp_mult = {"L": self.mlp_mult, "S": self.mlp_mult, "-": self.mlp_mult, "0": 0}
+        return [Layer(window[kind], mlp_mult[kind]) for kind in kinds]
+
+    def rope(self, window: int) -> tuple[Tensor, float]:
+        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after the long
+        window has grown to this one; through all stages if none has this window (final scores)."""
+        head_dim = self.model_dim // self.num_heads
+        frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
+        scale = self.attn_scale
+        sizes = [stage.window for stage in self.stages() if stage.window]
+        for old, new in zip(sizes, sizes[1:]):
+            if old == window:
+                break
+            frequencies, scale = yarn(frequencies, scale, old, new)
+        return frequencies, scale
+
+    def fp8_part(self, on_gpu: bool) -> str:
+        return fp8_part(self, on_gpu)
+
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        most = self.fp8_head_most
+        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return SpeedrunModel(self, kernels)
+
+class SpeedrunContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # of activations
+
+class SpeedrunBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
+    layer's letter in window_pattern."""
+    def __init__(self, cfg: Speedrun, kind: str) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.head_dim = C // H
+        self.attends = kind in "LS"
+        self.query = parameter(C, C, on=self.attends)
+        self.attn_proj = parameter(C, C, on=self.attends)
+        self.key = parameter(C, C, on=self.attends)
+        self.value = parameter(C, C, on=self.attends)
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=self.attends and cfg.attn_gate_dim)
+        self.value_lambdas = parameter(2, on=self.attends)  # factors on values and on value embeddings
+        has_mlp = kind != "0"
+        self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C, on=has_mlp)
+        self.resid_lambda = parameter(1, on=has_mlp)
+        self.x0_lambda = parameter(1, on=has_mlp)
+
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: SpeedrunContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, C), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        if self.attends:
+            x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: SpeedrunContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        own, embedded = self.value_lambdas.to(v.dtype)
+        v = own * v
+        if value_embed is not None:
+            v = v + embedded * split_heads(value_embed, self.head_dim)
+        q = rotate(rms_norm(q) * context.attn_scale, *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        if self.attn_gate is not None:
+            y = y * gate(h, self.attn_gate)[..., None]
+        return linear(y.flatten(2), self.attn_proj)
+
+class SpeedrunModel(Model):
+    """The blocks in order, each with its window; skip connections, and backout at the end."""
+    readable = WINDOWED
+
+    def __init__(self, cfg: Speedrun, kernels: Kernels = Kernels()) -> None:
+        super().__init__()
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        pairs = zip(cfg.skip_layers[::2], cfg.skip_layers[1::2])
+        self.skips = [(start, end) for start, end in pairs if end < N]
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.smear = parameter(1, 1, on=cfg.smear_dim)
+        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
+        self.skip_weights = parameter(len(self.skips), 1, on=self.skips)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+        self.blocks = nn.ModuleList([SpeedrunBlock(cfg, kind) for kind in self.kinds])
+        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
+        self.use(kernels)
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> SpeedrunContext:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window,
+                                 by_document=cfg.max_doc_len > 0)
+        rope = rope_tables(T, frequencies, device, dtype)
+        return SpeedrunContext(rope, torch.tensor(scale, device=device), windows, dtype)
+
+    def hidden(self, tokens: Tensor, context: SpeedrunContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        documents = None
+        if self.cfg.max_doc_len:
+            documents = (tokens == self.cfg.bos_id).cumsum(1)
+        masks = layer_masks(context.windows, tokens, documents, self.kernels.window_mask)
+        x = F.embedding(tokens, self.embed).to(context.dtype)
+        if self.smear is not None:
+            x = smear(x, self.smear, self.smear_gate)
+        x = x0 = rms_norm(x)
+        # looked up once, even if layers share a table: the gradient of a look-up is as large as its table
+        value_embeds = [F.embedding(tokens, table).to(x.dtype) for table in self.value_embeds]
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            kind = self.kinds[i]
+            table = self.tables[i]
+            for s, (start, end) in enumerate(self.skips):
+                if end == i:
+                    x = x + torch.sigmoid(self.skip_weights[s].to(x.dtype)) * outputs[start]
+            value_embed = None
+            if block.attends and table:
+                value_embed = value_embeds[table - 1]
+            if kind != "0":
+                x = block(x, x0, value_embed, masks.get(kind), context)
+            outputs.append(x)
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * outputs[self.cfg.backout_layer]
+        return rms_norm(x)
+
+def speedrun_windows(full: Any, share: float) -> list[Scaled]:
+    """Windows, documents and rows in proxies of the speedruns. share: proxy's width / recipe's width."""
+    block = max(4, round(full.window_block * share))
+    windows = [stage.window // full.window_block * block for stage in full.stages()]
+    longest = full.max_doc_len // full.window_block * block
+    return [
+        Scaled("window_block", block, "in proportion to the width"),
+        Scaled("window_schedule", tuple(windows), "as many blocks as in the recipe"),
+        Scaled("eval_window", full.eval_window // full.window_block * block,
+               "as many blocks as in the recipe"),
+        Scaled("max_doc_len", longest, "as many blocks as in the recipe"),
+        Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
+
+def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
+    """Weight decay, momentum cooldown, gradient scale and fp8 in proxies of the speedruns. batch: tokens
+    per step of the proxy."""
+    ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
+    return [
+        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
+        Scaled("muon_momentum_cooldown_steps", round(PROXY_STEPS * full.muon_momentum_cooldown_steps),
+               "the same part of the run"),
+        Scaled("loss_sum_ranks", ranks, "gradients as large beside adam_eps as in the recipe, or nearly"),
+        Scaled("fp8", "off", "fp8 gains seconds, not loss per token")]
+
+def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
+    """All layers, skips and stages stay, and so do the channels of gates."""
+    share = size.width / full.model_dim
+    shape = proxy_shape(full, size)
+    heads = value_of(shape, "num_heads")
+    shape += speedrun_windows(full, share)
+    shrunk = (full.model_dim / full.num_heads) / (size.width / heads)
+    length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
+    rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
+    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
+        Scaled("attn_scale", full.attn_scale * shrunk**0.5, "rises as the root of the heads' width falls"),
+    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
+
+# ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
+class MuddGate(NamedTuple):
+    """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
+    name: str
+    layer: int  # where it is used
+    width: int  # how many values it has
+    first: float  # initial value of each
+
+@dataclass(frozen=True)
+class TargetStage(WindowStage):
+    """A stage of a recipe with windows and several targets per token."""
+    # weights of the losses on the next targets and of the loss on the target's prefix token, each at the
+    # stage's beginning and at its end, linear in between
+    next_weights: tuple = ((1.0, 1.0),)
+    prefix_weights: tuple = (0.0, 0.0)
+
+    @property
+    def next_losses(self) -> str:
+        """next_weights as the plan shows them: 1,0.5,0.25:0"""
+        return ",".join([self.shown(*pair) for pair in self.next_weights])
+
+    @property
+    def prefix_loss(self) -> str:
+        """prefix_weights as the plan shows them."""
+        return self.shown(*self.prefix_weights)
+
+    @staticmethod
+    def shown(first: float, last: float) -> str:
+        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
+
+# modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
+# 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
+# Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
+@dataclass(frozen=True)
+class SpeedrunPlus(Config):
+    """Eleven layers; the last one and the output mix earlier layers with weights that each token computes for
+    itself (MUDD). Paired heads, three kinds of embeddings, losses on several targets, fp8."""
+    preset: str = option("speedrun_plus", "the recipe", model=True)
+    # size and topology
+    num_layers: int = option(11, "blocks; as many as window_pattern has", 1, 1000, model=True)
+    model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(6, "query heads", 1, 4096, model=True)
+    # modded-nanogpt#344: -3.8 s, narrower than values, together with fp8_qkv and the MLP's backward in fp8
+    qk_dim: int = option(96, "width of query and key heads; values have model_dim / num_heads", 4, 4096,
+                         model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    window_pattern: str = option("PSPLSP-SSPL", "per layer: L long window, S short, P short with paired "
+                                 "heads (modded-nanogpt#58: -3.5 s), - no attention", model=True)
+    window_schedule: tuple = option((), "long window per stage, in earlier tokens; empty: as stages() "
+                                    "has it", 1, 1 << 20, model=True, of=int)
+    window_block: int = option(128, "windows are multiples of this many tokens", 1, 1 << 16, model=True)
+    eval_window: int = option(2560, "long window of the final scores, tokens", 1, 1 << 20, model=True)
+    max_doc_len: int = option(2048, "maximum document length in any stage, tokens", 1, 1 << 20)
+    # layers are numbered from 0
+    value_embed_layers: tuple = option((1, 2, 8, 9, 10), "layers with a value embedding (modded-nanogpt#63: "
+                                       "-0.3 s)", 0, 999, model=True)
+    xsa_layers: tuple = optional((1, 3, 4, 7), "layers with learned XSA (modded-nanogpt#82: -0.6 s); empty: "
+                                 "none", 0, 999, model=True)
+    head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
+                                       0, 999, model=True)
+    skip_layers: tuple = option((3, 6), "the second adds the output of the first in place of attention",
+                                0, 999, model=True)
+    attn_source: int = option(7, "attention in later layers reads this layer's output "
+                              "(modded-nanogpt#77: -0.7 s)", 0, 999, model=True)
+    gate_layer: int = option(4, "MUDD gates from this layer on read its input, those before it the "
+                             "embedding", 1, 999, model=True)
+    # techniques
+    key_offset: bool = option(True, "long layers: half of each key head from the token before "
+                              "(modded-nanogpt#49: -1.4 s)", model=True)
+    attn_scale: float = option(0.1 * (128 / 96) ** 0.5, "factor on q @ k in the first stage",
+                               1e-6, 100, model=True)
+    rope_base: float = option(1024.0, "RoPE: longest wavelength / 2 pi", 1, 1e9, model=True)
+    # modded-nanogpt#85: -3.5 s together with the MUDD gates; alone 0.0046 nats
+    dc_window: int = optional(112, "last layer: keys that dynamic attention (DC) sees; 0: no DC", 0, 1 << 16,
+                              model=True)
+    smear_dim: int = option(12, "channels read by the gate that adds the previous token (smear)", 1, 1 << 16,
+                            model=True)
+    value_gate_dim: int = option(12, "channels read by the gates on value embeddings, half of them from the "
+                                 "value embedding (modded-nanogpt#55: -1.3 s)", 2, 1 << 16, model=True)
+    bigram_rows: int = option(377_280, "rows of the hashed bigram embedding (modded-nanogpt#62: -5.6 s)",
+                              3, 1 << 26, model=True)
+    bigram_sign_rows: int = optional(8192, "rows of random bigram signs (modded-nanogpt#83: -1.3 s); 0: none",
+                                     0, 1 << 20, model=True)
+    mudd_dim: int = option(64, "hidden width of MUDD (modded-nanogpt#81: -2.6 s)", 1, 1 << 16, model=True)
+    mudd_gate_dim: int = option(64, "hidden width of the MUDD gates (modded-nanogpt#85: -3.5 s with DC)",
+                                1, 1 << 16, model=True)
+    # modded-nanogpt#54: -2.9 s; written there as 23 * sigmoid((logits + 5) / 7.5)
+    logit_softcap: float = option(11.5, "logits = cap * tanh((logits + shift) / width)", 1e-3, 1e4,
+                                  model=True)
+    logit_shift: float = optional(5.0, "shift; 0: symmetric", 0, 1e4, model=True)
+    logit_width: float = option(15.0, "width", 1e-3, 1e4, model=True)
+    # modded-nanogpt#53: -2.9 s, together with untie_at
+    next_targets: int = option(3, "multi-token prediction: most targets of a token; 1: the next only", 1, 8)
+    prefix_weight: float = optional(0.25, "weight of the loss on the longest other token that the target "
+                                    "begins with (modded-nanogpt#88: -0.8 s); 0: no such loss", 0, 100)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
+    vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefix tokens "
+                             "where there is no tokenizer")
+    vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
+    train_seq_len: int = option(16_384, "tokens per row of the first stage", 2, 1 << 20, model=True)
+    train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
+    # modded-nanogpt#72: -1.2 s, together with lr_floor
+    doc_schedule: tuple = option((), "maximum document length per stage, tokens; empty: as stages() has it",
+                                 1, 1 << 20, of=int)
+    packing: str = option("documents", "how training rows are cut from the stream: see Documents and Rows",
+                          choices=("documents", "rows"))
+    max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
+    val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
+    eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
+    # fp8, in training only
+    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it",
+                      choices=("off", "all", "auto-all"))
+    fp8_head: bool = option(True, "matmuls of lm_head in fp8, where fp8 is on; 0: bf16")
+    # modded-nanogpt#344: -3.8 s, together with qk_dim and the MLP's backward pass in fp8
+    fp8_qkv: bool = option(True, "matmuls of query, key and value in fp8, where fp8 is on; 0: bf16")
+    # modded-nanogpt#84: -0.5 s (up), modded-nanogpt#89: -0.8 s (down)
+    fp8_mlp: bool = option(True, "matmuls of the MLPs in fp8, where fp8 is on; 0: bf16")
+    fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
+                                  "of the summed loss", 1e-9, 1e6)
+    # optimizer
+    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
+    matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
+    embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
+    gate_lr: float = option(0.008, "Adam: gates, MUDD, post_lambdas, times a factor in the row", 0, 10)
+    scalar_lr: float = option(0.04, "Adam: the other lambdas", 0, 10)
+    muon_pairs: bool = option(True, "orthogonalize query and key two heads at a time "
+                              "(modded-nanogpt#80: -0.3 s); 0: all heads together")
+    muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the first value; 0: none")
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
+    normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
+                                   0, 1e6)
+    adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the factor in a row "
+                                        "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
+    adam_eps: float = option(1e-10, "Adam: added to the root of the second moment", 1e-20, 1)
+    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
+    # length
+    iterations: int = option(1270, "scheduled steps", 1, 10**9)
+    extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
+    # modded-nanogpt#51: -3.2 s; the embedding starts as a copy of lm_head and stays equal to it until then
+    untie_at: float = optional(847 / 1270, "fraction of iterations at which lm_head is untied; 0: never tied",
+                               0, 1)
+    warmdown_frac: float = option(0.6, "last fraction of iterations, in which LR falls", 0, 1)
+    lr_floor: float = option(0.15, "LR factor at the end of the warmdown", 0, 1)
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+
+    def check(self) -> None:
+        """Raises Refused for constants that contradict each other."""
+        super().check()
+        self.check_topology()
+        if self.num_heads % 2 or self.qk_dim % 4:
+            raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
+        half = self.value_gate_dim // 2
+        if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
+            raise Refused(f"smear_dim={self.smear_dim} and value_gate_dim / 2 may not exceed model_dim="
+                          f"{self.model_dim}, and value_gate_dim={self.value_gate_dim} must be even")
+        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
+            if window % self.window_block:
+                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
+                              f"{self.window_block}: change window_schedule or eval_window")
+        if len(self.fp8_head_most) != 3:
+            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
+
+    def check_topology(self) -> None:
+        """Raises Refused if constants that name layers contradict each other."""
+        pattern = self.window_pattern
+        last = len(pattern) - 1
+        if set(pattern) - {"L", "S", "P", "-"} or last < 1:
+            raise Refused(f"window_pattern={pattern!r}: two or more layers, each L, S, P or -")
+        if self.num_layers != last + 1:
+            raise Refused(f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, "
+                          "and the other lists name them by their numbers")
+        if len(self.skip_layers) != 2 or not self.skip_layers[0] < self.skip_layers[1] < last:
+            raise Refused(f"skip_layers={show(self.skip_layers)}: two, in rising order, before the last one")
+        if [i for i, kind in enumerate(pattern) if kind == "-"] != [self.skip_layers[1]]:
+            raise Refused(f"window_pattern={pattern}: '-' must stand at layer {self.skip_layers[1]}, "
+                          f"the second of skip_layers={show(self.skip_layers)}, and nowhere else")
+        if not self.gate_layer <= self.skip_layers[1] or not self.attn_source < last:
+            raise Refused(f"gate_layer={self.gate_layer} must not be after the second of skip_layers, "
+                          f"attn_source={self.attn_source} must be before the last layer")
+        for name in ("value_embed_layers", "xsa_layers", "head_gate_layers"):
+            for layer in getattr(self, name):
+                if layer > last or pattern[layer] == "-":
+                    raise Refused(f"{name}={show(getattr(self, name))}: layer {layer} has no attention")
+        if not {1, last} <= {*self.value_embed_layers}:
+            raise Refused(f"value_embed_layers={show(self.value_embed_layers)} must hold 1 and {last}")
+        unpaired = [*self.xsa_layers]
+        if self.dc_window:
+            unpaired.append(last)
+        if "P" in [pattern[layer] for layer in unpaired]:
+            raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for paired heads")
+
+    def packer(self) -> "type[Packer]":
+        return dict(documents=Documents, rows=Rows)[self.packing]
+
+    def stages(self) -> list[TargetStage]:
+        """Three about equal parts of iterations, then the extension."""
+        B = self.train_batch_tokens
+        T = self.train_seq_len
+        n = self.next_targets
+        prefix = self.prefix_weight
+        first = ((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
+        second = ((1.0, 1.0), (0.5, 0.0))
+        stage = TargetStage
+        return stage_rows(self, [
+            #     begins at   batch  row    LR factor  long window
+            stage(0.0,        B,     T,     lr=1.0,    window=384,  doc_len=896,
+                  next_weights=first[:n], prefix_weights=(prefix, prefix)),
+            stage(423 / 1270, 2 * B, 2 * T, lr=1.52,   window=896,  doc_len=2048,
+                  next_weights=second[:n], prefix_weights=(prefix, 0.0)),
+            stage(847 / 1270, 3 * B, 3 * T, lr=1.73,   window=1408, doc_len=2048),
+            stage(1.0,        3 * B, 3 * T, lr=1.73,   window=1664, doc_len=2048),
+        ], window="window_schedule", doc_len="doc_schedule")
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
+        matrix_decay = self.weight_decay * self.matrix_lr
+        matrix: Callable = partial(Row, group="matrix", optimizer="muon", decay=matrix_decay)
+        pair = 2 * self.qk_dim if self.muon_pairs else 0
+
+        def adam(kind: str, group: str, lr: float, decay: float = 0.0, **columns: Any) -> Row:
+            """A row whose decay is proportional to the square of its learning rate."""
+            return Row(kind, group, "adam", lr, lr * self.adam_weight_decay * decay, decay_with_lr=True,
+                       eps=self.adam_eps, every=self.adam_every, **columns)
+
+        gate: Callable = partial(adam, beta1=0.9, beta2=0.99)
+        scalar: Callable = partial(adam, group="scalar", beta1=0.9, precision="fp32")
+        table: Callable = partial(adam, lr=self.embed_lr, decay=5, beta1=0.75, beta2=0.95)
+        head: Callable = partial(adam, lr=self.head_lr, decay=150, beta1=0.5, beta2=0.95, init="normal",
+                                 scale=0.005)
+        mudd: Callable = partial(gate, group="mudd", precision="fp16")
+        lr = self.matrix_lr
+        gate_lr = self.gate_lr
+        wide = self.mlp_mult**0.5
+        return by_kind([
+            # kind              first values and learning rate
+            matrix("query",     init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),  # std 0.5 / sqrt(C)
+            matrix("key",       init="uniform", scale=0.8660254, lr=lr, unit_rows=pair),
+            matrix("value",     init="uniform", scale=0.8660254, lr=lr),
+            # modded-nanogpt#64: -1.2 s; uniform instead of 0, while sa_lambdas halve the values at first
+            matrix("attn_proj", init="uniform", scale=0.8660254, lr=lr, second="columns"),
+            matrix("fc",        init="uniform", scale=0.8660254, lr=lr),  # LR doubles, since it is tall
+            matrix("mlp_proj",  init="constant", scale=0.0, lr=2 * wide * lr, second="columns"),
+            head("head", "head"),
+            head("embed", "embed"),
+            table("value_embeds", "value_embed", init="normal", scale=0.01),
+            table("bigram_embed", "value_embed"),
+            gate("value_gate", "gate", gate_lr, decay=1),
+            gate("smear_gate", "stream_gate", gate_lr * 0.01),
+            # MUDD; first_values() sets the last biases
+            mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
+            mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
+            mudd("mudd_b2", lr=gate_lr * 0.25),
+            mudd("mudd_gate_w1", lr=gate_lr * 0.1, decay=1, init="uniform", scale=1.0),
+            mudd("mudd_gate_w2", lr=gate_lr * 0.1, decay=1),
+            mudd("mudd_gate_b2", lr=gate_lr * 0.1),
+            mudd("mudd_gate_scale", lr=gate_lr * 0.1, init="constant", scale=MUDD_SCALE),
+            scalar("sa_lambdas", lr=self.scalar_lr, beta2=0.99),
+            scalar("smear_lambda", lr=self.scalar_lr, beta2=0.99),
+            scalar("skip_lambda", lr=self.scalar_lr, beta2=0.99, scale=-1.5),
+            scalar("resid_lambdas", lr=self.scalar_lr, beta2=0.95, scale=1.1**0.5),
+            scalar("post_lambdas", lr=gate_lr, beta2=0.95, scale=1.0),
+        ])
+
+    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The embedding starts as a copy of lm_head; sa_lambdas halve queries, keys and values; output biases
+        of MUDD set what its weights and gates start with."""
+        values["embed"] = values["head"].clone()
+        for layer in range(self.num_layers):
+            values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
+        for place, weights in enumerate(self.first_mudd()):
+            values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
+        for half, gates in enumerate(self.gate_tables()):
+            first = torch.tensor(gate_values(gates))
+            values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
+        return values
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam with cautious decay. Changes p, m and v in place."""
+        update = adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p * (update * p > 0)
+        p.sub_(lr * update)
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows.
+        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
+        scheduled = scheduled_progress(self, progress)
+        done = warmdown_done(scheduled, self.warmdown_frac)
+        lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        if self.muon_momentum_cooldown_steps and progress:
+            steps_left = (1 - progress) * step / progress
+            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
+        start = self.muon_momentum_warmup_start
+        momentum = start + (self.muon_momentum - start) * warmth
+        tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
+        return Schedule(lr, momentum, decay=lr, tied=tied)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
+
+    def plan_columns(self) -> list[str]:
+        return ["doc_len", "next_losses", "prefix_loss"]
+
+    def windows(self, stage: TargetStage | None, T: int) -> dict[str, int]:
+        last = self.stages()[-1]
+        half = (stage or last).window // 2
+        short = max(1, half // self.window_block) * self.window_block
+        long = stage.window if stage else self.eval_window
+        return dict(long_window=min(T, long), short_window=min(T, short))
+
+    def layers(self, stage: TargetStage | None = None) -> list[Layer]:
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = {"L": sizes["long_window"], "S": sizes["short_window"], "P": sizes["short_window"], "-": 0}
+        return [Layer(window[kind], self.mlp_mult) for kind in self.window_pattern]
+
+    def rope(self, window: int | None = None) -> tuple[Tensor, float]:
+        """Radians per token of each pair of channels that rotates (qk_dim / 4,) and the factor on q @ k,
+        after long windows have grown to this one; None: to that of the last stage."""
+        frequencies = rope_spectrum_to_base(self.qk_dim, self.rope_base, 0.5)[:self.qk_dim // 4]
+        scale = self.attn_scale
+        sizes = [stage.window for stage in self.stages()]
+        for old, new in zip(sizes, sizes[1:]):
+            if old == window:
+                break
+            frequencies, scale = yarn(frequencies, scale, old, new)
+        return frequencies, scale
+
+    def gate_tables(self) -> tuple[list[MuddGate], list[MuddGate]]:
+        """The MUDD gates computed from the embedding, and those computed from gate_layer's input, each list
+        in the order of its rows in mudd_gate_w2."""
+        H = self.num_heads
+        layers = range(self.num_layers)
+        gates = [MuddGate("xsa", i, H, 0.0) for i in layers if i in self.xsa_layers]
+        gates += [MuddGate("heads", i, H, 0.25) for i in layers if i in self.head_gate_layers]
+        for i in layers[:-1]:
+            if self.window_pattern[i] != "-":
+                gates += [MuddGate("x0", i, 1, 0.0), MuddGate("bigrams", i, 1, 0.05)]
+        gates.append(MuddGate("skip", self.skip_layers[1], 1, 0.5))
+        if self.dc_window:
+            gates += [MuddGate("mix", layers[-1], H, 1.0), MuddGate("spread", layers[-1], H, 0.0)]
+        early = [g for g in gates if g.layer < self.gate_layer]
+        late = [g for g in gates if g.layer >= self.gate_layer]
+        return early, late
+
+    def first_mudd(self) -> tuple[list[float], list[float]]:
+        """MUDD's first weights for the last layer and for the output, in the order that hidden() uses. Value
+        embeddings start at 2, the maximum of the other layers' gates; the factors start as in other layers.
+        The output starts as the stream minus half of that after attn_source."""
+        for_streams = [0.0] * 6
+        for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
+        for_mlp = [1.1**0.5, 1.0]
+        return for_streams + [2.0, 2.0] + for_attention + for_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
+
+    def loss_weights(self, progress: float) -> list[float]:
+        """Loss weights at this progress: one per next target, then one for the prefix loss if the stage has
+        it."""
+        stage: Any = stage_at(self, progress)
+        later = [other.begins for other in self.stages() if other.begins > stage.begins]
+        end = min([*later, 1.0])
+        done = (progress - stage.begins) / (end - stage.begins or 1.0)
+        pairs = [*stage.next_weights]
+        if any(stage.prefix_weights):
+            pairs.append(stage.prefix_weights)
+        return [first + (last - first) * done for first, last in pairs]
+
+    def document_limit(self) -> int:
+        return self.max_doc_len
+
+    def scoring_window(self) -> int:
+        return self.eval_window
+
+    def fp8_part(self, on_gpu: bool) -> str:
+        part = fp8_part(self, on_gpu, further=self.fp8_sides())
+        if part == "all" and not (self.fp8_qkv and self.fp8_mlp):
+            return "head"
+        return part
+
+    def fp8_sides(self) -> list[int]:
+        """Further sides of matrices for fp8_part() to check."""
+        return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
+
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+        part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
+        if part == "off" or not self.fp8_head:
+            return linear, linear, fused_loss
+        most = self.fp8_head_most
+        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
+
+    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
+        on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
+        chosen: dict[str, Callable] = {}
+        if on and self.fp8_qkv:
+            chosen["qkv"] = fp8_qkv
+        if on and self.fp8_mlp:
+            chosen["mlp"] = fp8_mlp
+            chosen["mlp_scales"] = DelayedScales
+        return chosen
+
+    def check_data(self, data: "Data") -> None:
+        if self.prefix_weight:
+            texts_of_tokens(self, data.tokenizer)
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log, pairs=2)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return SpeedrunPlusModel(self, kernels)
+
+def pair_rope_tables(T: int, frequencies: Tensor, device: torch.device,
+                     dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for paired heads, each (T, 1, 2, pairs of channels): even heads of token t turn as at
+    position 2 t, odd ones as at 2 t + 1, although pair_heads() pairs by halves, as in modded-nanogpt#58."""
+    positions = torch.arange(2 * T, device=device).view(T, 1, 2, 1)
+    angles = positions * frequencies.to(device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+def rotate_adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on adjacent channels in the first part of each head; the rest stays as it is. x (..., D), cos and
+    sin (..., pairs of channels)."""
+    rotating = 2 * cos.size(-1)
+    a, b = x[..., :rotating].unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((a * cos + b * sin, b * cos - a * sin), -1).flatten(-2)
+    return torch.cat((turned, x[..., rotating:]), -1)
+
+def scaled_xsa(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
+    """XSA with a learned strength (arXiv:2603.09078; modded-nanogpt#82: -0.6 s): removes a part of each
+    head's output along the token's own value. y and v (B, T, H, D), strength (B, T, H), before tanh."""
+    along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y - torch.tanh(strength)[..., None] * along * v
+
+def dynamic_attention(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, spread: Tensor, mask: Tensor) -> Tensor:
+    """What lightweight dynamic attention adds to the heads' outputs, (B, T, H, E) (DC, arXiv:2405.08553;
+    modded-nanogpt#85: -3.5 s with the MUDD gates): `mix` merges the attention patterns of all heads
+    into one, which is applied to the values of each head; `spread` weights the results. q (B, T, H, D),
+    already scaled, k (B, T, H, D), v (B, T, H, E), mix and spread (B, T, H); mix is normalized over heads
+    here. mask: from dynamic_mask(); memory grows as T * mask.size(-1) per head."""
+    T = q.size(1)
+    mix = mix_of_heads(mix, v.dtype)
+    blocks = mask.size(1)
+    width = mask.size(2)
+    q = query_blocks(q, blocks, width)
+    mix = query_blocks(mix, blocks, width)
+    k = query_blocks(k, blocks, width)
+    v = query_blocks(v, blocks, width)
+    if blocks > 1:
+        k = with_block_before(k)
+        v = with_block_before(v)
+    scores = torch.einsum("bnqhd,bnkhd->bnhqk", q, k).float()
+    patterns = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).to(v.dtype)
+    pattern = (mix.mT[..., None] * patterns).sum(2)
+    y = (pattern @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
+    return spread[..., None] * y.flatten(1, 2)[:, :T]
+
+def dynamic_mask(keys: int, documents: Tensor) -> Tensor:
+    """The mask for dynamic_attention(): each token sees the last `keys` tokens of its document, itself
+    included. documents (B, T): the number of each token's document."""
+    return window_mask(keys - 1, documents.size(1), documents, documents.device, width=keys)
+
+def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (B, T, H) scaled to a mean square of 1 over the heads of each token."""
+    return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(dtype)
+
+def query_blocks(x: Tensor, blocks: int, width: int) -> Tensor:
+    """(B, T, ...) -> (B, blocks, width, ...), zeros at the end."""
+    padding = (0, 0) * (x.dim() - 2) + (0, blocks * width - x.size(1))
+    return F.pad(x, padding).unflatten(1, (blocks, width))
+
+def with_block_before(x: Tensor) -> Tensor:
+    """Keys that each block of queries sees: (B, blocks, width, ...) -> (B, blocks, 2 width, ...)."""
+    before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+    return torch.cat((before, x), 2)
+
+def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor) -> Tensor:
+    """A small MLP gives each token weights to mix streams and values with, or gates (MUDD,
+    arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden), bias (n,),
+    scale: a number or (1,) -> (B, T, n)."""
+    return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
+
+def mudd_parameters(width: int, hidden: int, rows: list[int]) -> tuple:
+    """w1 (places, hidden, C), w2 (places, n, hidden) and bias (places, n) for mudd() in several places of a
+    model of width C. rows: how many values each place needs; n is the largest, and the rows that a place does
+    not need are idle."""
+    places = len(rows)
+    n = max(rows)
+    return parameter(places, hidden, width), parameter(places, n, hidden), parameter(places, n)
+
+def mudd_weights(x: Tensor, n: int, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """n weights (B, T, 1) with which each token of x (B, T, C) mixes streams: mudd() with the first n rows of
+    w2 and bias."""
+    values = mudd(x, w1, w2[:n], bias[:n], scale)
+    return values.split(1, -1)
+
+def gate_values(gates: list[MuddGate]) -> list[float]:
+    """The initial values of all these gates, one after the other (n,)."""
+    values = []
+    for g in gates:
+        values += [g.first] * g.width
+    return values
+
+def mudd_gates(x: Tensor, gates: list[MuddGate], w1: Tensor, w2: Tensor, bias: Tensor,
+               scale: Tensor) -> dict[int, dict[str, Tensor]]:
+    """{layer: {name: gate (B, T, its width)}}, in place of learned factors and of gates that each layer makes
+    for itself (modded-nanogpt#85: -3.5 s with dynamic attention). One mudd() of x (B, T, C), with the first
+    rows of w2 and bias, gives them all, in the order of `gates`. scale (1,)."""
+    n = len(gate_values(gates))
+    values = mudd(x, w1, w2[:n], bias[:n], scale.to(x.dtype))
+    found: dict[int, dict[str, Tensor]] = {}
+    for g, part in zip(gates, values.split([g.width for g in gates], -1)):
+        found.setdefault(g.layer, {})[g.name] = part
+    return found
+
+def random_signs(rows: int, width: int) -> Tensor:
+    """int8 (rows, width) of 1 and -1, the same on every machine: the bits of splitmix64's first numbers."""
+    numbers = torch.arange(1, 1 + math.ceil(rows * width / 64)) * (0x9E3779B97F4A7C15 - 2**64)  # modulo 2**64
+    rounds = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)]
+    for shift, factor in rounds:
+        without_sign = (1 << 64 - shift) - 1
+        numbers = numbers ^ (numbers >> shift & without_sign)
+        if factor >= 2**63:
+            factor -= 2**64  # the same number as an int64
+        numbers = numbers * factor
+    bits = numbers[:, None] >> torch.arange(64) & 1
+    return (2 * bits - 1).to(torch.int8).flatten()[:rows * width].view(rows, width)
+
+def bigram_signs(tokens: Tensor, signs: Tensor) -> Tensor:
+    """A row of signs (B, T, C) for each token and the one before, so that bigrams that share a row of the
+    hashed table still differ (modded-nanogpt#83: -1.3 s). tokens (B, T), signs (rows, C)."""
+    rows = (tokens[:, 1:] ^ tokens[:, :-1]) % len(signs)
+    return signs[F.pad(rows, (1, 0))]
+
+def next_targets(targets: Tensor, n: int) -> Tensor:
+    """targets (B, T) -> for each token the next n in its row, (B, T, n); -1 beyond the row's end (multi-token
+    prediction, arXiv:2404.19737; modded-nanogpt#53: -2.9 s)."""
+    return torch.stack([F.pad(targets[:, k:], (0, k), value=-1) for k in range(n)], -1)
+
+def prefix_tokens(texts: list[bytes]) -> Tensor:
+    """int64 (V,): for each token the longest other token that its bytes begin with, -1 if there is none.
+    Targets of a further loss (modded-nanogpt#88: -0.8 s). texts: the bytes of each token, b"" for none."""
+    prefixes = [-1] * len(texts)
+    stack = []  # tokens, each of which is a prefix of the next one
+    for token in sorted(range(len(texts)), key=texts.__getitem__):
+        text = texts[token]
+        if not text:
+            continue
+        while stack and (not text.startswith(texts[stack[-1]]) or text == texts[stack[-1]]):
+            stack.pop()
+        if stack:
+            prefixes[token] = stack[-1]
+        stack.append(token)
+    return torch.tensor(prefixes)
+
+def pair_heads(x: Tensor) -> Tensor:
+    """Paired heads: each token becomes two places of a row that is twice as long, so that its heads see each
+    other (modded-nanogpt#58: -3.5 s). (B, T, H, D) -> (B, 2 T, H / 2, D); place 2 t + s has head s H / 2 + j
+    of token t as its j-th."""
+    return x.unflatten(2, (2, -1)).flatten(1, 2)
+
+def unpair_heads(x: Tensor) -> Tensor:
+    """The inverse: (B, 2 T, H / 2, D) -> (B, T, H, D)."""
+    return x.unflatten(1, (-1, 2)).flatten(2, 3)
+
+def pair_mask(window: int | Tensor, documents: Tensor, kernel: Callable) -> object:
+    """The mask of attend_in_pairs(). window: in places of rows of 2 T. documents (B, T): the number of each
+    token's document. kernel: Kernels.window_mask."""
+    T = documents.size(1)
+    return kernel(window, 2 * T, documents.repeat_interleave(2, 1), documents.device)
+
+def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, kernel: Callable) -> Tensor:
+    """Attention of paired heads. q (B, T, H, D), already scaled, and k (B, T, H, D), both before RoPE,
+    v (B, T, H, E) -> (B, T, H, E). rope: from pair_rope_tables(). mask: from pair_mask()."""
+    q = rotate_adjacent(q.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
+    k = rotate_adjacent(k.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
+    return unpair_heads(attend_heads(pair_heads(q), pair_heads(k), pair_heads(v), mask, kernel))
+
+def embed_values(tokens: Tensor, layers: Sequence[int], tables: Sequence[Tensor], heads: int,
+                 dtype: torch.dtype) -> dict[int, Tensor]:
+    """{layer: value embedding (B, T, H, D) of tokens (B, T)} for these layers, each by a table of its own
+    (modded-nanogpt#63: -0.3 s). tables: (V, H * D) each, in the order of layers."""
+    found = {}
+    for layer, table in zip(layers, tables):
+        value_embed = F.embedding(tokens, table).to(dtype)
+        found[layer] = value_embed.unflatten(-1, (heads, -1))
+    return found
+
+def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
+    """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, computed from the first channels
+    of the stream and of the embedding itself (modded-nanogpt#55: -1.3 s). h (B, T, C), weight (H, channels
+    of both together)."""
+    half = weight.size(1) // 2
+    seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
+    return 2 * gate(seen, weight)[..., None] * value_embed
+
+class SeveralTargets(Model):
+    """A model whose training loss has several targets per token: the next ones and the target's prefix token.
+    It needs TargetStages, contexts with next_targets, prefixes and loss_weights, and cfg.loss_weights(),
+    which gives the weights of the losses at a progress."""
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        # each token's prefix token; -1: none
+        self.register_buffer("prefixes", torch.full((cfg.vocab_size,), -1), persistent=False)
+
+    def training_context(self, T: int, device: torch.device, dtype: torch.dtype,
+                         stage: TargetStage) -> Any:
+        context = self.context(T, device, dtype, stage)
+        n = len(stage.next_weights)
+        prefixes = any(stage.prefix_weights)
+        if n == 1 and not prefixes:
+            return context
+        weights = torch.ones(n + 1 if prefixes else n, device=device)
+        return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
+
+    def update_context(self, context: Any, progress: float) -> None:
+        if context.loss_weights is not None:
+            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
+                weight.fill_(number)
+
+    def build(self, run: "Run", fresh: bool) -> bool:
+        """Finds the prefix token of each token."""
+        if not self.cfg.prefix_weight:
+            return False
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.loader.tokenizer)))
+        found = (self.prefixes >= 0).sum().item()
+        run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
+        return True
+
+    def targets_of(self, targets: Tensor, context: Any) -> Tensor:
+        """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
+        if context.loss_weights is None:
+            return targets
+        further = next_targets(targets, context.next_targets)
+        if context.prefixes:
+            further = torch.cat((further, self.prefixes[targets][..., None]), -1)
+        return further
+
+    def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
+        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
+        x = self.hidden(tokens, context)
+        targets = self.targets_of(targets, context)
+        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
+                                 context.loss_weights)
+
+class DelayedScales:
+    """Scales of fp8_mlp for each layer, from the largest magnitudes in the step before; each rank has its
+    own. The backward pass returns these magnitudes as the gradient of `values`."""
+    NAME = "fp8 scales"  # in checkpoints
+    FIRST = (8.0, 16.0, 1.0)  # assumed for the first step: input, activations, gradient of fc's output
+    FLOORS = (1e-6, 1e-6, 1e-7)  # least scales, so that nothing is divided by almost 0
+    MARGIN = 1.25  # for what grows from one step to the next
+
+    def __init__(self, layers: int):
+        self.values = torch.empty(layers, 3, requires_grad=True)  # largest magnitudes / E4M3_MAX
+        self.floors = torch.tensor(self.FLOORS)
+        self.largest = None  # magnitudes in the last micro-step (layers, 3)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.values.copy_(torch.tensor(self.FIRST) / E4M3_MAX)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """After a step: adopts the magnitudes that it measured."""
+        self.values.copy_((self.MARGIN / E4M3_MAX * self.largest).maximum(self.floors))
+
+    def of_ranks(self, ranks: int) -> Tensor:
+        """(ranks, layers, 3), on the CPU. All ranks call it together."""
+        mine = self.values.detach()
+        whole = mine.repeat(ranks, 1, 1)
+        if ranks > 1:
+            all_gather(whole.view(-1), mine.contiguous().view(-1))
+        return whole.cpu()
+
+    @torch.no_grad()
+    def restore(self, stored: Tensor | None, team: "Team") -> None:
+        """Takes the scales of a checkpoint, which rank 0 has as of_ranks() made them: each rank its own, or
+        the largest of all if there were more or fewer ranks. None: those before the first step."""
+        self.reset()
+        whole = self.values.detach().repeat(team.world_size, 1, 1)
+        if stored is not None:
+            same = len(stored) == team.world_size
+            whole.copy_(stored if same else stored.amax(0, keepdim=True).expand_as(whole))
+        team.broadcast(whole)
+        self.values.copy_(whole[team.rank])
+
+class Fp8MLP(torch.autograd.Function):
+    """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
+    output's gradient are scaled by their own maximum, everything else by scales (3,), see DelayedScales. The
+    activations are kept in fp8 only."""
+    @staticmethod
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
+        scale_x, scale_post, scale_pre = scales.unbind()
+        x8, _ = to_fp8(x, scale_x, torch.float8_e4m3fn)
+        fc8, scale_fc = to_fp8(fc, None, torch.float8_e4m3fn)
+        proj8, scale_proj = to_fp8(proj, None, torch.float8_e4m3fn)
+        post = scaled_mm(x8, fc8, scale_x, scale_fc).relu().square()
+        post8, _ = to_fp8(post, scale_post, torch.float8_e4m3fn)
+        largest = torch.stack((x.abs().amax().float(), post.amax().float()))
+        ctx.save_for_backward(x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest)
+        return scaled_mm(post8, proj8, scale_post, scale_proj, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest = ctx.saved_tensors
+        scale_x, scale_post, scale_pre = scales.unbind()
+        grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
+        grad_proj = scaled_mm(grad8.t(), post8.t(), scale_grad, scale_post)
+        root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu of fc's product, once more
+        pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of that product
+        pre8, _ = to_fp8(pre, scale_pre, torch.float8_e4m3fn)
+        grad_fc = scaled_mm(pre8.t(), x8.t(), scale_pre, scale_x)
+        grad_x = scaled_mm(pre8, fc8.t(), scale_pre, scale_fc)
+        largest = torch.cat((largest, pre.abs().amax().float()[None]))
+        return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
+
+def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
+    """unscaled_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
+    if not torch.is_grad_enabled():
+        return mlp(x, fc, proj)
+    return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
+
+# magnitudes beyond which Fp8QKV clips
+QKV_INPUT = 8.0
+QKV_GRADIENT = 1.0
+
+class Fp8QKV(torch.autograd.Function):
+    """qkv_linear() of x (N, C) by one product in e4m3. The weights are scaled by their maximum, and factor
+    (1,) goes into their scale; the input and the output's gradient (of a summed loss) have fixed scales."""
+    @staticmethod
+    def forward(ctx, x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple:
+        packed = torch.cat((query, key, value))
+        x8, scale_x = to_fp8(x, QKV_INPUT / E4M3_MAX, torch.float8_e4m3fn)
+        w8, scale_w = to_fp8(packed, None, torch.float8_e4m3fn)
+        factor = factor.float().view(())
+        y = scaled_mm(x8, w8, scale_x, scale_w * factor, fast=True)
+        ctx.save_for_backward(x8, w8, scale_x, scale_w, factor, packed)
+        ctx.sizes = [len(query), len(key), len(value)]
+        return y.split(ctx.sizes, -1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple:
+        x8, w8, scale_x, scale_w, factor, packed = ctx.saved_tensors
+        g8, scale_g = to_fp8(torch.cat(grads, -1), QKV_GRADIENT / E4M3_MAX, torch.float8_e4m3fn)
+        grad_x = scaled_mm(g8, w8.t(), scale_g, scale_w * factor)
+        grad_w = scaled_mm(g8.t(), x8.t(), scale_g, scale_x).float()
+        grad_factor = (grad_w * packed).sum().view(1)
+        return grad_x.to(grads[0].dtype), *(factor * grad_w).split(ctx.sizes), grad_factor
+
+def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Sequence[Tensor]:
+    """qkv_linear() in fp8; without gradients, as in scoring, qkv_linear() itself."""
+    if not torch.is_grad_enabled():
+        return qkv_linear(x, query, key, value, factor)
+    products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
+    return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
+
+MUDD_SCALE = 0.1  # factor on MUDD's output, by which first_values() divides its biases
+LAST_MUDD = 14  # MUDD weights for the last layer
+END_MUDD = 5  # MUDD weights for the output
+
+def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    """x (B, T, C) -> queries, keys and values, each (B, T, n), by one product with their matrices (n, C),
+    which are multiplied by factor (1,)."""
+    packed = factor.to(x.dtype) * torch.cat((query, key, value)).to(x.dtype)
+    return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
+
+def unscaled_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
+    """mlp() with the arguments of fp8_mlp(); its delayed scales (3,) are not needed here."""
+    return mlp(x, fc, proj)
+
+def no_scales(layers: int) -> None:
+    """In place of DelayedScales: unscaled_mlp() needs none."""
+    return None
+
+class SpeedrunPlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
+    pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
+    attn_scale: Tensor  # factor on q @ k, 0-dim
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
+    dtype: torch.dtype  # of activations
+    # in training only
+    next_targets: int = 1  # targets per token
+    prefixes: bool = False  # is the target's prefix token a further target?
+    loss_weights: Tensor | None = None  # (n,), one per target; None: the next token alone
+
+class SpeedrunPlusBlock(nn.Module):
+    """The parameters of a layer, and its attention."""
+    def __init__(self, cfg: SpeedrunPlus, layer: int) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        self.cfg = cfg
+        self.kind = cfg.window_pattern[layer]
+        attends = self.kind != "-"
+        self.query = parameter(cfg.num_heads * cfg.qk_dim, C, on=attends)
+        self.key = parameter(cfg.num_heads * cfg.qk_dim, C, on=attends)
+        self.value = parameter(C, C, on=attends)
+        self.attn_proj = parameter(C, C, on=attends)
+        # MUDD gates the last layer's value embedding: there this gate is idle, as in the public record
+        self.value_gate = parameter(cfg.num_heads, cfg.value_gate_dim, on=layer in cfg.value_embed_layers)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.sa_lambdas = parameter(2)  # factors on queries, keys and values; on attention's output
+        self.resid_lambdas = parameter(2)  # on the residual stream before attention and MLP are added
+        self.post_lambdas = parameter(2)  # on the outputs of attention and MLP
+
+    def attend(self, h: Tensor, further_values: Tensor | None, gates: dict, masks: dict,
+               context: SpeedrunPlusContext) -> Tensor:
+        """h (B, T, C), normalized -> attention's output (B, T, C). further_values (B, T, H, D) are added to
+        the layer's own. gates: those of this layer, {name: (B, T, width)}. masks: {kind of layer: its mask}
+        and "dynamic"."""
+        q, k, v = self.kernels.qkv(h, self.query, self.key, self.value, self.sa_lambdas[:1])
+        q = split_heads(q, self.cfg.qk_dim)
+        k = split_heads(k, self.cfg.qk_dim)
+        v = split_heads(v, self.cfg.model_dim // self.cfg.num_heads)
+        if further_values is not None:
+            v = v + further_values
+        q = (rms_norm(q) * context.attn_scale).to(v.dtype)
+        k = rms_norm(k)
+        if self.kind == "P":
+            y = attend_in_pairs(q, k, v, context.pair_rope, masks["P"], self.kernels.attention)
+        else:
+            q = rotate_adjacent(q, *context.rope)
+            k = rotate_adjacent(k, *context.rope)
+            if self.kind == "L" and self.cfg.key_offset:
+                k = key_offset(k)
+            y = attend_heads(q, k, v, masks[self.kind], self.kernels.attention)
+        if "mix" in gates:
+            y = y + dynamic_attention(q, k, v, gates["mix"], gates["spread"], masks["dynamic"])
+        if "xsa" in gates:
+            y = scaled_xsa(y, v, gates["xsa"])
+        if "heads" in gates:
+            y = y * gates["heads"][..., None]
+        return linear(y.flatten(2), self.sa_lambdas[1:].to(y.dtype) * self.attn_proj.to(y.dtype))
+
+class SpeedrunPlusModel(SeveralTargets):
+    """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
+    readable = WINDOWED | dict(qkv=qkv_linear, mlp=unscaled_mlp, mlp_scales=no_scales)
+
+    def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
+        super().__init__(cfg)
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.blocks = nn.ModuleList([SpeedrunPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
+        self.value_embeds = nn.ParameterList([parameter(V, C) for _ in cfg.value_embed_layers])
+        self.bigram_embed = parameter(cfg.bigram_rows, C)
+        self.smear_lambda = parameter(1)
+        self.smear_gate = parameter(1, cfg.smear_dim)
+        self.skip_lambda = parameter(1)
+        # index 0: for the last layer, 1: for the output
+        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, [LAST_MUDD, END_MUDD])
+        # index 0: from the embedding, 1: from gate_layer's input
+        self.gate_tables = cfg.gate_tables()
+        rows = [len(gate_values(gates)) for gates in self.gate_tables]
+        self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2 = mudd_parameters(C, cfg.mudd_gate_dim, rows)
+        self.mudd_gate_scale = parameter(1)
+        self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
+        self.use(kernels)
+        self.scales = self.kernels.mlp_scales(cfg.num_layers)
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: TargetStage | None = None) -> SpeedrunPlusContext:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        frequencies, scale = cfg.rope(stage.window if stage else None)
+        rope = rope_tables(T, frequencies, device, dtype)
+        pair_rope = pair_rope_tables(T, frequencies, device, dtype)
+        attn_scale = torch.tensor(scale, device=device)
+        window = self.kernels.window
+        windows = kernel_windows(cfg, "LS", stage, T, device, window, by_document=True)
+        pair_window = window(cfg.windows(stage, T)["short_window"], 2 * T, device, by_document=True)
+        return SpeedrunPlusContext(rope, pair_rope, attn_scale, windows, pair_window, dtype)
+
+    def cap(self) -> tuple:
+        return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width
+
+    def hidden(self, tokens: Tensor, context: SpeedrunPlusContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        cfg = self.cfg
+        H = cfg.num_heads
+        last = cfg.num_layers - 1
+        skip_from, skip_to = cfg.skip_layers
+        documents = (tokens == cfg.bos_id).cumsum(1)
+        masks = layer_masks(context.windows, tokens, documents, self.kernels.window_mask)
+        masks["P"] = pair_mask(context.pair_window, documents, self.kernels.window_mask)
+        if cfg.dc_window:
+            masks["dynamic"] = dynamic_mask(cfg.dc_window, documents)
+        scales = self.scales.values.unbind() if self.scales else [None] * cfg.num_layers
+        value_embeds = embed_values(tokens, cfg.value_embed_layers, self.value_embeds, H, context.dtype)
+        x = smear(F.embedding(tokens, self.embed).to(context.dtype), self.smear_lambda, self.smear_gate)
+        bigrams = F.embedding(bigram_ids(tokens, cfg.bigram_rows), self.bigram_embed).to(context.dtype)
+        if cfg.bigram_sign_rows:
+            bigrams = bigrams * bigram_signs(tokens, self.signs).to(context.dtype)
+        x0 = rms_norm(x)
+        gates = mudd_gates(x0, self.gate_tables[0], self.mudd_gate_w1[0], self.mudd_gate_w2[0],
+                           self.mudd_gate_b2[0], self.mudd_gate_scale)
+        x = first = x0 + gates[0]["bigrams"] * bigrams
+        outputs = {}  # {layer: its output}, for the two layers that later ones read
+        for i, block in enumerate(self.blocks[:-1]):
+            resid = block.resid_lambdas.to(x.dtype)
+            post = block.post_lambdas.to(x.dtype)
+            if i == cfg.gate_layer:
+                gates = mudd_gates(x, self.gate_tables[1], self.mudd_gate_w1[1], self.mudd_gate_w2[1],
+                                   self.mudd_gate_b2[1], self.mudd_gate_scale)
+            if i == skip_to:
+                x = x + torch.sigmoid(self.skip_lambda.to(x.dtype)) * gates[i]["skip"] * outputs[skip_from]
+            else:
+                added = gates[i]["x0"] * x0
+                if i > 0:  # the first layer's bigrams are in the residual stream already
+                    added = added + gates[i]["bigrams"] * bigrams
+                h = rms_norm(outputs.get(cfg.attn_source, x))
+                values = None
+                if i in value_embeds:
+                    values = gated_value_embed(h, value_embeds[i], block.value_gate)
+                y = block.attend(h, values, gates[i], masks, context)
+                x = resid[0] * x + post[0] * y + added
+            y = self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[i])
+            x = resid[1] * x + post[1] * y
+            if i in (skip_from, cfg.attn_source):
+                outputs[i] = x
+        before = x
+        attn_in = outputs[cfg.attn_source]
+        # the last layer: MUDD's weights replace the learned factors and mix in earlier streams
+        block = self.blocks[last]
+        mu = mudd_weights(x, LAST_MUDD, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
+        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
+        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
+        # each half of the heads has its own weight
+        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(H // 2, -1)
+        values = split_heads(values, cfg.model_dim // H) + halves[..., None] * value_embeds[last]
+        y = block.attend(rms_norm(attn_in), values, gates.get(last, {}), masks, context)
+        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
+        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
+        mu = mudd_weights(x, END_MUDD, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
+        x = x + mu[0] * first + mu[1] * attn_in + mu[2] * before
+        x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
+        return rms_norm(x)
+
+def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
+    """All layers, skips and stages stay, and so do the channels of gates. Bigram tables keep their rows per
+    token of the vocabulary."""
+    share = size.width / full.model_dim
+    shape = proxy_shape(full, size)
+    head_dim = size.width / value_of(shape, "num_heads")
+    qk_dim = max(4, round(head_dim * full.qk_dim * full.num_heads / full.model_dim / 4) * 4)
+    windows = speedrun_windows(full, share)
+    block = value_of(windows, "window_block")
+    documents = [stage.doc_len // full.window_block * block for stage in full.stages()]
+    per_token = size.vocab_size / full.vocab_size
+    hidden = max(8, round(full.mudd_dim * share))
+    shape += windows + [
+        Scaled("qk_dim", qk_dim, "the same part of a head"),
+        Scaled("doc_schedule", tuple(documents), "as many blocks as in the recipe"),
+        Scaled("dc_window", round(full.dc_window * block / full.window_block), "the same part of a block"),
+        Scaled("bigram_rows", round(full.bigram_rows * per_token), "as many per token of the vocabulary"),
+        Scaled("bigram_sign_rows", max(16, round(full.bigram_sign_rows * per_token)),
+               "as many per token of the vocabulary"),
+        Scaled("mudd_dim", hidden, "the same part of the width, but 8 at least"),
+        Scaled("mudd_gate_dim", hidden, "the same part of the width, but 8 at least")]
+    length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
+    rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
+    decay = full.adam_weight_decay / PROXY_STEPS * share  # the squared rates of tables rise as 1 / share
+    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
+        Scaled("adam_weight_decay", round(decay, 6), "shrinks the tables as much over the whole run"),
+        Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
+               "rises as the root of the heads' width falls"),
+    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
+
+# ---------- gpt2 and gpt2_plus: what both use
+def check_window_pattern(cfg: Any) -> None:
+    """Raises Refused for a pattern that has anything but L and S."""
+    if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
+        raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
+
+# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state their rates and decay for a model
+# of this depth and width, trained with this many tokens per step:
+REFERENCE_DEPTH = 12
+REFERENCE_WIDTH = 768
+REFERENCE_BATCH = 2**19
+CHANNELS_PER_LAYER = 64
+HEAD_DIM = 128
+BATCH_POWER = 0.383  # the best batch grows with this power of a run's tokens (arXiv:2505.13738)
+HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
+
+def depth_size(depth: int) -> dict:
+    """{constant: value} of a depth: 64 channels per layer, rounded up to whole heads of 128. Every fourth
+    layer and the last one have the long window; every other layer, the last one among them, has value
+    embeddings."""
+    heads = math.ceil(depth * CHANNELS_PER_LAYER / HEAD_DIM)
+    pattern = ""
+    value_embed_layers = []
+    for n in range(1, depth + 1):
+        pattern += "L" if n % 4 == 0 or n == depth else "S"
+        has_value_embed = (depth - n) % 2 == 0
+        value_embed_layers.append((n + 1) // 2 if has_value_embed else 0)
+    return dict(num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_pattern=pattern,
+                value_embed_layers=tuple(value_embed_layers))
+
+def check_horizons(cfg: Any) -> None:
+    """Raises Refused if the depth dial lacks something that it needs, or something needs the dial and it is
+    off."""
+    if cfg.depth and not cfg.vocab_size:
+        raise Refused(f"depth={cfg.depth} needs vocab_size")
+    if not cfg.depth and (cfg.target_param_data_ratio or cfg.target_flops):
+        raise Refused(f"target_param_data_ratio={cfg.target_param_data_ratio:g}, "
+                      f"target_flops={cfg.target_flops:g}: these horizons need depth")
+    if not cfg.train_batch_tokens:
+        raise Refused("train_batch_tokens=0 needs depth")
+
+def depth_dial(cfg: Any, given: dict) -> Any:
+    """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
+    Refused."""
+    # 1. The length of the run, by one of HORIZONS; a given one replaces the preset's.
+    horizons = [name for name in HORIZONS if given.get(name)]
+    if horizons:
+        others: dict[str, Any] = {name: 0.0 for name in HORIZONS[1:] if name not in horizons}
+        cfg = replace(cfg, **others)
+    # 2. The size of this model and of the reference model.
+    reference = replace(cfg, **cfg.size_of_depth(REFERENCE_DEPTH))
+    cfg = replace(cfg, **cfg.size_of_depth(cfg.depth) | given)
+    weights = horizon_weights(cfg)
+    growth = weights / horizon_weights(reference)
+    # 3. Batch, unless given: a power of the tokens, which grow as the weights do, rounded to a power of 2.
+    batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
+    # 4. Steps: until the FLOPs are spent, or target_param_data_ratio tokens per weight (arXiv:2203.15556).
+    derived = {}
+    tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
+    if tokens:
+        derived["iterations"] = max(1, int(tokens / batch))
+    # Iterations may stand beside another horizon that comes to the same number, as in a record's command.
+    repeated = len(horizons) == 2 and derived.get("iterations") == given.get("iterations")
+    if len(horizons) > 1 and not repeated:
+        raise Refused(f"{' and '.join(horizons)} are two horizons: give one")
+    # 5. Learning rates grow with the square root of the batch (arXiv:2205.10287). Those of embeddings and
+    #    lm_head also fall with the square root of the width, halfway to muP (arXiv:2203.03466).
+    rate = (batch / REFERENCE_BATCH) ** 0.5
+    adam = rate * (cfg.model_dim / REFERENCE_WIDTH) ** -0.5
+    # 6. Weight decay is lower in longer runs. It is multiplied by matrix_lr, so it grows with the batch
+    #    (arXiv:2405.13698).
+    factors = dict(matrix_lr=rate, embed_lr=adam, head_lr=adam, scalar_lr=rate, weight_decay=1 / growth)
+    derived |= {name: getattr(cfg, name) * factor for name, factor in factors.items()}
+    # 7. The warmdown takes whole steps.
+    steps = derived.get("iterations", cfg.iterations)
+    derived["warmdown_frac"] = round(cfg.warmdown_frac * steps) / steps
+    return replace(cfg, **derived | given | {"train_batch_tokens": batch})
+
+HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
+
+# ---------- gpt2: least time to CORE > 0.256525 on 8xH100
+# nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
+# size, learning rates, weight decay and length, and the batch if train_batch_tokens=0: see depth_dial(). The
+# rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
+@dataclass(frozen=True)
+class GPT2(Config):
+    """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
+    preset: str = option("gpt2", "the recipe", model=True)
+    # the dial
+    depth: int = optional(26, "the depth dial: sets size, rates, decay and steps; 0: off", 0, 198)
+    target_param_data_ratio: float = optional(7.25, "tokens per weight of matrices and lm_head; 0: off",
+                                              0, 1e6)
+    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
+    # size; the dial sets layers, width, heads, windows and value embeddings
+    num_layers: int = option(26, "blocks", 1, 1000, model=True)
+    model_dim: int = option(1664, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(13, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    rope_base: float = optional(10_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
+    window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
+    window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
+                                    0, 1 << 20, model=True)
+    short_window: float = option(0.5, "short window / long one", 0, 1, model=True)
+    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
+                                       0, 999, model=True)
+    value_gate_dim: int = option(32, "channels that gate value embeddings", 1, 1 << 16, model=True)
+    value_gate_factor: float = option(2.0, "a value embedding's factor when its gate is open",
+                                      0, 100, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/fineweb_edu", "folder of token shards")
+    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = optional(524_288, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
+    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
+                          choices=("best_fit", "rows"))
+    val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
+    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
+                      choices=("off", "all", "auto-all"))
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks, gates", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding, value embeddings", 0, 10)
+    head_lr: float = option(0.004, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
+    muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(10.0, "Muon: cautious, times matrix_lr; falls linearly to 0", 0, 1e6)
+    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length
+    iterations: int = option(12_700, "steps at most; by the dial where a horizon is set", 1, 10**9)
+    warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
+    lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
+    # scores
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+    core: bool = option(True, "score CORE at the end")
+    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
+    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
+    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
+    sample: str = option(
+        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
+        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
+    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
+    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
+
+    @classmethod
+    def of(cls, preset: str, given: dict) -> Config:
+        cfg: Config = cls(**given)
+        check_ranges(cfg)
+        check_window_pattern(cfg)
+        if cfg.depth:
+            cfg = depth_dial(cfg, given)
+        return cfg
+
+    def size_of_depth(self, depth: int) -> dict:
+        return depth_size(depth)
+
+    def check(self) -> None:
+        check_horizons(self)
+        super().check()
+        check_grouped_queries(self)
+        if self.value_gate_dim > self.model_dim:
+            raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
+        check_window_pattern(self)
+
+    def packer(self) -> "type[Packer]":
+        return dict(best_fit=BestFit, rows=Rows)[self.packing]
+
+    def stages(self) -> list[WindowStage]:
+        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
+        return stage_rows(self, [row], window="window_schedule")
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
+        decay = self.weight_decay * self.matrix_lr
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
+        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar: Callable = partial(Row, group="scalar", precision="fp32", **adam)
+        return by_kind([
+            # kind                 first values
+            matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
+            matrix("key",          "matrix", init="uniform", scale=1.7320508),
+            matrix("value",        "matrix", init="uniform", scale=1.7320508),
+            matrix("attn_proj",    "matrix", init="constant", scale=0.0),
+            matrix("fc",           "matrix", init="uniform", scale=1.7320508),
+            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
+            matrix("value_gate",   "gate", init="constant", scale=0.0, precision="fp32"),
+            Row("embed",           "embed", init="normal", scale=1.0, lr=self.embed_lr, **adam),
+            Row("head",            "head", init="normal", scale=0.001, lr=self.head_lr, **adam),
+            Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr, **adam),
+            scalar("resid_lambda", init="constant", scale=1.0, lr=self.scalar_lr * 0.01),
+            scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
+        ])
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = polar_express(update, self.muon_backend_steps, dtype)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. Changes p, m and v in place."""
+        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        start = self.muon_momentum_warmup_start
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
+                        momentum=start + (self.muon_momentum - start) * warmup)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
+        long = (stage or self.stages()[-1]).window or self.train_seq_len
+        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
+
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = dict(L=sizes["long_window"], S=sizes["short_window"])
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self) -> int:
+        return self.stages()[-1].window or self.train_seq_len
+
+    def fp8_part(self, on_gpu: bool) -> str:
+        return fp8_part(self, on_gpu)
+
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
+
+    def check_data(self, data: "Data") -> None:
+        check_core(self, data)
+
+    def evaluations(self, step: int | None = None) -> list[Callable]:
+        return core_evaluations(self, step)
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return GPT2Model(self, kernels)
+
+class GPT2Context(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # of activations
+
+class GPT2Block(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg: GPT2, has_value_embed: bool) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.head_dim = C // H
+        kv_heads = cfg.num_kv_heads or H
+        self.value_gate_factor = cfg.value_gate_factor
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_heads * self.head_dim, C)
+        self.value = parameter(kv_heads * self.head_dim, C)
+        self.value_gate = parameter(kv_heads, cfg.value_gate_dim, on=has_value_embed)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(1)
+        self.x0_lambda = parameter(1)
+
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: GPT2Context) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, KV, D), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2Context) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        if self.value_gate is not None:
+            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
+            v = v + gates * value_embed
+        q = rotate(rms_norm(q) * self.head_dim**-0.5, *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GPT2Model(Model):
+    """The blocks in order, each with its window and its value embedding."""
+    readable = WINDOWED
+
+    def __init__(self, cfg: GPT2, kernels: Kernels = Kernels()) -> None:
+        super().__init__()
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.blocks = nn.ModuleList([GPT2Block(cfg, table > 0) for table in self.tables])
+        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
+        self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
+        self.use(kernels)
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> GPT2Context:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
+        return GPT2Context(rope, windows, dtype)
+
+    def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        for block, kind, table in zip(self.blocks, self.kinds, self.tables):
+            value_embed = None
+            if table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+                value_embed = split_heads(value_embed, block.head_dim)
+            x = block(x, x0, value_embed, masks[kind], context)
+        return rms_norm(x)
+
+def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
+    """-> (the recipe at the proxy's depth, the proxy's sizes). A layer per 64 channels, as on the dial, but
+    at least four, so that each kind of layer occurs; --depth overrides that. Windows and value embeddings
+    follow the depth."""
+    depth = size.depth or max(4, size.width // CHANNELS_PER_LAYER)
+    T = max(64, 2048 * size.width // REFERENCE_WIDTH // 16 * 16)
+    rows = [
+        Scaled("depth", depth, "64 channels a layer, as on the dial, but four layers at least"),
+        *proxy_shape(full, size),
+        Scaled("train_seq_len", T, f"2048 at a width of {REFERENCE_WIDTH}, in proportion to the width")]
+    return replace(full, **full.size_of_depth(depth)), rows
+
+def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
+    """Rates of the dial's reference model, for embeddings and lm_head scaled with the width; weight decay;
+    fp8 and CORE off. The dial's batch factor is left out: the batch shrinks only because the run does."""
+    reference = type(full)()
+    rates = proxy_rates(reference, size.width, REFERENCE_WIDTH, ["embed_lr", "head_lr"])
+    decay = full.weight_decay * (full.matrix_lr / reference.matrix_lr) ** 2 / PROXY_STEPS
+    return rates + [
+        Scaled("scalar_lr", reference.scalar_lr, "that of the dial's reference model"),
+        Scaled("weight_decay", round(decay, 4), "shrinks as much over the whole run"),
+        Scaled("fp8", "off", "fp8 gains seconds, not loss per token"),
+        Scaled("packing", "rows", "a small text has too few documents to pack rows from"),
+        Scaled("shuffle", True, "so that a step has rows of several documents"),
+        Scaled("core", False, "CORE needs a larger model")]
+
+def gpt2_proxy(full: GPT2, size: ProxySize) -> list[Scaled]:
+    """The depth dial with another width."""
+    sized, rows = gpt2_shape(full, size)
+    rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
+    return rows + gpt2_rates(full, size) + proxy_scores(value_of(rows, "train_seq_len"), size)
+
+# ---------- gpt2_plus: the same game as gpt2, a later record
+# nanochat a825e63 (run 6 of its board), depth 24, 8 tokens per weight, ClimbMix, fp8: 5,568 steps in 1.65 h.
+# Run 5, without smear and backout and at 8.7 tokens per weight, took 1.80 h. The first values of smear, its
+# gate and backout are those of nanochat's fix of 13 April 2026; at a825e63 they were never set. The learning
+# rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
+@dataclass(frozen=True)
+class GPT2Plus(Config):
+    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay falls as a cosine,
+    momentum with LR."""
+    preset: str = option("gpt2_plus", "the recipe", model=True)
+    # the dial
+    depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
+    target_param_data_ratio: float = optional(8.0, "tokens per weight of matrices and lm_head; 0: off",
+                                              0, 1e6)
+    target_flops: float = optional(0.0, "training FLOPs of the whole run; 0: off", 0, 1e30)
+    # size; the dial sets layers, width, heads, windows, value embeddings and backout
+    num_layers: int = option(24, "blocks", 1, 1000, model=True)
+    model_dim: int = option(1536, "width of the residual stream", 2, 1 << 16, model=True)
+    num_heads: int = option(12, "query heads", 1, 4096, model=True)
+    num_kv_heads: int = optional(0, "key and value heads (GQA); 0: num_heads", 0, 4096, model=True)
+    mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
+    logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
+    # 1.44 * 128 ** -0.5: the public script multiplies q and k by 1.2 each after their norm
+    attn_scale: float = optional(0.12727922, "factor on q @ k; 0: head_dim ** -0.5", 0, 100, model=True)
+    rope_base: float = optional(100_000.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
+    window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
+    window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
+                                    0, 1 << 20, model=True)
+    short_window: float = option(0.25, "short window / long one", 0, 1, model=True)
+    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
+                                       0, 999, model=True)
+    value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
+    value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
+                                      0, 100, model=True)
+    smear_dim: int = optional(24, "channels read by the gate that adds the previous token; 0: no smear",
+                              0, 1 << 16, model=True)
+    backout_layer: int = optional(12, "layer whose output is partly subtracted at the end; 0: none",
+                                  0, 1000, model=True)
+    # data and batch
+    data_path: str = option("data/datasets/climbmix", "folder of token shards")
+    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
+    train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
+    train_batch_tokens: int = optional(0, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
+    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
+                          choices=("best_fit", "rows"))
+    val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
+    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
+    fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
+                      choices=("off", "all", "auto-all"))
+    # optimizer
+    matrix_lr: float = option(0.02, "Muon: matrices of the blocks, value gates", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding; half of it: value embeddings", 0, 10)
+    head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
+    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
+    gate_lr: float = option(0.2, "Adam: smear, its gate, backout; the same at any depth", 0, 10)
+    muon_momentum: float = option(0.97, "Muon's momentum between warmup and warmdown", 0, 0.9999)
+    muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
+    muon_momentum_warmup_steps: int = optional(400, "steps of that warmup; 0: none")
+    muon_momentum_end: float = optional(0.9, "momentum at the end of LR's warmdown; 0: it does not fall", 0,
+                                        0.9999)
+    muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
+    polar_margin: float = option(1.01, "Polar Express: safety factor on a matrix's norm", 1, 2)
+    normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
+    weight_decay: float = optional(14.0, "Muon: cautious, times matrix_lr; falls as a cosine to 0", 0, 1e6)
+    adam_weight_decay: float = optional(0.01, "Adam: decay, times LR and a row's factor; 0: none", 0, 1e6)
+    beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
+    beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
+    adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
+    # length
+    iterations: int = option(5568, "steps at most; by the dial where a horizon is set", 1, 10**9)
+    lr_warmup_steps: int = optional(40, "first steps, in which LR grows; 0: none")
+    warmdown_frac: float = option(0.65, "last fraction of the run, in which LR falls", 0, 1)
+    lr_floor: float = option(0.05, "LR factor at the end of the warmdown", 0, 1)
+    # scores
+    score_artifact: bool = option(False, "pack an artifact and score it; 0: score the trained weights")
+    core: bool = option(True, "score CORE at the end")
+    core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
+    core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
+    core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
+    sample: str = option(
+        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
+        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
+    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
+    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
+
+    @classmethod
+    def of(cls, preset: str, given: dict) -> Config:
+        cfg: Config = cls(**given)
+        check_ranges(cfg)
+        check_window_pattern(cfg)
+        if cfg.depth:
+            cfg = depth_dial(cfg, given)
+        return cfg
+
+    def size_of_depth(self, depth: int) -> dict:
+        size = depth_size(depth)
+        if self.backout_layer:
+            size["backout_layer"] = depth // 2
+        return size
+
+    def check(self) -> None:
+        check_horizons(self)
+        super().check()
+        check_grouped_queries(self)
+        if max(self.value_gate_dim, self.smear_dim) > self.model_dim:
+            raise Refused(f"value_gate_dim={self.value_gate_dim}, smear_dim={self.smear_dim}: neither may "
+                          f"exceed model_dim={self.model_dim}")
+        check_window_pattern(self)
+
+    def packer(self) -> "type[Packer]":
+        return dict(best_fit=BestFit, rows=Rows)[self.packing]
+
+    def stages(self) -> list[WindowStage]:
+        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
+        return stage_rows(self, [row], window="window_schedule")
+
+    def parameter_table(self) -> dict[str, Row]:
+        """{kind: Row}"""
+        decay = self.weight_decay * self.matrix_lr
+        adam_decay = self.adam_weight_decay
+        adam: dict = dict(optimizer="adam", beta1=self.beta1, eps=self.adam_eps)
+        matrix: Callable = partial(Row, optimizer="muon", lr=self.matrix_lr, decay=decay)
+        scalar: Callable = partial(Row, group="scalar", precision="fp32", beta2=self.beta2, **adam)
+        return by_kind([
+            # kind                 first values
+            matrix("query",        "matrix", init="uniform", scale=1.7320508),  # std 1 / sqrt(columns)
+            matrix("key",          "matrix", init="uniform", scale=1.7320508),
+            matrix("value",        "matrix", init="uniform", scale=1.7320508),
+            matrix("attn_proj",    "matrix", init="constant", scale=0.0),
+            matrix("fc",           "matrix", init="uniform", scale=0.6928203),  # std 0.4 / sqrt(columns)
+            matrix("mlp_proj",     "matrix", init="constant", scale=0.0),
+            matrix("value_gate",   "gate", init="positive", scale=0.02, precision="fp32"),
+            Row("embed",           "embed", init="normal", scale=0.8, lr=self.embed_lr, beta2=0.995,
+                decay=adam_decay * 0.1, **adam),
+            Row("head",            "head", init="normal", scale=0.001, lr=self.head_lr, beta2=0.96,
+                decay=adam_decay, **adam),
+            Row("value_embeds",    "value_embed", init="uniform", scale=1.7320508, lr=self.embed_lr * 0.5,
+                beta2=0.995, decay=adam_decay, **adam),
+            # from 1.15 in the first layer to 1.05 in the last one; x0_lambda from 0.2 to 0.05
+            scalar("resid_lambda", init="constant", scale=1.15, change=-0.1, lr=self.scalar_lr * 0.01,
+                   decay=adam_decay * 5),
+            scalar("x0_lambda",    init="constant", scale=0.2, change=-0.15, lr=self.scalar_lr, beta1=0.96),
+            Row("smear_gate",      "stream_gate", init="positive", scale=0.02, lr=self.gate_lr,
+                beta2=self.beta2, precision="fp32", **adam),
+            scalar("smear",        init="constant", scale=0.0, lr=self.gate_lr),
+            scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
+        ])
+
+    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
+                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
+        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
+        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
+        update = normuon_scale(update, second, self.normuon_beta2)
+        cautious_decay(p, update, lr, decay)
+        p.sub_(lr * update)
+
+    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
+                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
+        """Adam. Changes p, m and v in place."""
+        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
+        if decay is not None:
+            update = update + decay * p
+        p.sub_(lr * update)
+
+    def schedule(self, step: int, progress: float) -> "Schedule":
+        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay falls as a
+        cosine to 0. Momentum warms up, then falls with LR."""
+        done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
+        lr = 1 - done + self.lr_floor * done
+        if self.lr_warmup_steps:
+            lr *= min(1.0, (step + 1) / self.lr_warmup_steps)
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        start = self.muon_momentum_warmup_start
+        momentum = start + (self.muon_momentum - start) * warmup
+        if self.muon_momentum_end:
+            momentum += (self.muon_momentum_end - momentum) * done
+        return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
+
+    def warmdown_text(self) -> str:
+        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
+
+    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
+        long = (stage or self.stages()[-1]).window or self.train_seq_len
+        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
+
+    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = dict(L=sizes["long_window"], S=sizes["short_window"])
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self) -> int:
+        return self.stages()[-1].window or self.train_seq_len
+
+    def fp8_part(self, on_gpu: bool) -> str:
+        return fp8_part(self, on_gpu)
+
+    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
+
+    def check_data(self, data: "Data") -> None:
+        check_core(self, data)
+
+    def evaluations(self, step: int | None = None) -> list[Callable]:
+        return core_evaluations(self, step)
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+        return window_attention(self, on_gpu, log)
+
+    def make_model(self, kernels: Kernels) -> Model:
+        return GPT2PlusModel(self, kernels)
+
+class GPT2PlusContext(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    dtype: torch.dtype  # of activations
+
+class GPT2PlusBlock(nn.Module):
+    """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
+    def __init__(self, cfg: GPT2Plus, has_value_embed: bool) -> None:
+        super().__init__()
+        C = cfg.model_dim
+        H = cfg.num_heads
+        self.head_dim = C // H
+        kv_heads = cfg.num_kv_heads or H
+        self.attn_scale = cfg.attn_scale or self.head_dim**-0.5
+        self.value_gate_factor = cfg.value_gate_factor
+        self.query = parameter(C, C)
+        self.attn_proj = parameter(C, C)
+        self.key = parameter(kv_heads * self.head_dim, C)
+        self.value = parameter(kv_heads * self.head_dim, C)
+        self.value_gate = parameter(kv_heads, cfg.value_gate_dim, on=has_value_embed)
+        self.fc = parameter(cfg.mlp_mult * C, C)
+        self.mlp_proj = parameter(C, cfg.mlp_mult * C)
+        self.resid_lambda = parameter(1)
+        self.x0_lambda = parameter(1)
+
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+                context: GPT2PlusContext) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, KV, D), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2PlusContext) -> Tensor:
+        """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
+        linear = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        if self.value_gate is not None:
+            gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
+            v = v + gates * value_embed
+        q = rotate(rms_norm(q) * self.attn_scale, *context.rope)
+        k = rotate(rms_norm(k), *context.rope)
+        y = attend_heads(q, k, v, mask, self.kernels.attention)
+        return linear(y.flatten(2), self.attn_proj)
+
+class GPT2PlusModel(Model):
+    """The blocks in order, each with its window and its value embedding."""
+    readable = WINDOWED
+
+    def __init__(self, cfg: GPT2Plus, kernels: Kernels = Kernels()) -> None:
+        super().__init__()
+        V = cfg.vocab_size
+        C = cfg.model_dim
+        N = cfg.num_layers
+        self.cfg = cfg
+        self.kinds = per_layer(cfg.window_pattern, N)
+        self.tables = per_layer(cfg.value_embed_layers, N)
+        self.embed = parameter(V, C)
+        self.head = parameter(V, C)
+        self.smear = parameter(1, 1, on=cfg.smear_dim)
+        self.smear_gate = parameter(1, cfg.smear_dim, on=cfg.smear_dim)
+        self.backout = parameter(1, on=0 < cfg.backout_layer < N)
+        self.blocks = nn.ModuleList([GPT2PlusBlock(cfg, table > 0) for table in self.tables])
+        kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
+        self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
+        self.use(kernels)
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> GPT2PlusContext:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
+        return GPT2PlusContext(rope, windows, dtype)
+
+    def hidden(self, tokens: Tensor, context: GPT2PlusContext) -> Tensor:
+        """tokens (B, T) -> last activations, normalized (B, T, C)."""
+        masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
+        x = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        if self.smear is not None:
+            x = smear(x, self.smear, self.smear_gate)
+        x0 = x
+        for i, block in enumerate(self.blocks):
+            table = self.tables[i]
+            value_embed = None
+            if table:
+                value_embed = F.embedding(tokens, self.value_embeds[table - 1]).to(x.dtype)
+                value_embed = split_heads(value_embed, block.head_dim)
+            x = block(x, x0, value_embed, masks[self.kinds[i]], context)
+            if i == self.cfg.backout_layer:
+                backed_out = x
+        if self.backout is not None:
+            x = x - self.backout.to(x.dtype) * backed_out
+        return rms_norm(x)
+
+def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
+    """The depth dial with another width."""
+    sized, rows = gpt2_shape(full, size)
+    head_dim = size.width // value_of(rows, "num_heads")
+    rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
+    return rows + gpt2_rates(full, size) + [
+        Scaled("lr_warmup_steps", round(PROXY_STEPS * full.lr_warmup_steps), "the same part of the run"),
+        Scaled("attn_scale", full.attn_scale * (HEAD_DIM / head_dim) ** 0.5,
+               "rises as the root of the heads' width falls"),
+    ] + proxy_scores(value_of(rows, "train_seq_len"), size)
+
+# ---------- the registry of recipes
+RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
+               gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
+KNOWN = known_fields()
+NAMES = known_names()
+
+# ---------- the registry of proxies
+# {preset: its rule, (recipe, size) -> rows}. A script of one recipe has no proxies: tools/script.py takes
+# out the statement that adds their flag.
+PROXIES = dict(golf=golf_proxy, golf_plus=golf_plus_proxy, speedrun=speedrun_proxy,
+               speedrun_plus=speedrun_plus_proxy, gpt2=gpt2_proxy,
+               gpt2_plus=gpt2_plus_proxy)  # type: dict[str, Callable]
+REWRITERS.append(expand_proxy)
 
 # ---------- 15 lab
 # What helps people and decides nothing. The rest of the file calls it through the table at its end.

@@ -13,9 +13,12 @@ import pytest
 from helpers import ROOT, SCRIPT
 from source import packed_line
 
-SECTIONS = ["imports", "run constants, flags, checks", "techniques", "recipes", "optimizer", "schedules",
-            "data", "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
-            "rehearse, train, main", "lab", "start"]  # from 2 on, as DESIGN orders them
+sys.path.insert(0, str(ROOT / "tools"))
+import script  # noqa: E402
+
+SECTIONS = ["imports", "run constants, flags, checks", "techniques", "optimizer", "schedules", "data",
+            "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
+            "rehearse, train, main", "recipes", "lab", "start"]  # from 2 on, as DESIGN orders them
 TOOLS = sorted(path for folder in ("data", "records", "tools") for path in ROOT.glob(f"{folder}/*.py"))
 SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md"),
@@ -162,6 +165,41 @@ def sections(text):
     return [] if same else [f"{heads} instead of {wanted}"]
 
 
+def arrows(text):
+    """What a part of the trainer uses and may not: core no recipe and nothing of the lab, a recipe no other
+    game and nothing of the lab. Names are resolved as ./run.sh script resolves them. The registry and the
+    table of the lab know all."""
+    heads = enumerate(text.splitlines())
+    banners = [(line, head) for line, head in heads if head.startswith(script.BANNER)]
+    owner = {}
+    parts = []
+    for part in script.parts_of(text):
+        head = [head for line, head in banners if line < part.first][-1].removeprefix(script.BANNER)
+        title = head.split(":")[0]
+        parts.append((part, title))
+        for name in part.binds:
+            owner[name] = title
+    found = []
+    for part, title in parts:
+        for name in sorted(part.uses - part.binds):
+            its = owner.get(name, title)
+            if not may_use(title, its):
+                found.append(f"{title}: {sorted(part.binds)} uses {name} of {its}")
+    return found
+
+
+def may_use(title, its):
+    """May a section use what another one defines?"""
+    if "registr" in title + its or "lab" in title or title.endswith("start") or its == title:
+        return True
+    if "lab" in its:
+        return False
+    if its[0].isdigit():
+        return True
+    # its: a recipe, or what both recipes of a game use
+    return not title[0].isdigit() and title.split()[0].removesuffix("_plus") in its.split()
+
+
 # ---------- each on the files that it is for
 LONG = "def f():\n" + 70 * "    x = 1\n"
 SHORT = "def f():\n" + 11 * "    x = 1\n"
@@ -208,11 +246,25 @@ def test_functions_are_short_and_explained(path):
     assert long_functions(text) + without_docstring(text) == []
 
 
+@pytest.mark.parametrize("place, call, named", [
+    ("def softcap(", "TinyModel", "4 techniques: ['softcap'] uses TinyModel of tiny"),
+    ("def softcap(", "near_misses", "4 techniques: ['softcap'] uses near_misses of 15 lab"),
+    ("class GolfBlock(", "NgramCounts", "golf: ['GolfBlock'] uses NgramCounts of tiny"),
+    ("class GolfBlock(", "depth_dial", "golf: ['GolfBlock'] uses depth_dial of gpt2 and gpt2_plus"),
+    ("class GPT2Model(", "plot_curves", "gpt2: ['GPT2Model'] uses plot_curves of 15 lab")])
+def test_a_forbidden_arrow_is_named(place, call, named):
+    text = SCRIPT.read_text(encoding="utf-8")
+    assert text.count(place) == 1
+    line = text[text.index(place):].partition("\n")[0]
+    assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
+
+
 def test_the_trainer():
     """One file, in DESIGN's order, that runs alone."""
     text = SCRIPT.read_text(encoding="utf-8")
     assert [path.name for path in ROOT.glob("*.py")] == ["train_gpt.py"]
-    assert sections(text) == [] != sections(text.replace("# ---------- 8 data", "# ---------- 8 tokens"))
+    assert sections(text) == [] != sections(text.replace("# ---------- 7 data", "# ---------- 7 tokens"))
+    assert arrows(text) == []
     assert runs_text(text) + asks_for_a_preset(text) + foreign_imports(text) == []
     assert {"tiny", "golf", "speedrun", "gpt2"} <= preset_names(text)[0]
 
