@@ -234,8 +234,9 @@ def pytest_configure_node(node):
 # ---------------------------------------------------------------- which tests run
 LEFT_OUT = {"slow", "static"}       # unless -m names one of a test's markers
 QUICK = {       # a file, or a test of it with its cases
-    "test_config.py", "test_data.py", "test_eval.py", "test_golden.py", "test_model.py", "test_optimizer.py",
-    "test_speedrun.py", "test_train.py::test_one_rank", "test_train.py::test_two_ranks_agree_with_one",
+    "test_config.py", "test_data.py", "test_eval.py", "test_golden.py", "test_kernel_costs.py",
+    "test_model.py", "test_optimizer.py", "test_speedrun.py",
+    "test_train.py::test_one_rank", "test_train.py::test_two_ranks_agree_with_one",
     "test_train.py::test_same_seed_same_bits", "test_faults.py::test_killed_at_a_moment",
     "test_plus.py::test_a_run_killed_and_resumed"}
 

@@ -15,10 +15,12 @@ zeros or garbage, so nothing here says anything about numerics or speed; what is
 can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
 attention by functions that allocate what the fused kernels would; the first values, which are not drawn.
 
-The milliseconds are those of a GPU that reaches the ceilings in GPUS in every part, one after another: a
-way to see which part grew, no prediction. Beside the sum stands an estimate for 8 H100: the sum times what
-the game's record logged over what was counted of its own script (FACTORS). The time of the ranks'
-collectives stands beside both. Exit code 1: some PROBLEM line was printed.
+Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in GPUS in every part, one after
+another: a way to see which part grew, no prediction. Beside the sum stands an estimate for 8 H100: the sum
+times what the game's record logged over what was counted of its own script (FACTORS). The time of the ranks'
+collectives stands beside both. "estimate by what an H100 took" is the counted work at the rates that one H100
+reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit code 1: some PROBLEM line
+was printed.
 """
 
 import argparse
@@ -42,6 +44,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
+import kernel_costs  # noqa: E402
 import seen_on_gpu  # noqa: E402
 
 SITE = Path(sysconfig.get_paths()["purelib"])
@@ -216,14 +219,17 @@ def replace_attention(torch, note):
 
 
 @contextmanager
-def count_bytes(torch, note, width):
+def count_bytes(torch, note, width, order=False):
     """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table at most `width`: what
-    is looked up."""
+    is looked up. order: generated ones also note the bytes that they walk against the order in memory; -1 if
+    that is unknown."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     real = CachingAutotuner.run
+    strided: dict = {}  # {(kernel, sizes of its tensors): bytes}
 
     def run(self, *args, **kwargs):
+        """CachingAutotuner.run(), which notes what it launches."""
         tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
         name = self.fn.__name__
         note(
@@ -231,7 +237,15 @@ def count_bytes(torch, note, width):
             name,
             sum(min(x.nbytes, width) if "embedding" in name and x.dim() == 2 else x.nbytes for x in tensors),
         )
-        return real(self, *args, **kwargs)
+        if not order:
+            return real(self, *args, **kwargs)
+        result = real(self, *args, **kwargs)  # now it has its configurations
+        if re.match("triton_(poi|per|red)_", name):
+            key = (self, *(getattr(x, "nbytes", x) for x in args))
+            if key not in strided:
+                strided[key] = kernel_costs.strided_bytes_of(self, args)
+            note("strided", name, -1 if strided[key] is None else strided[key])
+        return result
 
     CachingAutotuner.run = run
     try:
@@ -305,13 +319,16 @@ def eager_bytes(torch, function):
     return total
 
 
-def window_pairs(trainer, cfg, stage):
+def window_pairs(trainer, cfg, stage, document=0):
     """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
-    it. Documents, which make them fewer, are not known here."""
+    it. Documents, which make them fewer, are not known here; document: as if each had so many tokens."""
     T, unit, pairs = stage.row_tokens, 128, 0
     for layer in cfg.layers(stage):
         if layer.window and (layer.window < T - 1 or cfg.document_limit()):
             firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
+            if document:
+                begins = [q * unit // document * document // unit for q in range(T // unit)]
+                firsts = [max(pair) for pair in zip(firsts, begins)]
             pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
     return pairs
 
@@ -342,6 +359,14 @@ class Subject:
         run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             self.note_collective(name)
+        update = run.optimizer.step
+
+        def noted_update(*args, **kwargs):
+            self.recorder.note("phase", "optimizer")
+            update(*args, **kwargs)
+            self.recorder.note("phase", "model")
+
+        run.optimizer.step = noted_update
 
     def add_to_log(self, *lines):
         self.log += lines
@@ -422,8 +447,13 @@ class Subject:
         steps()
         host = 1e3 * (time.perf_counter() - began) / every
         D, H = cfg.model_dim // cfg.num_heads, cfg.num_heads
-        flex = 3.5 * 4 * D * H * rows * window_pairs(self.trainer, cfg, stage) * every
+        flops = 3.5 * 4 * D * H * rows * every
+        flex = flops * window_pairs(self.trainer, cfg, stage)
+        document = kernel_costs.DOCUMENT if cfg.document_limit() else 0
+        seen = flops * window_pairs(self.trainer, cfg, stage, document)
         found = figures(lines, flex, eager, every)
+        if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == GPUS["h100"].name:
+            found |= kernel_costs.estimate(lines, seen, eager, every)
         return dict(
             T=T,
             rows=rows,
@@ -552,7 +582,10 @@ def load_trainer(path):
 def measure(words, ranks, trainer_path):
     """Everything about one preset, as a dict; in a process with the library in place."""
     import torch
+    import torch._inductor.config as inductor
 
+    # The stand-in times nothing, so what a cache would keep as a kernel's best configuration is any of them
+    inductor.autotune_local_cache = False
     trainer = load_trainer(trainer_path)
     try:
         subject = Subject(trainer, torch, words, ranks)
@@ -572,7 +605,7 @@ def measure(words, ranks, trainer_path):
     if cfg.max_wallclock_seconds:  # the clock ends it
         total = RECORD_STEPS.get(cfg.preset, total)
     found["steps"] = steps_of_stages(cfg, total)
-    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4):
+    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4, True):
         for stage in cfg.stages():
             name = stage_name(cfg, stage)
             if name not in found["stages"]:
@@ -586,6 +619,7 @@ def measure(words, ranks, trainer_path):
 
 # ---------- the command
 LONGEST_PTXAS = 60  # seconds for one kernel
+TRANSPOSING_SHOWN = 5  # kernels of a stage, or --kernels if that is more
 MEMORY_ERROR, MEMORY_SLACK = 0.15, 0.5  # of the plan's estimate against the peak: part of it, and GiB
 
 
@@ -643,6 +677,23 @@ def alone(title, found):
     return f"all {steps:,} steps on one {gpu}: about {hours:.1f} hours (estimate), by: {command}"
 
 
+def report_estimate(row, kernels):
+    """Prints the estimate of a stage, and so many of its transposing kernels."""
+    if "estimate_ms" not in row:
+        return
+    print(
+        f"    estimate by what an H100 took, ms: {row['estimate_ms']}; sum {row['estimate_sum_ms']}, "
+        f"{row['estimate_optimizer_ms']} of it the optimizer's; without collectives and pauses"
+    )
+    for kernel in row["transposing"][:kernels]:
+        print(
+            f"    transposing: {kernel['GB']:.3f} GB, {kernel['strided_GB']:.3f} against the order, "
+            f"{kernel['launches']:g} launches, {kernel['ms']:.2f} ms (estimate): {kernel['name']}"
+        )
+    if row["unread"]:
+        print(f"    not read, so perhaps transposing: {', '.join(row['unread'])}")
+
+
 def report(title, found, kernels=0):
     """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
     print(f"\n== {title}")
@@ -678,6 +729,7 @@ def report(title, found, kernels=0):
             f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}"
             f"{expected(title, name, row['sum_ms'])}; collectives {row['collectives_ms']}"
         )
+        report_estimate(row, max(kernels, TRANSPOSING_SHOWN))
         for kernel in row["largest"][:kernels]:
             print(
                 f"    {kernel['GB']:8.3f} GB, {kernel['launches']:g} launches, "
