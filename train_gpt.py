@@ -2882,6 +2882,10 @@ FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gp
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
 CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
 MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
+# Smaller vocabularies take the loss that Inductor generates: on an H100 golf's 49,152 x 1,024 logits cost
+# 0.92 ms by it and 1.15 by loss_kernel (docs/first_gpu.md). No other vocabulary was timed both ways, so all
+# others keep the kernel: 8,192 (golf_plus), 32,768 (gpt2) and 50,304 (speedrun, 5.5 ms by loss_kernel).
+LEAST_KERNEL_VOCABULARY = 2048
 
 def to_fp8(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x -> (fp8, the scale to multiply it by, 0-dim). scale: a number or 0-dim; None: max |x| fills the
@@ -3261,7 +3265,8 @@ if triton:
 
 def kernel_transpose(x: Tensor) -> Tensor:
     """x (N, V) -> its transpose (V, N), contiguous, by transpose_kernel. Inductor does not tile the copy of
-    what a Triton kernel of ours has written: the speedrun's 2.47 GB took 18.7 ms on an H100. Not measured."""
+    what a Triton kernel of ours has written: the speedrun's 2.47 GB took 18.7 ms on an H100. Nor does torch
+    2.13 where it fuses the copy with a reduction, as in fp8_mlp's backward pass. Not measured."""
     N, V = x.shape
     out = x.new_empty(V, N)
     tiles = (triton.cdiv(N, 64), triton.cdiv(V, 128))
@@ -3325,10 +3330,11 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
     block_linear, head_linear, loss = cfg.linears(on_gpu, log)
     chosen = dict(linear=block_linear, head_linear=head_linear, **cfg.further_kernels(on_gpu))
     chosen |= cfg.attention_kernels(on_gpu, log)
-    if not on_gpu:
-        chosen["loss"] = loss
-    elif cfg.triton_kernels and triton:
+    own_kernels = on_gpu and cfg.triton_kernels and triton
+    if own_kernels and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
         chosen["loss"] = partial(loss, row_losses=kernel_losses)
+    elif own_kernels or not on_gpu:
+        chosen["loss"] = loss
     return Kernels(**chosen)
 
 # ---------- 12 ranks, log, memory
@@ -7003,6 +7009,8 @@ class SpeedrunPlus(Config):
         if on and self.fp8_mlp:
             chosen["mlp"] = fp8_mlp
             chosen["mlp_scales"] = DelayedScales
+            if on_gpu and self.triton_kernels and triton:
+                chosen["mlp"] = partial(fp8_mlp, transpose=kernel_transpose)
         return chosen
 
     def check_data(self, data: "Data") -> None:
@@ -7299,9 +7307,9 @@ class DelayedScales:
 class Fp8MLP(torch.autograd.Function):
     """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
     output's gradient are scaled by their own maximum, everything else by scales (3,), see DelayedScales. The
-    activations are kept in fp8 only."""
+    activations are kept in fp8 only. transpose: of what has a row per token, in fp8."""
     @staticmethod
-    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Callable) -> Tensor:
         scale_x, scale_post, scale_pre = scales.unbind()
         x8, _ = to_fp8(x, scale_x, torch.float8_e4m3fn)
         fc8, scale_fc = to_fp8(fc, None, torch.float8_e4m3fn)
@@ -7310,27 +7318,29 @@ class Fp8MLP(torch.autograd.Function):
         post8, _ = to_fp8(post, scale_post, torch.float8_e4m3fn)
         largest = torch.stack((x.abs().amax().float(), post.amax().float()))
         ctx.save_for_backward(x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest)
+        ctx.transpose = transpose
         return scaled_mm(post8, proj8, scale_post, scale_proj, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest = ctx.saved_tensors
+        t = ctx.transpose
         scale_x, scale_post, scale_pre = scales.unbind()
         grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
-        grad_proj = scaled_mm(grad8.t(), post8.t(), scale_grad, scale_post)
+        grad_proj = scaled_mm(t(grad8), t(post8), scale_grad, scale_post)
         root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu of fc's product, once more
         pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of that product
         pre8, _ = to_fp8(pre, scale_pre, torch.float8_e4m3fn)
-        grad_fc = scaled_mm(pre8.t(), x8.t(), scale_pre, scale_x)
+        grad_fc = scaled_mm(t(pre8), t(x8), scale_pre, scale_x)
         grad_x = scaled_mm(pre8, fc8.t(), scale_pre, scale_fc)
         largest = torch.cat((largest, pre.abs().amax().float()[None]))
-        return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest
+        return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest, None
 
-def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor) -> Tensor:
+def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Callable = torch.t) -> Tensor:
     """unscaled_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
     if not torch.is_grad_enabled():
         return mlp(x, fc, proj)
-    return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales).to(x.dtype).view(x.shape)
+    return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales, transpose).to(x.dtype).view(x.shape)
 
 # magnitudes beyond which Fp8QKV clips
 QKV_INPUT = 8.0

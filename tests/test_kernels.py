@@ -515,6 +515,21 @@ def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, const
     assert train_gpt.choose_kernels(cfg, True, lambda line: None).loss is lm_loss
 
 
+@pytest.mark.parametrize("preset, by_kernel", [("golf", False), ("golf_plus", True), ("speedrun", True)])
+def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkeypatch):
+    """The least one that takes the kernel is a constant, by which toys can have it, too."""
+    monkeypatch.setattr(train_gpt, "triton", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    cfg = preset_config(preset)
+    if preset == "speedrun":
+        cfg = replace(cfg, fp8="off")
+    for least, kernel in ((train_gpt.LEAST_KERNEL_VOCABULARY, by_kernel), (0, True)):
+        monkeypatch.setattr(train_gpt, "LEAST_KERNEL_VOCABULARY", least)
+        loss = train_gpt.choose_kernels(cfg, True, lambda line: None).loss
+        assert getattr(loss, "func", loss) is train_gpt.fused_loss
+        assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
+
+
 def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):
     """COMPILE=0 leaves Adam eager; where the model cannot be compiled, neither is."""
     compiled = []

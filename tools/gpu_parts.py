@@ -886,14 +886,22 @@ def alternatives(subject: Subject, run: Any, calls: list[tuple[Call, int]], loss
         return function(x, head, targets, cap, product, *more)
 
     trainer = subject.trainer
-    options = [Option("as it is", "", partial(loss, function=run.kernels.loss))]
-    if run.team.on_gpu and trainer.triton:
-        by_inductor = partial(run.kernels.loss, row_losses=trainer.row_losses)
-        options.append(Option("Inductor's", "TRITON_KERNELS=0", partial(loss, function=by_inductor)))
+    in_use = run.kernels.loss
+    options = [Option("as it is", "", partial(loss, function=in_use))]
+    if not (run.team.on_gpu and trainer.triton and run.cfg.triton_kernels):
+        change = "loss=lm_loss in choose_kernels()"
+        options.append(Option("readable", change, partial(loss, function=trainer.lm_loss)))
     else:
-        options.append(
-            Option("readable", "loss=lm_loss in choose_kernels()", partial(loss, function=trainer.lm_loss))
-        )
+        name = "Inductor's"
+        change = "a larger"
+        row_losses = trainer.row_losses
+        if run.cfg.vocab_size < trainer.LEAST_KERNEL_VOCABULARY:
+            name = "by our kernel"
+            change = "a smaller"
+            row_losses = trainer.kernel_losses
+        change += " LEAST_KERNEL_VOCABULARY in train_gpt.py"
+        other = partial(in_use, row_losses=row_losses)
+        options.append(Option(name, change, partial(loss, function=other)))
     report.attempt(
         "loss", compare, subject, run, f"loss of {x.size(1):,} tokens", options, [x, head], micro_steps
     )

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -87,8 +87,9 @@ class Addresses:
         self.sizes: list[int] = []
         self.emulated: list[int] = []
 
-    def add(self, name: str, tensor: Tensor) -> int:
-        """-> the emulated address of the tensor's first element."""
+    def add(self, name: str, tensor: Tensor, before: int = 0) -> int:
+        """-> the emulated address of the tensor's first element, or of what would be that many elements
+        before it, of which nothing can be read: the tensor is then a part of a larger one."""
         begin = tensor.data_ptr()
         places = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
         self.names.append(name)
@@ -96,7 +97,7 @@ class Addresses:
         self.sizes.append((places + 1) * tensor.itemsize if tensor.numel() else 0)
         # in the middle of its own part of the address space; keeps its alignment
         self.emulated.append((len(self.names) << TABLE_BITS) + (1 << (TABLE_BITS - 1)) + begin % 4096)
-        return self.emulated[-1]
+        return self.emulated[-1] - before * tensor.itemsize
 
     def real(self, pointers: Handle, mask: np.ndarray, doing: str) -> np.ndarray:
         """Host addresses. Raises Beyond for one outside of its tensor."""
@@ -326,8 +327,6 @@ class Interpreter:
     since the trainer may go on without it."""
 
     def __init__(self) -> None:
-        self.last_grid = ctypes.CDLL("libcuda.so.1").static_last_grid
-        self.last_grid.restype = ctypes.POINTER(ctypes.c_uint)
         self.memory = Memory()
         self.rewritten: dict[Any, Any] = {}
         self.seen: set[str] = set()
@@ -358,14 +357,14 @@ class Interpreter:
         finally:
             scope.restore()
 
-    def arguments(self, fn: Callable, values: dict) -> dict:
-        """values {parameter: value} as the interpreter takes them."""
+    def arguments(self, fn: Callable, values: dict, before: dict[str, int]) -> dict:
+        """values {parameter: value} as the interpreter takes them. before: see Addresses.add()."""
         parameters = inspect.signature(fn).parameters
         found = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 kind = tl.str_to_ty(mangle_type(value), None)
-                address = np.array([self.memory.addresses.add(name, value)], np.uint64)
+                address = np.array([self.memory.addresses.add(name, value, before.get(name, 0))], np.uint64)
                 found[name] = tl.tensor(Handle(address, kind), kind)
             elif value is None or "constexpr" in str(parameters[name].annotation):
                 found[name] = value
@@ -375,26 +374,35 @@ class Interpreter:
 
     def launch(self, tuner: CachingAutotuner, values: dict) -> None:
         """Every program of the launch that the library saw last. values: {parameter: value}."""
-        fn = tuner.fn.fn
-        self.seen.add(fn.__name__)
-        self.memory.addresses = Addresses(fn.__name__)
-        args = self.arguments(fn, values)
         counts = self.last_grid()[:3]
         blocks = larger_blocks(tuner.inductor_meta, values)
         if blocks:
-            args |= blocks
             counts = [-(-values["xnumel"] // blocks["XBLOCK"]), 1, 1]
             if "YBLOCK" in blocks:
                 counts[1] = -(-values["ynumel"] // blocks["YBLOCK"])
-        run = self.function(fn)
+        places = itertools.product(*[range(count) for count in counts])
+        try:
+            check_alignment(tuner, values)
+        except Beyond as error:
+            self.faults.append(str(error))
+            raise
+        self.run_programs(tuner.fn.fn, values | blocks, counts, places)
+
+    def run_programs(self, fn: Callable, values: dict, counts: Sequence[int],
+                     places: Iterable[tuple], before: dict[str, int] | None = None) -> None:  # fmt: skip
+        """The programs at these places of a grid of `counts`. values: {parameter: value}; before:
+        {parameter: elements of a tensor that lie before the part of it that is given}."""
+        self.seen.add(fn.__name__)
+        self.memory.addresses = Addresses(fn.__name__)
+        args = self.arguments(fn, values, before or {})
+        rewritten = self.function(fn)
         builder = interpreter.interpreter_builder
         builder.set_grid_dim(*counts)
         with self.language(), np.errstate(all="ignore"):
             try:
-                check_alignment(tuner, values)
-                for place in itertools.product(*[range(count) for count in counts]):
+                for place in places:
                     builder.set_grid_idx(*place)
-                    run(**args)
+                    rewritten(**args)
             except Exception as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 lines = [frame.line for frame in frames if frame.name == fn.__name__]
@@ -405,6 +413,8 @@ class Interpreter:
     @contextmanager
     def in_place_of_the_gpu(self) -> Iterator[None]:
         """Meanwhile compiled code's launches are interpreted after they were recorded."""
+        self.last_grid = ctypes.CDLL("libcuda.so.1").static_last_grid
+        self.last_grid.restype = ctypes.POINTER(ctypes.c_uint)
         real = CachingAutotuner.run
         timed = CachingAutotuner.bench
 
