@@ -172,12 +172,54 @@ def broken_links(page):
 
 
 def test_links_lead_somewhere(tmp_path):
-    pages = [path for pattern in ("*.md", "docs/*.md", "records/**/*.md", ".github/**/*.md")
+    pages = [path for pattern in ("*.md", "docs/**/*.md", "records/**/*.md", ".github/**/*.md")
              for path in ROOT.glob(pattern)]
     assert {page: broken_links(page) for page in pages if broken_links(page)} == {}
     planted = tmp_path / "page.md"
     planted.write_text("# A b: c\n[x](page.md#a-b-c) [y](#a-b-c) [z](gone.md) [w](page.md#a-b)\n[v]: #b\n")
     assert broken_links(planted) == ["gone.md", "page.md#a-b", "#b"]
+
+
+ENTRY = re.compile(r"\(log/([\d-]+\.md)#(\d[\w-]+)\)")
+NUMBER = re.compile(r"(?<![\d.,])\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?![.,]?\d)")
+
+
+def entries_of(text):
+    """{anchor: text} of the entries of a month."""
+    return {anchors_of(f"### {entry}").pop(): entry for entry in re.split(r"(?m)^### ", text)[1:]}
+
+
+def numbers_without_entry(page, months):
+    """Numbers of three digits or more that a line of the log's page has and none of its entries."""
+    found = []
+    for line in page.splitlines():
+        entries = [months[month][anchor] for month, anchor in ENTRY.findall(line)]
+        said = set(NUMBER.findall(" ".join(entries)))
+        if entries:
+            numbers = NUMBER.findall(re.sub(r"\]\([^)]*\)", "]", line))
+            found += [number for number in numbers if len(number) > 2 and number not in said]
+    return found
+
+
+def test_the_log_holds_what_its_page_says():
+    """Each number of the page and of README's results stands in an entry of the archive."""
+    months = {path.name: entries_of(path.read_text(encoding="utf-8"))
+              for path in (ROOT / "docs/log").glob("*.md")}
+    page = (ROOT / "docs/log.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 250 and len(ENTRY.findall(page)) > 90
+    assert numbers_without_entry(page, months) == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = re.search(r"(?ms)^## Results\n(.*?)^## ", readme)[1]
+    rows = [line for line in results.splitlines() if line.startswith("| ")]
+    archive = " ".join(text for month in months.values() for text in month.values())
+    scores = re.findall(r"\b\d\.\d{4}\b", "\n".join(rows))
+    assert len(scores) >= 18 and [score for score in scores if score not in NUMBER.findall(archive)] == []
+
+    small = {"2026-01.md": entries_of("# M\n### 1: a\n0.5 and -1,234.5, 36.1 ms\n### 2: b\n777\n")}
+    line = "| a 1,234.5, 36.1 and 0.5 | [1](log/2026-01.md#1-a) |"
+    assert numbers_without_entry(line, small) == []
+    assert numbers_without_entry(line.replace("36.1", "777"), small) == ["777"]
+    assert numbers_without_entry(line.replace("36.1", "36.10 and 6.1"), small) == ["36.10", "6.1"]
 
 
 def test_forms_and_workflow_of_github():

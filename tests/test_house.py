@@ -21,7 +21,7 @@ SECTIONS = ["imports", "run constants, flags, checks", "techniques", "optimizer"
             "rehearse, train, main", "recipes", "lab", "start"]  # from 2 on, as DESIGN orders them
 TOOLS = sorted(path for folder in ("data", "records", "tools") for path in ROOT.glob(f"{folder}/*.py"))
 SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md"),
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("records/*.md"),
                 *ROOT.glob("records/rules/*.md"), *ROOT.glob(".github/**/*.md")])
 # In two parts, so that this file passes its own test; a home of `somebody` is made up.
 MACHINE_PATHS = re.compile("/" + r"(root|tmp|Users|work)/|/" + r"home/(?!somebody/)")
