@@ -211,7 +211,7 @@ train() {
             --dry-run=*) plan_only=${argument#*=} ;;
             --dry-run) plan_only=1 ;;
             --help) plan_only=1 DEVICE=cpu ;;
-            --proxy | --proxy=*) proxy=1 ;;
+            --proxy | --proxy=*) proxy=1 script=tools/proxy.py ;;
         esac
         flags+=("$argument")
     done
@@ -252,7 +252,7 @@ train() {
         preset_data "$preset"
     fi
     # A script of one recipe prints no plan
-    if [ "$script" != train_gpt.py ] && [ -z "$plan_only$resume" ]; then
+    if [ -z "$plan_only$resume$proxy" ] && [ "$script" != train_gpt.py ]; then
         "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
     fi
     if [ "$n" -gt 1 ] && [ "${DEVICE:-}" != cpu ]; then

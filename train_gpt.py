@@ -5,7 +5,6 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=speedrun    val_loss 3.28 on 8xH100
     torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2        CORE 0.2565 on 8xH100
     EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py           score what a run left behind
-    python train_gpt.py --preset=speedrun --proxy=64                           a recipe's proxy on any machine
 
 `--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
 
@@ -376,9 +375,6 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# functions that rewrite a command line before it is read, such as --proxy's
-REWRITERS: list[Callable] = []
-
 # The lab helps people and decides nothing: {hook: its function}, filled at the end of the file. Scripts of
 # one recipe have none.
 LAB: dict[str, Callable] = {}
@@ -567,211 +563,6 @@ def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
     again = sum(passes) / len(passes) / cfg.num_layers
     head = cfg.vocab_size * cfg.model_dim
     return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
-
-# Proxies. `--proxy=WIDTH` stands for the flags of a recipe that is scaled down to this width, for machines
-# that cannot train the recipe itself; whatever you give yourself stays as given. Each recipe's rule is a
-# function in its section, and the log shows what it gives. docs/proxy.md: what its verdict is worth.
-PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
-PROXY_STEPS = 0.25  # steps of a proxy / steps of its recipe, at any width
-PROXY_VAL = 262_144  # val tokens that are scored
-PROXY_SECONDS = 300  # what the run of a bare --proxy may take
-PROXY_WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280)
-
-class Scaled(NamedTuple):
-    """A constant of a proxy."""
-    name: str
-    value: Any
-    rule: str  # where the value comes from, for the log
-
-class ProxySize(NamedTuple):
-    """What a proxy's rule starts from."""
-    width: int
-    vocab_size: int  # of the text
-    val_tokens: int  # of its val split that are scored; 0: all
-    depth: int  # that of the depth dial as it was given; 0: by the rule
-    on_gpu: bool
-
-def value_of(rows: list[Scaled], name: str) -> Any:
-    """The value of a proxy's constant."""
-    return {row.name: row.value for row in rows}[name]
-
-def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
-    """Width, heads and vocabulary. full: the recipe."""
-    width = size.width
-    possible = [n for n in range(2, full.num_heads + 1, 2) if width % (2 * n) == 0]
-    wanted = full.num_heads * (width / full.model_dim) ** 0.5
-    heads = min(possible, key=lambda n: abs(math.log(n / wanted)))
-    return [Scaled("model_dim", width, "the width of the proxy"),
-            Scaled("num_heads", heads, "even; heads, and channels per head, fall as the root of model_dim"),
-            Scaled("vocab_size", size.vocab_size, "that of the text")]
-
-def proxy_length(full: Any, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
-    """Steps, and the batch that follows from them. full: the recipe, whose run takes `steps`. shape: the
-    proxy's other sizes."""
-    small = replace(full, **{row.name: row.value for row in shape})
-    T = small.train_seq_len
-    part = PROXY_STEPS * steps / total_steps(full)
-    iterations = max(1, round(part * full.iterations))
-    extension = round(part * full.extension_iterations)
-    warmup = round(PROXY_STEPS * full.muon_momentum_warmup_steps)
-    # tokens of the whole run if a step of the first stage is one row
-    small = replace(small, iterations=iterations, extension_iterations=extension, train_batch_tokens=T)
-    one_row = planned_tokens(small)
-    rows = max(1, round(tokens_per_weight * horizon_weights(small) / one_row))
-    return [
-        Scaled("iterations", iterations, f"{PROXY_STEPS:g} of the recipe's {steps} steps, at any width"),
-        Scaled("extension_iterations", extension, "the same part of the run"),
-        Scaled("muon_momentum_warmup_steps", warmup, "the same part of the run"),
-        Scaled("train_batch_tokens", rows * T,
-               f"{tokens_per_weight:.3g} tokens per weight of matrices and lm_head in those steps"),
-        Scaled("max_epochs", 0, "a small text is read again")]
-
-def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) -> list[Scaled]:
-    """Learning rates. reference: the width for which `full` states them. tables: constants of the rates of
-    embeddings and lm_head."""
-    factor = (width / reference) ** -0.5
-    rates = [Scaled("matrix_lr", full.matrix_lr,
-                    "stays: Muon's updates have the same spectral norm at any width (arXiv:2310.17813)")]
-    for name in tables:
-        rule = f"Adam's rates of tables go as width**-0.5, as on gpt2's depth dial: {factor:.3g} times"
-        rates.append(Scaled(name, round(factor * getattr(full, name), 6), rule))
-    return rates
-
-def proxy_rows() -> list[Scaled]:
-    """Rows of the whole text, for recipes that read only the beginnings of documents: at a small width those
-    are so short that a proxy would read a small part of the text several times."""
-    return [Scaled("packing", "rows", "the whole text: beginnings of documents would be a small part of it"),
-            Scaled("shuffle", True, "in one random order"),
-            Scaled("seq_schedule", (1,), "rows of one length, as many tokens a step")]
-
-def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
-    """Scores, artifact, clock and compiler. context: tokens per row in evaluation."""
-    scores = [
-        Scaled("eval_context", context, "tokens per row"),
-        Scaled("val_tokens", size.val_tokens, "the same part of val at any width"),
-        Scaled("val_batch_size", max(context, 16_384 // context * context), "fits any machine"),
-        Scaled("val_loss_every", 0, "only the final one counts"),
-        Scaled("sample_tokens", 0, "no samples"),
-        Scaled("artifact_bytes_limit", 0, "bytes are no part of a proxy"),
-        Scaled("score_artifact", False, "the trained weights are scored"),
-        Scaled("max_wallclock_seconds", 0.0, "steps end the run: a slow machine trains the same model")]
-    if not size.on_gpu:
-        scores += [Scaled("compile", False, "compiling every stage would take longer than it saves"),
-                   Scaled("warmup_steps", 1, "there is nothing to compile"),
-                   Scaled("dtype", "float32", "faster at these widths, and alike on all CPUs")]
-    return scores
-
-def proxy_text(path: str, full: Any) -> tuple[int, int]:
-    """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. If it is not
-    there, those of the embedded corpus; without a tokenizer, the recipe's vocab_size."""
-    try:
-        manifest = json.loads(read_text(Path(path, "manifest.json")))
-        vocab_size = (manifest.get("tokenizer") or {}).get("vocab_size", full.vocab_size)
-        val = sum([file["tokens"] for file in manifest["files"] if file["split"] == "val"])
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        return 1024, PROXY_VAL
-    return int(vocab_size), PROXY_VAL if val > PROXY_VAL else 0
-
-def without_proxy(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of --proxy ("" if it is bare, None if it is absent) and the other words."""
-    others: list[str] = []
-    width = None
-    words = [*argv]
-    while words:
-        word = words.pop(0)
-        if word.startswith("--proxy="):
-            width = word.removeprefix("--proxy=")
-        elif word == "--proxy":
-            width = words.pop(0) if words and words[0].isdigit() else ""
-        else:
-            others.append(word)
-    return width, others
-
-def proxy_flags(rows: list[Scaled]) -> list[str]:
-    flags = []
-    for row in rows:
-        text = row.value if isinstance(row.value, str) else show(row.value)
-        flags.append(f"--{row.name.replace('_', '-')}={text}")
-    return flags
-
-def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Callable = print) -> Sequence[str]:
-    """A command line with --proxy replaced by the flags that it stands for, which the log shows with their
-    rules. Raises Refused."""
-    text, others = without_proxy(argv)
-    if text is None:
-        return argv
-    # 1. what was given
-    preset = preset_of(env, others)
-    if preset not in PROXIES:
-        raise Refused(f"{preset} has no proxy; these have: {', '.join(PROXIES)}")
-    typed = {**env, **dict(parse_flags(others))}
-    given = {name: typed[word] for word, name in NAMES.items() if word in typed}
-    path = given.get("data_path", PROXY_DATA)
-    full = preset_config(preset)
-    on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
-    vocab_size, val_tokens = proxy_text(path, full)
-    asked: dict[str, Any] = {}
-    for name in ("vocab_size", "depth"):
-        asked[name] = parse_value(name, given.get(name, "0"))
-    vocab_size = asked["vocab_size"] or vocab_size
-
-    def scaled(width: int) -> list[Scaled]:
-        rows = PROXIES[preset](full, ProxySize(width, vocab_size, val_tokens, asked["depth"], on_gpu))
-        rows.append(Scaled("data_path", path, "the embedded corpus, unless another text is given"))
-        return [row for row in rows if row.name not in given]
-
-    # 2. the width
-    widths = [width for width in PROXY_WIDTHS if width < full.model_dim]
-    if text and not (text.isdigit() and widths[0] <= int(text) < full.model_dim and int(text) % 16 == 0):
-        raise Refused(f"proxy={text}: a width in steps of 16, from {widths[0]} to {full.model_dim - 16}")
-    width = int(text or 0)
-    if not width:
-        width = largest_proxy(scaled, widths, others, env, log)
-    # 3. its flags
-    rows = scaled(width)
-    log(f"proxy: {preset} at width {width} instead of {full.model_dim}")
-    log(*[f"proxy {row.name}={show(row.value)}: {row.rule}" for row in rows])
-    return [*others, *proxy_flags(rows)]
-
-def largest_proxy(scaled: Callable, widths: list[int], others: list[str], env: Mapping[str, str],
-                  log: Callable) -> int:
-    """The largest width whose run takes at most PROXY_SECONDS, by real steps here. scaled: width -> rows."""
-    best = widths[0]
-    for width in widths:
-        cfg = load_config(env, [*others, *proxy_flags(scaled(width))])
-        seconds = proxy_seconds(cfg, env)
-        log(f"proxy: width {width} trains {planned_tokens(cfg)} tokens in about {seconds:.0f} s here")
-        if seconds > PROXY_SECONDS:
-            break
-        best = width
-    log(f"proxy: width {best} is the largest that ends within {PROXY_SECONDS} s; --proxy={best} skips this")
-    return best
-
-def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
-    """Estimated seconds of training, from uncompiled steps of the last stage, which are the longest."""
-    team = Team(cfg, env)
-    if team.world_size > 1:
-        raise Refused("--proxy without a width is for one process: give a width")
-    kernels = choose_kernels(cfg, team.on_gpu, lambda *lines: None)
-    with team.device:
-        model = cfg.make_model(kernels)
-    optimizer = Optimizer(model, cfg, dtype=team.dtype if team.on_gpu else torch.float32,
-                          muon_dtype=team.dtype)
-    values = first_values(model, cfg.seed)
-    for bank in optimizer.banks:
-        bank.load(values)
-    stage = cfg.stages()[-1]
-    rows = stage.batch_tokens // stage.row_tokens
-    tokens = torch.randint(cfg.vocab_size, (rows, stage.row_tokens), device=team.device)
-    context = model.training_context(stage.row_tokens, team.device, team.dtype, stage)
-    times = []
-    for step in range(3):
-        began = time.perf_counter()
-        train_step(model, optimizer, (tokens, tokens.clone()), rows, context, 1.0, 0.0,
-                   cfg.schedule(0, 0.0).momentum)
-        team.wait()
-        times.append(time.perf_counter() - began)
-    return min(times) * planned_tokens(cfg) / stage.batch_tokens
 
 # ---------- 4 techniques
 class Layer(NamedTuple):
@@ -4267,8 +4058,6 @@ def load_asked(asked: Config, team: Team, changed: dict, given: set[str],
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     """One run: the plan only, the score of a file, or training."""
-    for rewrite in REWRITERS:
-        argv = rewrite(argv, env, log)
     cfg = load_config(env, argv)
     began = time.perf_counter()
     started = f"{datetime.now(UTC):%FT%TZ}"
@@ -4333,8 +4122,9 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     if team.rank == 0:
         finish(run, result, report, scores, curves, began)
 
-def main(argv: Sequence[str], env: Mapping) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 refused before training."""
+def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
+    """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
+    with."""
     if "--help" in argv or "-h" in argv:
         print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
         lab("help", preset_of(env, argv))
@@ -4345,6 +4135,7 @@ def main(argv: Sequence[str], env: Mapping) -> int:
     try:
         ranks = read_ranks(env)
         log.lead = ranks.rank == 0
+        log(*notes)
         run_once(argv, env, log, saver)
         saver.release()
         saver.wait()
@@ -5680,26 +5471,6 @@ class GolfModel(Model):
             x = block(x, x0, context)
         return rms_norm(x)
 
-def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
-    """The sizes of the golf recipes' proxies, with as many query heads per key head as in the recipe."""
-    shape = proxy_shape(full, size)
-    kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
-    T = max(64, round(full.train_seq_len * size.width / full.model_dim))
-    return shape + [
-        Scaled("num_kv_heads", kv_heads, "one per two query heads"),
-        Scaled("train_seq_len", T, "in proportion to the width")]
-
-def golf_proxy(full: Golf, size: ProxySize) -> list[Scaled]:
-    """The number of layers stays, and the warmdown's part of the run. The record trains on 194 tokens per
-    weight, too many for a small machine; a proxy trains on 20 (arXiv:2203.15556)."""
-    shape = golf_shape(full, size)
-    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
-    length = proxy_length(full, shape, steps=8394, tokens_per_weight=20)
-    return shape + length + rates + [
-        Scaled("warmdown_iters", round(PROXY_STEPS * full.warmdown_iters), "the same part of the run"),
-        Scaled("tokenizer_path", "", "that of the text"),
-    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
-
 # ---------- golf_plus: the same game, by a later record
 @dataclass(frozen=True)
 class LoopStage(Stage):
@@ -6149,23 +5920,6 @@ class GolfPlusModel(Model):
             return x + skipped
         return learned_lerp(skipped, x, self.skip_mix[i])
 
-def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
-    """Layers, loops, grouped queries and the stages stay. The record trains some 109 tokens per weight, which
-    no small machine can; a proxy trains 20 (arXiv:2203.15556)."""
-    shape = golf_shape(full, size)
-    rates = proxy_rates(full, size.width, full.model_dim, ["tied_embed_lr"])
-    table_factor = value_of(rates, "tied_embed_lr") / full.tied_embed_lr
-    length = proxy_length(full, shape, steps=4988, tokens_per_weight=20)
-    return shape + length + rates + [
-        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
-        Scaled("adam_weight_decay", round(full.adam_weight_decay / PROXY_STEPS / table_factor, 6),
-               "shrinks the embedding as much over the whole run"),
-        Scaled("ema_decay", 1 - (1 - full.ema_decay) / PROXY_STEPS, "the mean of the same part of the run"),
-        Scaled("tokenizer_path", "", "that of the text"),
-        Scaled("gptq_batches", 0, "there is no artifact to round"),
-        Scaled("eval_sliding", 0, "the plain score counts"),
-    ] + proxy_scores(value_of(shape, "train_seq_len"), size)
-
 # ---------- speedrun and speedrun_plus: what both use
 def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor:
     """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to exactly 1 / base
@@ -6554,43 +6308,6 @@ class SpeedrunModel(Model):
         if self.backout is not None:
             x = x - self.backout.to(x.dtype) * outputs[self.cfg.backout_layer]
         return rms_norm(x)
-
-def speedrun_windows(full: Any, share: float) -> list[Scaled]:
-    """Windows, documents and rows in proxies of the speedruns. share: proxy's width / recipe's width."""
-    block = max(4, round(full.window_block * share))
-    windows = [stage.window // full.window_block * block for stage in full.stages()]
-    longest = full.max_doc_len // full.window_block * block
-    return [
-        Scaled("window_block", block, "in proportion to the width"),
-        Scaled("window_schedule", tuple(windows), "as many blocks as in the recipe"),
-        Scaled("eval_window", full.eval_window // full.window_block * block,
-               "as many blocks as in the recipe"),
-        Scaled("max_doc_len", longest, "as many blocks as in the recipe"),
-        Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
-
-def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
-    """Weight decay, momentum cooldown, gradient scale and fp8 in proxies of the speedruns. batch: tokens
-    per step of the proxy."""
-    ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
-    return [
-        Scaled("weight_decay", full.weight_decay / PROXY_STEPS, "shrinks as much over the whole run"),
-        Scaled("muon_momentum_cooldown_steps", round(PROXY_STEPS * full.muon_momentum_cooldown_steps),
-               "the same part of the run"),
-        Scaled("loss_sum_ranks", ranks, "gradients as large beside adam_eps as in the recipe, or nearly"),
-        Scaled("fp8", "off", "fp8 gains seconds, not loss per token")]
-
-def speedrun_proxy(full: Speedrun, size: ProxySize) -> list[Scaled]:
-    """All layers, skips and stages stay, and so do the channels of gates."""
-    share = size.width / full.model_dim
-    shape = proxy_shape(full, size)
-    heads = value_of(shape, "num_heads")
-    shape += speedrun_windows(full, share)
-    shrunk = (full.model_dim / full.num_heads) / (size.width / heads)
-    length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
-    rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
-    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
-        Scaled("attn_scale", full.attn_scale * shrunk**0.5, "rises as the root of the heads' width falls"),
-    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 # ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
 class MuddGate(NamedTuple):
@@ -7561,36 +7278,6 @@ class SpeedrunPlusModel(SeveralTargets):
         x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
         return rms_norm(x)
 
-def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
-    """All layers, skips and stages stay, and so do the channels of gates. Bigram tables keep their rows per
-    token of the vocabulary."""
-    share = size.width / full.model_dim
-    shape = proxy_shape(full, size)
-    head_dim = size.width / value_of(shape, "num_heads")
-    qk_dim = max(4, round(head_dim * full.qk_dim * full.num_heads / full.model_dim / 4) * 4)
-    windows = speedrun_windows(full, share)
-    block = value_of(windows, "window_block")
-    documents = [stage.doc_len // full.window_block * block for stage in full.stages()]
-    per_token = size.vocab_size / full.vocab_size
-    hidden = max(8, round(full.mudd_dim * share))
-    shape += windows + [
-        Scaled("qk_dim", qk_dim, "the same part of a head"),
-        Scaled("doc_schedule", tuple(documents), "as many blocks as in the recipe"),
-        Scaled("dc_window", round(full.dc_window * block / full.window_block), "the same part of a block"),
-        Scaled("bigram_rows", round(full.bigram_rows * per_token), "as many per token of the vocabulary"),
-        Scaled("bigram_sign_rows", max(16, round(full.bigram_sign_rows * per_token)),
-               "as many per token of the vocabulary"),
-        Scaled("mudd_dim", hidden, "the same part of the width, but 8 at least"),
-        Scaled("mudd_gate_dim", hidden, "the same part of the width, but 8 at least")]
-    length = proxy_length(full, shape, total_steps(full), planned_tokens(full) / horizon_weights(full))
-    rates = proxy_rates(full, size.width, full.model_dim, ["embed_lr", "head_lr"])
-    decay = full.adam_weight_decay / PROXY_STEPS * share  # the squared rates of tables rise as 1 / share
-    return shape + length + rates + speedrun_decay(full, value_of(length, "train_batch_tokens")) + [
-        Scaled("adam_weight_decay", round(decay, 6), "shrinks the tables as much over the whole run"),
-        Scaled("attn_scale", full.attn_scale * (full.qk_dim / qk_dim) ** 0.5,
-               "rises as the root of the heads' width falls"),
-    ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
-
 # ---------- gpt2 and gpt2_plus: what both use
 def check_window_pattern(cfg: Any) -> None:
     """Raises Refused for a pattern that has anything but L and S."""
@@ -7940,38 +7627,6 @@ class GPT2Model(Model):
             x = block(x, x0, value_embed, masks[kind], context)
         return rms_norm(x)
 
-def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
-    """-> (the recipe at the proxy's depth, the proxy's sizes). A layer per 64 channels, as on the dial, but
-    at least four, so that each kind of layer occurs; --depth overrides that. Windows and value embeddings
-    follow the depth."""
-    depth = size.depth or max(4, size.width // CHANNELS_PER_LAYER)
-    T = max(64, 2048 * size.width // REFERENCE_WIDTH // 16 * 16)
-    rows = [
-        Scaled("depth", depth, "64 channels a layer, as on the dial, but four layers at least"),
-        *proxy_shape(full, size),
-        Scaled("train_seq_len", T, f"2048 at a width of {REFERENCE_WIDTH}, in proportion to the width")]
-    return replace(full, **full.size_of_depth(depth)), rows
-
-def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
-    """Rates of the dial's reference model, for embeddings and lm_head scaled with the width; weight decay;
-    fp8 and CORE off. The dial's batch factor is left out: the batch shrinks only because the run does."""
-    reference = type(full)()
-    rates = proxy_rates(reference, size.width, REFERENCE_WIDTH, ["embed_lr", "head_lr"])
-    decay = full.weight_decay * (full.matrix_lr / reference.matrix_lr) ** 2 / PROXY_STEPS
-    return rates + [
-        Scaled("scalar_lr", reference.scalar_lr, "that of the dial's reference model"),
-        Scaled("weight_decay", round(decay, 4), "shrinks as much over the whole run"),
-        Scaled("fp8", "off", "fp8 gains seconds, not loss per token"),
-        Scaled("packing", "rows", "a small text has too few documents to pack rows from"),
-        Scaled("shuffle", True, "so that a step has rows of several documents"),
-        Scaled("core", False, "CORE needs a larger model")]
-
-def gpt2_proxy(full: GPT2, size: ProxySize) -> list[Scaled]:
-    """The depth dial with another width."""
-    sized, rows = gpt2_shape(full, size)
-    rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
-    return rows + gpt2_rates(full, size) + proxy_scores(value_of(rows, "train_seq_len"), size)
-
 # ---------- gpt2_plus: the same game as gpt2, a later record
 # nanochat a825e63 (run 6 of its board), depth 24, 8 tokens per weight, ClimbMix, fp8: 5,568 steps in 1.65 h.
 # Run 5, without smear and backout and at 8.7 tokens per weight, took 1.80 h. The first values of smear, its
@@ -8290,30 +7945,11 @@ class GPT2PlusModel(Model):
             x = x - self.backout.to(x.dtype) * backed_out
         return rms_norm(x)
 
-def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
-    """The depth dial with another width."""
-    sized, rows = gpt2_shape(full, size)
-    head_dim = size.width // value_of(rows, "num_heads")
-    rows += proxy_length(sized, rows, total_steps(full), full.target_param_data_ratio)
-    return rows + gpt2_rates(full, size) + [
-        Scaled("lr_warmup_steps", round(PROXY_STEPS * full.lr_warmup_steps), "the same part of the run"),
-        Scaled("attn_scale", full.attn_scale * (HEAD_DIM / head_dim) ** 0.5,
-               "rises as the root of the heads' width falls"),
-    ] + proxy_scores(value_of(rows, "train_seq_len"), size)
-
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
                gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
 KNOWN = known_fields()
 NAMES = known_names()
-
-# ---------- the registry of proxies
-# {preset: its rule, (recipe, size) -> rows}. A script of one recipe has no proxies: tools/script.py takes
-# out the statement that adds their flag.
-PROXIES = dict(golf=golf_proxy, golf_plus=golf_plus_proxy, speedrun=speedrun_proxy,
-               speedrun_plus=speedrun_plus_proxy, gpt2=gpt2_proxy,
-               gpt2_plus=gpt2_plus_proxy)  # type: dict[str, Callable]
-REWRITERS.append(expand_proxy)
 
 # ---------- 15 lab
 # What helps people and decides nothing. The rest of the file calls it through the table at its end.

@@ -23,7 +23,7 @@ from folders import ROOT
 from runs import demand, inputs
 from tries import Change, Proxy
 
-sys.path.insert(0, str(ROOT))   # for train_gpt, which flags_at() imports
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]     # for train_gpt and proxy, which flags_at() imports
 
 PRESET = "speedrun_plus"
 WIDTHS = (32, 48)
@@ -206,10 +206,11 @@ def edited(text: str, edits: tuple) -> str:
 
 def flags_at(known: Known, width: int) -> dict:
     """Its flags at a width."""
+    import proxy
     import train_gpt
     full = train_gpt.preset_config(PRESET)
-    windows = train_gpt.speedrun_windows(full, width / full.model_dim)
-    block = train_gpt.value_of(windows, "window_block")
+    windows = proxy.speedrun_windows(full, width / full.model_dim)
+    block = proxy.value_of(windows, "window_block")
     flags = {}
     for name, value in known.flags.items():
         if isinstance(value, tuple):

@@ -36,6 +36,7 @@ RANK_ALPHA = 0.05       # of a ranking: probability that any change without a ga
 # Sections of train_gpt.py that a try may edit besides its recipe's
 FREE_SECTIONS = ("4 techniques", "5 optimizer", "6 schedules")
 BANNER = "# ---------- "
+PROXIES = "tools/proxy.py"  # scales recipes down
 
 
 class Proxy(NamedTuple):
@@ -54,9 +55,10 @@ class Change(NamedTuple):
 
 # ------------------------------------------------------------ running
 def proxy_command(change: Change, proxy: Proxy) -> str:
-    """A shell command that trains the change on the proxy."""
-    settings = {"preset": proxy.preset, "proxy": proxy.width, "data_path": proxy.text} | change.flags
-    return training_command(settings, change.script)
+    """A shell command that trains the change on the proxy, by the rules of this checkout."""
+    settings = {"trainer": change.script.parent, "preset": proxy.preset, "proxy": proxy.width,
+                "data_path": proxy.text}
+    return training_command(settings | change.flags, ROOT / PROXIES)
 
 
 @cache
@@ -73,7 +75,8 @@ def run_name(change: Change, proxy: Proxy, seed: int) -> str:
     environment = [(name, os.environ[name]) for name in constants if name in os.environ]
     manifest = Path(proxy.text, "manifest.json")
     text = sha256(inputs.read_bytes(manifest)) if manifest.exists() else ""
-    made_of = json.dumps([script, sorted(change.flags.items()), environment, text])
+    rules = sha256(inputs.read_bytes(ROOT / PROXIES))
+    made_of = json.dumps([script, rules, sorted(change.flags.items()), environment, text])
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:10]
     return f"proxy_{proxy.preset}_{proxy.width}_{Path(proxy.text).name}_{digest}_seed{seed}"
 
@@ -137,7 +140,7 @@ def planned(change: Change, proxy: Proxy) -> tuple[int, int]:
     demand(done.returncode == 0, f"{change.name}: {last_line(done)}")
     width = re.search(r"^proxy: \w+ at width (\d+)", done.stdout, re.M)
     tokens = re.search(r"^limits: .*\((\d+) tokens\)", done.stdout, re.M)
-    demand(width and tokens, f"{change.name}: its train_gpt.py knows no --proxy")
+    demand(width and tokens, f"{change.name}: its plan has no width or no limits")
     return int(width[1]), int(tokens[1])        # type: ignore[index]
 
 
@@ -160,26 +163,23 @@ def sections(text: str) -> dict[str, str]:
     return found
 
 
-def proxy_rules(text: str) -> list[str]:
-    """The functions that make proxies. Raises Refused for what is no Python."""
+def demand_python(text: str) -> None:
+    """Raises Refused for a train_gpt.py that is no Python."""
     try:
-        tree = ast.parse(text)
+        ast.parse(text)
     except SyntaxError as error:
         raise Refused(f"train_gpt.py, line {error.lineno}: {error.msg}") from None
-    functions = [ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return [function for function in functions if "Scaled" in function]
 
 
 def forbidden_edits(before: str, after: str, preset: str) -> list[str]:
     """Titles of the sections that differ and that a try of this recipe leaves alone. Raises Refused."""
+    demand_python(after)
     old = sections(before)
     new = sections(after)
     titles = [title for title in {**old, **new} if old.get(title) != new.get(title)]
     game = preset.removesuffix("_plus")
     own = (f"{preset}:", f"{game} and {game}_plus:")
     found = [title for title in titles if title not in FREE_SECTIONS and not title.startswith(own)]
-    if proxy_rules(before) != proxy_rules(after):
-        found.append("the rules of proxies")
     return found
 
 

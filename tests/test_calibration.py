@@ -14,6 +14,7 @@ from calibration import (
     LIST, Known, Public, agreement, edited, flags_at, gains_of, kept_names, report, report_whole_list,
     spread_of)
 from helpers import ROOT, SCRIPT, look
+from proxy import expand_proxy
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ CHANGED = [pytest.param(known, id=known.name) for known in LIST]
 def config_of(known, width):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags_at(known, width).items()]
     argv = ["--preset=speedrun_plus", f"--proxy={width}", *flags]
-    return train_gpt.load_config({"DEVICE": "cpu"}, train_gpt.expand_proxy(argv, {}, lambda *lines: None))
+    return train_gpt.load_config({"DEVICE": "cpu"}, expand_proxy(argv, {}, lambda *lines: None))
 
 
 def test_the_list_is_long_enough_and_its_third_is_drawn_by_a_seed():
@@ -73,10 +74,10 @@ def losses_of_script(text, run_id, folder):
     spec = importlib.util.spec_from_file_location(run_id, path)
     module = sys.modules[run_id] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.plot_curves = lambda *_: None
+    module.LAB["picture"] = lambda *_: None
     argv = ["--preset=speedrun_plus", "--proxy=32", "--data-path=data/datasets/toy", "--iterations=6",
             "--extension-iterations=0", "--val-tokens=2048", f"--run-id={run_id}"]
-    assert module.main(argv, {"DEVICE": "cpu"}) == 0
+    assert module.main(expand_proxy(argv, {}, lambda *lines: None), {"DEVICE": "cpu"}) == 0
     del sys.modules[run_id]
     return look(Path("logs", run_id)).losses
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+import proxy
 import train_gpt
 from helpers import look
-from train_gpt import (
-    PROXIES, Refused, expand_proxy, horizon_weights, load_config, planned_tokens, preset_config)
+from proxy import PROXIES, expand_proxy
+from train_gpt import Refused, horizon_weights, load_config, planned_tokens, preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = {"DEVICE": "cpu"}
@@ -119,13 +120,13 @@ def test_what_is_given_stays_as_given():
 
 def test_vocabulary_and_val_tokens_are_those_of_the_text(tmp_path):
     full = preset_config("speedrun")
-    assert train_gpt.proxy_text(str(tmp_path), full) == (1024, 262_144)
+    assert proxy.proxy_text(str(tmp_path), full) == (1024, 262_144)
     for tokenizer, tokens, found in (
             ('{"vocab_size": 2048}', 300_000, (2048, 262_144)), ("null", 300_000, (50_304, 262_144)),
             ('{"vocab_size": 512}', 9_000, (512, 0)), ("7", 1, (1024, 262_144))):
         files = f'[{{"split": "train", "tokens": 1}}, {{"split": "val", "tokens": {tokens}}}]'
         (tmp_path / "manifest.json").write_text(f'{{"tokenizer": {tokenizer}, "files": {files}}}')
-        assert train_gpt.proxy_text(str(tmp_path), full) == found
+        assert proxy.proxy_text(str(tmp_path), full) == found
     cfg, _ = scaled("--preset=speedrun", "--proxy=32", f"--data-path={tmp_path}", "--vocab-size=300")
     assert cfg.vocab_size == 300 and cfg.data_path == str(tmp_path)
 
@@ -142,14 +143,14 @@ def test_bad_widths_are_refused(argv, sentence):
 
 
 def test_a_bare_proxy_takes_the_largest_width_that_is_fast_enough(monkeypatch):
-    monkeypatch.setattr(train_gpt, "proxy_seconds", lambda cfg, env: cfg.model_dim**2 / 20)
+    monkeypatch.setattr(proxy, "proxy_seconds", lambda cfg, env: cfg.model_dim**2 / 20)
     cfg, lines = scaled("--preset=speedrun_plus", "--proxy")
     assert cfg.model_dim == 64 and "about 320 s here" in lines[3] and "width 64 is the largest" in lines[4]
 
 
 def test_seconds_are_measured_by_real_steps(monkeypatch):
     cfg, _ = scaled("--preset=speedrun_plus", "--proxy=32")
-    assert 2 < train_gpt.proxy_seconds(cfg, CPU) < 3000
+    assert 2 < proxy.proxy_seconds(cfg, CPU) < 3000
 
 
 @pytest.mark.parametrize("preset", [*PROXIES])
@@ -161,7 +162,7 @@ def test_a_proxy_trains(preset, root, monkeypatch):
             "--val-tokens=2048", f"--run-id=proxy_{preset}"]
     if hasattr(train_gpt.RECIPES[preset], "extension_iterations"):
         argv.append("--extension-iterations=0")
-    assert train_gpt.main(argv, CPU) == 0
+    assert proxy.main(argv, CPU) == 0
     run = look(Path("logs", f"proxy_{preset}"))
     assert "\nproxy vocab_size=512: that of the text\n" in run.log and run.result["trained"]["val_loss"] < 9
     assert run.result["config"]["model_dim"] == "32" and len(run.losses) == 8

@@ -103,9 +103,9 @@ def test_a_proxy_takes_one_gpu_and_the_embedded_text(folder):
     program(folder, "nvidia-smi", "exit 0")
     sees_gpus(folder, 8)
     calls = run(folder, "golf", "--proxy=128", PYTHON="stub")[2]
-    assert calls == ["data/prepare.py", "train_gpt.py --preset=golf --proxy=128"]
+    assert calls == ["data/prepare.py", "tools/proxy.py --preset=golf --proxy=128"]
     calls = run(folder, "golf", "--proxy", "DATA_PATH=mine", PYTHON="stub")[2]
-    assert calls == ["train_gpt.py --preset=golf --proxy --data-path=mine"]
+    assert calls == ["tools/proxy.py --preset=golf --proxy --data-path=mine"]
 
 
 def test_no_such_interpreter(folder):

@@ -112,7 +112,7 @@ def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
     assert not [name for name in others if f"class {name}(" in text]
     assert ("class NgramCounts" in text) == (preset == "tiny")
     assert all(f"\ndef {name}(" in text for name in ("load_config", "load_model", "log_probs"))
-    assert not re.findall(r"Scaled|Proxy|PROXY|_proxy|proxy_", text)
+    assert not re.findall(r"Scaled|Proxy|PROXY|_proxy|proxy_|LAB\.update", text)
     for name in ("def core_metric", "def depth_dial"):
         assert (name in text) == ("gpt2" in preset)
 

@@ -25,9 +25,7 @@ import json, os, pathlib, random, sys, time
 # ---------- 4 techniques
 # ---------- speedrun_plus: the recipe
 GAIN = 0.0
-def speedrun_plus_proxy():  # "Scaled"
-    return "Scaled", 1
-# ---------- 9 evaluation
+# ---------- 8 evaluation
 SCORED = 1
 flags = dict(word[2:].split("=", 1) if "=" in word else (word[2:], "") for word in sys.argv[1:])
 for name in flags:
@@ -53,10 +51,19 @@ if "dry-run" not in flags:
 '''
 
 
+# It hands everything to the trainer
+FAKE_PROXY = """import os, sys
+folder = sys.argv[1].removeprefix("--trainer=")
+os.execv(sys.executable, [sys.executable, folder + "/train_gpt.py", *sys.argv[2:]])
+"""
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A repository whose train_gpt.py is FAKE, to run in."""
     (tmp_path / "train_gpt.py").write_text(FAKE)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "proxy.py").write_text(FAKE_PROXY)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "train_gpt.py"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
@@ -330,8 +337,8 @@ def test_names_of_runs_say_what_they_depend_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("constants, words, sentence", [
-    ({}, (), "as in HEAD"), ({"SCORED": 2}, (), "beyond speedrun_plus's section: 9 evaluation"),
-    ({"    return": '"Scaled", 2'}, (), "section: the rules of proxies"), ({"GAIN": "0 +"}, (), "line 5: "),
+    ({}, (), "as in HEAD"), ({"SCORED": 2}, (), "beyond speedrun_plus's section: 8 evaluation"),
+    ({"GAIN": "0 +"}, (), "line 5: "),
     ({}, ("NO_SUCH=1",), "unknown argument --no-such")])
 def test_bad_tries_are_refused_before_anything_trains(place, tool, constants, words, sentence):
     edit(place, **constants)

@@ -3,9 +3,9 @@
     ./run.sh script --reach     how much of the file each recipe reaches
 
 Top-level definitions that the recipe does not reach are left out; the rest is kept verbatim, comments
-included. Only the registry of recipes and the docstring are edited, and what hangs the lab and --proxy on the
-rest is taken out. The default preset is that recipe. The script trains bit-identically to the whole file, is
-a legal script of a record, and its bytes are what golf counts.
+included. Only the registry of recipes and the docstring are edited; the table of the lab is taken out. The
+default preset is that recipe. The script trains bit-identically to the whole file, is a legal script of a
+record, and its bytes are what golf counts.
 """
 import ast
 import dis
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "train_gpt.py"
 BANNER = "# ---------- "
-# Statements that hang proxies and the lab on core; all that serves them is no longer reached without
-HOOKS = ("REWRITERS.append(", "LAB.update(")
+# The statement that hangs the lab on core; all that serves it is no longer reached without
+LAB_TABLE = "LAB.update("
 ASKED_FOR = ("load_config", "load_model", "log_probs")  # by other programs, the leak probe among them
 
 
@@ -139,12 +139,12 @@ def with_one_recipe(text, preset):
     if preset not in recipes:
         raise SystemExit(f"script: {preset!r} is none of {', '.join(recipes)}")
     for node in tree.body:
-        if ast.unparse(node).startswith(HOOKS):
+        if ast.unparse(node).startswith(LAB_TABLE):
             lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     lines[registry.lineno - 1:registry.end_lineno] = [f"RECIPES = dict({preset}={recipes[preset]})"]
     docstring = tree.body[0]
     about = lines[docstring.lineno - 1:docstring.end_lineno]
-    others = ["--proxy"]
+    others = []
     for name in recipes:
         if name != preset:
             others += [f"--preset={name} ", f" {name}: "]
