@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import train_gpt
-from checks import OF_ONE_RUN, environment_of
 from helpers import ROOT, SCRIPT, TOY, look, slow_but
+from verify.checks import OF_ONE_RUN, environment_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 import script  # noqa: E402

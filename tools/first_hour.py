@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "records"), str(ROOT / "tests")]
-
+sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
-from test_board_page import CHROMIUM  # noqa: E402
-from test_watch import on_terminal  # noqa: E402
+from screens import CHROMIUM, on_terminal  # noqa: E402
 
 STEPS = [       # command, what it is
     ("git clone {root} train_gpt", "the clone"),

@@ -27,10 +27,13 @@ try:
     import numpy  # noqa: F401
 except ImportError:
     sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-from folders import HOME, track_of  # noqa: E402
-from runs import STEP, inputs  # noqa: E402
-from trials import draw_run  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+sys.path.append(str(ROOT / "data"))
+import inputs  # noqa: E402
+from judge.runs import STEP  # noqa: E402
+from judge.trials import draw_run  # noqa: E402
+from verify.folders import HOME, track_of  # noqa: E402
 
 # How the line begins with which a stage of a run begins
 STAGES = {

@@ -13,8 +13,8 @@ import tarfile
 import tempfile
 from typing import NamedTuple
 
-from folders import ROOT
-from runs import Refused
+from judge.runs import Refused
+from verify.folders import ROOT
 
 UNKNOWN = "not committed"       # in place of a commit
 

@@ -12,14 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import pages
-import source
-from checks import DAMAGE, LOOK_ONLY, check
-from folders import TRACKS, Folder
-from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from runs import (
-    DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, identity, inputs, p_term, recipe_of,
-    same_losses, test_target)
+import inputs
+from foreign import pages
+from foreign.pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
+from judge.runs import (
+    DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, identity, p_term, recipe_of, same_losses,
+    test_target)
+from verify import source
+from verify.checks import DAMAGE, LOOK_ONLY
+from verify.folders import TRACKS, Folder
+from verify.rules import check
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runs import (
-    describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target)
+from judge.runs import describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the game; nothing in the
 # folder shows a claim; something of form

@@ -2,12 +2,11 @@
 config.json, and model.py, the recipe's model and load(folder) with torch alone."""
 import json
 import lzma
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from folders import ROOT
-from runs import Refused, inputs
+import inputs
+from judge.runs import Refused
 
 
 def model_file(run):
@@ -72,7 +71,6 @@ def export(args, say):
         from safetensors.torch import save_file
     except ImportError:
         raise Refused("export needs safetensors: pip install -r requirements.txt") from None
-    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     import train_gpt
     from model_script import model_script
     path = model_file(args.run)

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 import warnings
 from collections import Counter
 from functools import cache
@@ -18,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
-import inputs  # noqa: E402
+import inputs
 
 
 class Refused(Exception):

@@ -16,11 +16,12 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import (
-    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, inputs, outermost,
-    read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
+import inputs
+from judge.runs import (
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
+    read_logs, show, stats_line, test_line, test_target, test_welch)
 
-HOME = Path(__file__).resolve().parent      # records/
+HOME = Path(__file__).resolve().parent.parent       # records/
 ROOT = HOME.parent
 
 

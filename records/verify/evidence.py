@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import leak_probe
-import scripts
-import trials
-from checks import OF_ONE_RUN, LeftOut, artifacts_of, our_runs, require, rule, same
-from folders import NOTES, ROOT, is_plain, records_of, sha256
-from runs import DATE, RESUMED, inputs, log_text, split_log
+import inputs
+from judge import trials
+from judge.runs import DATE, RESUMED, log_text, split_log
+from verify import leak_probe, scripts
+from verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
+from verify.folders import NOTES, ROOT, is_plain, records_of, sha256
 
 STEP_LINE = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
@@ -84,7 +84,6 @@ def segments_of(run, log):
 # ------------------------------------------------------------ steps
 
 
-@rule("strict", "steps and times")
 def check_steps(folder, options):
     """Steps and times rise, no report is missing, and every rate is what steps and times make."""
     count = 0
@@ -259,7 +258,6 @@ def check_said_once(run, log, result):
 
 
 # ------------------------------------------------------------ copies
-@rule("strict", "independent runs")
 def check_independent(folder, options):
     """No run's curve, times or pace is that of another one with another seed."""
     our_runs(folder)
@@ -299,7 +297,6 @@ def likeness(one, other, limit):
 
 
 # ------------------------------------------------------------ names and dates
-@rule("strict", "names")
 def check_names(folder, options):
     """File names, seeds, run ids, overrides and hardware say the same."""
     ours = our_runs(folder)
@@ -334,7 +331,6 @@ def utc(text):
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
-@rule("strict", "dates")
 def check_dates(folder, options):
     """No run ended before it began or after today, or took another time than its process."""
     now = datetime.now(UTC) + CLOCKS_DIFFER
@@ -352,7 +348,6 @@ def check_dates(folder, options):
     return f"the last run ended on {date}"
 
 
-@rule("strict", "git commit")
 def check_commit(folder, options):
     """The commit holds the script, or the tool makes it of the commit for the run's preset, where this
     repository knows it."""
@@ -371,7 +366,6 @@ def check_commit(folder, options):
 
 
 # ------------------------------------------------------------ digests
-@rule("strict", "digests")
 def check_digests(folder, options):
     """Since rules version 3 a log names the sha256 of what it was made from and of its own lines."""
     ours = our_runs(folder)
@@ -418,7 +412,6 @@ def check_own_lines(run, log):
     return count
 
 
-@rule("strict", "constants")
 def check_constants(folder, options):
     """The script makes the configuration of a run from the preset and the overrides."""
     ours = our_runs(folder)
@@ -438,7 +431,6 @@ def check_constants(folder, options):
 
 
 # ------------------------------------------------------------ texts
-@rule("strict", "plain text")
 def check_text(folder, options):
     """No markup in anything that the page shows, and notes that nobody takes for results."""
     our_runs(folder)
@@ -485,7 +477,6 @@ def pinned(package):
     return re.search(rf"(?m)^{package}==(\S+)", inputs.read_text(ROOT / "requirements.txt"))[1]
 
 
-@rule("strict", "picture")
 def check_picture(folder, options):
     """loss.png is what the logs draw, pixel by pixel."""
     our_runs(folder)
@@ -503,3 +494,17 @@ def check_picture(folder, options):
                 pictures = [0, 1]
             require(np.array_equal(*pictures), "loss.png is not the picture of these logs")
     return "loss.png, drawn again, is the same"
+
+
+# In the order in which `record check` asks them
+CHECKS = [
+    Rule("strict", "steps and times", check_steps),
+    Rule("strict", "independent runs", check_independent),
+    Rule("strict", "names", check_names),
+    Rule("strict", "dates", check_dates),
+    Rule("strict", "git commit", check_commit),
+    Rule("strict", "digests", check_digests),
+    Rule("strict", "constants", check_constants),
+    Rule("strict", "plain text", check_text),
+    Rule("strict", "picture", check_picture),
+]

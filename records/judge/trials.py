@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
-from runs import (
+from judge.runs import (
     batch_means, cautious_std, demand, demand_samples, demand_seed, describe, detectable, equal_point,
     identity, is_better, judge, judge_lines, load_runs, log_text, mean_curve, name_of, p_term, pick_metric,
-    points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch,
-    why_not_another)
+    points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch, why_not_another)
+from verify.folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 
 
 # ------------------------------------------------------------ running
@@ -134,7 +133,6 @@ def report_many(found, say):
 
 def without_derived(overrides):
     """Overrides {name: text} without those that follow from the others: of a depth's constants the depth."""
-    sys.path.insert(0, str(ROOT))
     import train_gpt
     if int(overrides.get("depth", 0)) == 0:
         return overrides

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from folders import read_json
-from runs import Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
+from judge.runs import Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
+from verify.folders import read_json
 
 MOST_POINTS = 200       # of a curve
 MOST_SAMPLE = 4000      # characters of a run's samples

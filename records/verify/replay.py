@@ -18,10 +18,10 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from checks import OF_ONE_RUN, LeftOut, our_runs, require, rule
-from evidence import lines_of
-from folders import ROOT
-from runs import inputs
+import inputs
+from verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
+from verify.evidence import lines_of
+from verify.folders import ROOT
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
 START = f"""import runpy, time
@@ -37,7 +37,6 @@ BF16_LOSS = 5e-3        # CPUs round products of bfloat16 differently: by this p
 LEAST = 10              # losses that must be compared, where N asks for so many
 
 
-@rule("strict", "replay")
 def check_replay(folder, options):
     """--replay N: the run of train.log, or of --seed, trained again for N steps."""
     if not options.replay:
@@ -159,3 +158,9 @@ def compare(log, lines, again, steps):
 def loss_of(found):
     """(step, name of its loss) of a match of COMPARED."""
     return found[1], found[2].partition(":")[0]
+
+
+# In the order in which `record check` asks them
+CHECKS = [
+    Rule("strict", "replay", check_replay),
+]
