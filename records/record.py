@@ -72,9 +72,14 @@ def parse(argv):
         for flags, settings in options:
             sub.add_argument(*flags.split(), **settings)
 
-    text, on, several = {"default": ""}, {"action": "store_true"}, {"action": "append", "default": []}
-    paths, as_json, metric = ("paths", {"nargs": "+"}), ("--json", on), ("--metric", {"choices": DIGITS})
-    count, seed = ("-n", {"type": int, "default": 5}), ("--seed", {"type": int, "default": 1337})
+    text = {"default": ""}
+    on = {"action": "store_true"}
+    several = {"action": "append", "default": []}
+    paths = ("paths", {"nargs": "+"})
+    as_json = ("--json", on)
+    metric = ("--metric", {"choices": DIGITS})
+    count = ("-n", {"type": int, "default": 5})
+    seed = ("--seed", {"type": int, "default": 1337})
     add("new", ("runs", {"nargs": "+"}), ("--name", {"required": True}), ("--author", text),
         ("--github-id", text), ("--blurb", text), ("--ai-disclosure", text), ("--exclude", several),
         ("--before", text), ("--baseline", several), ("--into", text), ("--systems-change", on))

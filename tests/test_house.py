@@ -153,6 +153,13 @@ def foreign_imports(text):
     return found
 
 
+def packed_assignments(text):
+    """`a, b = x, y`: tuples on both sides, swaps too."""
+    return [f"line {node.lineno}" for node in nodes_of(text)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            and any(isinstance(target, ast.Tuple) for target in node.targets)]
+
+
 def acts_when_imported(text):
     """Statements of a module's top level that do something: a call by itself, a loop; an edit of sys.path
     anywhere. A module is looked for where its program says once."""
@@ -204,6 +211,8 @@ PLANTED = [
         "from sys import modules\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
+    (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
+        "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
     (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
         "f()\n", "for x in y:\n    pass\n", "def f():\n    sys.path.insert(0, x)\n", "sys.path += [x]\n"]),
     (imports_tests, "import helpful\nfrom records import x\n", [
@@ -235,6 +244,15 @@ def test_every_page(path):
 def test_functions_are_short_and_explained(path):
     text = path.read_text(encoding="utf-8")
     assert long_functions(text) + without_docstring(text) == []
+
+
+# What a part of the project still packs; the rest packs nothing
+PACKED = ("bench.py", "gpu_plan.py", "static_gpu.py")
+
+
+@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in PACKED], ids=name_of)
+def test_one_assignment_a_line(path):
+    assert packed_assignments(path.read_text(encoding="utf-8")) == []
 
 
 def test_modules_of_records_do_nothing_when_imported():

@@ -48,8 +48,10 @@ def run_once(label, command, run_id, seed):
 def run_in_turn(commands, n, say, seed=1337):
     """Runs {label: shell command} n times each, in turn, every second round backwards. Returns
     {label: [Run]}. Raises Refused when a command fails, or gives the same run at two seeds."""
-    stamp, total = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f"), n * len(commands)
-    found, times = {label: [] for label in commands}, []
+    stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f")
+    total = n * len(commands)
+    found = {label: [] for label in commands}
+    times = []
     for i in range(n):
         order = list(enumerate(commands.items()))
         if i % 2:
@@ -61,7 +63,8 @@ def run_in_turn(commands, n, say, seed=1337):
             demand(not why, f"{label}: {why}: the command must heed SEED")
             found[label].append(run)
             times.append(time.monotonic() - began)
-            metric, left = pick_metric([run]), (total - len(times)) * sum(times) / len(times)
+            metric = pick_metric([run])
+            left = (total - len(times)) * sum(times) / len(times)
             say(f"{len(times)}/{total} {label} seed {seed + i}: {metric} {show(metric, run.value(metric))} "
                 f"eta:{left:.0f}s")
     return found
@@ -261,7 +264,8 @@ def compare_across(args, say):
     for setting in settings:
         for letter, command in zip("AB", args.paths):
             commands[f"{letter} {setting}"] = f"export {shlex.join(setting.split(' '))}; {command}"
-    found, out = run_in_turn(commands, args.n, say, args.seed), []
+    found = run_in_turn(commands, args.n, say, args.seed)
+    out = []
     metric = pick_metric([run for runs in found.values() for run in runs], args.metric)
     for setting in settings:
         a, b = ([run.value(metric) for run in found[f"{letter} {setting}"]] for letter in "AB")
@@ -285,14 +289,16 @@ def stats(args, say):
     runs = load_runs(args.paths, say)
     demand_samples(runs)
     metric = pick_metric(runs, args.metric)
-    values, times = [run.value(metric) for run in runs], [run.time for run in runs if run.time is not None]
+    values = [run.value(metric) for run in runs]
+    times = [run.time for run in runs if run.time is not None]
     for run in runs:
         say(f"{run.path.parent.name}/{run.file}: {metric} {show(metric, run.value(metric))} "
             f"time {show('time', run.time)}")
     scripts = {sha256(run.source.strip().encode()) for run in runs if run.source}
     if len(scripts) > 1:
         say(f"warning: these logs begin with {len(scripts)} different scripts")
-    s, clock = describe(values), describe(times) if times else None
+    s = describe(values)
+    clock = describe(times) if times else None
     out = {"metric": metric, **s._asdict(), "values": values, "times": times,
            "time": clock and clock._asdict()}
     say(f"{metric}: {stats_line(metric, s)}", f"time: {stats_line('time', clock)} s" if clock else "time: -")

@@ -29,7 +29,8 @@ def verdict_of(folder):
 def board_table(name, records, last_cell=verdict_of):
     """A leaderboard: the best first, then what there was to start from. Where time is ranked, the metric that
     had to be reached has a column; where that is CORE, which is noisy, val_bpb has one, too."""
-    track, rows = RULES[NEWEST].tracks[name], []
+    track = RULES[NEWEST].tracks[name]
+    rows = []
     by = "time" if track.rank == "time" else track.metric
     others = [] if by == track.metric else [track.metric]
     if track.metric == "core":
@@ -39,7 +40,8 @@ def board_table(name, records, last_cell=verdict_of):
         return "" if track.hardware else folder.hardware(), rank_key(folder)
 
     for folder in sorted(records.values(), key=order):
-        s, (_, test) = describe(folder.values(by)), folder.test()
+        s = describe(folder.values(by))
+        _, test = folder.test()
         spread = "one run" if s.std is None else f"± {show(by, s.std)}"
         p = "none"      # of a record of one run
         if test:
@@ -88,13 +90,17 @@ def target_of(name, records):
     which split `curve` has the loss. Where the game is to reach a value in the least time, `seconds` is what
     the record took. pace: the median training seconds of its runs at step PACE_STEP, and their machine."""
     track = RULES[NEWEST].tracks[name]
-    mean, about = track.start, f"{track.start_name}, {track.hardware}"
-    best, curve, pace = best_before(records, ""), [], None
+    mean = track.start
+    about = f"{track.start_name}, {track.hardware}"
+    best = best_before(records, "")
+    curve = []
+    pace = None
     split = "train"
     if best != "none":
         record = records[best]
         s = describe(record.values("time" if track.rank == "time" else track.metric))
-        mean, about = round(s.mean, 4), f"{best.partition('_')[2]}, {s.n} seeds"
+        mean = round(s.mean, 4)
+        about = f"{best.partition('_')[2]}, {s.n} seeds"
         times = [point.seconds for run in record.runs for point in run.curves["train"]
                  if point.step == PACE_STEP]
         if times and track.time_cap:
@@ -123,7 +129,8 @@ def page_of(version):
 
 def with_part(text, name, content, page):
     """The text of a page with what stands between the markers of a part made anew."""
-    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    start = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
     demand(text.count(start) == text.count(end) == 1, f"records/{page} has no block {start}")
     top, _, rest = text.partition(start)
     _, _, bottom = rest.partition(end)

@@ -38,7 +38,9 @@ def read_older(train_gpt, path, why):
         if raw[:2] != b"PK":
             raw = lzma.decompress(raw) if raw[:1] == b"\xfd" else train_gpt.decompress(raw)
         payload = train_gpt.read_zip(raw)
-        stored, shape, tensors = payload["tensors"], payload["shape"], {}
+        stored = payload["tensors"]
+        shape = payload["shape"]
+        tensors = {}
         known = [set(recipe.model_fields()) for recipe in train_gpt.RECIPES.values()]
         for name, tensor in stored.items():
             if name.endswith(".int8"):

@@ -106,7 +106,8 @@ def check_score(folder, options):
         raise NoEvidence
     else:
         values = [run.value(track.metric) for run in folder.runs]
-        claim, test = f"against {track.target}", test_target(values, track.target, track.metric)
+        claim = f"against {track.target}"
+        test = test_target(values, track.target, track.metric)
     require(test, f"{claim}: a single run, the test needs more")
     if folder.ours and folder.submission["systems_change"] and track.rank == "time":
         mean = describe(folder.values(track.metric)).mean
@@ -122,13 +123,17 @@ def check_time(folder, options):
     if folder.track.rank != "time":
         return None
     our_runs(folder)
-    mean, before = describe(folder.values("time")).mean, folder.submission["before"]
+    mean = describe(folder.values("time")).mean
+    before = folder.submission["before"]
     if folder.baseline:
-        other, name = describe([run.time for run in folder.baseline]).mean, "the baseline logs"
+        other = describe([run.time for run in folder.baseline]).mean
+        name = "the baseline logs"
     elif before:
-        other, name = describe(before["times"]).mean, before["name"]
+        other = describe(before["times"]).mean
+        name = before["name"]
     else:
-        other, name = folder.track.start, folder.track.start_name
+        other = folder.track.start
+        name = folder.track.start_name
     require(mean < other, f"the logs take {mean:.4f} s, {name} {other:.4f} s")
     return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
 
@@ -138,7 +143,8 @@ def check_comparison(folder, options):
     if folder.track.metric != "core":
         return None
     our_runs(folder)
-    before, own = folder.submission["before"], folder.values("val_bpb")
+    before = folder.submission["before"]
+    own = folder.values("val_bpb")
     text = f"{describe(own).mean:.6f}"
     if before:
         test, _ = test_welch(before["val_bpb"], own, "val_bpb")
@@ -259,7 +265,8 @@ def check_hardware(folder, options):
 
 def check_leaks(folder, options):
     """Runs the folder's code, in a process of its own."""
-    result, artifact = our_runs(folder)[0].result, None
+    result = our_runs(folder)[0].result
+    artifact = None
     if options.no_exec:
         raise LeftOut
     for owner, artifact in artifacts_of(folder, options)[:1]:
@@ -292,7 +299,8 @@ def scored_part(result):
 def artifacts_of(folder, options):
     """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
     their names, those of --artifact by the sha256 of a log or, before rules version 3, of submission.json."""
-    ours, found = our_runs(folder), []
+    ours = our_runs(folder)
+    found = []
     names = [name for name in folder.files if name.endswith(".ptz")]
     if not options.artifact:
         named = [(run, artifact_name(run.run, names)) for run in ours]
@@ -313,7 +321,9 @@ def val_files(result):
 
 # ------------------------------------------------------------ strict
 def check_runs(folder, options):
-    n, least, excluded = len(folder.runs), folder.track.min_runs, folder.submission.get("excluded", [])
+    n = len(folder.runs)
+    least = folder.track.min_runs
+    excluded = folder.submission.get("excluded", [])
     require(n >= least, f"{n} runs, the rules ask for {least}")
     for entry in excluded:
         require(entry["reason"].strip(), f"submission.json: {entry['run_id']} is excluded without a reason")
@@ -322,7 +332,8 @@ def check_runs(folder, options):
 
 def check_distinct(folder, options):
     """No run is there twice, no seed is used twice."""
-    seeds, scores = {}, {}
+    seeds = {}
+    scores = {}
     for i, run in enumerate(folder.runs):
         for other in folder.runs[:i]:
             require(not same_losses(run, other), f"{run.file} is the same run as {other.file}, by its losses")
@@ -331,7 +342,8 @@ def check_distinct(folder, options):
         require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
         require(run.seed < 0 or run.seed not in seeds,
                 f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
-        seeds[run.seed], scores[score] = run.file, run.file
+        seeds[run.seed] = run.file
+        scores[score] = run.file
     if folder.ours:
         for run, log, result, name in our_runs(folder):
             same(name, "seed", result["seed"], log, run.seed)
@@ -444,8 +456,10 @@ def check_protocol_scores(ours):
     """Golf's further scores, a line each."""
     run, log, result, name = ours
     for protocol in protocols_of(result):
-        line, said = f"final_{protocol}", {*run.protocols.get(protocol, ["nothing"])}
-        loss, bpb = result[f"val_loss_{protocol}"], result[f"val_bpb_{protocol}"]
+        line = f"final_{protocol}"
+        said = {*run.protocols.get(protocol, ["nothing"])}
+        loss = result[f"val_loss_{protocol}"]
+        bpb = result[f"val_bpb_{protocol}"]
         require(protocol in run.protocols and len(said) == 1, f"{log}: {line} says {'; '.join(sorted(said))}")
         expected = f"val_loss_{protocol}:{loss:.8f}"
         if bpb is not None:
@@ -458,7 +472,8 @@ def check_protocol_scores(ours):
 def check_last_validation(ours):
     """The last validation line tells the steps, the time and the score of the trained weights."""
     run, log, result, name = ours
-    point, where = run.curves["val"][-1], f"the last validation of {log}"
+    point = run.curves["val"][-1]
+    where = f"the last validation of {log}"
     same(name, "trained val_loss", round(result["trained"]["val_loss"], 4), where, point.loss)
     same(name, "steps", result["steps"], where, run.steps)
     same(name, "train_time_ms", result["train_time_ms"], where, round(point.seconds * 1e3))
@@ -612,7 +627,8 @@ def check_readable(folder, options):
 def check_before(folder, options):
     """The record before is known and told as it is; the difference too; the same machine and torch build."""
     our_runs(folder)
-    before, others = folder.submission["before"], records_of(folder.submission["track"])
+    before = folder.submission["before"]
+    others = records_of(folder.submission["track"])
     require(folder.track.rank != "time" or folder.baseline, "time is claimed without logs of a baseline")
     older = {name: other for name, other in others.items() if other.finished() < folder.finished()}
     best = best_before(older, folder.hardware())
@@ -650,13 +666,15 @@ def check_same_machine(folder, before):
 
 def check_baseline(folder, before):
     """The baseline logs are three finished runs of the record before, and the new ones are better."""
-    logs, track = folder.baseline, folder.track
+    logs = folder.baseline
+    track = folder.track
     require(len(logs) > 2, f"{len(logs)} baseline logs, the rules ask for 3")
     scores = {tuple(base.finals) for base in logs}
     require(len(scores) == len(logs), "two baseline logs hold the same run")
     for base in logs:
         require(base.finished, f"{base.file} was cut off")
-        config, wanted = shared_config(base.config), before["config"]
+        config = shared_config(base.config)
+        wanted = before["config"]
         for key in sorted({*config, *wanted}):
             same(base.file, f"config {key}", config.get(key), before["name"], wanted.get(key))
         digest = sha256((base.source or "").encode())
@@ -701,7 +719,8 @@ def tolerance_of(result):
 def rerun_one(folder, artifact, owner, options):
     """The score of one artifact by the folder's script, against that of its run."""
     _, _, result, name = owner
-    files, want = val_files(result), scored_part(result)
+    files = val_files(result)
+    want = scored_part(result)
     require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     again = rerun(folder, artifact, result, options)
     wanted = {"val_loss": want["val_loss"], "val_bpb": want["val_bpb"]}
@@ -720,8 +739,11 @@ def rerun_one(folder, artifact, owner, options):
 def score_added_up(folder, artifact, owner, options):
     """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
     too long or the rows overlap."""
-    result, name = owner.result, owner.json
-    config, files, want = result["config"], val_files(result), scored_part(result)["val_loss"]
+    result = owner.result
+    name = owner.json
+    config = result["config"]
+    files = val_files(result)
+    want = scored_part(result)["val_loss"]
     if not files:
         raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
     row = int(config["train_seq_len"])

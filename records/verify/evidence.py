@@ -150,12 +150,14 @@ def check_order(log, begin, steps):
         require(step.ms > last_ms or again and step.ms == last_ms or step.ms < 10,
                 f"{where}: train_time {step.ms} ms comes after {last_ms} ms")
         same(where, "the last step", step.total, "its first line", steps[0].total)
-        last_step, last_ms = step.step, step.ms
+        last_step = step.step
+        last_ms = step.ms
 
 
 def check_reports(log, first, steps, result):
     """Every line is there that the run wrote after step `first`, and no other."""
-    config, last = result["config"], steps[-1].step if steps else first
+    config = result["config"]
+    last = steps[-1].step if steps else first
     every = int(config["train_log_every"]) or 100
     wanted = {n for n in range(first + 1, last + 1) if n <= 10 or n % every == 0}
     odd = sorted({step.step for step in steps if step.kind == "train"} ^ wanted)
@@ -186,7 +188,9 @@ def check_means(log, first, steps):
 
 def check_rates(where, step, result, batches):
     """step_avg, val_bpb, tok/s and eta of one Step."""
-    config, seconds, done = result["config"], step.ms / 1e3, max(step.step, 1)
+    config = result["config"]
+    seconds = step.ms / 1e3
+    done = max(step.step, 1)
     require(abs(step.ms / done - step.average) <= 0.5 / done + 0.006,
             f"{where}: step_avg {step.average} ms, but train_time and steps make {step.ms / done:.2f}")
     if step.bpb is not None:
@@ -202,7 +206,8 @@ def check_rates(where, step, result, batches):
             f"{low:.0f} to {high:.0f}")
     # 2. the rest of the run by steps or by the cap, whichever comes first
     cap = float(config["max_wallclock_seconds"])
-    by_steps, by_seconds = step.step / step.total, seconds / cap if cap else 0
+    by_steps = step.step / step.total
+    by_seconds = seconds / cap if cap else 0
     progress = [max(by_steps, by_seconds), by_seconds if cap else by_steps]
     etas = [seconds / min(1, part) - seconds for part in progress]
     slack = 0.6 + 5e-4 / by_steps
@@ -213,8 +218,11 @@ def check_rates(where, step, result, batches):
 def check_end(log, name, steps, result, batches, built=()):
     """What the last step says of the whole run. batches: from batches_of(). built: seconds of what was built
     on the clock before the first step."""
-    config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
-    mean_ms, stop = (result["train_time_ms"] - 1e3 * sum(built)) / result["steps"], result["stop_reason"]
+    config = result["config"]
+    seconds = result["train_time_ms"] / 1e3
+    pace = result["step_ms"]
+    mean_ms = (result["train_time_ms"] - 1e3 * sum(built)) / result["steps"]
+    stop = result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
     cap = float(config["max_wallclock_seconds"])
     require(stop == "iterations" or stop == "wallclock_cap" and cap,
@@ -309,7 +317,8 @@ def check_names(folder, options):
         if "_seed" in log:
             same(log, "seed", result["seed"], "its name", int(re.search(r"_seed(\d+)", log)[1]))
         require(result["seed"] >= first, f"{name}: seed {result['seed']} is below that of train.log, {first}")
-        told, run_id = run.summary.get("run folder"), result["run_id"]
+        told = run.summary.get("run folder")
+        run_id = result["run_id"]
         require(told in (None, f"logs/{run_id}"), f"{log}: run folder is {told!r}, in {name} {run_id!r}")
         ranks = re.match(r"(\d+)(?: ranks )?x ", result["hardware"])
         same(name, "ranks of the hardware", ranks and int(ranks[1]), "world_size", result["world_size"])
@@ -335,14 +344,17 @@ def check_dates(folder, options):
     """No run ended before it began or after today, or took another time than its process."""
     now = datetime.now(UTC) + CLOCKS_DIFFER
     for _, _, result, name in our_runs(folder):
-        began, ended = utc(result["started"]), utc(result["finished"])
+        began = utc(result["started"])
+        ended = utc(result["finished"])
         require(began <= ended <= now, f"{name}: started {began}, finished {ended}, it is {now:%F %H:%M}")
         differ = (ended - began).total_seconds() - result["process_ms"] / 1e3
         require(result["resumed"] or abs(differ) < 3, f"{name}: from start to finish is {differ:+.1f} s "
                 f"more than process_ms, {result['process_ms']}")
-    date, told = folder.submission["date"], DATE.match(folder.path.name)
+    date = folder.submission["date"]
+    told = DATE.match(folder.path.name)
     require(not told or "-".join(told.groups()) == date, f"{folder.path.name} is of {date}")
-    until, version = folder.rules.until, folder.submission["rules_version"]
+    until = folder.rules.until
+    version = folder.submission["rules_version"]
     require(not until or date <= until, f"submission.json: runs of {date} are judged by the newest rules; "
             f"version {version} ended on {until}")
     return f"the last run ended on {date}"
@@ -371,7 +383,8 @@ def check_digests(folder, options):
     ours = our_runs(folder)
     if not folder.rules.digests:
         return None
-    count, models = 0, {}
+    count = 0
+    models = {}
     for run, log, result, name in ours:
         config = "".join(f"config {key}={value}\n" for key, value in run.config.items())
         wanted = {"train_gpt.py": sha256(folder.script), "config": sha256(config.encode())}
@@ -401,13 +414,17 @@ def check_digests(folder, options):
 
 def check_own_lines(run, log):
     """Each `log sha256` line is right, and the last line is one. Returns their number."""
-    raw, digest, at, count = inputs.read_bytes(run.path), hashlib.sha256(), 0, 0
+    raw = inputs.read_bytes(run.path)
+    digest = hashlib.sha256()
+    at = 0
+    count = 0
     for found in LOG_DIGEST.finditer(raw):
         digest.update(raw[at:found.start()])
         line = raw.count(b"\n", 0, found.start()) + 1
         require(digest.hexdigest().encode() == found[1], f"{log}: the lines before line {line} are not those "
                 "whose sha256 it is")
-        at, count = found.start(), count + 1
+        at = found.start()
+        count += 1
     require(count and found.end() == len(raw), f"{log} does not end with the sha256 of its lines")
     return count
 
@@ -464,7 +481,8 @@ def strings_of(value):
 # ------------------------------------------------------------ the picture
 def record_picture(folder, earlier, path):
     """Draws a record's loss.png: its runs and those of the record before, of `earlier` {name: Folder}."""
-    s, curves = folder.submission, {folder.submission["name"]: folder.runs}
+    s = folder.submission
+    curves = {folder.submission["name"]: folder.runs}
     if s["before"]:
         name = s["before"]["name"]
         require(name in earlier, f"loss.png shows {name}, which is not here")
@@ -485,7 +503,8 @@ def check_picture(folder, options):
         record_picture(folder, records_of(folder.submission["track"]), again)
         if inputs.read_bytes(again) != folder.read("loss.png"):
             from matplotlib import image
-            here, want = metadata.version("matplotlib"), pinned("matplotlib")
+            here = metadata.version("matplotlib")
+            want = pinned("matplotlib")
             if here != want:
                 raise LeftOut(f"matplotlib {here} draws otherwise than {want}")
             try:

@@ -38,7 +38,8 @@ def check_alike(opened):
     first = opened[0][1]
     expected = shared_config(first["config"])
     for _, result in opened:
-        name, config = result["run_id"], shared_config(result["config"])
+        name = result["run_id"]
+        config = shared_config(result["config"])
         demand(not result.get("companions"), f"run {name} loaded files from beside its script: since rules "
                "version 2 a record holds train_gpt.py alone, so train it with today's")
         demand(result["code_sha256"] == first["code_sha256"],

@@ -136,7 +136,9 @@ def compare(log, lines, again, steps):
     if here and here != there:
         raise LeftOut(f"the run has {there}, this machine {here}")
     made = {loss_of(found): found for found in map(COMPARED.match, again) if found}
-    compared, last, limit = 0, 0, BF16_LOSS if there and "bfloat16" in there else 0
+    compared = 0
+    last = 0
+    limit = BF16_LOSS if there and "bfloat16" in there else 0
     for found in filter(None, map(COMPARED.match, lines)):
         other = made.get(loss_of(found))
         if not other or int(found[1]) > steps:
@@ -148,7 +150,8 @@ def compare(log, lines, again, steps):
         loss, repeated = (float(one[2].partition(":")[2]) for one in (found, other))
         require(abs(loss - repeated) <= limit * loss,
                 f"{log}, step {found[1]}: {found[2]}, in the replay {other[2]}")
-        compared, last = compared + 1, found[1]
+        compared += 1
+        last = found[1]
     if compared < min(LEAST, steps):
         raise LeftOut(f"only {compared} losses were trained in time; --seconds gives it more")
     how = f"within {limit:.1%}, as bfloat16 rounds on other CPUs" if limit else "to the printed digits"
