@@ -47,7 +47,9 @@ from urllib.parse import urlsplit
 sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
 import inputs  # noqa: E402
 
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+HEADER_BYTES = 1024
 DISK_MARGIN = 500_000_000                        # bytes that stay free after the download
 MAX_DELAY = 60.0                                 # seconds between two tries, at most
 RETRY_STATUS = {408, 416, 425, 429, 500, 502, 503, 504}
@@ -119,7 +121,10 @@ class Progress:
     """A progress line on stderr: rewritten in place on a terminal, elsewhere printed every 15 s."""
 
     def __init__(self, label: str, total: int, unit: str = "MB"):
-        self.label, self.total, self.unit, self.terminal = label, total, unit, sys.stderr.isatty()
+        self.label = label
+        self.total = total
+        self.unit = unit
+        self.terminal = sys.stderr.isatty()
         self.done = self.moved = 0               # moved: done in this run, for the rate
         self.started = self.shown = time.monotonic()
 
@@ -144,7 +149,9 @@ class Server:
     advice = {404: "it is not there", 403: "it is not there or not for everyone"}
 
     def __init__(self, tries: int, delay: float, timeout: float):
-        self.tries, self.delay, self.timeout = tries, delay, timeout
+        self.tries = tries
+        self.delay = delay
+        self.timeout = timeout
 
     def headers(self) -> dict:
         return {}
@@ -159,14 +166,16 @@ class Server:
             except OfflineModeIsEnabled:
                 raise Failed(f"{what} cannot be reached while HF_HUB_OFFLINE is set") from None
             except HfHubHTTPError as error:
-                status, after = error.response.status_code, error.response.headers.get("Retry-After", "")
+                status = error.response.status_code
+                after = error.response.headers.get("Retry-After", "")
                 if status not in RETRY_STATUS:
                     advice = self.advice.get(status, "another try would not help")
                     raise Failed(f"the {self.name} answered {status} for {what}: {advice}") from None
                 reason = f"the {self.name.split()[-1]} answered {status}"
                 wait = max(wait, int(after)) if after.isdecimal() else wait
             except HTTPError as error:           # not connected, connection lost, or timed out
-                kind, text = type(error).__name__, " ".join(str(error).split())
+                kind = type(error).__name__
+                text = " ".join(str(error).split())
                 reason = f"no data for {self.timeout:g} s" if "Timeout" in kind else text or kind
             except Damaged as error:
                 reason = str(error)
@@ -248,9 +257,11 @@ def select(source: Source, listing: list, train_shards: int, out: Path) -> list[
     tokenizer = matching(re.escape(source.tokenizer), "tokenizer", out / "tokenizers")
     if source.parquet:
         shards = matching(r"shard_\d{5}\.parquet", "train", out / "parquet" / source.name)
-        train, val = shards[:-1], [file._replace(split="val") for file in shards[-1:]]
+        train = shards[:-1]
+        val = [file._replace(split="val") for file in shards[-1:]]
     else:
-        folder, prefix = out / "datasets" / source.name, re.escape(source.shards)
+        folder = out / "datasets" / source.name
+        prefix = re.escape(source.shards)
         train = matching(prefix + r"fineweb_train_\d{6}\.bin", "train", folder)
         val = matching(prefix + r"fineweb_val_\d{6}\.bin", "val", folder)
 
@@ -270,7 +281,8 @@ def verify(path: Path, file: File, progress: Progress | None = None) -> str:
     that is no token shard."""
     if path.stat().st_size != file.size:
         raise Damaged(f"{path.stat().st_size:,} bytes instead of {file.size:,}")
-    sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % file.size)
+    sha256 = hashlib.sha256()
+    git = hashlib.sha1(b"blob %d\0" % file.size)
     with inputs.open_binary(path) as stream:
         while block := stream.read(1 << 22):
             sha256.update(block)
@@ -393,7 +405,8 @@ def write_manifest(path: Path, source: Source, revision: str | None, digests: di
     shards = [file for file in digests if file.split != "tokenizer"]
     files = [{"path": file.local.name, "split": file.split, "tokens": shard_tokens(file.local),
               "sha256": digests[file]} for file in shards]
-    sp, about = None, {"vocab_size": source.vocab_size, "bos_id": source.bos_id, "lossless": False}
+    sp = None
+    about = {"vocab_size": source.vocab_size, "bos_id": source.bos_id, "lossless": False}
     if source.tokenizer:
         sp, about = read_tokenizer(next(iter(digests)), digests, path.parent)
     val_bytes, val_docs = count_val(sp, [file.local for file in shards if file.split == "val"],
@@ -435,7 +448,8 @@ def describe(source: Source, files: list[File], missing: list[File]) -> str:
 
 def get_tokens(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     """Download token shards and write their manifest; returns the summary."""
-    started, out = time.monotonic(), args.out
+    started = time.monotonic()
+    out = args.out
     revision, listing = hub.list(source.repo)
     files = select(source, listing, args.train_shards, out)
     digests, missing = fetch_missing(source, files, revision, out, hub)
@@ -451,7 +465,8 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     """Download text as parquet files and have prepare.py make a dataset of them, which prints its own
     summary; returns the last line."""
     import prepare
-    started, out = time.monotonic(), args.out
+    started = time.monotonic()
+    out = args.out
     revision, listing = hub.list(source.repo)
     files = select(source, listing, args.train_shards, out)
     origin = [source.repo, f"{len(files) - 1} train shards"]
@@ -501,7 +516,8 @@ def bundle_members(bundle: zipfile.ZipFile) -> dict[PurePosixPath, zipfile.ZipIn
     or would be written outside its folder."""
     found = {}
     for member in bundle.infolist():
-        path, kind = PurePosixPath(member.filename), stat.S_IFMT(member.external_attr >> 16)
+        path = PurePosixPath(member.filename)
+        kind = stat.S_IFMT(member.external_attr >> 16)
         if (path.is_absolute() or ".." in path.parts or re.search(r"[\\:\0]", member.filename)
                 or kind not in (0, stat.S_IFREG, stat.S_IFDIR)):
             raise Failed(f"the CORE bundle holds {member.filename!r}, a link or a path outside its folder")
@@ -565,8 +581,10 @@ def check_bundle(folder: Path) -> dict[str, int]:
 
 def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
     """Download the zip at `url` and unpack it to OUT/core_bundle; returns the summary."""
-    folder, partial = args.out / "core_bundle", args.out / ".core_bundle.partial"
-    archive, part = partial / "eval_bundle.zip", partial / "eval_bundle.zip.part"
+    folder = args.out / "core_bundle"
+    partial = args.out / ".core_bundle.partial"
+    archive = partial / "eval_bundle.zip"
+    part = partial / "eval_bundle.zip.part"
     if folder.exists() and not (folder / "eval_bundle.zip").is_file():
         raise Refused(f"{folder} exists and was not made by this command: remove or rename it first")
     complete = is_complete_bundle(folder)
@@ -728,11 +746,14 @@ def main(argv=None) -> int:
         print(summary)
         return 0
     except Failed as error:
-        code, sentence = error.code, str(error)
+        code = error.code
+        sentence = str(error)
     except OSError as error:
-        code, sentence = 1, f"the download stopped: {error.strerror or type(error).__name__}"
+        code = 1
+        sentence = f"the download stopped: {error.strerror or type(error).__name__}"
     except KeyboardInterrupt:
-        code, sentence = 1, "interrupted; the same command continues where it stopped"
+        code = 1
+        sentence = "interrupted; the same command continues where it stopped"
     write_line(f"error: {sentence}")
     return code
 

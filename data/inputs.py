@@ -80,7 +80,8 @@ def steady_output():
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             outlet = Outlet(number, "w", closefd=False)
-        encoding, by_lines = getattr(stream, "encoding", "utf-8"), getattr(stream, "line_buffering", False)
+        encoding = getattr(stream, "encoding", "utf-8")
+        by_lines = getattr(stream, "line_buffering", False)
         text = io.TextIOWrapper(io.BufferedWriter(outlet), encoding, "backslashreplace",
                                 line_buffering=by_lines)
         setattr(sys, name, text)

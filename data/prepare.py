@@ -116,7 +116,9 @@ class Progress:
     """A progress line: rewritten in place on a terminal, elsewhere printed every 5 s."""
 
     def __init__(self, label, total):
-        self.label, self.total, self.terminal = label, max(total, 1), sys.stderr.isatty()
+        self.label = label
+        self.total = max(total, 1)
+        self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
 
     def update(self, done):
@@ -140,15 +142,18 @@ class Progress:
 def split_pieces(raw, target):
     """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at the first blank
     line between target and 2 * target, else at the first line end there, else at 2 * target."""
-    buffer, start = b"", 0
+    buffer = b""
+    start = 0
     while True:
         if len(buffer) - start <= 2 * target:
-            buffer, start = buffer[start:] + raw.read(max(1 << 20, 2 * target)), 0
+            buffer = buffer[start:] + raw.read(max(1 << 20, 2 * target))
+            start = 0
         stop = len(buffer)
         if stop == start:
             return
         if stop - start > target:
-            near, far = start + target, start + 2 * target
+            near = start + target
+            far = start + 2 * target
             end = (re.compile(rb"\n\r?\n").search(buffer, near, far)
                    or re.compile(rb"\n").search(buffer, near, far))
             stop = end.end() if end else min(stop, far)
@@ -434,7 +439,8 @@ def find_file(path):
 def find_in_folder(folder):
     """(path, kind) of every file in a folder. What is no text, such as an archive, is left out and named;
     text in an unknown compression is refused."""
-    files, left_out = [], []
+    files = []
+    left_out = []
     for path in sorted(inputs.files_below(folder)):
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
@@ -494,7 +500,8 @@ def need_pyarrow():
 
 def embedded_files(packages=PACKAGES):
     """Source files of the packages as their RECORD lists them -> (files, ["name==version", ...])."""
-    files, source = [], []
+    files = []
+    source = []
     for package in packages:
         try:
             distribution = importlib.metadata.distribution(package)
@@ -538,7 +545,8 @@ def text_fingerprint(val_hashes, train_hashes):
 
 def hash_documents(files, counts, update=lambda: None):
     """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order; calls update() after each."""
-    hashes, sizes = array("Q"), array("q")
+    hashes = array("Q")
+    sizes = array("q")
     for text in documents(files, counts):
         hashes.append(document_hash(text))
         sizes.append(len(text.encode()))
@@ -851,7 +859,9 @@ def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, d
     not fit into the open shard starts the next one; only a document longer than a shard is split. `done`
     are the entries of shards written before, which come first. After each complete shard
     on_shard(entry, documents) gets the number of arrays written so far, None if the shard ends inside one."""
-    entries, shard, count = list(done), None, 0
+    entries = list(done)
+    shard = None
+    count = 0
 
     def close(documents):
         shard.seek(0)
@@ -873,8 +883,10 @@ def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, d
                         close(documents - 1 if len(tokens) == length else None)
                     shard = open(folder / f"{name}_{split}_{len(entries):06d}.bin", "wb")
                     shard.write(bytes(1024))
-                    count, room = 0, shard_tokens
-                part, tokens = tokens[:room], tokens[room:]
+                    count = 0
+                    room = shard_tokens
+                part = tokens[:room]
+                tokens = tokens[room:]
                 shard.write(part.astype("<u2").tobytes())
                 count += len(part)
         if shard:
@@ -889,7 +901,8 @@ def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, d
 
 def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tokens=SHARD_TOKENS):
     """Write tokenizer.model, shards, document_hashes.bin and, last, the manifest to `folder` -> manifest."""
-    val, train = order[:n_val], order[n_val:]
+    val = order[:n_val]
+    train = order[n_val:]
     sample = train[:np.searchsorted(sizes[train].cumsum(), SAMPLE_BYTES) + 1].tolist()
     wanted = set(sample)
     texts = {index: text for index, text in reread(files, hashes) if index in wanted}
@@ -901,7 +914,8 @@ def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tok
 
     with open(folder / "tokens.scratch", "w+b") as scratch:
         start, length = encode_corpus(sp, files, hashes, sizes, order, scratch)
-        progress, entries = Progress("writing", int(length.sum())), []
+        progress = Progress("writing", int(length.sum()))
+        entries = []
         written = np.concatenate([[0], length[order].cumsum()])
 
         def tokens_of(first, stop):
@@ -1018,12 +1032,15 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
     already. DataError if that is impossible."""
     folder, tokenizer, partial, old = layout(request, out)
-    counts, files, val_hashes = Counter(), request.files, None
+    counts = Counter()
+    files = request.files
+    val_hashes = None
     hashes, sizes = scan(files, counts)
     if request.val_files is not None:
         val_hashes, val_sizes = scan(request.val_files, counts)
         files = files + request.val_files
-        hashes, sizes = np.concatenate([hashes, val_hashes]), np.concatenate([sizes, val_sizes])
+        hashes = np.concatenate([hashes, val_hashes])
+        sizes = np.concatenate([sizes, val_sizes])
     order, n_val = split_by_hash(hashes, sizes, request.val_bytes, val_hashes)
     fingerprint = text_fingerprint(hashes[order[:n_val]], hashes[order[n_val:]])
     if folder.exists() and not force and is_complete(folder, request, fingerprint):
@@ -1132,7 +1149,9 @@ class Corpus:
     def __init__(self, request, processes):
         self.files = request.val_files + request.files
         progress = Progress("reading", sum(map(file_bytes, self.files)))
-        done, found, self.counts = 0, [], Counter()
+        done = 0
+        found = []
+        self.counts = Counter()
         results = parallel_map(hash_file, self.files, min(processes, len(self.files)))
         for file, (hashes, sizes, counts) in zip(self.files, results):
             found.append((hashes, sizes))
@@ -1143,7 +1162,8 @@ class Corpus:
         hashes, sizes = zip(*found)
         self.starts = np.cumsum([0, *map(len, hashes)])  # of each file, and the end of the last one
         self.n_val = int(self.starts[len(request.val_files)])
-        self.hashes, self.sizes = np.concatenate(hashes), np.concatenate(sizes)
+        self.hashes = np.concatenate(hashes)
+        self.sizes = np.concatenate(sizes)
         del found, hashes, sizes
 
         val = int(np.searchsorted(self.sizes[:self.n_val].cumsum(), request.val_bytes, "right"))
@@ -1179,7 +1199,8 @@ class Corpus:
         order = self.kept("train")
         order = order[np.argsort(self.hashes[order])]
         order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
-        wanted, texts = np.sort(order), []
+        wanted = np.sort(order)
+        texts = []
         jobs = [(*file, places, self.hashes[part]) for file, part, places in self.by_file(wanted)]
         progress = Progress("sampling", len(wanted))
         for found in parallel_map(sample_file, jobs, min(processes, len(jobs))):
@@ -1191,13 +1212,17 @@ class Corpus:
     def batches(self, chosen):
         """(texts, hashes) of the documents with these ascending indices, about PARQUET_BATCH bytes each."""
         for file, part, places in self.by_file(chosen):
-            texts, size, first = [], 0, 0
+            texts = []
+            size = 0
+            first = 0
             for stop, text in enumerate(documents_at(file, places), 1):
                 texts.append(text)
                 size += self.sizes[part[stop - 1]]
                 if size >= PARQUET_BATCH or stop == len(part):
                     yield texts, self.hashes[part[first:stop]]
-                    texts, size, first = [], 0, stop
+                    texts = []
+                    size = 0
+                    first = stop
 
 
 def file_bytes(file):
@@ -1279,7 +1304,8 @@ def write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, pro
         progress.close()
 
     with contextlib.closing(parallel_map(encode_batch, jobs, processes)) as results:
-        arrays, entries = with_progress(results), []
+        arrays = with_progress(results)
+        entries = []
         for split in kept:
             def save_progress(entry, documents):
                 if documents is not None:

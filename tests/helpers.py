@@ -22,6 +22,14 @@ sys.path.insert(0, str(ROOT))
 import fork_server  # noqa: E402
 from toy_text import library_documents  # noqa: E402
 
+
+
+def sources(*folders):
+    """Our Python files in these folders; in records/, the scripts of records apart."""
+    found = [path for folder in folders for path in (ROOT / folder).glob("**/*.py")]
+    return sorted(path for path in found if "track_" not in str(path.relative_to(ROOT)))
+
+
 # A CPU run of a second or two on `tiny_data`, as environment variables.
 TOY = dict(
     COMPILE="0", DEVICE="cpu", DTYPE="float32", DATA_PATH="data/datasets/toy", DATA_FINGERPRINT="",

@@ -1,10 +1,10 @@
-"""records/audit.py and pages.py: what is found in folders of other projects, and what is not. The folders
+"""records/foreign/: what is found in folders of other projects, and what is not. The folders
 are made here; each case is a fault as found in public ones, or something sound that was once called one."""
 import json
 
 import pytest
 
-import runs
+from judge import runs
 from test_record_stats import RULER, SOURCE, edit, golf_log, speedrun_log, speedrun_logs
 
 SCORES = {7: 1.20010321, 8: 1.20030522, 9: 1.20060723}

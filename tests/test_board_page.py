@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 import pytest
 
-import board_page
 from helpers import ROOT
+from screens import CHROMIUM
+from show import board_page
 from test_watch import LINES, RESULT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RULER = "=" * 100
 HEAD = f"import torch\n{RULER}\npython 3.13.1 torch 2.13.0\nhardware: 1 ranks x 2 threads of X\n{RULER}\n"
 

@@ -1,4 +1,4 @@
-"""records/calibration.py: its list fits today's train_gpt.py, its conversions and its analysis."""
+"""records/judge/calibration.py: its list fits today's train_gpt.py, its conversions and its analysis."""
 import importlib.util
 import subprocess
 import sys
@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import calibration
 import train_gpt
-import tries
-from calibration import (
+from helpers import ROOT, SCRIPT, look
+from judge import calibration, tries
+from judge.calibration import (
     LIST, Known, Public, agreement, edited, flags_at, gains_of, kept_names, report, report_whole_list,
     spread_of)
-from helpers import ROOT, SCRIPT, look
 from proxy import expand_proxy
 
 

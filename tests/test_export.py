@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import export
 import model_loader
 import train_gpt
 from helpers import ROOT, SCRIPT, init_parameters, slow_but, toy_environment
+from show import export
 from test_script import TOY_RUN
 
 

@@ -15,10 +15,10 @@ import pytest
 
 import first_hour
 import fork_server
-import scripts
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, run_cli, slow
+from helpers import ROOT, SCRIPT, TOY, run_cli, slow, sources
 from test_train import LEAN
+from verify import scripts
 
 
 @pytest.fixture
@@ -76,8 +76,7 @@ def test_toy_text_does_not_depend_on_the_python(version, tmp_path):
 def test_every_file_is_syntax_of_every_python(version, tmp_path):
     code = ("import ast, sys\nfor path in sys.argv[1:]:\n"
             "    ast.parse(open(path, encoding='utf-8').read(), path)\nprint('fine')")
-    files = [str(path) for folder in (".", "data", "records", "tests", "tools")
-             for path in sorted((ROOT / folder).glob("*.py"))]
+    files = [str(path) for path in [SCRIPT, *sources("data", "records", "tests", "tools")]]
     command = [PYTHONS[version], "-W", "error", "-c", code, *files]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "fine\n", done.stderr

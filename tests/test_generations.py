@@ -12,16 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checks
-import evidence
-import folders
-import leak_probe
-import replay
-import runs
-import scripts
 from helpers import ROOT, SCRIPT, slow, slow_but
+from judge import runs
 from test_record import (BASELINE, LONG, RECORDS, SETTINGS, THREE, WITH_COMPANION, draw_once, edit,
                          failed_rules, few_data, forked_programs, home, make, sealed, toy)
+from verify import checks, evidence, folders, leak_probe, replay, scripts
 
 import script  # of tools
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import leak_probe
 import train_gpt
 from helpers import SCRIPT, fake_team, slow, slow_but, toy_config
 from test_eval import CPU, randomised
 from train_gpt import log_probs, preset_config
+from verify import leak_probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, V, BOS = 16, 64, 1

@@ -11,9 +11,9 @@ import pytest
 
 import depths
 import train_gpt
-import trials
 from core_reference import write_bundle
 from helpers import SCRIPT, TOY, run_cli
+from judge import trials
 from test_core import small_tasks
 from train_gpt import Refused, flops_per_token, load_config, overrides, show
 

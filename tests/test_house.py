@@ -10,17 +10,15 @@ from functools import cache
 
 import pytest
 
-from helpers import ROOT, SCRIPT
-from source import packed_line
-
-sys.path.insert(0, str(ROOT / "tools"))
-import script  # noqa: E402
+import script
+from helpers import ROOT, SCRIPT, sources
+from verify.source import packed_line
 
 SECTIONS = ["imports", "run constants, flags, checks", "techniques", "optimizer", "schedules", "data",
             "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
             "rehearse, train, main", "recipes", "lab", "start"]  # from 2 on, as DESIGN orders them
-TOOLS = sorted(path for folder in ("data", "records", "tools") for path in ROOT.glob(f"{folder}/*.py"))
-SOURCES = [SCRIPT, *TOOLS, *sorted(ROOT.glob("tests/*.py"))]
+TOOLS = sources("data", "records", "tools")
+SOURCES = [SCRIPT, *TOOLS, *sources("tests")]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("records/*.md"),
                 *ROOT.glob("records/rules/*.md"), *ROOT.glob(".github/**/*.md")])
 # In two parts, so that this file passes its own test; a home of `somebody` is made up.
@@ -156,6 +154,38 @@ def foreign_imports(text):
     return found
 
 
+def packed_assignments(text):
+    """`a, b = x, y`: tuples on both sides, swaps too."""
+    return [f"line {node.lineno}" for node in nodes_of(text)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            and any(isinstance(target, ast.Tuple) for target in node.targets)]
+
+
+def acts_when_imported(text):
+    """Statements of a module's top level that do something: a call by itself, a loop; an edit of sys.path
+    anywhere. A module is looked for where its program says once."""
+    found = []
+    for node in nodes_of(text)[0].body:
+        words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Delete) and not words:
+            found.append(f"line {node.lineno}")
+    paths = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)
+             and (ast.unparse(node.value), node.attr) == ("sys", "path")]
+    return found + [f"line {node.lineno}: sys.path" for node in paths]
+
+
+def imports_tests(text):
+    """Modules of tests/ that a source imports."""
+    names = []
+    for node in nodes_of(text):
+        if isinstance(node, ast.Import):
+            names += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    ours = {path.stem for path in sources("tests")} | {"tests"}
+    return [name for name in names if name.split(".")[0] in ours]
+
+
 def sections(text):
     """Where the sections of the trainer depart from SECTIONS."""
     heads = re.findall(r"(?m)^# -{10} (\d+) (.*)$", text)
@@ -217,6 +247,12 @@ PLANTED = [
         "from sys import modules\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
+    (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
+        "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
+    (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
+        "f()\n", "for x in y:\n    pass\n", "def f():\n    sys.path.insert(0, x)\n", "sys.path += [x]\n"]),
+    (imports_tests, "import helpful\nfrom records import x\n", [
+        "import helpers\n", "def f():\n    from test_house import x\n", "from tests.conftest import x\n"]),
     (foreign_imports, "import os, torch.nn\nfrom numpy import x\ndef f():\n    import yaml\n", [
         "import yaml\n", "import plan\n", "def f():\n    from scipy import linalg\n", "from . import x\n"])]
 
@@ -257,6 +293,26 @@ def test_a_forbidden_arrow_is_named(place, call, named):
     assert text.count(place) == 1
     line = text[text.index(place):].partition("\n")[0]
     assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
+
+
+# What a part of the project still packs; the rest packs nothing
+PACKED = ("bench.py", "gpu_plan.py", "static_gpu.py")
+
+
+@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in PACKED], ids=name_of)
+def test_one_assignment_a_line(path):
+    assert packed_assignments(path.read_text(encoding="utf-8")) == []
+
+
+def test_modules_of_records_do_nothing_when_imported():
+    """What the leak probe does for companions of old scripts apart. Nor does any tool need the tests."""
+    packages = [path for path in sources("records") if path.parent != ROOT / "records"]
+    assert {path.parent.name for path in packages} == {"verify", "judge", "foreign", "show"}
+    found = {name_of(path): acts_when_imported(path.read_text(encoding="utf-8")) for path in packages}
+    (companions,) = found.pop("records/verify/leak_probe.py")
+    assert companions.endswith("sys.path") and not any(found.values()), found
+    found = {name_of(path): imports_tests(path.read_text(encoding="utf-8")) for path in TOOLS}
+    assert not any(found.values()), found
 
 
 def test_the_trainer():

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 
 import fork_server
 import inputs
-import runs
-from helpers import ROOT
+from helpers import ROOT, sources
+from judge import runs
 from test_prepare import ODD, make_texts, read_documents, run, snapshot
 
 TEXTS = make_texts(300)
@@ -534,7 +534,7 @@ def test_every_input_of_data_and_records_goes_through_one_reader():
     assert [text for text in planted if not goes_around(text)] == []
     assert [text for text in fine if goes_around(text)] == []
     found = []
-    for path in sorted([*ROOT.glob("data/*.py"), *ROOT.glob("records/*.py"), ROOT / "tools/watch.py"]):
+    for path in sorted([*sources("data", "records"), ROOT / "tools/watch.py"]):
         if path.name != "inputs.py":
             text = path.read_text(encoding="utf-8")
             found += [f"{path.name}:{line} {name}" for line, name in goes_around(text)

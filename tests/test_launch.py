@@ -17,7 +17,7 @@ import pytest
 
 import fork_server
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, look
+from helpers import ROOT, SCRIPT, TOY, look, sources
 from train_gpt import Ranks, Refused, read_ranks
 
 SMALL = TOY | dict(
@@ -137,8 +137,7 @@ def test_one_task_trains(env):
 
 
 # Programs that a launcher's variables pass through; the trainers in record folders are what they were
-LAUNCHERS = [SCRIPT, ROOT / "run.sh", *(path for folder in ("data", "records", "tools")
-                                        for path in sorted(ROOT.glob(f"{folder}/*.py")))]
+LAUNCHERS = [SCRIPT, ROOT / "run.sh", *sources("data", "records", "tools")]
 LAUNCH_NAMES = "(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
 LAUNCH_WORDS = re.compile(rf"""(["']){LAUNCH_NAMES}\1|\$\{{?{LAUNCH_NAMES}\b""")
 

@@ -3,8 +3,8 @@ import matplotlib.figure
 import pytest
 
 import train_gpt
-import trials
 from helpers import ROOT
+from judge import trials
 
 TRAIN = [(1, 0.1, 10.9), (2, 0.2, 9.0), (250, 8.4, 4.5), (707, 23.8, 4.0), (1000, 41.0, 3.7),
          (1414, 66.0, 3.6), (2000, 118.0, 3.3), (2130, 129.0, 3.29), (2160, 132.0, 3.28)]

@@ -16,19 +16,13 @@ import sentencepiece as spm
 import torch
 import torch.nn.functional as F
 
-import checks
-import evidence
-import folders
-import leak_probe
-import record
-import replay
-import scripts
-import source
 import train_gpt
-import trials
 from helpers import ROOT, SCRIPT, TOY, library_documents, slow, slow_but, tokens_of, write_dataset
-from runs import Point
+from judge import trials
+from judge.runs import Point
+from show import board
 from test_record_stats import FAKE, edit, failed_rules, forked_programs
+from verify import checks, evidence, folders, leak_probe, new_record, replay, rules, scripts, source
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
 BASELINE = next(path for path in RECORDS if path.name.endswith("_Baseline"))
@@ -79,7 +73,7 @@ def read_once(monkeypatch):
             RECORDS_READ[track] = read(track)
         return dict(RECORDS_READ[track])
 
-    for module in (folders, checks, evidence, record):
+    for module in (folders, checks, evidence, new_record, board):
         monkeypatch.setattr(module, "records_of", records_of)
 
 
@@ -275,10 +269,10 @@ def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
     end = rest.partition(folders.NOTES[1])[2]
     page.write_text(f"{top}{start}\nWe tried 3.14 others.\n\n1 2\n{folders.NOTES[1]}{end}")
     opened, lines = folders.Folder(folder), []
-    assert record.check(opened, checks.LOOK_ONLY, lines.append) == []
+    assert rules.check(opened, checks.LOOK_ONLY, lines.append) == []
     for run in opened.runs:     # no evidence of what a foreign log may lack
         run.source = None
-    assert record.check(opened, checks.LOOK_ONLY, lines.append) == ["one script"]
+    assert rules.check(opened, checks.LOOK_ONLY, lines.append) == ["one script"]
     assert not any("n/a" in line for line in lines)
 
 
@@ -447,8 +441,7 @@ def home(toy, tmp_path, monkeypatch):
     """Like a repository whose records/ is empty, with the toy runs in logs/."""
     shutil.copytree(toy / "logs", tmp_path / "logs")
     monkeypatch.chdir(tmp_path)
-    for module in (folders, record):
-        monkeypatch.setattr(module, "HOME", tmp_path / "records")
+    monkeypatch.setattr(folders, "HOME", tmp_path / "records")
     return tmp_path
 
 
@@ -659,7 +652,7 @@ def test_a_board_has_the_columns_of_its_game(game, head):
     folder = SimpleNamespace(track=folders.RULES[folders.NEWEST].tracks[game], values=values.get,
                              path=folders.HOME / f"track_{game}" / "2026-01-01_X", hardware=lambda: "8x H100",
                              test=lambda: ("", SimpleNamespace(p=2e-9)), submission={"author": "me"})
-    table = record.board_table(game, {"X": folder}, lambda folder: "passes").splitlines()
+    table = board.board_table(game, {"X": folder}, lambda folder: "passes").splitlines()
     assert table[0].startswith(head) and len({line.count(" |") for line in table}) == 1
     assert "| 2 | <1e-4 | 8x H100 | me | passes |" in table[2]
 
@@ -675,8 +668,7 @@ def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
     written = ("README.md", "targets.json")
     before = [(ROOT / "records" / name).read_text() for name in written]
     shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (folders, record):
-        monkeypatch.setattr(module, "HOME", tmp_path / "records")
+    monkeypatch.setattr(folders, "HOME", tmp_path / "records")
     assert tool("board")[0] == 0
     assert [(tmp_path / "records" / name).read_text() for name in written] == before
 
@@ -707,8 +699,8 @@ def test_the_record_s_curve_is_of_a_part_of_val_where_all_its_runs_scored_one(mo
 
     folder = SimpleNamespace(values=lambda metric: [1.0, 1.1], runs=[run(True), run(scored)],
                              hardware=lambda: "1 ranks x CPU")
-    monkeypatch.setattr(record, "best_before", lambda *_: "2026-01-01_First")
-    target = record.target_of("tiny", {"2026-01-01_First": folder})
+    monkeypatch.setattr(board, "best_before", lambda *_: "2026-01-01_First")
+    target = board.target_of("tiny", {"2026-01-01_First": folder})
     seconds, losses = zip(*target["curve"])
     assert target["curve_of"] == ("part" if scored else "train")
     assert (seconds[0], seconds[-1]) == (5.0, 20.0 if scored else 50.0)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import folders
 import fork_server
-import record
-import runs
-import trials
 from helpers import ROOT
+from judge import runs, trials
+from verify import folders, new_record
 
 RULER = "=" * 100
 GPUS = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3   On  |   00000000:{i}9:00.0 Off |" for i in range(8))
@@ -634,6 +632,6 @@ def test_a_record_counts_the_seeds_of_its_logs(tmp_path, told, loss, sentence):
     results = [dict(seed=seed, run_id=str(seed), code_sha256="", config={}) for seed in (6, 7)]
     opened = list(zip([runs.read_log(tmp_path / f"run{i}.log") for i in (0, 1)], results))
     if not sentence:
-        return record.check_alike(opened)
+        return new_record.check_alike(opened)
     with pytest.raises(runs.Refused, match=sentence):
-        record.check_alike(opened)
+        new_record.check_alike(opened)

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import script
 import train_gpt
-from checks import OF_ONE_RUN, environment_of
-from helpers import ROOT, SCRIPT, TOY, look, slow_but
-
-sys.path.insert(0, str(ROOT / "tools"))
-import script  # noqa: E402
+from helpers import SCRIPT, TOY, look, slow_but
+from verify.checks import OF_ONE_RUN, environment_of
 
 PRESETS = [*train_gpt.RECIPES]
 SOME = slow_but(["tiny", "golf"], PRESETS)

@@ -406,7 +406,7 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
 def test_the_loss_kernel_by_triton_s_interpreter():
     """FusedLoss on a CPU against lm_loss: fp32, bf16, fp8 as near as lm_loss is in it; golden numbers."""
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "interpret.py"],
+        [sys.executable, ROOT / "tests" / "interpret.py"],
         env=dict(os.environ, TRITON_INTERPRET="1"),
         capture_output=True,
         text=True,

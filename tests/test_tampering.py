@@ -12,15 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import checks
-import evidence
-import folders
 import record
-import replay
 import train_gpt
 from helpers import ROOT, TOY, slow, slow_but
+from show.board import BOARDS
 from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
                          forked_programs, read_once, renew, sealed, train_toys)
+from verify import checks, evidence, folders, replay, rules
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -56,8 +54,7 @@ def root(few_data, tmp_path_factory):
 def go_to(made, patch):
     """The tools in the toy's repository, with its rules."""
     patch.setitem(folders.RULES, folders.NEWEST, made.rules)
-    for module in (folders, record):
-        patch.setattr(module, "HOME", made.root / "records")
+    patch.setattr(folders, "HOME", made.root / "records")
     for module in (checks, replay):
         patch.setattr(module, "ROOT", made.root)
 
@@ -501,8 +498,7 @@ def copy_of(request, tmp_path, monkeypatch, read_once):
     def copy(base):
         if base == "tree":
             shutil.copytree(ROOT / "records", tmp_path / "records")
-            for module in (folders, record):
-                monkeypatch.setattr(module, "HOME", tmp_path / "records")
+            monkeypatch.setattr(folders, "HOME", tmp_path / "records")
             return tmp_path / "records" / "track_tiny" / BASELINE.name
         path = {"Baseline": BASELINE, "latest": LATEST}.get(base)
         if base == "toy":
@@ -515,8 +511,8 @@ def copy_of(request, tmp_path, monkeypatch, read_once):
 
 def said_by(name, folder):
     """(word, text) of one rule, which may run the folder's code."""
-    rule = next(rule for rule in checks.CHECKS if rule.name == name)
-    return checks.outcome(rule, folders.Folder(folder), argparse.Namespace(**vars(RUN) | {"replay": 5}))
+    rule = next(rule for rule in [*rules.CHECKS, BOARDS] if rule.name == name)
+    return rules.outcome(rule, folders.Folder(folder), argparse.Namespace(**vars(RUN) | {"replay": 5}))
 
 
 def name_of(case):

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import sequential
-import tries
 from helpers import ROOT
-from sequential import Noise, Series, series_of
+from judge import sequential, tries
+from judge.sequential import Noise, Series, series_of
 from test_record_stats import EARLIER, LOSSES
 
 PYTHON = sys.executable
@@ -401,11 +400,13 @@ def test_a_ranking_that_is_killed_goes_on(place, tool, tmp_path):
     whole = json.loads(tool(*args, "--json")[1])
     os.rename("trained.txt", "trained_whole.txt")
     os.rename("logs", "logs_whole")
-    program = (f"import sys; sys.path[:0] = [{str(ROOT / 'records')!r}]; import pathlib, record, tries\n"
+    program = (f"import sys; sys.path[:0] = [{str(ROOT / 'records')!r}]; import pathlib, record\n"
+               "from judge import tries\n"
                f"tries.ROOT = pathlib.Path('.').resolve(); sys.executable = {sys.executable!r}\n"
                f"sys.exit(record.main({[str(word) for word in args]!r}))")
     running = subprocess.Popen([PYTHON, "-c", program], start_new_session=True)
     while not Path("trained.txt").exists() or len(Path("trained.txt").read_text().split()) < 9:
+        assert running.poll() is None
         time.sleep(0.01)
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()

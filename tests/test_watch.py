@@ -1,14 +1,10 @@
 """tools/watch.py: what a run looks like on a terminal and in a pipe, its end, signals, LOGGER."""
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
@@ -16,6 +12,7 @@ import pytest
 import fork_server
 import watch
 from helpers import ROOT, SCRIPT, TOY, slow
+from screens import on_terminal
 
 WATCH = [sys.executable, str(ROOT / "tools" / "watch.py")]
 RUN = """
@@ -65,30 +62,6 @@ def run(tmp_path):
     (tmp_path / "lines").write_text(LINES)
     (tmp_path / "run.py").write_text(RUN)
     return [*WATCH, sys.executable, "run.py", "lines"]
-
-
-def on_terminal(command, cwd, columns=100, env=None, stamps=None):
-    """(exit code, lines that stay, every state of the line that is rewritten) on a terminal. stamps: gets
-    (time, text) of whatever comes."""
-    own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}    # xdist sets it
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.execvpe(command[0], command, own | (env or {}))
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    out = b""
-    while True:
-        try:
-            new = os.read(terminal, 65536)
-        except OSError:     # it has ended
-            break
-        out += new
-        if stamps is not None:
-            stamps.append((time.time(), new.decode(errors="replace")))
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", out.decode(errors="replace")).replace("\r\n", "\n")
-    rows = [row.split("\r") for row in text.split("\n")]
-    return code, [row[-1].rstrip() for row in rows], [text for row in rows for text in row[:-1]]
 
 
 def in_pipe(command, cwd, **env):

@@ -314,7 +314,9 @@ def counted(run: Finished, with_bytes: bool) -> str:
     return ", ".join(parts)
 
 
-IDENTICAL, DIFFERENT, FAILED = "identical", "DIFFERENT", "FAILED"
+IDENTICAL = "identical"
+DIFFERENT = "DIFFERENT"
+FAILED = "FAILED"
 
 
 def compare(args, root: Path, case: str, ranks: int, planted: dict) -> tuple[str, str]:

@@ -18,7 +18,8 @@ def rows(flags, env):
     for depth in DEPTHS:
         with suppress(train_gpt.Refused):
             cfg = train_gpt.load_config(env, ["--preset=gpt2", VOCABULARY, *flags, f"--depth={depth}"])
-            tokens, each = train_gpt.planned_tokens(cfg), train_gpt.flops_per_token(cfg)
+            tokens = train_gpt.planned_tokens(cfg)
+            each = train_gpt.flops_per_token(cfg)
             hours = each * tokens / (8 * train_gpt.H100_FLOPS * MFU) / 3600
             yield (f"depth:{depth} parameters:{train_gpt.parameter_counts(cfg).total()} "
                    f"flops_per_token:{each:.4g} tokens:{tokens} batch:{cfg.train_batch_tokens} "

@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "records"), str(ROOT / "tests")]
-
+sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
-from test_board_page import CHROMIUM  # noqa: E402
-from test_watch import on_terminal  # noqa: E402
+from screens import CHROMIUM, on_terminal  # noqa: E402
 
 STEPS = [       # command, what it is
     ("git clone {root} train_gpt", "the clone"),
@@ -39,7 +37,8 @@ BOARD_HEIGHT = 1900     # pixels: table, curves, and where the constants begin
 def conditions():
     """On what kind of machine, how busy, and with which constants from the environment."""
     machine = train_gpt.hardware(SimpleNamespace(on_gpu=False, world_size=1)).partition(" x ")[2]
-    cores, busy = os.cpu_count(), os.getloadavg()[0]
+    cores = os.cpu_count()
+    busy = os.getloadavg()[0]
     beside = ", other work beside it" if busy > cores + 1 else ""
     given = " ".join(f"{name}={value}" for name, value in os.environ.items() if name in train_gpt.NAMES)
     return f"on {machine} (load average {busy:.1f}{beside})" + (f", with {given}" if given else "")
@@ -53,7 +52,8 @@ def shown(lines):
 
 def step(command, home, env):
     """(seconds, seconds to the first training loss or None, lines, states of the live line)"""
-    began, stamps = time.time(), []
+    began = time.time()
+    stamps = []
     code, lines, live = on_terminal(["bash", "-c", command], home, columns=COLUMNS, env=env, stamps=stamps)
     seconds = time.time() - began
     assert code == 0, (command, lines[-5:])
@@ -85,7 +85,8 @@ def picture(page, path, width, height):
 
 def terminal_picture(lines, path, folder):
     """A screenshot of a terminal."""
-    page, body = Path(folder, "terminal.html"), html.escape("\n".join(lines))
+    page = Path(folder, "terminal.html")
+    body = html.escape("\n".join(lines))
     page.write_text(f"<meta charset=utf-8><body style='margin:0;background:#fafafa'><pre style='margin:12px;"
                     f"font:14px/1.4 monospace;color:#111'>{body}</pre>", encoding="utf-8")
     picture(page, path, 720, 24 + 20 * len(lines))
@@ -93,7 +94,8 @@ def terminal_picture(lines, path, folder):
 
 def fill(page, home, env):
     """The output block after each block of commands in a tutorial. Returns its seconds."""
-    text, began = (ROOT / page).read_text(encoding="utf-8"), time.time()
+    text = (ROOT / page).read_text(encoding="utf-8")
+    began = time.time()
 
     def run(found):
         lines = step(found[1].replace("\\\n", " "), home, env)[2]
@@ -110,7 +112,9 @@ def main(folder):
     folder = Path(folder) / "a first hour"
     folder.mkdir(parents=True)
     env = {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
-    home, rows, parts = folder, [], []
+    home = folder
+    rows = []
+    parts = []
     for command, what in STEPS:
         seconds, first, lines, live = step(command.format(root=f"'{ROOT}'"), home, env)
         home = folder / "train_gpt"

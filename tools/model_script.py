@@ -58,7 +58,9 @@ class Module(NamedTuple):
 
 def piece_of(node, first, last):
     """Piece of a statement."""
-    attributes, constants, keys = set(), set(), set()
+    attributes = set()
+    constants = set()
+    keys = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute):
             attributes.add(part.attr)
@@ -76,7 +78,8 @@ def definition_of(node, part):
     """Definition of a top-level statement."""
     methods = {}
     if isinstance(node, ast.ClassDef):
-        before, rest = node.lineno, [ast.Pass(lineno=node.lineno, col_offset=0)]
+        before = node.lineno
+        rest = [ast.Pass(lineno=node.lineno, col_offset=0)]
         for member in node.body:
             if isinstance(member, ast.FunctionDef):
                 # with what stands between it and the statement before: a blank line, comments, decorators
@@ -111,11 +114,14 @@ class Reach:
     """What load() and log_probs() reach. definitions: {name: [Definition]}. bases: the recipe's class and
     those that it inherits from, whose methods are reached one by one: of two alike the first one's."""
     def __init__(self, definitions, bases):
-        self.definitions, self.bases = definitions, bases
+        self.definitions = definitions
+        self.bases = bases
         self.members = {}
         for base in reversed(bases):
             self.members |= definitions[base][0].methods
-        self.names, self.attributes, self.constants = set(ROOTS), set(), set()
+        self.names = set(ROOTS)
+        self.attributes = set()
+        self.constants = set()
         size = 0
         while size < self.size():
             size = self.size()
@@ -173,7 +179,8 @@ def model_of(tree, recipe):
 def recipe_lines(trainer, recipe, own, reach, constants):
     """The lines of a class with the run's constants and the recipe's methods that are reached. own: the
     Definition of the recipe's class, whose comment and docstring stay."""
-    lines, node = trainer.lines, class_named(trainer.tree, recipe)
+    lines = trainer.lines
+    node = class_named(trainer.tree, recipe)
     docstring = node.body[0]
     out = [line for line in lines[own.part.first:node.lineno - 1] if line.startswith("#")]
     out += [f"class {recipe}:", *lines[docstring.lineno - 1:docstring.end_lineno], ""]
@@ -217,7 +224,8 @@ def model_script(preset, text, constants, has_counts):
     """The text of model.py. text: of train_gpt.py. constants: {name: (value, meaning)} of the run.
     has_counts: does the file of weights hold a text whose n-grams are counted?"""
     # 1. what is reached
-    trainer, loader = module_of(text), module_of(LOADER.read_text(encoding="utf-8"))
+    trainer = module_of(text)
+    loader = module_of(LOADER.read_text(encoding="utf-8"))
     recipe = registry_of(trainer.tree)[1][preset]
     load = LOAD.format(model=model_of(trainer.tree, recipe), recipe=recipe)
     if has_counts:
@@ -229,7 +237,8 @@ def model_script(preset, text, constants, has_counts):
     written = [definitions[name][0].part for name in (recipe, *in_hints)]
     kept = {*written, *[definition.part for definition in reach.kept()]}
     # 2. the trainer's part, in which the recipe's class and the docstring are written anew
-    lines, dropped = [*trainer.lines], dropped_lines(trainer, reach, kept)
+    lines = [*trainer.lines]
+    dropped = dropped_lines(trainer, reach, kept)
     for part in written:
         dropped |= set(range(part.first + 1, part.last + 1))
     dropped |= set(range(1, trainer.tree.body[0].end_lineno))

@@ -40,7 +40,9 @@ class Finder:
         self.line_starts = [0]
         for line in self.source.splitlines(keepends=True):
             self.line_starts.append(self.line_starts[-1] + len(line))
-        self.mutants, self.keys, self.bound = [], Counter(), set()
+        self.mutants = []
+        self.keys = Counter()
+        self.bound = set()
         here = dict(function="", lines=range(0), imported=True, names=frozenset(), gpu=False)
         self.statements(ast.parse(source).body, here)
 
@@ -118,7 +120,8 @@ class Finder:
         for default in (*node.args.defaults, *node.args.kw_defaults):
             if default is not None:
                 self.expression(default, here)
-        outside, self.bound = self.bound, set(arguments)
+        outside = self.bound
+        self.bound = set(arguments)
         self.statements(node.body, here | dict(imported=False))
         self.bound = outside
 

@@ -83,7 +83,9 @@ def copy_tree(root, tree):
 def in_parallel(tasks, folders, act, done):
     """Forks act(task, folder) for each task, one at a time per folder, then calls done(task, folder, exit
     code, CPU seconds); the code is minus the signal that ended it. What an act has started ends with it."""
-    waiting, free, running = list(tasks), list(folders), {}
+    waiting = list(tasks)
+    free = list(folders)
+    running = {}
     try:
         while waiting or running:
             while waiting and free:
@@ -133,7 +135,10 @@ class Recorder:
     of the fixtures that it shares with others, and the tests that did not pass."""
 
     def __init__(self):
-        self.tests, self.fixtures, self.seconds, self.failed = {}, {}, {}, set()
+        self.tests = {}
+        self.fixtures = {}
+        self.seconds = {}
+        self.failed = set()
 
     def begin(self, context):
         TRACE.switch(context)
@@ -245,7 +250,9 @@ def plan(mutant, rows, source, texts, budget, allowed=None):
     if mutant.imported:
         reads = re.compile(rf"\b({'|'.join(map(re.escape, mutant.names))})\b")
         wanted = {number for number, line in enumerate(source.splitlines(), 1) if reads.search(line)}
-    groups, total, paid = {}, 0.0, set()
+    groups = {}
+    total = 0.0
+    paid = set()
     for row in rows:
         hit = {context for context, lines in row["lines"].items() if not wanted.isdisjoint(lines)}
         named = sum(name in texts[row["file"]] for name in mutant.names)
@@ -257,7 +264,9 @@ def plan(mutant, rows, source, texts, budget, allowed=None):
             size = sum(len(row["lines"].get(context, ())) for context in contexts)
             group = (seconds > 2) + (seconds > 15), -named, not covers
             groups.setdefault(group, {}).setdefault(row["file"], []).append((size, name, row, contexts))
-    order, seconds_of, left_out = [], {}, 0
+    order = []
+    seconds_of = {}
+    left_out = 0
     for _, files in sorted(groups.items(), key=lambda item: item[0]):
         for tests in sorted(map(sorted_by_size, files.values()), key=lambda tests: tests[0][0]):
             for _, name, row, contexts in tests:
@@ -282,8 +291,10 @@ class Chosen:
 
     def __init__(self, task, folder):
         self.rank = {name: number for number, name in enumerate(task.order)}
-        self.seconds, self.patience = task.seconds, task.patience
-        self.note, self.count = folder / "note", 0
+        self.seconds = task.seconds
+        self.patience = task.patience
+        self.note = folder / "note"
+        self.count = 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -362,7 +373,8 @@ def run_mutants(args, drawn, rows, folders, results, state):
     texts = {row["file"]: (args.root / row["file"]).read_text() for row in rows}
     allowed = selected(args.pytest, args.root) if args.pytest else None
     known = read_table(results)
-    tasks, raw = [], source.encode()
+    tasks = []
+    raw = source.encode()
     for mutant in drawn:
         order, seconds, left_out = plan(mutant, rows, source, texts, args.budget, allowed)
         row = known.get(mutant.key)
@@ -425,7 +437,8 @@ def report(drawn, results, judged):
 
 def parse(argv):
     """Arguments; what stands behind -- is for pytest."""
-    mine, for_pytest = argv, []
+    mine = argv
+    for_pytest = []
     if "--" in argv:
         mine = argv[:argv.index("--")]
         for_pytest = argv[argv.index("--") + 1:]

@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
+from judge.trials import last_line  # noqa: E402
 from train_gpt import Refused, require  # noqa: E402
-from trials import last_line  # noqa: E402
 
 # Constants that cannot be given: each run has its own, and all are scored on the whole val text.
 FIXED = ("PRESET", "SEED", "DATA_PATH", "VAL_TOKENS", "RUN_ID", "RESUME", "EVAL_FROM", "DRY_RUN")

@@ -67,7 +67,9 @@ def global_names(text):
 
 def parts_of(text):
     """[Part] of a module, without its docstring."""
-    lines, parts, end = text.splitlines(), [], 0
+    lines = text.splitlines()
+    parts = []
+    end = 0
     for node in ast.parse(text).body:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
@@ -86,7 +88,8 @@ def reached(parts):
     for part in parts:
         for name in part.binds:
             owners.setdefault(name, []).append(part)
-    kept, waiting = set(), [part for part in parts if not part.binds or part.binds & {*ASKED_FOR}]
+    kept = set()
+    waiting = [part for part in parts if not part.binds or part.binds & {*ASKED_FOR}]
     while waiting:
         part = waiting.pop()
         if part in kept:
@@ -134,7 +137,8 @@ def registry_of(tree):
 
 def with_one_recipe(text, preset):
     """The module's text with a registry and a docstring of that preset alone. Raises SystemExit."""
-    tree, lines = ast.parse(text), text.splitlines()
+    tree = ast.parse(text)
+    lines = text.splitlines()
     registry, recipes = registry_of(tree)
     if preset not in recipes:
         raise SystemExit(f"script: {preset!r} is none of {', '.join(recipes)}")

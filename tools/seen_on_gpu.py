@@ -164,7 +164,8 @@ def family(kernel: str) -> tuple[str, str, str] | None:
 def rows_of(report: dict, name: str) -> list[Row]:
     """What a report of a card shows to have run there."""
     machine = report["machine"]
-    card, version = machine["gpu"], machine["torch"]
+    card = machine["gpu"]
+    version = machine["torch"]
     found = []
     for operators in report.get("operators", {}).values():
         for row in operators:

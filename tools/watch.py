@@ -27,10 +27,13 @@ try:
     import numpy  # noqa: F401
 except ImportError:
     sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-from folders import HOME, track_of  # noqa: E402
-from runs import STEP, inputs  # noqa: E402
-from trials import draw_run  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+sys.path.append(str(ROOT / "data"))
+import inputs  # noqa: E402
+from judge.runs import STEP  # noqa: E402
+from judge.trials import draw_run  # noqa: E402
+from verify.folders import HOME, track_of  # noqa: E402
 
 # How the line begins with which a stage of a run begins
 STAGES = {
@@ -65,24 +68,30 @@ def in_rows(text, break_words=False):
 class Progress:
     """What the lines of a run have said so far."""
     def __init__(self):
-        self.stage, self.began, self.seen = "starting", time.monotonic(), {}
+        self.stage = "starting"
+        self.began = time.monotonic()
+        self.seen = {}
         self.step = None        # (step, training seconds, seconds left, tok/s, when) of the last report
         self.at = 0, 0          # the last step that a line told, and of how many
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
         self.trained = self.in_samples = self.in_summary = self.paced = False
         self.pace = None        # the record's, once the log tells the recipe
-        self.sample, self.rows_left = [], 0
+        self.sample = []
+        self.rows_left = 0
 
     def read(self, line):
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
-        found, told = STEP.match(line), STEP_OF.match(line)
+        found = STEP.match(line)
+        told = STEP_OF.match(line)
         later = told and self.at[0] < int(told[1]) <= int(told[2]) == self.at[1]
         if self.in_samples and (later or line.startswith("val_part step:")):
             self.in_samples = False         # a step after samples in the middle of the run
         if line.startswith("sample 1: ") and not self.in_samples:
-            self.in_samples, self.sample = True, []
+            self.in_samples = True
+            self.sample = []
         if self.in_samples and SUMMARY.match(line) and line.strip().startswith("train_time_ms"):
-            self.in_samples, self.in_summary = False, True
+            self.in_samples = False
+            self.in_summary = True
         if self.in_samples:
             self.sample.append(line)
             return self.beginning(line)
@@ -113,7 +122,8 @@ class Progress:
 
     def read_step(self, found, line):
         """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
-        self.at, left = (int(found[1]), int(found[2])), re.search(r"eta:(\d+)s", line)
+        self.at = (int(found[1]), int(found[2]))
+        left = re.search(r"eta:(\d+)s", line)
         if found[3] != "train_loss":
             self.trained |= self.at[0] == self.at[1]
             self.enter("writing the model" if self.trained else "training")
@@ -137,7 +147,8 @@ class Progress:
 
     def enter(self, stage):
         if stage != self.stage:
-            self.stage, self.began = stage, time.monotonic()
+            self.stage = stage
+            self.began = time.monotonic()
 
     def plan(self):
         """What is going to happen, in two lines."""
@@ -178,7 +189,8 @@ class Progress:
         if self.stage != "training" or not self.step:
             return None, f"{self.stage}: {now - self.began:.0f} s"
         step, seconds, left, rate, then = self.step
-        since, loss = min(now - then, left), self.mean_loss()
+        since = min(now - then, left)
+        loss = self.mean_loss()
         bpb = self.bits_per_byte(loss)
         words = [f"step {step:,}", f"loss {loss:.4f}", f"{bpb:.3f} bpb" if bpb else "",
                  f"{rate:,} tok/s", f"{left - since:.0f} s left"]
@@ -199,7 +211,9 @@ def pace_of(folder):
 class Screen:
     """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
     def __init__(self, terminal):
-        self.terminal, self.bar, self.ticked = terminal, None, 0.0
+        self.terminal = terminal
+        self.bar = None
+        self.ticked = 0.0
         with suppress(ImportError):
             if terminal:
                 from tqdm import tqdm
@@ -238,7 +252,8 @@ def pump(stream, name, lines):
 
 def follow(child, screen, progress, logger, stop):
     """Shows the child's lines until it closes both of its streams. stop: has an entry once a signal came."""
-    lines, open_streams = queue.Queue(), {"stdout", "stderr"}
+    lines = queue.Queue()
+    open_streams = {"stdout", "stderr"}
     for name in open_streams:
         threading.Thread(target=pump, args=(getattr(child, name), name, lines), daemon=True).start()
     while open_streams:
@@ -363,16 +378,19 @@ def target_of(result):
 def distance(result, other):
     """How far a result is from one of targets.json, in a line. Where that has `seconds`, the game is to reach
     its value in fewer of them."""
-    goal, seconds = f"{other['metric']} {other['value']:.10g}", other.get("seconds")
+    goal = f"{other['metric']} {other['value']:.10g}"
+    seconds = other.get("seconds")
     what = f"{other['name']}: {f'{seconds} s to ' if seconds else ''}{goal} ({other['about']})"
     mine = result.get(other["metric"])
     if mine is None:
         return what
-    gap, unit = (mine - other["value"]) * (1 if other["better"] == "lower" else -1), ""     # > 0: worse
+    gap = (mine - other["value"]) * (1 if other["better"] == "lower" else -1)       # > 0: worse
+    unit = ""
     if seconds and gap > 0:
         return f"{gap:.4f} short of {goal}; {what}"
     if seconds:
-        gap, unit = result["train_time_ms"] / 1e3 - seconds, " s"
+        gap = result["train_time_ms"] / 1e3 - seconds
+        unit = " s"
     return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
 
 
@@ -401,7 +419,9 @@ class Logger:
     """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody. After a warning the
     run goes on without one that fails."""
     def __init__(self, kind):
-        self.kind, self.run, self.opened = kind, None, False
+        self.kind = kind
+        self.run = None
+        self.opened = False
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.module = SummaryWriter
@@ -429,7 +449,8 @@ class Logger:
             do(*args)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             print(failed(self.kind, error), file=sys.stderr, flush=True)
-            self.kind, self.run = "", None
+            self.kind = ""
+            self.run = None
 
     def read(self, line, progress):
         if line.startswith("rehearsal before") and not self.run and "folder" in progress.seen:
@@ -490,7 +511,9 @@ def main(command):
     logger = open_logger(os.environ.get("LOGGER", ""))
     if not logger:
         return 2
-    progress, screen, stop = Progress(), Screen(sys.stdout.isatty()), []
+    progress = Progress()
+    screen = Screen(sys.stdout.isatty())
+    stop = []
     child = start(command)
     pass_signals(child, stop)
     try:

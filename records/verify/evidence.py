@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import leak_probe
-import scripts
-import trials
-from checks import OF_ONE_RUN, LeftOut, artifacts_of, our_runs, require, rule, same
-from folders import NOTES, ROOT, is_plain, records_of, sha256
-from runs import DATE, RESUMED, inputs, log_text, split_log
+import inputs
+from judge import trials
+from judge.runs import DATE, RESUMED, log_text, split_log
+from verify import leak_probe, scripts
+from verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
+from verify.folders import NOTES, ROOT, is_plain, records_of, sha256
 
 STEP_LINE = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
@@ -84,7 +84,6 @@ def segments_of(run, log):
 # ------------------------------------------------------------ steps
 
 
-@rule("strict", "steps and times")
 def check_steps(folder, options):
     """Steps and times rise, no report is missing, and every rate is what steps and times make."""
     count = 0
@@ -151,12 +150,14 @@ def check_order(log, begin, steps):
         require(step.ms > last_ms or again and step.ms == last_ms or step.ms < 10,
                 f"{where}: train_time {step.ms} ms comes after {last_ms} ms")
         same(where, "the last step", step.total, "its first line", steps[0].total)
-        last_step, last_ms = step.step, step.ms
+        last_step = step.step
+        last_ms = step.ms
 
 
 def check_reports(log, first, steps, result):
     """Every line is there that the run wrote after step `first`, and no other."""
-    config, last = result["config"], steps[-1].step if steps else first
+    config = result["config"]
+    last = steps[-1].step if steps else first
     every = int(config["train_log_every"]) or 100
     wanted = {n for n in range(first + 1, last + 1) if n <= 10 or n % every == 0}
     odd = sorted({step.step for step in steps if step.kind == "train"} ^ wanted)
@@ -187,7 +188,9 @@ def check_means(log, first, steps):
 
 def check_rates(where, step, result, batches):
     """step_avg, val_bpb, tok/s and eta of one Step."""
-    config, seconds, done = result["config"], step.ms / 1e3, max(step.step, 1)
+    config = result["config"]
+    seconds = step.ms / 1e3
+    done = max(step.step, 1)
     require(abs(step.ms / done - step.average) <= 0.5 / done + 0.006,
             f"{where}: step_avg {step.average} ms, but train_time and steps make {step.ms / done:.2f}")
     if step.bpb is not None:
@@ -203,7 +206,8 @@ def check_rates(where, step, result, batches):
             f"{low:.0f} to {high:.0f}")
     # 2. the rest of the run by steps or by the cap, whichever comes first
     cap = float(config["max_wallclock_seconds"])
-    by_steps, by_seconds = step.step / step.total, seconds / cap if cap else 0
+    by_steps = step.step / step.total
+    by_seconds = seconds / cap if cap else 0
     progress = [max(by_steps, by_seconds), by_seconds if cap else by_steps]
     etas = [seconds / min(1, part) - seconds for part in progress]
     slack = 0.6 + 5e-4 / by_steps
@@ -214,8 +218,11 @@ def check_rates(where, step, result, batches):
 def check_end(log, name, steps, result, batches, built=()):
     """What the last step says of the whole run. batches: from batches_of(). built: seconds of what was built
     on the clock before the first step."""
-    config, seconds, pace = result["config"], result["train_time_ms"] / 1e3, result["step_ms"]
-    mean_ms, stop = (result["train_time_ms"] - 1e3 * sum(built)) / result["steps"], result["stop_reason"]
+    config = result["config"]
+    seconds = result["train_time_ms"] / 1e3
+    pace = result["step_ms"]
+    mean_ms = (result["train_time_ms"] - 1e3 * sum(built)) / result["steps"]
+    stop = result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
     cap = float(config["max_wallclock_seconds"])
     require(stop == "iterations" or stop == "wallclock_cap" and cap,
@@ -259,7 +266,6 @@ def check_said_once(run, log, result):
 
 
 # ------------------------------------------------------------ copies
-@rule("strict", "independent runs")
 def check_independent(folder, options):
     """No run's curve, times or pace is that of another one with another seed."""
     our_runs(folder)
@@ -299,7 +305,6 @@ def likeness(one, other, limit):
 
 
 # ------------------------------------------------------------ names and dates
-@rule("strict", "names")
 def check_names(folder, options):
     """File names, seeds, run ids, overrides and hardware say the same."""
     ours = our_runs(folder)
@@ -312,7 +317,8 @@ def check_names(folder, options):
         if "_seed" in log:
             same(log, "seed", result["seed"], "its name", int(re.search(r"_seed(\d+)", log)[1]))
         require(result["seed"] >= first, f"{name}: seed {result['seed']} is below that of train.log, {first}")
-        told, run_id = run.summary.get("run folder"), result["run_id"]
+        told = run.summary.get("run folder")
+        run_id = result["run_id"]
         require(told in (None, f"logs/{run_id}"), f"{log}: run folder is {told!r}, in {name} {run_id!r}")
         ranks = re.match(r"(\d+)(?: ranks )?x ", result["hardware"])
         same(name, "ranks of the hardware", ranks and int(ranks[1]), "world_size", result["world_size"])
@@ -334,25 +340,26 @@ def utc(text):
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
-@rule("strict", "dates")
 def check_dates(folder, options):
     """No run ended before it began or after today, or took another time than its process."""
     now = datetime.now(UTC) + CLOCKS_DIFFER
     for _, _, result, name in our_runs(folder):
-        began, ended = utc(result["started"]), utc(result["finished"])
+        began = utc(result["started"])
+        ended = utc(result["finished"])
         require(began <= ended <= now, f"{name}: started {began}, finished {ended}, it is {now:%F %H:%M}")
         differ = (ended - began).total_seconds() - result["process_ms"] / 1e3
         require(result["resumed"] or abs(differ) < 3, f"{name}: from start to finish is {differ:+.1f} s "
                 f"more than process_ms, {result['process_ms']}")
-    date, told = folder.submission["date"], DATE.match(folder.path.name)
+    date = folder.submission["date"]
+    told = DATE.match(folder.path.name)
     require(not told or "-".join(told.groups()) == date, f"{folder.path.name} is of {date}")
-    until, version = folder.rules.until, folder.submission["rules_version"]
+    until = folder.rules.until
+    version = folder.submission["rules_version"]
     require(not until or date <= until, f"submission.json: runs of {date} are judged by the newest rules; "
             f"version {version} ended on {until}")
     return f"the last run ended on {date}"
 
 
-@rule("strict", "git commit")
 def check_commit(folder, options):
     """The commit holds the script, or the tool makes it of the commit for the run's preset, where this
     repository knows it."""
@@ -371,13 +378,13 @@ def check_commit(folder, options):
 
 
 # ------------------------------------------------------------ digests
-@rule("strict", "digests")
 def check_digests(folder, options):
     """Since rules version 3 a log names the sha256 of what it was made from and of its own lines."""
     ours = our_runs(folder)
     if not folder.rules.digests:
         return None
-    count, models = 0, {}
+    count = 0
+    models = {}
     for run, log, result, name in ours:
         config = "".join(f"config {key}={value}\n" for key, value in run.config.items())
         wanted = {"train_gpt.py": sha256(folder.script), "config": sha256(config.encode())}
@@ -407,18 +414,21 @@ def check_digests(folder, options):
 
 def check_own_lines(run, log):
     """Each `log sha256` line is right, and the last line is one. Returns their number."""
-    raw, digest, at, count = inputs.read_bytes(run.path), hashlib.sha256(), 0, 0
+    raw = inputs.read_bytes(run.path)
+    digest = hashlib.sha256()
+    at = 0
+    count = 0
     for found in LOG_DIGEST.finditer(raw):
         digest.update(raw[at:found.start()])
         line = raw.count(b"\n", 0, found.start()) + 1
         require(digest.hexdigest().encode() == found[1], f"{log}: the lines before line {line} are not those "
                 "whose sha256 it is")
-        at, count = found.start(), count + 1
+        at = found.start()
+        count += 1
     require(count and found.end() == len(raw), f"{log} does not end with the sha256 of its lines")
     return count
 
 
-@rule("strict", "constants")
 def check_constants(folder, options):
     """The script makes the configuration of a run from the preset and the overrides."""
     ours = our_runs(folder)
@@ -438,7 +448,6 @@ def check_constants(folder, options):
 
 
 # ------------------------------------------------------------ texts
-@rule("strict", "plain text")
 def check_text(folder, options):
     """No markup in anything that the page shows, and notes that nobody takes for results."""
     our_runs(folder)
@@ -472,7 +481,8 @@ def strings_of(value):
 # ------------------------------------------------------------ the picture
 def record_picture(folder, earlier, path):
     """Draws a record's loss.png: its runs and those of the record before, of `earlier` {name: Folder}."""
-    s, curves = folder.submission, {folder.submission["name"]: folder.runs}
+    s = folder.submission
+    curves = {folder.submission["name"]: folder.runs}
     if s["before"]:
         name = s["before"]["name"]
         require(name in earlier, f"loss.png shows {name}, which is not here")
@@ -485,7 +495,6 @@ def pinned(package):
     return re.search(rf"(?m)^{package}==(\S+)", inputs.read_text(ROOT / "requirements.txt"))[1]
 
 
-@rule("strict", "picture")
 def check_picture(folder, options):
     """loss.png is what the logs draw, pixel by pixel."""
     our_runs(folder)
@@ -494,7 +503,8 @@ def check_picture(folder, options):
         record_picture(folder, records_of(folder.submission["track"]), again)
         if inputs.read_bytes(again) != folder.read("loss.png"):
             from matplotlib import image
-            here, want = metadata.version("matplotlib"), pinned("matplotlib")
+            here = metadata.version("matplotlib")
+            want = pinned("matplotlib")
             if here != want:
                 raise LeftOut(f"matplotlib {here} draws otherwise than {want}")
             try:
@@ -503,3 +513,17 @@ def check_picture(folder, options):
                 pictures = [0, 1]
             require(np.array_equal(*pictures), "loss.png is not the picture of these logs")
     return "loss.png, drawn again, is the same"
+
+
+# In the order in which `record check` asks them
+CHECKS = [
+    Rule("strict", "steps and times", check_steps),
+    Rule("strict", "independent runs", check_independent),
+    Rule("strict", "names", check_names),
+    Rule("strict", "dates", check_dates),
+    Rule("strict", "git commit", check_commit),
+    Rule("strict", "digests", check_digests),
+    Rule("strict", "constants", check_constants),
+    Rule("strict", "plain text", check_text),
+    Rule("strict", "picture", check_picture),
+]

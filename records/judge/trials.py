@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
-from runs import (
+from judge.runs import (
     batch_means, cautious_std, demand, demand_samples, demand_seed, describe, detectable, equal_point,
     identity, is_better, judge, judge_lines, load_runs, log_text, mean_curve, name_of, p_term, pick_metric,
-    points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch,
-    why_not_another)
+    points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch, why_not_another)
+from verify.folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 
 
 # ------------------------------------------------------------ running
@@ -49,8 +48,10 @@ def run_once(label, command, run_id, seed):
 def run_in_turn(commands, n, say, seed=1337):
     """Runs {label: shell command} n times each, in turn, every second round backwards. Returns
     {label: [Run]}. Raises Refused when a command fails, or gives the same run at two seeds."""
-    stamp, total = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f"), n * len(commands)
-    found, times = {label: [] for label in commands}, []
+    stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f")
+    total = n * len(commands)
+    found = {label: [] for label in commands}
+    times = []
     for i in range(n):
         order = list(enumerate(commands.items()))
         if i % 2:
@@ -62,7 +63,8 @@ def run_in_turn(commands, n, say, seed=1337):
             demand(not why, f"{label}: {why}: the command must heed SEED")
             found[label].append(run)
             times.append(time.monotonic() - began)
-            metric, left = pick_metric([run]), (total - len(times)) * sum(times) / len(times)
+            metric = pick_metric([run])
+            left = (total - len(times)) * sum(times) / len(times)
             say(f"{len(times)}/{total} {label} seed {seed + i}: {metric} {show(metric, run.value(metric))} "
                 f"eta:{left:.0f}s")
     return found
@@ -134,7 +136,6 @@ def report_many(found, say):
 
 def without_derived(overrides):
     """Overrides {name: text} without those that follow from the others: of a depth's constants the depth."""
-    sys.path.insert(0, str(ROOT))
     import train_gpt
     if int(overrides.get("depth", 0)) == 0:
         return overrides
@@ -263,7 +264,8 @@ def compare_across(args, say):
     for setting in settings:
         for letter, command in zip("AB", args.paths):
             commands[f"{letter} {setting}"] = f"export {shlex.join(setting.split(' '))}; {command}"
-    found, out = run_in_turn(commands, args.n, say, args.seed), []
+    found = run_in_turn(commands, args.n, say, args.seed)
+    out = []
     metric = pick_metric([run for runs in found.values() for run in runs], args.metric)
     for setting in settings:
         a, b = ([run.value(metric) for run in found[f"{letter} {setting}"]] for letter in "AB")
@@ -287,14 +289,16 @@ def stats(args, say):
     runs = load_runs(args.paths, say)
     demand_samples(runs)
     metric = pick_metric(runs, args.metric)
-    values, times = [run.value(metric) for run in runs], [run.time for run in runs if run.time is not None]
+    values = [run.value(metric) for run in runs]
+    times = [run.time for run in runs if run.time is not None]
     for run in runs:
         say(f"{run.path.parent.name}/{run.file}: {metric} {show(metric, run.value(metric))} "
             f"time {show('time', run.time)}")
     scripts = {sha256(run.source.strip().encode()) for run in runs if run.source}
     if len(scripts) > 1:
         say(f"warning: these logs begin with {len(scripts)} different scripts")
-    s, clock = describe(values), describe(times) if times else None
+    s = describe(values)
+    clock = describe(times) if times else None
     out = {"metric": metric, **s._asdict(), "values": values, "times": times,
            "time": clock and clock._asdict()}
     say(f"{metric}: {stats_line(metric, s)}", f"time: {stats_line('time', clock)} s" if clock else "time: -")

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runs import (
-    describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target)
+from judge.runs import describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the game; nothing in the
 # folder shows a claim; something of form
-CONTRADICTION, NO_EVIDENCE, FORMALITY = 1, 2, 3
+CONTRADICTION = 1
+NO_EVIDENCE = 2
+FORMALITY = 3
 # Names of columns, and beginnings of lines, that tell of something else than a run's own scores
 OTHERS = re.compile(
     r"(?i)Δ|delta|gain|diff|improv|gap|penalty|base|prev|prior|before|parent|reference|leader|control|"
@@ -80,7 +81,8 @@ def known_scores(runs, metric):
 
 def score_findings(folder):
     """Scores of the submission and of the page's first lines that neither a log nor a mean of logs has."""
-    said, wrong = folder.submission, []
+    said = folder.submission
+    wrong = []
     for key in ("val_loss", "val_bpb"):
         known = known_scores(folder.runs + folder.inner, key)
         if known and isinstance(said.get(key), float) and not about(repr(said[key]), known):
@@ -107,7 +109,9 @@ def code_sizes(folder):
 
 def size_findings(folder):
     """Sizes of the submission that neither its files nor its logs have; a score and a size of two runs."""
-    said, runs, code = folder.submission, folder.runs + folder.inner, code_sizes(folder)
+    said = folder.submission
+    runs = folder.runs + folder.inner
+    code = code_sizes(folder)
     sizes = {size for run in runs for size in run.sizes}
     totals = [run.facts["bytes_total"] for run in different(runs) if "bytes_total" in run.facts]
     total, told, score = (said.get(key) for key in ("bytes_total", "bytes_code", "val_bpb"))
@@ -141,7 +145,8 @@ class Claim(NamedTuple):
         if self.kind == "steps":
             known = ends_with_validation(run) or run.facts.get("stopped_at") == run.steps
             return [run.steps] * known
-        values, share = run.sizes, 0.2
+        values = run.sizes
+        share = 0.2
         if self.kind == "score":
             values = [value for _, value in run.scores] + [point.loss for point in run.curves["val"]]
             share = 0.06
@@ -172,7 +177,8 @@ def claims_of(pairs):
 
 def tables(page):
     """[(names of the columns, rows)] of a page's tables, cells without marks."""
-    found, rows = [], []
+    found = []
+    rows = []
     for line in [*page.splitlines(), ""]:
         if line.lstrip().startswith("|"):
             rows.append([re.sub(r"[*`\\]", "", cell).strip() for cell in line.strip().strip("|").split("|")])
@@ -218,12 +224,14 @@ def submission_rows(submission):
 def seed_findings(where, rows, runs):
     """What rows tell of seeds, against the logs of these. A row without a score of the log may tell of
     another run of the seed; if it has one, its steps and bytes are those of the log."""
-    by_seed, missing = {}, []
+    by_seed = {}
+    missing = []
     for run in runs:
         for seed in {run.seed, run.seed_in_name} - {-1}:
             by_seed.setdefault(seed, []).append(run)
     for seed in dict.fromkeys(seed for seed, _ in rows):
-        own, told = by_seed.get(seed, []), [claims for other, claims in rows if other == seed]
+        own = by_seed.get(seed, [])
+        told = [claims for other, claims in rows if other == seed]
         if not own:
             if any(claim.kind == "score" for claims in told for claim in claims):
                 missing.append(str(seed))
@@ -242,7 +250,8 @@ def seed_findings(where, rows, runs):
             if other and len("".join(claim.text for claim in misses)) > 7:      # else it may be by chance
                 there = f"this is in {other.file}, whose seed is {other.seed}"
             sure = not best and any(claim.kind != "score" for claim in misses)
-            rank, numbers = CONTRADICTION if sure else NO_EVIDENCE, ", ".join(claim.text for claim in misses)
+            rank = CONTRADICTION if sure else NO_EVIDENCE
+            numbers = ", ".join(claim.text for claim in misses)
             yield Finding(rank, f"{where}: seed {seed}: {numbers}, but {there}")
     if missing and by_seed:
         yield Finding(NO_EVIDENCE, f"{where}: scores of seeds {', '.join(missing)}, which have no log")
@@ -251,7 +260,8 @@ def seed_findings(where, rows, runs):
 def summary_findings(page):
     """Rows of tables named mean or std, against the seeds' rows above them, column by column."""
     for names, rows in tables(page):
-        above, ended = [], False
+        above = []
+        ended = False
         for row in rows:
             word = SUMMARY_ROW.fullmatch(row[0])
             if not word:
@@ -307,12 +317,14 @@ class Row(NamedTuple):
 def list_findings(readme, runs):
     """Lists of losses and times on the page, against the logs. A list that fits no logs may tell of other
     runs, if another one fits."""
-    lists, found = [*page_lists(readme), PageList("", [], 0)], []
+    lists = [*page_lists(readme), PageList("", [], 0)]
+    found = []
     for losses, times in zip(lists, lists[1:]):
         paired = times.name.lower().startswith("time") and len(times.numbers) == len(losses.numbers)
         if len(losses.numbers) < 2 or not losses.name.lower().startswith(("loss", "acc", "val")):
             continue
-        units, digits = 1, max(map(decimals, losses.numbers))       # 3.28 among others stands for 3.2800
+        units = 1
+        digits = max(map(decimals, losses.numbers))     # 3.28 among others stands for 3.2800
         printed = [f"{float(loss):.{digits}f}" for loss in losses.numbers]
         rows = [Row(loss, None) for loss in printed]
         if paired:
@@ -333,7 +345,8 @@ def list_findings(readme, runs):
 def row_findings(rows, units, runs):
     """The rows of one list, each against a run of its own."""
     scripts = {run.source for run in runs if any(row.fits(run, units)[1] for row in rows)}
-    left, missing = [run for run in runs if run.finished and run.source in scripts], []
+    left = [run for run in runs if run.finished and run.source in scripts]
+    missing = []
     for row in rows:
         run = next((run for run in left if all(row.fits(run, units))), None)
         if run:

@@ -21,11 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import sequential
-from folders import ROOT, sha256
-from runs import Refused, Run, WrongSeed, demand, demand_seed, inputs, read_log, why_not_another
-from sequential import Noise, Series
-from trials import last_line, run_once, training_command
+import inputs
+from judge import sequential
+from judge.runs import Refused, Run, WrongSeed, demand, demand_seed, read_log, why_not_another
+from judge.sequential import Noise, Series
+from judge.trials import last_line, run_once, training_command
+from verify.folders import ROOT, sha256
 
 LEDGER = "logs/tries.tsv"
 COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "text", "tokens", "pairs", "gain",

@@ -12,14 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import pages
-import source
-from checks import DAMAGE, LOOK_ONLY, check
-from folders import TRACKS, Folder
-from pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from runs import (
-    DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, identity, inputs, p_term, recipe_of,
-    same_losses, test_target)
+import inputs
+from foreign import pages
+from foreign.pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
+from judge.runs import (
+    DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, identity, p_term, recipe_of, same_losses,
+    test_target)
+from verify import source
+from verify.checks import DAMAGE, LOOK_ONLY
+from verify.folders import TRACKS, Folder
+from verify.rules import check
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record
@@ -47,7 +49,8 @@ class Game(NamedTuple):
 
 def game_of(folder):
     """The Game of a folder by the names of the folders around it, its date, its page and submission.json."""
-    path, said = folder.path.resolve(), folder.submission
+    path = folder.path.resolve()
+    said = folder.submission
     if "val_bpb" in str(said) or any(run.value("val_bpb") for run in folder.runs):
         told = [str(said.get(key)) for key in ("track", "name")]
         words = " ".join([*path.parts[-4:], *told, folder.readme[:200]])
@@ -76,7 +79,9 @@ def findings(path):
         check(folder, LOOK_ONLY, lines.append)
         return [Finding(CONTRADICTION, f"{line[8:34].strip()}: {line[36:]}") for line in lines
                 if line.startswith("  FAIL")]
-    game, runs, page = game_of(folder), folder.runs + folder.inner, folder.readme
+    game = game_of(folder)
+    runs = folder.runs + folder.inner
+    page = folder.readme
     scripts = pages.code_sizes(folder)
     for run in runs:        # a page may count a model and a script that no log adds up
         run.sizes |= {size + code for size in run.sizes for code in scripts}
@@ -141,14 +146,17 @@ def script_findings(folder, game):
 
 def run_findings(folder, game):
     """Caps and hardware of single runs; runs that are there twice. One finding of each kind."""
-    seen, found, whole = {}, {}, {run.path for run in folder.runs if run.finished}
+    seen = {}
+    found = {}
+    whole = {run.path for run in folder.runs if run.finished}
 
     def add(good, rank, kind, text):
         if not good:
             found.setdefault((rank, kind), []).append(f"{run.file}: {text}")
 
     for number, run in enumerate(folder.runs):
-        total, ranks = run.facts.get("bytes_total", 0), int(run.facts.get("world_size", 0))
+        total = run.facts.get("bytes_total", 0)
+        ranks = int(run.facts.get("world_size", 0))
         hardware = run.facts.get("hardware", "")
         add(not game.byte_cap or not run.finished or total <= game.byte_cap, CONTRADICTION, "size",
             f"{total:.0f} bytes by its own count, the cap is {game.byte_cap}")
@@ -212,7 +220,8 @@ def first_of(found):
 def constant_findings(folder, game):
     """Constants that differ between the logs of one record, beside seed and names."""
     for group in pages.groups(folder.runs) if game.time_cap else []:
-        runs, told = pages.different(group), []
+        runs = pages.different(group)
+        told = []
         shared = set.intersection(*[set(run.settings) for run in runs]) if runs else set()
         for name in sorted(shared):
             values = {run.settings[name]: run for run in reversed(runs)}
@@ -253,7 +262,9 @@ def target_findings(runs, game):
         losses = [run.value("val_loss") for run in pages.different(group) if run.value("val_loss")]
         if not game.target or not losses or all(BESIDE.search(os.path.dirname(run.file)) for run in group):
             continue
-        mean, n, test = describe(losses).mean, len(losses), test_target(losses, game.target, "val_loss")
+        mean = describe(losses).mean
+        n = len(losses)
+        test = test_target(losses, game.target, "val_loss")
         z = (game.target - mean) * n ** 0.5
         if {"z": z >= 0.004, "t": bool(test) and test.p < 0.01, "": mean <= game.target}[game.test]:
             return
@@ -285,7 +296,8 @@ def looks_like_log(path):
 def record_folders(root):
     """Folders below root that hold a record: a submission.json, a name that begins with a date, logs beside a
     README; or logs that no folder above claims by one of these."""
-    found, claimed = [], set()
+    found = []
+    claimed = set()
     for here, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         here = Path(here)
@@ -303,7 +315,9 @@ def record_folders(root):
 
 def audit(root, say):
     """One row a folder. Returns how many have findings."""
-    folders, bad, ranks = record_folders(root), 0, Counter()
+    folders = record_folders(root)
+    bad = 0
+    ranks = Counter()
     demand(folders, f"no record folder below {root}")
     for path in folders:
         try:

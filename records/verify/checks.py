@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-import leak_probe
-import pages
-import scripts
-import source
-from folders import (
-    KEYS, NEWEST, NOTES, ROOT, RULES, best_before, change_text, code_diff, computed, read_json, records_of,
+import inputs
+from foreign import pages
+from judge.runs import (
+    RESUMED, Refused, describe, log_text, same_losses, split_log, test_line, test_target, test_welch)
+from verify import leak_probe, scripts, source
+from verify.folders import (
+    KEYS, NOTES, ROOT, best_before, change_text, code_diff, computed, read_json, records_of,
     render, sha256, shared_config, summary_of, track_of)
-from runs import (
-    RESUMED, Refused, describe, inputs, log_text, same_losses, split_log, test_line, test_target, test_welch)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an artifact
@@ -51,17 +50,6 @@ class Rule(NamedTuple):
     heading: str        # public: the games' own; strict: ours
     name: str
     function: object
-
-
-CHECKS = []
-
-
-def rule(heading, name):
-    """Adds the function below it to CHECKS."""
-    def add(function):
-        CHECKS.append(Rule(heading, name, function))
-        return function
-    return add
 
 
 def require(good, sentence):
@@ -100,7 +88,6 @@ def our_runs(folder):
 
 
 # ------------------------------------------------------------ public
-@rule("public", "finished")
 def check_finished(folder, options):
     for run in folder.runs:
         require(run.finished, f"{run.file} was cut off at step {run.steps}")
@@ -108,7 +95,6 @@ def check_finished(folder, options):
     return f"{len(folder.runs)} logs end with a score"
 
 
-@rule("public", "score")
 def check_score(folder, options):
     """The mean reaches the target, or beats the record before by the margin, at the track's p."""
     track = folder.track
@@ -120,7 +106,8 @@ def check_score(folder, options):
         raise NoEvidence
     else:
         values = [run.value(track.metric) for run in folder.runs]
-        claim, test = f"against {track.target}", test_target(values, track.target, track.metric)
+        claim = f"against {track.target}"
+        test = test_target(values, track.target, track.metric)
     require(test, f"{claim}: a single run, the test needs more")
     if folder.ours and folder.submission["systems_change"] and track.rank == "time":
         mean = describe(folder.values(track.metric)).mean
@@ -131,30 +118,33 @@ def check_score(folder, options):
     return f"{claim}: {test_line(test)}"
 
 
-@rule("public", "time")
 def check_time(folder, options):
     """Faster than the record before, where time is what is ranked."""
     if folder.track.rank != "time":
         return None
     our_runs(folder)
-    mean, before = describe(folder.values("time")).mean, folder.submission["before"]
+    mean = describe(folder.values("time")).mean
+    before = folder.submission["before"]
     if folder.baseline:
-        other, name = describe([run.time for run in folder.baseline]).mean, "the baseline logs"
+        other = describe([run.time for run in folder.baseline]).mean
+        name = "the baseline logs"
     elif before:
-        other, name = describe(before["times"]).mean, before["name"]
+        other = describe(before["times"]).mean
+        name = before["name"]
     else:
-        other, name = folder.track.start, folder.track.start_name
+        other = folder.track.start
+        name = folder.track.start_name
     require(mean < other, f"the logs take {mean:.4f} s, {name} {other:.4f} s")
     return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
 
 
-@rule("public", "val_bpb")
 def check_comparison(folder, options):
     """CORE is noisy, val_bpb hardly: where CORE decides, this is what two records are compared by."""
     if folder.track.metric != "core":
         return None
     our_runs(folder)
-    before, own = folder.submission["before"], folder.values("val_bpb")
+    before = folder.submission["before"]
+    own = folder.values("val_bpb")
     text = f"{describe(own).mean:.6f}"
     if before:
         test, _ = test_welch(before["val_bpb"], own, "val_bpb")
@@ -162,7 +152,6 @@ def check_comparison(folder, options):
     return text
 
 
-@rule("public", "time cap")
 def check_time_cap(folder, options):
     cap = folder.track.time_cap
     if not cap:
@@ -177,7 +166,6 @@ def check_time_cap(folder, options):
     return f"longest {max(run.time or 0 for run in folder.runs):.4f} s, the cap is {cap} s"
 
 
-@rule("public", "bytes")
 def check_bytes(folder, options):
     """All code that a run loads counts: the script and, by rules version 1, the files beside it."""
     cap = folder.track.byte_cap
@@ -193,7 +181,6 @@ def check_bytes(folder, options):
     return f"model and code ({', '.join(['train_gpt.py', *companions])}) within {cap} in each run"
 
 
-@rule("public", "evaluation time")
 def check_eval_time(folder, options):
     cap = folder.track.eval_cap
     if not cap:
@@ -208,7 +195,6 @@ def check_eval_time(folder, options):
     return f"everything besides setup and training takes less than {cap} s"
 
 
-@rule("public", "data")
 def check_data(folder, options):
     """The track's dataset and split, by the log as by the result."""
     track = folder.track
@@ -228,7 +214,6 @@ def check_data(folder, options):
     return f"{track.data}: the same text and split in every run"
 
 
-@rule("public", "evaluation")
 def check_evaluation(folder, options):
     """The track's settings, the whole split, and bits per byte that follow from the loss."""
     for run, log, result, name in our_runs(folder):
@@ -251,7 +236,6 @@ def check_evaluation(folder, options):
     return f"{settings}; bits per byte add up"
 
 
-@rule("public", "compile flags")
 def check_flags(folder, options):
     """No extra torch._inductor.config or torch.compile flags in the speedrun."""
     if folder.track.data != "fineweb10B_gpt2":
@@ -267,7 +251,6 @@ def check_flags(folder, options):
     return "none"
 
 
-@rule("public", "hardware")
 def check_hardware(folder, options):
     want = folder.track.hardware
     if not want:
@@ -280,10 +263,10 @@ def check_hardware(folder, options):
     return want
 
 
-@rule("public", "leak probe")
 def check_leaks(folder, options):
     """Runs the folder's code, in a process of its own."""
-    result, artifact = our_runs(folder)[0].result, None
+    result = our_runs(folder)[0].result
+    artifact = None
     if options.no_exec:
         raise LeftOut
     for owner, artifact in artifacts_of(folder, options)[:1]:
@@ -316,7 +299,8 @@ def scored_part(result):
 def artifacts_of(folder, options):
     """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
     their names, those of --artifact by the sha256 of a log or, before rules version 3, of submission.json."""
-    ours, found = our_runs(folder), []
+    ours = our_runs(folder)
+    found = []
     names = [name for name in folder.files if name.endswith(".ptz")]
     if not options.artifact:
         named = [(run, artifact_name(run.run, names)) for run in ours]
@@ -336,19 +320,20 @@ def val_files(result):
 
 
 # ------------------------------------------------------------ strict
-@rule("strict", "runs")
 def check_runs(folder, options):
-    n, least, excluded = len(folder.runs), folder.track.min_runs, folder.submission.get("excluded", [])
+    n = len(folder.runs)
+    least = folder.track.min_runs
+    excluded = folder.submission.get("excluded", [])
     require(n >= least, f"{n} runs, the rules ask for {least}")
     for entry in excluded:
         require(entry["reason"].strip(), f"submission.json: {entry['run_id']} is excluded without a reason")
     return f"{n} runs, {len(excluded)} more excluded with reasons" if folder.ours else f"{n} runs"
 
 
-@rule("strict", "distinct runs")
 def check_distinct(folder, options):
     """No run is there twice, no seed is used twice."""
-    seeds, scores = {}, {}
+    seeds = {}
+    scores = {}
     for i, run in enumerate(folder.runs):
         for other in folder.runs[:i]:
             require(not same_losses(run, other), f"{run.file} is the same run as {other.file}, by its losses")
@@ -357,7 +342,8 @@ def check_distinct(folder, options):
         require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
         require(run.seed < 0 or run.seed not in seeds,
                 f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
-        seeds[run.seed], scores[score] = run.file, run.file
+        seeds[run.seed] = run.file
+        scores[score] = run.file
     if folder.ours:
         for run, log, result, name in our_runs(folder):
             same(name, "seed", result["seed"], log, run.seed)
@@ -368,7 +354,6 @@ def check_distinct(folder, options):
     return "seeds " + ", ".join(str(seed) for seed in seeds)
 
 
-@rule("strict", "one script")
 def check_source(folder, options):
     """Each log begins with train_gpt.py; where the folder has none, the logs begin alike."""
     script = folder.source()
@@ -399,7 +384,6 @@ def check_companions(folder, result, name):
         same(file, "sha256", sha256(folder.read(file)), name, digest)
 
 
-@rule("strict", "one configuration")
 def check_config(folder, options):
     """The runs differ in nothing but the seed, and logs and results agree on every constant."""
     runs = our_runs(folder)
@@ -430,7 +414,6 @@ def check_eval_settings(log, told, config):
         same(log, key, told.get(key), "its config", next(value for value in values if value != "0"))
 
 
-@rule("strict", "numbers of the results")
 def check_results(folder, options):
     for ours in our_runs(folder):
         check_final_scores(ours)
@@ -473,8 +456,10 @@ def check_protocol_scores(ours):
     """Golf's further scores, a line each."""
     run, log, result, name = ours
     for protocol in protocols_of(result):
-        line, said = f"final_{protocol}", {*run.protocols.get(protocol, ["nothing"])}
-        loss, bpb = result[f"val_loss_{protocol}"], result[f"val_bpb_{protocol}"]
+        line = f"final_{protocol}"
+        said = {*run.protocols.get(protocol, ["nothing"])}
+        loss = result[f"val_loss_{protocol}"]
+        bpb = result[f"val_bpb_{protocol}"]
         require(protocol in run.protocols and len(said) == 1, f"{log}: {line} says {'; '.join(sorted(said))}")
         expected = f"val_loss_{protocol}:{loss:.8f}"
         if bpb is not None:
@@ -487,7 +472,8 @@ def check_protocol_scores(ours):
 def check_last_validation(ours):
     """The last validation line tells the steps, the time and the score of the trained weights."""
     run, log, result, name = ours
-    point, where = run.curves["val"][-1], f"the last validation of {log}"
+    point = run.curves["val"][-1]
+    where = f"the last validation of {log}"
     same(name, "trained val_loss", round(result["trained"]["val_loss"], 4), where, point.loss)
     same(name, "steps", result["steps"], where, run.steps)
     same(name, "train_time_ms", result["train_time_ms"], where, round(point.seconds * 1e3))
@@ -523,7 +509,6 @@ def json_text(content):
     return json.dumps(content, indent=1) + "\n"
 
 
-@rule("strict", "numbers of the submission")
 def check_submission(folder, options):
     """submission.json says what logs and results make, number by number."""
     if not folder.submission:
@@ -560,7 +545,6 @@ def is_member(name, companions):
     return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()
 
 
-@rule("strict", "files")
 def check_files(folder, options):
     """Each file that submission.json lists is there, unaltered, and no other is."""
     our_runs(folder)
@@ -601,7 +585,6 @@ def artifact_name(run, names):
     return next((name for name in names if name.partition(".")[0] == stem), None)
 
 
-@rule("strict", "README")
 def check_readme(folder, options):
     """README.md is made from the other files, to the byte."""
     our_runs(folder)
@@ -618,7 +601,6 @@ def check_readme(folder, options):
     return "is what submission.json and the logs make, notes apart"
 
 
-@rule("strict", "readable")
 def check_readable(folder, options):
     """A script that a person can read: not packed, and within the lines and columns of its rules version."""
     text = folder.source()
@@ -642,11 +624,11 @@ def check_readable(folder, options):
     return size
 
 
-@rule("strict", "record before")
 def check_before(folder, options):
     """The record before is known and told as it is; the difference too; the same machine and torch build."""
     our_runs(folder)
-    before, others = folder.submission["before"], records_of(folder.submission["track"])
+    before = folder.submission["before"]
+    others = records_of(folder.submission["track"])
     require(folder.track.rank != "time" or folder.baseline, "time is claimed without logs of a baseline")
     older = {name: other for name, other in others.items() if other.finished() < folder.finished()}
     best = best_before(older, folder.hardware())
@@ -684,13 +666,15 @@ def check_same_machine(folder, before):
 
 def check_baseline(folder, before):
     """The baseline logs are three finished runs of the record before, and the new ones are better."""
-    logs, track = folder.baseline, folder.track
+    logs = folder.baseline
+    track = folder.track
     require(len(logs) > 2, f"{len(logs)} baseline logs, the rules ask for 3")
     scores = {tuple(base.finals) for base in logs}
     require(len(scores) == len(logs), "two baseline logs hold the same run")
     for base in logs:
         require(base.finished, f"{base.file} was cut off")
-        config, wanted = shared_config(base.config), before["config"]
+        config = shared_config(base.config)
+        wanted = before["config"]
         for key in sorted({*config, *wanted}):
             same(base.file, f"config {key}", config.get(key), before["name"], wanted.get(key))
         digest = sha256((base.source or "").encode())
@@ -702,7 +686,6 @@ def check_baseline(folder, before):
                 f"against the baseline logs: {test_line(test)}, the rule asks for p < {track.p}")
 
 
-@rule("strict", "score of the artifact")
 def check_artifact_score(folder, options):
     """val_loss of the first artifact at hand, added up here from log_probs alone."""
     our_runs(folder)
@@ -716,7 +699,6 @@ def check_artifact_score(folder, options):
     raise LeftOut("no artifact is here; --artifact PATH gives one")
 
 
-@rule("strict", "rerun of the evaluation")
 def check_rerun(folder, options):
     """--rerun-eval: the score of each artifact at hand by the folder's script."""
     if not options.rerun_eval:
@@ -737,7 +719,8 @@ def tolerance_of(result):
 def rerun_one(folder, artifact, owner, options):
     """The score of one artifact by the folder's script, against that of its run."""
     _, _, result, name = owner
-    files, want = val_files(result), scored_part(result)
+    files = val_files(result)
+    want = scored_part(result)
     require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     again = rerun(folder, artifact, result, options)
     wanted = {"val_loss": want["val_loss"], "val_bpb": want["val_bpb"]}
@@ -756,8 +739,11 @@ def rerun_one(folder, artifact, owner, options):
 def score_added_up(folder, artifact, owner, options):
     """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
     too long or the rows overlap."""
-    result, name = owner.result, owner.json
-    config, files, want = result["config"], val_files(result), scored_part(result)["val_loss"]
+    result = owner.result
+    name = owner.json
+    config = result["config"]
+    files = val_files(result)
+    want = scored_part(result)["val_loss"]
     if not files:
         raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
     row = int(config["train_seq_len"])
@@ -791,42 +777,30 @@ def rerun(folder, artifact, result, options):
         return read_json(Path(scratch, "logs", "rerun", "result.json"))
 
 
-# ------------------------------------------------------------ all of them
-def check(folder, options, say):
-    """Says a line for each rule that fails or was left out, one for all that hold, and one for those of which
-    a foreign folder has no evidence; with options.verbose a line for each. Returns the names of those that
-    fail."""
-    if not folder.ours:
-        likely = "golf" if "val_bpb" in folder.submission else "speedrun"
-        folder.track = RULES[NEWEST].tracks[likely]
-    elif not options.no_exec:
-        say("this runs the folder's own train_gpt.py, a stranger's code, in a process of its own "
-            f"(limit {options.seconds:.0f} s); --no-exec leaves that out")
-    names = {word: [] for word in ("pass", "FAIL", "n/a", "----")}
-    for rule in CHECKS:
-        word, text = outcome(rule, folder, options)
-        if text is None:            # the track has no such rule
-            continue
-        names[word].append(rule.name)
-        if getattr(options, "verbose", False) or word in ("FAIL", "----"):
-            say(f"  {word:4}  {rule.name:26}  {text}")
-    if names["n/a"]:
-        say(f"  n/a   {len(names['n/a'])} rules, no evidence in the folder: {', '.join(names['n/a'])}")
-    say(f"  pass  {len(names['pass'])} rules hold: {', '.join(names['pass'])}")
-    return names["FAIL"]
-
-
-def outcome(rule, folder, options):
-    """("pass", "FAIL", "n/a" or "----", what holds or why not; None: the track has no such rule)"""
-    try:
-        return "pass", rule.function(folder, options)
-    except NoEvidence:
-        return "FAIL" if folder.ours else "n/a", "there is no evidence of it"
-    except LeftOut as why:
-        return "----", f"LEFT OUT: {why}" if str(why) else "LEFT OUT by --no-exec"
-    except (Broken, Refused) as error:
-        return "FAIL", str(error)
-    except leak_probe.ProbeFailed as error:
-        return "FAIL", f"train_gpt.py: {error}"
-    except (OSError, *DAMAGE) as error:
-        return "FAIL", f"what is there is damaged: {type(error).__name__} {str(error)[:120]}"
+# In the order in which `record check` asks them
+CHECKS = [
+    Rule("public", "finished", check_finished),
+    Rule("public", "score", check_score),
+    Rule("public", "time", check_time),
+    Rule("public", "val_bpb", check_comparison),
+    Rule("public", "time cap", check_time_cap),
+    Rule("public", "bytes", check_bytes),
+    Rule("public", "evaluation time", check_eval_time),
+    Rule("public", "data", check_data),
+    Rule("public", "evaluation", check_evaluation),
+    Rule("public", "compile flags", check_flags),
+    Rule("public", "hardware", check_hardware),
+    Rule("public", "leak probe", check_leaks),
+    Rule("strict", "runs", check_runs),
+    Rule("strict", "distinct runs", check_distinct),
+    Rule("strict", "one script", check_source),
+    Rule("strict", "one configuration", check_config),
+    Rule("strict", "numbers of the results", check_results),
+    Rule("strict", "numbers of the submission", check_submission),
+    Rule("strict", "files", check_files),
+    Rule("strict", "README", check_readme),
+    Rule("strict", "readable", check_readable),
+    Rule("strict", "record before", check_before),
+    Rule("strict", "score of the artifact", check_artifact_score),
+    Rule("strict", "rerun of the evaluation", check_rerun),
+]

@@ -13,8 +13,8 @@ import tarfile
 import tempfile
 from typing import NamedTuple
 
-from folders import ROOT
-from runs import Refused
+from judge.runs import Refused
+from verify.folders import ROOT
 
 UNKNOWN = "not committed"       # in place of a commit
 
@@ -87,7 +87,8 @@ def git_commit(script, preset):
     asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
     blobs = git("cat-file", "--batch-check=%(objectname)", input=asked.encode()).decode().splitlines()
     blob = git("hash-object", "--stdin", input=script).decode().strip()
-    lines, one_recipe = {*script.splitlines()[1:]}, len(recipes_of(script)) == 1
+    lines = {*script.splitlines()[1:]}
+    one_recipe = len(recipes_of(script)) == 1
     for commit, found in zip(commits, blobs):
         if found == blob:
             return commit

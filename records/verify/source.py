@@ -23,13 +23,17 @@ def is_runner(node, runners):
     re.compile and model.eval are not."""
     if isinstance(node, ast.Name):
         return node.id in runners
-    owner, name = None, None
+    owner = None
+    name = None
     if isinstance(node, ast.Attribute):                                 # builtins.exec
-        owner, name = node.value, node.attr
+        owner = node.value
+        name = node.attr
     elif isinstance(node, ast.Subscript):                               # globals()["exec"]
-        owner, name = node.value, getattr(node.slice, "value", None)
+        owner = node.value
+        name = getattr(node.slice, "value", None)
     elif isinstance(node, ast.Call) and last_name(node.func) == "getattr" and len(node.args) > 1:
-        owner, name = node.args[0], getattr(node.args[1], "value", None)
+        owner = node.args[0]
+        name = getattr(node.args[1], "value", None)
     if name not in RUNNERS:
         return False
     return any(word in ast.unparse(owner) for word in ("builtins", "globals", "types"))
@@ -134,7 +138,8 @@ def packed_line(source):
     calls = [call for call in calls if is_runner(call.func, runners) and code_argument(call)]
     if not calls:
         return None
-    given, decoded = assignments(tree), set()
+    given = assignments(tree)
+    decoded = set()
     size = -1
     while size < len(decoded):      # until no further name turns out to hold decoded text
         size = len(decoded)
@@ -163,7 +168,8 @@ def line_of_file(source):
 def compiler_flags(source):
     """What a script sets of torch's compiler beyond dynamic and fullgraph, as sentences; settings of its code
     for CPUs don't count. Raises SyntaxError for what is no Python."""
-    tree, found = ast.parse(source), []
+    tree = ast.parse(source)
+    found = []
     compilers = {"torch.compile"}       # by whatever name
     for_cpus = set()
     for node in ast.walk(tree):

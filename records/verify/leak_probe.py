@@ -53,7 +53,9 @@ class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
     log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
     def __init__(self, module, artifact, env):
-        self.module, self.env, self.cfg = module, env, None
+        self.module = module
+        self.env = env
+        self.cfg = None
         if artifact == NO_MODEL:
             return
         if artifact:
@@ -225,7 +227,9 @@ class Model:
         own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, env=clean_environment() | own | env)
-        self.errors, self.late, self.seconds = [], False, seconds
+        self.errors = []
+        self.late = False
+        self.seconds = seconds
         self.timer = threading.Timer(seconds, self.stop)
         self.timer.daemon = True
         self.timer.start()
@@ -272,7 +276,8 @@ class Model:
 
     def log_probs(self, tokens):
         """tokens (B, T) -> (B, T, V) fp32."""
-        shape, wanted = self.ask({"shape": tokens.shape}, tokens), (*tokens.shape, self.about["V"])
+        shape = self.ask({"shape": tokens.shape}, tokens)
+        wanted = (*tokens.shape, self.about["V"])
         if shape != wanted:
             raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
         return self.read(shape, np.float32)
@@ -357,7 +362,8 @@ def most_rows(T, V):
 def try_company(seen, kind, document, base, V, rng):
     """Do other rows or earlier calls change what the worker `seen` says of a document? Returns the largest
     change in nats. Raises ProbeFailed."""
-    worst, T = 0.0, len(document)
+    worst = 0.0
+    T = len(document)
     for size in (2, 3, most_rows(T, V)):
         batch = rng.integers(0, V, (size, T))
         place = int(rng.integers(size))
@@ -372,11 +378,13 @@ def try_company(seen, kind, document, base, V, rng):
 def try_places(fresh, kind, document, base, V, places, limit, rng):
     """Asks the worker `fresh` for the document with other tokens after each of the places, in random order
     and batches. Returns the largest effect in nats on what comes before. Raises ProbeFailed above limit."""
-    worst, T = 0.0, len(document)
+    worst = 0.0
+    T = len(document)
     left = [int(t) for t in rng.permutation(places)]
     while left:
         size = min(len(left), int(rng.integers(1, most_rows(T, V) + 1)))
-        batch, left = left[:size], left[size:]
+        batch = left[:size]
+        left = left[size:]
         rows = np.tile(document, (size, 1))
         for row, t in zip(rows, batch):
             row[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
@@ -394,7 +402,9 @@ def try_places(fresh, kind, document, base, V, places, limit, rng):
 def probe(fresh, seen, T, V, windows, val_files, rng):
     """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
     tried, the largest effect, kinds of documents). Raises ProbeFailed."""
-    tried, worst, kinds = 0, 0.0, []
+    tried = 0
+    worst = 0.0
+    kinds = []
     for i, (kind, document) in enumerate(documents(T, V, val_files, rng)):
         base = seen.log_probs(document[None])[0].copy()
         check_rows(base, kind)
@@ -423,7 +433,8 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
     all over it, every other one begins a document. The first row, which nothing precedes, must have the nats
     that log_probs gives it, and later ones those of a distribution. Raises ProbeFailed. Returns what was
     tried."""
-    size, worst = 7 * T + 5, 0.0
+    size = 7 * T + 5
+    worst = 0.0
     kind, stream = documents(size, V, val_files, rng)[-1]
     other_than_bos = (bos + 1) % V
     if kind == "random tokens":
@@ -477,13 +488,16 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
     with contextlib.ExitStack() as stack:
         seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
                        for _ in range(2))
-        V, full = seen.about["V"], context or seen.about["T"]
+        V = seen.about["V"]
+        full = context or seen.about["T"]
         T = min(full, SHORT_ROW)
         tried, worst, kinds = probe(fresh, seen, T, V, seen.about["windows"], val_files, rng)
         lengths = f"{T}"
         if full > T:
             more, effect = probe_long(fresh, seen, full, V, rng)
-            tried, worst, lengths = tried + more, max(worst, effect), f"{T} and {full}"
+            tried += more
+            worst = max(worst, effect)
+            lengths = f"{T} and {full}"
         streams = [probe_stream(fresh.target_nats, seen.target_nats, seen.log_probs, protocol, bos,
                                 min(T, 256), V, val_files, rng) for protocol in protocols]
     weights = "the artifact" if artifact else "random weights"
@@ -501,13 +515,17 @@ def configurations(script, envs, seconds):
 def score(script, artifact, env, val, seconds):
     """Mean nats over every target of val (N,), rows of T tokens, added up here from log_probs alone."""
     with contextlib.closing(Model(script, artifact, env, seconds)) as model:
-        T, V, n, nats = model.about["T"], model.about["V"], len(val) - 1, 0.0
+        T = model.about["T"]
+        V = model.about["V"]
+        n = len(val) - 1
+        nats = 0.0
         rows = max(1, (1 << 22) // (T * V))     # more is no faster: their memory is new at each answer
         for start in range(0, n, T * rows):
             piece = val[start:start + T * rows + 1].astype(np.int64)
             count = len(piece) - 1
             padded = -(-count // T) * T     # whole rows
-            inputs, targets = np.zeros(padded, np.int64), piece[1:]
+            inputs = np.zeros(padded, np.int64)
+            targets = piece[1:]
             inputs[:count] = piece[:-1]
             found = model.log_probs(inputs.reshape(-1, T)).reshape(-1, V)
             check_rows(found[:count], "validation text")

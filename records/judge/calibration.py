@@ -11,19 +11,17 @@ kept third showed that the proxies themselves were wrong, so of the mended ones 
 entry on the calibration in docs/log.md.
 """
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import tries
-from folders import ROOT
-from runs import demand, inputs
-from tries import Change, Proxy
-
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]     # for train_gpt and proxy, which flags_at() imports
+import inputs
+from judge import tries
+from judge.runs import demand
+from judge.tries import Change, Proxy
+from verify.folders import ROOT
 
 PRESET = "speedrun_plus"
 WIDTHS = (32, 48)

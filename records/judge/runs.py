@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 import warnings
 from collections import Counter
 from functools import cache
@@ -18,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
-import inputs  # noqa: E402
+import inputs
 
 
 class Refused(Exception):
@@ -204,13 +202,16 @@ def split_log(text):
     while (at := text.find(RULER + "\n", at + 1)) >= 0:
         begins_a_line = at == 0 or text[at - 1] == "\n"
         if begins_a_line and HEAD_LINE.match(text, at + len(RULER)):
-            settings, source = "", text[:at].removesuffix("\n")
+            settings = ""
+            source = text[:at].removesuffix("\n")
             if found := SETTINGS.match(source):
-                settings, source = found[0], source[found.end():]
+                settings = found[0]
+                source = source[found.end():]
             head, ruler, body = text[at + len(RULER) + 1:].partition(RULER)
             is_script = re.search(r"^(?:import|from) \w", source, re.M)     # else a list of settings
             if not is_script:
-                settings, source = settings + source, None
+                settings += source
+                source = None
             return source, f"{settings}\n{head}", body if ruler else head
     if re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text):
         return split_at_ruler(text)
@@ -292,15 +293,19 @@ def parts_of(text):
     parts = []
     source, head, body = split_log(text)
     while (at := second_run(body)) >= 0:
-        lines, (_, next_head, next_body) = body[:at], split_log(body[at + 1:])
+        lines = body[:at]
+        _, next_head, next_body = split_log(body[at + 1:])
         first_lines = "\n" + "\n".join((source or RULER).split("\n")[:3])
         at = lines.rfind(first_lines)       # where the script of the next run begins, if it begins alike
         parts.append((source, head, lines[:at] if at >= 0 else lines))
-        source, head, body = lines[at + 1:] if at >= 0 else None, next_head, next_body
+        source = lines[at + 1:] if at >= 0 else None
+        head = next_head
+        body = next_body
     parts.append((source, head, body))
     found = []
     for source, head, body in parts:
-        first, cuts = STEP.search(body), []
+        first = STEP.search(body)
+        cuts = []
         for before, line in itertools.pairwise(STEP.finditer(body)):
             if line[1] == first[1] and int(line[1]) < int(before[1]):
                 ends = [before, *FINAL.finditer(body, before.end(), line.start())]
@@ -317,7 +322,8 @@ def read_curves(run, body):
     at = 0
     for found in STEP.finditer(body):
         step, _, kind, loss, bpb, time, unit, rate, mean = found.groups()
-        step, at = int(step), found.start()
+        step = int(step)
+        at = found.start()
         run.steps = max(run.steps, step)
         if time:
             seconds = float(time) / units_per_second[unit]
@@ -445,7 +451,9 @@ def ends_with_validation(run):
 def outermost(runs):
     """(runs of a record, made comparable; diagnostic runs: in folders below one that has finished runs)"""
     agree(runs)
-    copies, outer, inner = Counter(map(identity, runs)), [], []
+    copies = Counter(map(identity, runs))
+    outer = []
+    inner = []
     homes = {run.path.parent for run in runs if run.finished and copies[identity(run)] == 1}
     for run in runs:
         here = run.path.parent
@@ -494,7 +502,8 @@ def identity(run):
 
 def load_runs(paths, say=lambda line: None):
     """Finished runs at paths, each log once; say() hears what is left out. Raises Refused if none is left."""
-    runs, seen = [], {}
+    runs = []
+    seen = {}
     for path in paths:
         logs = find_logs(path)
         found = []
@@ -621,7 +630,8 @@ def describe(values):
     if len(values) < 2:
         return Stats(len(values), float(values.mean()), None, None, None)
     from scipy import stats
-    mean, std = float(values.mean()), float(values.std(ddof=1))
+    mean = float(values.mean())
+    std = float(values.std(ddof=1))
     half = float(stats.t.ppf(0.975, len(values) - 1)) * std / len(values) ** 0.5
     return Stats(len(values), mean, std, mean - half, mean + half)
 
@@ -643,7 +653,8 @@ def test_welch(a, b, metric):
     if min(len(a), len(b)) < 2:
         return None, None
     from scipy import stats
-    a, b = np.asarray(a, float), np.asarray(b, float)
+    a = np.asarray(a, float)
+    b = np.asarray(b, float)
     sign = 1 if metric in HIGHER_IS_BETTER else -1
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
@@ -733,7 +744,8 @@ def verdict(test, difference, std, n, metric):
 
 def judge(a, b, metric):
     """Is b better than a? {verdict, p, difference, interval, ratio, detectable, ...}."""
-    first, second = describe(a), describe(b)
+    first = describe(a)
+    second = describe(b)
     difference = second.mean - first.mean
     out = {"a": first._asdict(), "b": second._asdict(), "difference": difference,
            "ratio": second.mean / first.mean}
@@ -745,7 +757,8 @@ def judge(a, b, metric):
         with np.errstate(all="ignore"):
             _, of_logs = test_welch(np.log(a), np.log(b), metric)
             ratio_interval = tuple(float(np.exp(edge)) for edge in of_logs)
-    std, n = ((first.std ** 2 + second.std ** 2) / 2) ** 0.5, min(first.n, second.n)
+    std = ((first.std ** 2 + second.std ** 2) / 2) ** 0.5
+    n = min(first.n, second.n)
     return out | {"t": test.t, "df": test.df, "p": test.p, "interval": interval,
                   "ratio_interval": ratio_interval,
                   "detectable": detectable(cautious_std(std, first.n + second.n - 2), n),

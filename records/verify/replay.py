@@ -18,10 +18,10 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from checks import OF_ONE_RUN, LeftOut, our_runs, require, rule
-from evidence import lines_of
-from folders import ROOT
-from runs import inputs
+import inputs
+from verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
+from verify.evidence import lines_of
+from verify.folders import ROOT
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
 START = f"""import runpy, time
@@ -37,7 +37,6 @@ BF16_LOSS = 5e-3        # CPUs round products of bfloat16 differently: by this p
 LEAST = 10              # losses that must be compared, where N asks for so many
 
 
-@rule("strict", "replay")
 def check_replay(folder, options):
     """--replay N: the run of train.log, or of --seed, trained again for N steps."""
     if not options.replay:
@@ -137,7 +136,9 @@ def compare(log, lines, again, steps):
     if here and here != there:
         raise LeftOut(f"the run has {there}, this machine {here}")
     made = {loss_of(found): found for found in map(COMPARED.match, again) if found}
-    compared, last, limit = 0, 0, BF16_LOSS if there and "bfloat16" in there else 0
+    compared = 0
+    last = 0
+    limit = BF16_LOSS if there and "bfloat16" in there else 0
     for found in filter(None, map(COMPARED.match, lines)):
         other = made.get(loss_of(found))
         if not other or int(found[1]) > steps:
@@ -149,7 +150,8 @@ def compare(log, lines, again, steps):
         loss, repeated = (float(one[2].partition(":")[2]) for one in (found, other))
         require(abs(loss - repeated) <= limit * loss,
                 f"{log}, step {found[1]}: {found[2]}, in the replay {other[2]}")
-        compared, last = compared + 1, found[1]
+        compared += 1
+        last = found[1]
     if compared < min(LEAST, steps):
         raise LeftOut(f"only {compared} losses were trained in time; --seconds gives it more")
     how = f"within {limit:.1%}, as bfloat16 rounds on other CPUs" if limit else "to the printed digits"
@@ -159,3 +161,9 @@ def compare(log, lines, again, steps):
 def loss_of(found):
     """(step, name of its loss) of a match of COMPARED."""
     return found[1], found[2].partition(":")[0]
+
+
+# In the order in which `record check` asks them
+CHECKS = [
+    Rule("strict", "replay", check_replay),
+]

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from folders import read_json
-from runs import Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
+from judge.runs import Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
+from verify.folders import read_json
 
 MOST_POINTS = 200       # of a curve
 MOST_SAMPLE = 4000      # characters of a run's samples
@@ -77,7 +77,8 @@ def samples_of(log):
 
 def rows_of(paths, say):
     """The runs below paths, each log once. Raises Refused if there is none."""
-    rows, seen = [], set()
+    rows = []
+    seen = set()
     for path in paths:
         for log in find_logs(path):
             if log.resolve() in seen:
@@ -89,7 +90,8 @@ def rows_of(paths, say):
                 say(f"left out: {error}")
                 continue
             result = result_beside(log) if len(found) == 1 else {}
-            home, is_record = log.parent, (log.parent / "submission.json").exists()
+            home = log.parent
+            is_record = (log.parent / "submission.json").exists()
             alone = log.name == "train.log" and not is_record
             words = [result.get("preset", "")]
             words += [f"{key}={pair[-1]}" for key, pair in result.get("overrides", {}).items()
@@ -133,7 +135,8 @@ def main_table(rows, colors, home):
              "text", "hardware", "files"]
     made = []
     for row in rows:
-        run, result = row.run, row.result
+        run = row.run
+        result = row.result
         scores = [(value, show(metric, value)) if value is not None else (None, "") for metric, value in
                   ((metric, run.value(metric)) for metric in ("val_bpb", "val_loss", "core", "time"))]
         counts = [(value, f"{value:,}" if value is not None else "") for value in
@@ -166,7 +169,8 @@ def samples_part(rows):
     parts = []
     for row in rows:
         if row.samples:
-            name, text = html.escape(row.name), html.escape(row.samples)
+            name = html.escape(row.name)
+            text = html.escape(row.samples)
             parts.append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
     return "\n".join(parts) or "<p>No run wrote samples.</p>"
 
@@ -216,7 +220,8 @@ def write_page(paths, out, say):
         import bokeh  # noqa: F401
     except ImportError:
         raise Refused("board --html needs bokeh: pip install -r requirements.txt") from None
-    out, rows = Path(out), rows_of(paths, say)
+    out = Path(out)
+    rows = rows_of(paths, say)
     rows.sort(key=lambda row: (row.run.value("val_bpb") or 99, row.run.value("val_loss") or 99))
     groups = dict.fromkeys(row.group for row in rows)
     colors = {group: PALETTE[i % len(PALETTE)] for i, group in enumerate(groups)}

@@ -2,12 +2,11 @@
 config.json, and model.py, the recipe's model and load(folder) with torch alone."""
 import json
 import lzma
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from folders import ROOT
-from runs import Refused, inputs
+import inputs
+from judge.runs import Refused
 
 
 def model_file(run):
@@ -39,7 +38,9 @@ def read_older(train_gpt, path, why):
         if raw[:2] != b"PK":
             raw = lzma.decompress(raw) if raw[:1] == b"\xfd" else train_gpt.decompress(raw)
         payload = train_gpt.read_zip(raw)
-        stored, shape, tensors = payload["tensors"], payload["shape"], {}
+        stored = payload["tensors"]
+        shape = payload["shape"]
+        tensors = {}
         known = [set(recipe.model_fields()) for recipe in train_gpt.RECIPES.values()]
         for name, tensor in stored.items():
             if name.endswith(".int8"):
@@ -72,7 +73,6 @@ def export(args, say):
         from safetensors.torch import save_file
     except ImportError:
         raise Refused("export needs safetensors: pip install -r requirements.txt") from None
-    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     import train_gpt
     from model_script import model_script
     path = model_file(args.run)

@@ -16,11 +16,12 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import (
-    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, inputs, outermost,
-    read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
+import inputs
+from judge.runs import (
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
+    read_logs, show, stats_line, test_line, test_target, test_welch)
 
-HOME = Path(__file__).resolve().parent      # records/
+HOME = Path(__file__).resolve().parent.parent       # records/
 ROOT = HOME.parent
 
 
@@ -106,7 +107,8 @@ class Altered(Refused):
 
 def rules_of(submission):
     """(Rules, Track) that a submission.json names. Raises Altered."""
-    version, name = submission.get("rules_version"), submission.get("track")
+    version = submission.get("rules_version")
+    name = submission.get("track")
     known = list(RULES)
     demand(version in known, f"submission.json: rules_version is {version!r}, known are {known}", Altered)
     known = list(RULES[version].tracks)
@@ -164,7 +166,8 @@ class Folder:
         self.names = sorted(p.name for p in itertools.islice(self.path.iterdir(), MAX_LOGS + 1))
         demand(len(self.names) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} files")
         self.files = [name for name in self.names if (self.path / name).is_file()]
-        self.submission, self.results = {}, {}
+        self.submission = {}
+        self.results = {}
         if "submission.json" in self.files:
             self.submission = read_json(self.path / "submission.json")
         for name in self.files:
@@ -173,8 +176,11 @@ class Folder:
         self.script = self.read("train_gpt.py")
         page = next((name for name in self.files if name.lower() == "readme.md"), "README.md")
         self.readme = inputs.decode(self.read(page), "replace")
-        self.runs, self.inner, self.baseline = [], [], []      # inner: diagnostic runs of a foreign folder
-        self.rules, self.track = None, None
+        self.runs = []
+        self.inner = []         # diagnostic runs of a foreign folder
+        self.baseline = []
+        self.rules = None
+        self.track = None
         self.ours = "rules_version" in self.submission or bool(self.results)
         if self.ours:
             self.open_ours()
@@ -250,20 +256,26 @@ class Folder:
 
     def test(self):
         """(what is claimed, Test or None) by the track's own rule: the target, or the record before."""
-        track, metric, before = self.track, self.track.metric, self.submission.get("before")
+        track = self.track
+        metric = self.track.metric
+        before = self.submission.get("before")
         if track.target is not None:
             return f"{metric} against {track.target}", test_target(self.values(metric), track.target, metric)
         if self.first_of_track():
             return "the first record of its track", None
         if before and track.start is None:      # a game of our own: both sides are runs, on the same machine
-            claim, old = f"{metric} against {before['name']}", before["values"]
+            claim = f"{metric} against {before['name']}"
+            old = before["values"]
             if self.baseline:
-                claim, old = claim + " run again", [run.value(metric) for run in self.baseline]
+                claim += " run again"
+                old = [run.value(metric) for run in self.baseline]
             return f"{claim}, Welch", test_welch(old, self.values(metric), metric)[0]
         if before:
-            goal, name = before["mean"], before["name"]
+            goal = before["mean"]
+            name = before["name"]
         else:
-            goal, name = track.start, track.start_name
+            goal = track.start
+            name = track.start_name
         margin = 0.0
         if track.val[1]:                        # nats per token -> bits per byte
             tokens, size = track.val
@@ -323,13 +335,15 @@ def rounded(value):
 
 def computed(folder):
     """Every number of submission.json that follows from logs and results."""
-    first, out = folder.result(folder.runs[0]), {}
+    first = folder.result(folder.runs[0])
+    out = {}
     for key in ("val_loss", "val_bpb", "core", "bytes_total", "bytes_code"):
         out[key] = first[key]
     for metric in ("val_loss", "val_bpb", "core", "time"):
         values = folder.values(metric)
         stats = Stats(0, None, None, None, None) if None in values else describe(values)
-        out[f"{metric}_mean"], out[f"{metric}_std"] = rounded(stats.mean), rounded(stats.std)
+        out[f"{metric}_mean"] = rounded(stats.mean)
+        out[f"{metric}_std"] = rounded(stats.std)
     _, test = folder.test()
     seeds = [folder.result(run)["seed"] for run in folder.runs]
     return out | {"date": folder.finished()[:10], "n": len(folder.runs), "seeds": seeds,
@@ -341,8 +355,10 @@ def open_run(path):
     path = Path(path) if Path(path).is_dir() else Path("logs", path)
     demand(path.is_dir(), f"{path.name} is no run folder")
     demand((path / "train.log").exists(), f"{path} has no train.log")
-    result, run = read_json(path / "result.json"), read_log(path / "train.log")
-    name, ended = result.get("run_id"), result.get("stop_reason") in ("iterations", "wallclock_cap")
+    result = read_json(path / "result.json")
+    run = read_log(path / "train.log")
+    name = result.get("run_id")
+    ended = result.get("stop_reason") in ("iterations", "wallclock_cap")
     demand(run.finals and ended, f"run {name} did not finish training")
     demand(result.get("resumed") or not run.steps_repeat,
            f"run {name} was resumed, but its result.json does not say so")
@@ -383,7 +399,8 @@ def command_of(result):
 
 def result_lines(folder):
     """The section on the result: statistics, the test."""
-    track, metric = folder.track, folder.track.metric
+    track = folder.track
+    metric = folder.track.metric
     claim, test = folder.test()
     if test:
         claim += f": {test_line(test)} (the rule: p < {track.p})"
@@ -399,11 +416,14 @@ def result_lines(folder):
 
 def run_lines(folder):
     """The section on the runs: a table, those that were resumed, those that do not count."""
-    metric, excluded, numbers = folder.track.metric, folder.submission["excluded"], computed(folder)
+    metric = folder.track.metric
+    excluded = folder.submission["excluded"]
+    numbers = computed(folder)
     columns = ["val_loss", "val_bpb", "time"]
     if metric == "core":
         columns.insert(2, "core")
-    rows, resumed = [], []
+    rows = []
+    resumed = []
     for run in folder.runs:
         result = folder.result(run)
         scores = [show(name, folder.value(run, name)) for name in columns]
@@ -423,10 +443,12 @@ def run_lines(folder):
 
 def before_lines(folder):
     """The constants that changed, then the code, then the record before as run again on this machine."""
-    before, metric = folder.submission["before"], folder.track.metric
+    before = folder.submission["before"]
+    metric = folder.track.metric
     if not before:
         return ["None: the first of its track."]
-    now, then = shared_config(folder.result(folder.runs[0])["config"]), before["config"]
+    now = shared_config(folder.result(folder.runs[0])["config"])
+    then = before["config"]
     changed = [[name, then.get(name, "(none)"), now.get(name, "(none)")] for name in sorted({*now, *then})
                if now.get(name) != then.get(name)]
     lines = [f"`{before['name']}`: {metric} {stats_line(metric, describe(before['values']))}, "
@@ -450,7 +472,8 @@ def before_lines(folder):
 
 def where_table(folder):
     """Where, when, by whom and from what the record was made."""
-    s, first = folder.submission, folder.result(folder.runs[0])
+    s = folder.submission
+    first = folder.result(folder.runs[0])
     return table(["", ""], [
         ["hardware", first["hardware"]],
         ["torch", first["torch"]],
@@ -469,7 +492,8 @@ def where_table(folder):
 
 def render(folder):
     """README.md, made from the other files alone: (what stands before the notes, what after them)."""
-    s, results = folder.submission, [folder.result(run) for run in folder.runs]
+    s = folder.submission
+    results = [folder.result(run) for run in folder.runs]
     lines = [
         f"# {s['name']}", "", s["blurb"], "",
         "## Result", "", *result_lines(folder), "",

@@ -1,6 +1,6 @@
 """The Triton kernel against its reference, by Triton's interpreter:
 
-    TRITON_INTERPRET=1 python tools/interpret.py
+    TRITON_INTERPRET=1 python tests/interpret.py
 
 Then the golden tests with it in place of lm_loss. Exit code 1 where loss or gradients differ.
 test_static_gpu.py runs it, as a CUDA build of torch has Triton.
@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

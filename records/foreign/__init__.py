@@ -1,0 +1,1 @@
+"""Records of other projects, as they are."""

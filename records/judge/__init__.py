@@ -1,0 +1,1 @@
+"""Runs and their statistics: what is better, and could it be luck?"""

@@ -1,0 +1,1 @@
+"""Boards, pages and models for others."""

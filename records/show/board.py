@@ -1,0 +1,172 @@
+"""`record board`: the leaderboards and the rules in records/README.md, and targets.json, which a run's last
+lines and its picture compare it with; the rule that these are what rules and records make."""
+import json
+import os
+import re
+
+import numpy as np
+
+import inputs
+from judge.runs import batch_means, demand, describe, show, show_p
+from verify import folders
+from verify.checks import LOOK_ONLY, Rule, first_difference, require
+from verify.folders import NEWEST, RULES, best_before, rank_key, records_of, table
+from verify.rules import check
+
+# A plain GPT within the limits of a game, as docs/log.md has it ("peers, tuned")
+PLAIN = {"tiny": [{"name": "a plain GPT", "metric": "val_bpb", "better": "lower",
+                   "value": 1.4221, "about": "4 layers of 128, 3 seeds"}]}
+PACE_STEP = 100     # at which a machine's speed is compared with the record's
+
+
+def verdict_of(folder):
+    """The last cell of a record's row."""
+    failed = check(folder, LOOK_ONLY, lambda line: None)
+    said = f"fails {', '.join(failed)}" if failed else "passes, code not run"
+    return f"version {folder.submission['rules_version']}: {said}"
+
+
+def board_table(name, records, last_cell=verdict_of):
+    """A leaderboard: the best first, then what there was to start from. Where time is ranked, the metric that
+    had to be reached has a column; where that is CORE, which is noisy, val_bpb has one, too."""
+    track = RULES[NEWEST].tracks[name]
+    rows = []
+    by = "time" if track.rank == "time" else track.metric
+    others = [] if by == track.metric else [track.metric]
+    if track.metric == "core":
+        others.append("val_bpb")
+
+    def order(folder):      # where any hardware may play, only records on the same compare
+        return "" if track.hardware else folder.hardware(), rank_key(folder)
+
+    for folder in sorted(records.values(), key=order):
+        s = describe(folder.values(by))
+        _, test = folder.test()
+        spread = "one run" if s.std is None else f"± {show(by, s.std)}"
+        p = "none"      # of a record of one run
+        if test:
+            p = show_p(test.p)
+        elif folder.first_of_track():
+            p = "first"
+        rows.append([
+            f"[{folder.path.name}]({folder.path.parent.name}/{folder.path.name})",
+            f"{show(by, s.mean)} {spread}",
+            *(show(metric, describe(folder.values(metric)).mean) for metric in others),
+            s.n,
+            p,
+            folder.hardware(),
+            folder.submission["author"],
+            last_cell(folder)])
+    if track.start is not None:
+        blank = [""] * len(others)
+        rows.append([track.start_name, show(by, track.start), *blank, "", "", track.hardware, "",
+                     "the start"])
+    column = "time (s)" if by == "time" else by
+    head = ["record", f"{column}, mean and std", *others, "n", "p", "hardware", "by", "rules"]
+    return table(head, rows)
+
+
+def rules_table(version):
+    """A version of the rules, a row a track, for people."""
+    rows = []
+    for name, track in RULES[version].tracks.items():
+        goal = "the record before" if track.target is None else f"mean {track.target}"
+        if track.margin:
+            goal += f" by {track.margin} {track.unit}"
+        if track.rank == "time":
+            goal += " in less time"
+        caps = f"{track.byte_cap:,} bytes " if track.byte_cap else ""
+        if track.time_cap:
+            caps += f"{track.time_cap} s"
+        settings = " ".join(f"{key}:{value.lstrip('=')}" for key, value in track.eval.items())
+        rows.append([name, f"{track.better} {track.metric}", goal, f"< {track.p}", track.min_runs, caps,
+                     track.data, settings, track.hardware or "any, compared within its kind"])
+    head = "track, better is, to reach or beat, p, runs at least, caps, data, evaluation, hardware"
+    return table(head.split(", "), rows)
+
+
+def target_of(name, records):
+    """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. curve_of: of
+    which split `curve` has the loss. Where the game is to reach a value in the least time, `seconds` is what
+    the record took. pace: the median training seconds of its runs at step PACE_STEP, and their machine."""
+    track = RULES[NEWEST].tracks[name]
+    mean = track.start
+    about = f"{track.start_name}, {track.hardware}"
+    best = best_before(records, "")
+    curve = []
+    pace = None
+    split = "train"
+    if best != "none":
+        record = records[best]
+        s = describe(record.values("time" if track.rank == "time" else track.metric))
+        mean = round(s.mean, 4)
+        about = f"{best.partition('_')[2]}, {s.n} seeds"
+        times = [point.seconds for run in record.runs for point in run.curves["train"]
+                 if point.step == PACE_STEP]
+        if times and track.time_cap:
+            machine = record.hardware().removeprefix("1 ranks x ")
+            pace = dict(step=PACE_STEP, seconds=round(float(np.median(times)), 1), machine=machine)
+        curves = [batch_means(run.curves["train"]) for run in record.runs]
+        if all(len(run.curves["part"]) > 3 for run in record.runs):
+            split = "part"
+            curves = [[(point.seconds, point.loss) for point in run.curves[split]] for run in record.runs]
+        grid = np.geomspace(max(points[0][0] for points in curves),
+                            min(points[-1][0] for points in curves), 80)
+        losses = np.median([np.interp(grid, *zip(*points)) for points in curves], 0)
+        curve = np.column_stack([grid, losses]).round(4).tolist()
+    other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
+             "about": about}
+    if track.rank == "time":
+        other |= {"value": track.target, "seconds": mean}
+    return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve,
+            "curve_of": split, "pace": pace}
+
+
+def page_of(version):
+    """The page that has this version of the rules: today's on that of the boards, older ones apart."""
+    return folders.HOME / "README.md" if version == NEWEST else folders.HOME / "rules" / f"rules_{version}.md"
+
+
+def with_part(text, name, content, page):
+    """The text of a page with what stands between the markers of a part made anew."""
+    start = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
+    demand(text.count(start) == text.count(end) == 1, f"records/{page} has no block {start}")
+    top, _, rest = text.partition(start)
+    _, _, bottom = rest.partition(end)
+    return f"{top}{start}\n{content}\n{end}{bottom}"
+
+
+def board(say):
+    """Rewrites what stands between the markers of records/README.md, and targets.json."""
+    path = folders.HOME / "README.md"
+    text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST), path.name)
+    for name in RULES[NEWEST].tracks:
+        text = with_part(text, f"board {name}", board_table(name, records_of(name)), path.name)
+    path.write_text(text, encoding="utf-8")
+    targets = {name: target_of(name, records_of(name)) for name in RULES[NEWEST].tracks}
+    (folders.HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
+    say(f"wrote {os.path.relpath(path)} and targets.json")
+
+
+def check_boards(folder, options):
+    """The tables of records/README.md and of the older rules are what rules and records make; verdicts and a
+    record that the board does not list yet apart."""
+    name = folder.submission.get("track")
+    if not folder.ours or not page_of(NEWEST).exists() or options is LOOK_ONLY:      # with which board() asks
+        return None
+    text = inputs.read_text(page_of(NEWEST))
+    records = {other: found for other, found in records_of(name).items()
+               if other != folder.path.name or f"[{other}]" in text}
+    parts = [(page_of(version), f"rules version {version}", rules_table(version)) for version in RULES]
+    parts.append((page_of(NEWEST), f"board {name}", board_table(name, records, lambda folder: "")))
+    for page, part, content in parts:
+        told = inputs.read_text(page).partition(f"<!-- {part} -->\n")[2].partition(f"\n<!-- /{part} -->")[0]
+        told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", told)
+        found = first_difference(told, content)
+        where = f"records/{page.relative_to(folders.HOME)}, {part}"
+        require(not found, f"{where} (line, as it is, as it is recomputed): {found}")
+    return f"the rules and the board of {name} are what rules and records make"
+
+
+BOARDS = Rule("strict", "rules and boards", check_boards)

@@ -1,0 +1,1 @@
+"""What a record folder claims, and whether it holds."""

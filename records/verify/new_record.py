@@ -1,0 +1,155 @@
+"""`record new`: a record folder from finished run folders."""
+import contextlib
+import os
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import inputs
+from judge import trials
+from judge.runs import Refused, demand, demand_samples
+from verify import folders
+from verify.checks import ARTIFACT_LIMIT, json_text
+from verify.folders import (
+    NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, open_run, read_json,
+    readme_of, records_of, sha256, shared_config, summary_of, track_of)
+from verify.scripts import Source, git_commit, of_one_kind, source_of
+
+
+def siblings(paths, chosen, first):
+    """{run_id: result} of the finished runs beside those at paths, and in logs/, that are not chosen but have
+    the code and constants of the result `first`."""
+    found = {}
+    for parent in {Path(path).resolve().parent for path in paths} | {Path("logs").resolve(), ROOT / "logs"}:
+        for path in sorted(parent.glob("*/result.json")):
+            with contextlib.suppress(Refused, KeyError, AttributeError):
+                result = read_json(path)
+                alike = (result["code_sha256"] == first["code_sha256"]
+                         and shared_config(result["config"]) == shared_config(first["config"]))
+                if result["run_id"] not in chosen and result["steps"] and alike:
+                    found[result["run_id"]] = result
+    return found
+
+
+def check_alike(opened):
+    """Refuses runs that differ in more than the seed, or in less, and those with files beside the script. The
+    seed is what the log says."""
+    first = opened[0][1]
+    expected = shared_config(first["config"])
+    for _, result in opened:
+        name = result["run_id"]
+        config = shared_config(result["config"])
+        demand(not result.get("companions"), f"run {name} loaded files from beside its script: since rules "
+               "version 2 a record holds train_gpt.py alone, so train it with today's")
+        demand(result["code_sha256"] == first["code_sha256"],
+               f"run {name} has other code than {first['run_id']}")
+        for key in sorted({*config, *expected}):
+            demand(config.get(key) == expected.get(key),
+                   f"run {name} has {key}={config.get(key)}, {first['run_id']} has {expected.get(key)}")
+    counts = Counter(result["seed"] for _, result in opened)
+    repeated = [seed for seed, count in counts.items() if count > 1]
+    demand(not repeated, f"seed {repeated and repeated[0]} is used by more than one run")
+    for run, result in opened:
+        demand(run.seed_in_lines in (-1, result["seed"]), f"run {result['run_id']}: its log says seed "
+               f"{run.seed_in_lines}, its result.json {result['seed']}")
+    demand_samples([run for run, _ in opened])
+
+
+def excluded_runs(args, opened):
+    """The runs of the same code and constants that are left out, as submission.json lists them. Raises
+    Refused where one has no reason."""
+    first = opened[0][1]
+    metric = RULES[NEWEST].tracks[track_of(first["preset"])].metric
+    others = siblings(args.runs, {result["run_id"] for _, result in opened}, first)
+    reasons = {}
+    for pair in args.exclude:
+        run, _, reason = pair.partition("=")
+        reasons[Path(run).name] = reason
+    for name in others:
+        demand(reasons.get(name), f"run {name} has the same code and constants: include it, or give "
+               f"--exclude {name}=reason")
+    unknown = [name for name in reasons if name not in others]
+    demand(not unknown, f"--exclude {unknown and unknown[0]}: no finished run of the same code and constants")
+    return [{"run_id": name, "seed": other["seed"], "value": other.get(metric), "reason": reasons[name]}
+            for name, other in others.items()]
+
+
+def model_of(run, result):
+    """The file that a run is scored by. Raises Refused."""
+    packed = result["config"]["score_artifact"] == "1"
+    found = sorted(run.path.parent.glob("final_model.*.ptz" if packed else "final_model.pt"))
+    demand(found, f"run {result['run_id']} has no artifact")
+    return found[0]
+
+
+def copy_files(folder, opened, baseline, models):
+    """Logs, results, the script, and small artifacts of the first two runs: both can be scored again."""
+    for i, (run, result) in enumerate(opened):
+        end = f"_seed{result['seed']}" if i else ""
+        shutil.copyfile(run.path, folder / f"train{end}.log")
+        shutil.copyfile(run.path.parent / "result.json", folder / f"result{end}.json")
+        if i < len(models) and models[i].suffix == ".ptz" and models[i].stat().st_size < ARTIFACT_LIMIT:
+            shutil.copyfile(models[i], folder / models[i].name.replace("final_model", f"final_model{end}"))
+    for run, result in baseline:
+        shutil.copyfile(run.path, folder / f"baseline_seed{result['seed']}.log")
+    shutil.copyfile(opened[0][0].path.parent / "train_gpt.py", folder / "train_gpt.py")
+
+
+def new(args, say):
+    """Makes the record folder of finished runs. Returns its path."""
+    demand(args.blurb.strip(), "what does the record change? --blurb 'a sentence' says so on its page")
+    # 1. which runs
+    opened = sorted((open_run(path) for path in args.runs), key=lambda pair: pair[1]["seed"])
+    check_alike(opened)
+    first = opened[0][1]
+    track = track_of(first["preset"])
+    demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
+    excluded = excluded_runs(args, opened)
+    for text in (args.name, args.author, args.github_id, args.blurb, args.ai_disclosure, *args.exclude):
+        demand(is_plain(text), f"{text[:60]!r}: must be one line without < > | * # [ ] \\ ` or addresses")
+    baseline = [open_run(path) for path in args.baseline]
+    seeds = {result["seed"] for _, result in baseline}
+    demand(len(seeds) == len(baseline), "two baseline runs have the same seed")
+    # 2. which record before
+    earlier = records_of(track)
+    before = args.before or best_before(earlier, first["hardware"])
+    demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
+    if before != "none":
+        then = earlier[before].result(earlier[before].runs[0])["config"]
+        for name, value in first["config"].items():     # those that differ stand in a table
+            demand(is_plain(value) or value == then.get(name),
+                   f"constant {name}={value[:60]!r} differs from the record before and breaks its page")
+    # 3. the files
+    models = [model_of(run, result) for run, result in opened[:2]]
+    date = max(result["finished"] for _, result in opened)[:10]
+    short_name = re.sub(r"[^A-Za-z0-9]+", "", args.name)
+    final = Path(args.into or folders.HOME) / f"track_{track}" / f"{date}_{short_name}"
+    demand(not final.exists(), f"{final.name} is there already")
+    folder = final.with_name(f".{final.name}.tmp")      # whole or not at all
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    copy_files(folder, opened, baseline, models)
+    script = inputs.read_bytes(folder / "train_gpt.py")
+    commit = git_commit(script, first["preset"])
+    submission = dict(
+        author=args.author, github_id=args.github_id, name=args.name, blurb=args.blurb, date=date,
+        track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=commit,
+        systems_change=args.systems_change, artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None,
+        code_change="", excluded=excluded)
+    curves = {args.name: [run for run, _ in opened]}
+    if before != "none":
+        diff = code_diff(*of_one_kind(source_of(earlier[before]), Source(script, commit, first["preset"])))
+        curves = {before: earlier[before].runs} | curves
+        (folder / "changes.diff").write_text(diff, encoding="utf-8")
+        submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
+    trials.draw(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
+    submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in sorted(folder.iterdir())}
+    # 4. the numbers, from what was copied
+    for _ in range(2):
+        (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
+        submission |= computed(Folder(folder))
+    (folder / "README.md").write_text(readme_of(Folder(folder)), encoding="utf-8")
+    folder.rename(final)
+    say(f"made {os.path.relpath(final)}; now `record check` it, then `record board`")
+    return str(final)
