@@ -582,7 +582,10 @@ def load_trainer(path):
 def measure(words, ranks, trainer_path):
     """Everything about one preset, as a dict; in a process with the library in place."""
     import torch
+    import torch._inductor.config as inductor
 
+    # The stand-in times nothing, so what a cache would keep as a kernel's best configuration is any of them
+    inductor.autotune_local_cache = False
     trainer = load_trainer(trainer_path)
     try:
         subject = Subject(trainer, torch, words, ranks)
