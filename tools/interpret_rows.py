@@ -91,7 +91,8 @@ def loss_row(V: int, cap: tuple, dtype: torch.dtype, many: int, row: int, missin
 
 def transposed_tile(rows: int, V: int, tile: tuple[int, int]) -> bool:
     """A program of transpose_kernel, on a matrix (rows, V)."""
-    low, left = tile[0] * 64, tile[1] * 128
+    low = tile[0] * 64
+    left = tile[1] * 128
     height = min(64, rows - low)
     width = min(128, V - left)
     draw = torch.Generator().manual_seed(left)

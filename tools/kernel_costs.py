@@ -267,9 +267,9 @@ class Rate(NamedTuple):
 # count for that commit by --trainer. No other generated kernel, no kernel of torch's own and no
 # transpose_kernel is among the 15 longest of a log: these get the rate of the norms.
 RATES = {
-    # 121 and 111 products of the model. Of the speedrun's all but ten, of 0.058 TFLOP each, are among the 15
-    # longest (those ten are the gradients of attention's output weights); of golf's all are. 21.69 TFLOP in
-    # 29.09 ms and 5.04 in 7.58: 746 and 665 TFLOP/s
+    # Among the 15 longest are all of golf's 111 products without the optimizer's, and 116 of the speedrun's
+    # 126 (with five small launches of the same kernel): not the ten gradients of attention's output weights,
+    # of 0.058 TFLOP each. 21.69 TFLOP in 29.09 ms and 5.04 in 7.58: 746 and 665 TFLOP/s
     "products bf16": Rate(729e12, "speedrun_timed golf_timed", r"nvjet_sm90_tst_", 26.73e12),
     "products fp8": Rate(1396e12, "speedrun_timed", r"nvjet_sm90_q", 11.393e12),
     "attention forward": Rate(430e12, "golf_timed", r"cudnn.*fprop", 1.855e12),
