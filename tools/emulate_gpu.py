@@ -51,7 +51,7 @@ ONLY_MEMORY = set(
 # Their CUDA code reads results from the device, so it can't run
 READ_BACK = set(
     """nonzero _local_scalar_dense masked_select unique_consecutive _unique2 unique_dim bincount equal
-    repeat_interleave histc multinomial""".split()
+    repeat_interleave multinomial""".split()
 )
 ATTENTION = [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
 

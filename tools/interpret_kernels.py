@@ -238,6 +238,12 @@ def extern(builder: Any, library: str, path: str, symbol: str, values: list, kin
     return Handle(found.astype(interpreter._get_np_dtype(kind.scalar)), kind.scalar)
 
 
+def check(builder: Any, condition: Handle, message: str) -> None:
+    """tl.device_assert(), by which Inductor's code checks indices within a tensor's dimension."""
+    if not np.all(condition.data):
+        raise IndexError(message)
+
+
 def slices(operator: Any, tensors: Any, axis: int, i: int | range) -> tuple:
     return tuple([operator.to_tensor(np.take(x.handle.data, i, axis), x.dtype) for x in tensors])
 
@@ -294,6 +300,11 @@ def repair(memory: Memory) -> None:
     builder.create_dot = dot
     builder.binary_op = binary
     builder.create_extern_elementwise = extern
+    builder.create_assert = check
+    # Else device_assert() does nothing. Integers may overflow, as in hashes.
+    options = interpreter.interpreter_builder.options
+    object.__setattr__(options, "debug", True)
+    object.__setattr__(options, "sanitize_overflow", False)
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter.ScanOps.generic_scan = scan_by_slices
 
