@@ -51,6 +51,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from functools import cache, partial
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,8 +247,8 @@ class Config(Recipe):
     dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
                         choices=("auto", "float32", "bfloat16"))
     sdpa_backend: str = option("auto", "attention on a GPU; auto: flex for windows and documents, else what "
-                               "torch chooses; flash3: FlashAttention 3 if it is there; torch: masks",
-                               choices=("auto", "flash3", "torch"))
+                               "torch chooses; flash4: FlashAttention 4; torch: masks",
+                               choices=("auto", "flash4", "torch"))
     compile: bool = option(True, "torch.compile the step; 0: eager")
     triton_kernels: bool = option(True, "our own Triton kernels on a GPU; 0: what torch.compile generates")
     dry_run: bool = option(False, "print the plan only")
@@ -1620,18 +1621,18 @@ class Documents(Packer):
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
-        if cfg.sdpa_backend == "flash3":
+        if cfg.sdpa_backend == "flash4":
             self.check_slots(cfg.stages())
 
     def check_slots(self, stages: list) -> None:
-        """Raises Refused if some row may hold more documents than FlashAttention 3 is told of."""
+        """Raises Refused if some row may hold more documents than FlashAttention 4 is told of."""
         for stage in stages:
             T = stage.row_tokens
             filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
             ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
             most = int((ends - np.arange(len(ends))).max())
             require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
-                    f"flash3 has room for {flash_slots(T)}: take sdpa_backend=auto")
+                    f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
 
     def held_tokens(self) -> int:
         return self.filled[self.index.longest][-1]
@@ -2882,21 +2883,81 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return attention(q, k, v, mask)
 
-@cache
-def flash_attention_3(cfg: Config) -> object:
-    """The module of FlashAttention 3 (arXiv:2407.08608) if it is wanted and installed and the GPU is a
-    Hopper, else None. Before September 2025 it had no operators that torch.compile knows."""
-    with suppress(ImportError, OSError):
-        import flash_attn_interface
-        wanted = cfg.sdpa_backend == "flash3" and torch.cuda.get_device_capability()[0] == 9
-        known = hasattr(torch.ops.flash_attn_3, "_flash_attn_forward")
-        return flash_attn_interface if wanted and known else None
+FLASH_BETA = 26  # of flash-attn-4 4.0.0; before it, the block-sparse backward pass had a race
+FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
 
-FLASH_ENTRIES = 65_534  # documents in a call of FlashAttention 3; with more the library ends the process
+def flash_attention_4(cfg: Config) -> Callable | None:
+    """The operator of FlashAttention 4 (pypi.org/project/flash-attn-4) if sdpa_backend asks for it, else
+    None. Raises Refused where it cannot run."""
+    if cfg.sdpa_backend != "flash4":
+        return None
+    capability = torch.cuda.get_device_capability()
+    require(capability >= (9, 0), f"sdpa_backend=flash4 is for Hopper and Blackwell, compute capability 9 or "
+            f"newer, here {capability}: take sdpa_backend=auto")
+    require(cfg.dtype != "float32", "sdpa_backend=flash4 has no float32: take sdpa_backend=auto")
+    try:
+        version = package_version("flash-attn-4")
+        from flash_attn.cute import interface
+    except (ImportError, OSError) as error:
+        raise Refused(f"sdpa_backend=flash4 needs FlashAttention 4, but {brief(error)}: install "
+                      "requirements-flash.txt") from None
+    beta = re.search(r"b(\d+)", version)
+    require(beta is None or int(beta[1]) >= FLASH_BETA, f"flash-attn-4 {version} is older than beta "
+            f"{FLASH_BETA}, the first without a known race: install requirements-flash.txt")
+    return flash_operator(interface)
+
+@cache
+def flash_operator(interface: Any) -> Callable:
+    """FlashAttention 4's kernels as an operator that torch.compile takes whole: q, k and v (B, T, heads,
+    width) or, where documents begin at `begins` and none is longer than `longest`, (tokens, heads, width) ->
+    (y, logarithms of the sums in fp32). window: tokens before the query, -1: all. Not measured."""
+    def options(begins: Tensor | None, longest: int, window: int) -> dict:
+        found = dict(softmax_scale=1.0, causal=True)
+        if window >= 0:
+            found |= dict(window_size_left=window, window_size_right=0)
+        if begins is not None:
+            found |= dict(cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=longest,
+                          max_seqlen_k=longest)
+        return found
+
+    @torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
+    def forward(q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None, longest: int,
+                window: int) -> tuple[Tensor, Tensor]:
+        q, k, v = [x.detach() for x in (q, k, v)]  # DLPack takes nothing that needs gradients
+        found = interface._flash_attn_fwd(q, k, v, return_lse=True, **options(begins, longest, window))
+        return found[0], found[1]
+
+    @forward.register_fake
+    def _(q, k, v, begins, longest, window):
+        *B, T, heads, _ = q.shape
+        sums = q.new_empty(*B, heads, T, dtype=torch.float32)
+        return q.new_empty(*B, T, heads, v.size(-1)), sums
+
+    @torch.library.custom_op("train_gpt::flash_attention_gradients", mutates_args=())
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor,
+                 begins: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = interface._flash_attn_bwd(q, k, v, y, grad, sums, **options(begins, longest, window))
+        return tuple([x.contiguous() for x in found])
+
+    @backward.register_fake
+    def _(grad, q, k, v, *more):
+        return tuple([x.new_empty(x.shape) for x in (q, k, v)])
+
+    def keep(ctx, inputs, output):
+        *tensors, begins, ctx.longest, ctx.window = inputs
+        ctx.save_for_backward(*tensors, *output, begins)
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx, grad, _):
+        return *backward(grad, *ctx.saved_tensors, ctx.longest, ctx.window), None, None, None
+
+    forward.register_autograd(gradients, setup_context=keep)
+    return forward
 
 def flash_slots(T: int) -> int:
-    """Documents that a training row of T tokens may hold for FlashAttention 3: 64, 96 and 128 in the
-    speedrun's stages, as in the public record, which gained 0.5 s by it. See Documents.check_slots()."""
+    """Documents that a training row of T tokens may hold for FlashAttention 4: 64, 96 and 128 in the
+    speedrun's stages, as in the public record, which gained 0.5 s by it with FlashAttention 3. See
+    Documents.check_slots()."""
     return 32 * (math.ceil(T / 16_384) + 1)
 
 def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device,
@@ -2922,41 +2983,34 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
             longest = 0
     return (window if window < T - 1 else -1), begins, longest or T
 
-def flash_causal(q: Tensor, k: Tensor, v: Tensor, mask: None, module: object,
-                 window: tuple = (-1, -1)) -> Tensor:
-    """attention() by FlashAttention 3. window: tokens before and after the query, -1: all. Not measured."""
-    heads = [x.transpose(1, 2) for x in (q, k, v)]
-    return module.flash_attn_func(*heads, softmax_scale=1.0, causal=True, window_size=window).transpose(1, 2)
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, module: object) -> Tensor:
-    """flash_causal(), for masks of flash_mask() or None. Queries and keys that are narrower than values are
-    padded with zeros, since it takes two widths only up to 64. Not measured."""
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend: Callable) -> Tensor:
+    """attention() for masks of flash_mask() or None, by a flash_operator(). Its backward pass has no grouped
+    queries with two widths, so there queries and keys narrower than values get zeros."""
     window, begins, longest = mask or (-1, None, 0)
-    window = (window, 0 if window > 0 else -1)
     narrower = v.size(-1) - q.size(-1)
-    if narrower:
+    if narrower and k.size(1) < q.size(1):
         q = F.pad(q, (0, narrower))
         k = F.pad(k, (0, narrower))
-    if begins is None:
-        return flash_causal(q, k, v, None, module, window)
-    heads = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    y = module.flash_attn_varlen_func(*heads, begins, begins, longest, longest, softmax_scale=1.0,
-                                      causal=True, window_size=window)
-    return y.unflatten(0, (len(q), -1)).transpose(1, 2)
+    B = len(q)
+    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]
+    if begins is not None:
+        q, k, v = [x.flatten(0, 1) for x in (q, k, v)]
+    y, _ = attend(q, k, v, begins, longest, window)
+    return y.view(B, -1, *y.shape[-2:]).transpose(1, 2)
 
 def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -> dict[str, Callable]:
     """Kernels of attention with windows, or that stays in a document. pairs: 2 where paired heads make
     documents twice as long. Raises Refused."""
     if not on_gpu:
         return dict(attention=cpu_attention)
-    module = flash_attention_3(cfg)
-    if module:
+    attend = flash_attention_4(cfg)
+    if attend:
         longest = pairs * cfg.document_limit()
-        require(not longest or cfg.packing == "documents", "sdpa_backend=flash3 needs packing=documents, "
+        require(not longest or cfg.packing == "documents", "sdpa_backend=flash4 needs packing=documents, "
                 "whose rows hold a known number of documents")
-        log("attention: FlashAttention 3")
+        log("attention: FlashAttention 4")
         return dict(window_mask=partial(flash_mask, longest=longest),
-                    attention=partial(flash_attention, module=module))
+                    attention=partial(flash_attention, attend=attend))
     if cfg.sdpa_backend == "torch":
         log("attention: torch's, with explicit masks")
         return dict(attention=gpu_attention)
@@ -5262,9 +5316,12 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Calla
     """Kernels of attention where every token sees all tokens before it."""
     if not on_gpu:
         return dict(attention=cpu_causal_attention)
-    module = flash_attention_3(cfg)
-    log("attention: " + ("FlashAttention 3" if module else "torch's choice"))
-    return dict(attention=partial(flash_causal, module=module)) if module else {}
+    attend = flash_attention_4(cfg)
+    if not attend:
+        log("attention: torch's choice")
+        return {}
+    log("attention: FlashAttention 4")
+    return dict(attention=partial(flash_attention, attend=attend))
 
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.

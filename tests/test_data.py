@@ -448,12 +448,12 @@ def test_rows_with_more_documents_than_flash_attention_has_room_for(monkeypatch)
     rows, _ = loader_of(data, **settings).packer.plan(0, 10, T)
     most = max(map(len, rows))
     monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most if tokens == T else 0)
-    loader_of(data, sdpa_backend="flash3", **settings)
+    loader_of(data, sdpa_backend="flash4", **settings)
     monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most - 1)
     loader_of(data, **settings)
     words = f"may hold {most} documents, .* room for {most - 1}: take sdpa_backend=auto"
     with pytest.raises(Refused, match=words):
-        loader_of(data, sdpa_backend="flash3", **settings)
+        loader_of(data, sdpa_backend="flash4", **settings)
 
 
 # -------------------------------------------------------------------------------- foreign shards

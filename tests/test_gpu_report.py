@@ -376,13 +376,12 @@ def test_flash_attention_is_timed_with_the_slots_of_a_step(monkeypatch):
     """As compiled steps would call it: documents of at most 256 tokens, not a whole row."""
     seen = []
 
-    def varlen(q, k, v, begins, _, longest, *__, **options):
-        seen.append((len(begins), longest))
-        return q
+    def attend(q, k, v, begins, longest, window):
+        seen.append((len(begins), longest, window))
+        return q, None
 
-    module = SimpleNamespace(flash_attn_varlen_func=varlen)
-    monkeypatch.setattr(train_gpt, "flash_attention_3", lambda cfg: module)
-    monkeypatch.setattr(gpu_parts, "importable", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(train_gpt, "flash_attention_4", lambda cfg: attend)
+    monkeypatch.setattr(gpu_parts, "importable", lambda name: name == "flash_attn.cute")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     cfg = train_gpt.preset_config("speedrun", dict(vocab_size=1024, max_doc_len=256))
@@ -391,9 +390,19 @@ def test_flash_attention_is_timed_with_the_slots_of_a_step(monkeypatch):
     run = SimpleNamespace(cfg=cfg, team=SimpleNamespace(device="cpu", on_gpu=True),
                           model=SimpleNamespace(kernels=train_gpt.Kernels(**train_gpt.WINDOWED)))
     options = gpu_parts.attention_options(SimpleNamespace(trainer=train_gpt), run, call)
-    (flash,) = [option for option in options if option.name == "FlashAttention 3"]
+    (flash,) = [option for option in options if option.name == "FlashAttention 4"]
     flash.function(*[torch.zeros(shape) for _ in range(3)])
-    assert seen == [(train_gpt.flash_slots(1024) + 1, 256)]
+    assert seen == [(train_gpt.flash_slots(1024) + 1, 256, 128)]
+    words = []
+
+    def refuse(cfg):
+        raise train_gpt.Refused("flash-attn-4 4.0.0b9 is older")
+
+    monkeypatch.setattr(train_gpt, "flash_attention_4", refuse)
+    subject = SimpleNamespace(trainer=train_gpt, report=SimpleNamespace(say=lambda *line: words.append(line)))
+    names = [option.name for option in gpu_parts.attention_options(subject, run, call)]
+    assert "FlashAttention 4" not in names
+    assert words == [("note", "FlashAttention 4 is not timed: flash-attn-4 4.0.0b9 is older")]
 
 
 # ---------- the reference, and planted faults

@@ -148,7 +148,7 @@ def foreign_imports(text):
             names = ["." * node.level + (node.module or "")]
         allowed = sys.stdlib_module_names | {"torch", "numpy"}
         if node not in top_level:
-            allowed = allowed | {"sentencepiece", "matplotlib", "yaml", "triton", "flash_attn_interface",
+            allowed = allowed | {"sentencepiece", "matplotlib", "yaml", "triton", "flash_attn",
                                  "brotli"}
         found += [name for name in names if name.split(".")[0] not in allowed]
     return found

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import train_gpt
 from helpers import fake_team, init_parameters, train_tokenizer
 from test_fp8 import E4M3, emulate
-from test_kernels import FlashStandIn, seen_by_each, two_rows
+from test_kernels import FlashStandIn, by_flash, seen_by_each, two_rows
 from train_gpt import Kernels, Refused, load_config, preset_config, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,13 +63,9 @@ def flex_mask(window, *rest):
     return train_gpt.gpu_window_mask(torch.tensor(window), *rest)
 
 
-def flash_attention(*args):
-    return train_gpt.flash_attention(*args, module=FlashStandIn)
-
-
 PATHS = {
     "reference": (window_mask, train_gpt.attention), "cpu": (window_mask, train_gpt.cpu_attention),
-    "flex": (flex_mask, train_gpt.gpu_attention), "flash": (train_gpt.flash_mask, flash_attention)}
+    "flex": (flex_mask, train_gpt.gpu_attention), "flash": (train_gpt.flash_mask, by_flash)}
 
 
 @pytest.mark.parametrize("window", [7, 100, 200, 511])
@@ -96,19 +92,25 @@ def test_queries_narrower_than_values(path, window, monkeypatch):
             torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
 
 
-def test_flash_attention_gets_one_width():
-    """Queries and keys with zeros up to the width of values, which it cannot take narrower above 64."""
-    widths = []
+@pytest.mark.parametrize("kv_heads, widths", [(2, (16, 16)), (4, (8, 16))])
+def test_flash_attention_gets_one_width_for_grouped_queries(kv_heads, widths):
+    """Queries and keys with zeros up to the width of values, since its backward pass has no grouped queries
+    with two widths. Else both widths as they are."""
+    seen = []
 
-    class Spy(FlashStandIn):
-        @staticmethod
-        def flash_attn_varlen_func(q, k, v, *args, **options):
-            widths.append((q.size(-1), k.size(-1), v.size(-1)))
-            return FlashStandIn.flash_attn_varlen_func(q, k, v, *args, **options)
+    def attend(q, k, v, *more):
+        seen.append((q.size(-1), k.size(-1), v.size(-1)))
+        return real(q, k, v, *more)
 
+    real = train_gpt.flash_operator(FlashStandIn)
+    shapes = (4, 8), (kv_heads, 8), (kv_heads, 16)
+    q, k, v = [torch.randn(2, H, 512, D, requires_grad=True) for H, D in shapes]
     mask = train_gpt.flash_mask(100, 512, two_rows(512), CPU)
-    train_gpt.attend_heads(*tensors(512), mask, lambda *args: train_gpt.flash_attention(*args, module=Spy))
-    assert widths == [(16, 16, 16)]
+    y = train_gpt.flash_attention(q, k, v, mask, attend)
+    assert seen == [(widths[0], widths[0], widths[1])]
+    want = train_gpt.attention(q, k, v, window_mask(100, 512, two_rows(512), CPU))
+    for mine, exact in zip(*[torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (y, want)]):
+        torch.testing.assert_close(mine, exact, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("T", [1, 5, 13, 14, 15, 64, 97])

@@ -278,8 +278,7 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
         )
     found |= dict(
         triton=trainer.triton.__version__ if trainer.triton else "",
-        flash_attention_3=importable("flash_attn_interface"),
-        flex_flash=importable("flash_attn.cute"),
+        flash_attention_4=importable("flash_attn.cute"),
     )
     compilers = [name for name in ("gcc", "cc", "clang") if shutil.which(name)]
     found["compiler"] = compilers[0] if compilers else ""
@@ -300,11 +299,8 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
         )
     if not found["compiler"]:
         report.say("FAULT", "no C compiler, which torch.compile needs: install gcc")
-    names = dict(
-        flash_attention_3="FlashAttention 3 (flash_attn_interface)", flex_flash="flash_attn.cute for flex"
-    )
-    for name, words in names.items():
-        report.say("note", f"{words}: {'there' if found[name] else 'not installed, so it is not timed'}")
+    there = "there" if found["flash_attention_4"] else "not installed, so not timed"
+    report.say("note", f"FlashAttention 4, by itself and for flex (requirements-flash.txt): {there}")
 
 
 # ---------- a preset, ready to be measured
@@ -742,12 +738,16 @@ def attention_options(subject: Subject, run: Any, call: Call) -> list[Option]:
                     name, f"FLEX_OPTIONS = {options}", partial(by_flex, trainer, options, window, documents)
                 )
             )
-    if run.team.on_gpu and importable("flash_attn_interface") and torch.cuda.get_device_capability()[0] == 9:
-        cfg = trainer.replace(run.cfg, sdpa_backend="flash3")
-        flash = cfg.attention_kernels(True, lambda line: None)
+    if run.team.on_gpu and importable("flash_attn.cute") and run.cfg.sdpa_backend != "flash4":
+        cfg = trainer.replace(run.cfg, sdpa_backend="flash4")
+        try:
+            flash = cfg.attention_kernels(True, lambda line: None)
+        except trainer.Refused as why:
+            subject.report.say("note", f"FlashAttention 4 is not timed: {why}")
+            return found
         kernels = run.model.kernels._replace(window=trainer.plain_window, **flash)
         attend = by_kernels(kernels, call, device)
-        found.append(Option("FlashAttention 3", "SDPA_BACKEND=flash3", attend))
+        found.append(Option("FlashAttention 4", "SDPA_BACKEND=flash4", attend))
     return found
 
 
