@@ -27,7 +27,7 @@ class Part(NamedTuple):
     uses: frozenset  # names that it reads
 
 
-def names_bound(node):
+def names_bound(node: ast.AST) -> set[str]:
     """Names that a statement defines at the top level, also below `if`, `with` and `try`."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
@@ -43,13 +43,13 @@ def names_bound(node):
     return found
 
 
-def names_used(node):
+def names_used(node: ast.AST) -> set[str]:
     """Global names that a statement reads, in functions and classes of it, too."""
     return global_names(ast.unparse(node))
 
 
 @cache
-def global_names(text):
+def global_names(text: str) -> set[str]:
     """Those of a statement's text. Compiling it tells them from local variables of the same name."""
     waiting = [compile(text, "train_gpt.py", "exec")]
     found = set()
@@ -62,7 +62,7 @@ def global_names(text):
     return found
 
 
-def parts_of(text):
+def parts_of(text: str) -> list[Part]:
     """[Part] of a module, without its docstring."""
     lines = text.splitlines()
     parts = []
@@ -78,7 +78,7 @@ def parts_of(text):
     return parts
 
 
-def reached(parts):
+def reached(parts: list[Part]) -> set[Part]:
     """The parts that run when the module does, those that define nothing; what other programs ask for; and
     whatever these reach."""
     owners = {}
@@ -97,7 +97,7 @@ def reached(parts):
     return kept
 
 
-def without_unreached(text):
+def without_unreached(text: str) -> str:
     """The module's text less what nothing reaches."""
     parts = parts_of(text)
     kept = reached(parts)
@@ -108,7 +108,7 @@ def without_unreached(text):
     return without_lines(text.splitlines(), dropped, kept)
 
 
-def without_lines(lines, dropped, kept):
+def without_lines(lines: list[str], dropped: set[int], kept: set[Part]) -> str:
     """The text of lines less those whose numbers are dropped. kept: the parts that stay. A banner goes with
     the last part of its section."""
     banners = [i for i, line in enumerate(lines) if line.startswith(BANNER)]
@@ -125,14 +125,14 @@ def without_lines(lines, dropped, kept):
     return "\n".join(out).rstrip() + "\n"
 
 
-def registry_of(tree):
+def registry_of(tree: ast.Module) -> tuple[ast.Assign, dict[str, str]]:
     """The statement that makes the registry of recipes, and {preset: name of its class}."""
     registry = next(node for node in tree.body if isinstance(node, ast.Assign)
                     and ast.unparse(node.targets[0]) == "RECIPES")
     return registry, {keyword.arg: ast.unparse(keyword.value) for keyword in registry.value.keywords}
 
 
-def with_one_recipe(text, preset):
+def with_one_recipe(text: str, preset: str) -> str:
     """The module's text with a registry and a docstring of that preset alone. Raises SystemExit."""
     tree = ast.parse(text)
     lines = text.splitlines()
@@ -156,12 +156,12 @@ def with_one_recipe(text, preset):
     return "\n".join(lines) + "\n"
 
 
-def script(preset, text):
+def script(preset: str, text: str) -> str:
     """The text of a script with that recipe only. text: of train_gpt.py."""
     return without_unreached(with_one_recipe(text, preset))
 
 
-def main():
+def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("script: one recipe is wanted: ./run.sh script PRESET")
     print(script(sys.argv[1], SOURCE.read_text(encoding="utf-8")), end="")
