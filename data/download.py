@@ -40,8 +40,9 @@ import tempfile
 import time
 import zipfile
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
@@ -111,7 +112,7 @@ class Damaged(Exception):
     """Wrong bytes, or too few: another try may help."""
 
 
-def write_line(line: str, end: str = "\n"):
+def write_line(line: str, end: str = "\n") -> None:
     """`line` on stderr; on a terminal it replaces the progress line."""
     erase = "\r\033[K" if sys.stderr.isatty() else ""
     print(erase + line, end=end, file=sys.stderr, flush=True)
@@ -120,7 +121,7 @@ def write_line(line: str, end: str = "\n"):
 class Progress:
     """A progress line on stderr: rewritten in place on a terminal, elsewhere printed every 15 s."""
 
-    def __init__(self, label: str, total: int, unit: str = "MB"):
+    def __init__(self, label: str, total: int, unit: str = "MB") -> None:
         self.label = label
         self.total = total
         self.unit = unit
@@ -128,7 +129,7 @@ class Progress:
         self.done = self.moved = 0               # moved: done in this run, for the rate
         self.started = self.shown = time.monotonic()
 
-    def add(self, done: int, moved: int = 0):
+    def add(self, done: int, moved: int = 0) -> None:
         self.done += done
         self.moved += moved
         now = time.monotonic()
@@ -148,7 +149,7 @@ class Server:
     described = "the server of the bundle (or the one that CORE_BUNDLE_URL names)"
     advice = {404: "it is not there", 403: "it is not there or not for everyone"}
 
-    def __init__(self, tries: int, delay: float, timeout: float):
+    def __init__(self, tries: int, delay: float, timeout: float) -> None:
         self.tries = tries
         self.delay = delay
         self.timeout = timeout
@@ -156,7 +157,7 @@ class Server:
     def headers(self) -> dict:
         return {}
 
-    def retry(self, what: str, action):
+    def retry(self, what: str, action: Callable) -> Any:
         """action(), again after longer and longer waits where that may help; raises Failed in the end."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
         for trial in range(self.tries):
@@ -185,7 +186,7 @@ class Server:
                 time.sleep(wait)
         raise Failed(f"{what}: {self.tries} tries failed with {self.described}, the last one: {reason}")
 
-    def fetch(self, url: str, part: Path, size: int | None, progress: Progress):
+    def fetch(self, url: str, part: Path, size: int | None, progress: Progress) -> None:
         """Append to `part` until it has `size` bytes (None: the size that the server states), over one
         connection; raises Damaged if it stays shorter."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
@@ -222,7 +223,7 @@ class Hub(Server):
     advice = {404: "it is not there", 401: "it does not exist or needs a valid HF_TOKEN",
               403: "it needs an HF_TOKEN that may read it"}
 
-    def __init__(self, endpoint: str, tries: int, delay: float, timeout: float):
+    def __init__(self, endpoint: str, tries: int, delay: float, timeout: float) -> None:
         from huggingface_hub import HfApi
         super().__init__(tries, delay, timeout)
         self.api = HfApi(endpoint=endpoint)
@@ -231,7 +232,7 @@ class Hub(Server):
         from huggingface_hub.utils import build_hf_headers
         return build_hf_headers()
 
-    def list(self, repo: str):
+    def list(self, repo: str) -> tuple[str, list[Any]]:
         """(commit, files with their rfilename, size, lfs and blob_id) of a dataset repository."""
         what = f"the dataset repository {repo}"
         try:
@@ -298,7 +299,7 @@ def verify(path: Path, file: File, progress: Progress | None = None) -> str:
     return sha256.hexdigest()
 
 
-def check_disk(missing: list[File], out: Path, more: int = 0):
+def check_disk(missing: list[File], out: Path, more: int = 0) -> None:
     """Raises Refused if the folders are not writable or the disk has no room for `missing`, `more` bytes and
     the margin."""
     for folder in sorted({file.local.parent for file in missing}):
@@ -351,7 +352,7 @@ def shard_tokens(path: Path) -> int:
     return count
 
 
-def decoded_bytes(sp, tokens, bos_id: int) -> int:
+def decoded_bytes(sp: Any, tokens: Any, bos_id: int) -> int:
     """UTF-8 bytes of the text of `tokens`, each document decoded by itself. BOS starts a document and counts
     no bytes. `tokens` may be a memory map: about DECODE_TOKENS of them are decoded at a time."""
     import numpy as np
@@ -370,7 +371,7 @@ def decoded_bytes(sp, tokens, bos_id: int) -> int:
     return total
 
 
-def count_val(sp, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int | None, int]:
+def count_val(sp: Any, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int | None, int]:
     """(bytes, documents) of the val shards, read as one stream of tokens; bytes is None without sp."""
     import numpy as np
     parts = [np.memmap(path, "<u2", "r", HEADER_BYTES) for path in shards if shard_tokens(path)]
@@ -387,7 +388,7 @@ def count_val(sp, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int
     return decoded_bytes(sp, tokens, bos_id) if sp else None, int(documents)
 
 
-def read_tokenizer(file: File, digests: dict[File, str], folder: Path):
+def read_tokenizer(file: File, digests: dict[File, str], folder: Path) -> tuple[Any, dict[str, Any]]:
     """(SentencePieceProcessor, its entry for the manifest in `folder`); raises Failed."""
     import sentencepiece
     try:
@@ -420,7 +421,8 @@ def write_manifest(path: Path, source: Source, revision: str | None, digests: di
     return manifest
 
 
-def fetch_missing(source: Source, files: list[File], revision: str | None, out: Path, hub: Hub, more=0):
+def fetch_missing(source: Source, files: list[File], revision: str | None, out: Path, hub: Hub,
+                  more: int = 0) -> tuple[dict[File, str], list[File]]:
     """Verify the files that are there and download the others; the disk must have room for `more` bytes
     besides. Returns (sha256 of each file, files that were downloaded)."""
     digests = {}
@@ -526,7 +528,7 @@ def bundle_members(bundle: zipfile.ZipFile) -> dict[PurePosixPath, zipfile.ZipIn
     return found
 
 
-def unpack_bundle(archive: Path, folder: Path):
+def unpack_bundle(archive: Path, folder: Path) -> None:
     """Unpack eval_bundle/ of the zip into the folder; raises Damaged if the zip is damaged."""
     try:
         with zipfile.ZipFile(archive) as bundle:
@@ -653,11 +655,11 @@ def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise Refused(message)
 
 
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; raises Refused where it makes no sense."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*SOURCES, "gpt2-vocab", "core"]
@@ -694,7 +696,7 @@ def web_address(variable: str, default: str) -> str:
 
 
 @contextlib.contextmanager
-def alone(args: argparse.Namespace, folder: Path):
+def alone(args: argparse.Namespace, folder: Path) -> Iterator[None]:
     """Raises Refused if another process downloads the same source to the same place: both would append to the
     same incomplete files."""
     with contextlib.ExitStack() as stack:
@@ -739,7 +741,7 @@ def run(args: argparse.Namespace) -> str:
         return get(args, source, hub)
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     try:
         summary = run(parse(argv))
         write_line("", end="")

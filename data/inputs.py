@@ -16,7 +16,9 @@ import os
 import re
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 # The mark of UTF-32, little-endian, begins with that of UTF-16
 MARKS = [(codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -27,7 +29,7 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zs
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)      # what reading them may raise
 
 
-def encoding_of(start):
+def encoding_of(start: bytes) -> tuple[str, int]:
     """(encoding, bytes of its mark) of a file that begins with these bytes."""
     for mark, name in MARKS:
         if start.startswith(mark):
@@ -48,13 +50,13 @@ def encoding_of(start):
     return "utf-8", 0
 
 
-def decode(raw, errors="strict"):
+def decode(raw: bytes, errors: str = "strict") -> str:
     """Bytes of a text file -> text without a byte order mark. Raises UnicodeDecodeError."""
     name, mark = encoding_of(raw[:SNIFFED])
     return raw[mark:].decode(name, errors)
 
 
-def print_any_name():
+def print_any_name() -> None:
     """A name that the terminal lacks letters for, or that is no text, ends no program that prints it."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -63,14 +65,14 @@ def print_any_name():
 
 class Outlet(io.FileIO):
     """stdout or stderr of a program that goes on when nobody reads it any more or the disk there is full."""
-    def write(self, text):
+    def write(self, text: bytes) -> int:
         try:
             return super().write(text)
         except OSError:
             return len(text)
 
 
-def steady_output():
+def steady_output() -> None:
     """For a program to call first: it neither ends nor complains when `| head` has seen enough, or where >&-
     closes a stream, whose number the next file would get."""
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -91,7 +93,7 @@ class Busy(Exception):
     """Another process holds the lock."""
 
 
-def lock(handle, wait):
+def lock(handle: int, wait: str) -> None:
     """A lock on an open file, which ends with the process. Raises Busy, or waits where `wait` is a line to
     print first. On file systems without locks there is none."""
     import fcntl
@@ -108,7 +110,7 @@ def lock(handle, wait):
 
 
 @contextlib.contextmanager
-def locked(folder, wait=""):
+def locked(folder: Path, wait: str = "") -> Iterator[None]:
     """The folder, made if need be, as a place where one process works at a time; see lock(). What was made
     goes again if it is empty in the end."""
     folder = Path(folder)
@@ -137,41 +139,41 @@ def locked(folder, wait=""):
         os.close(handle)
 
 
-def open_binary(path):
+def open_binary(path: Path | str) -> BinaryIO:
     return open(path, "rb")
 
 
-def read_bytes(path):
+def read_bytes(path: Path | str) -> bytes:
     with open_binary(path) as file:
         return file.read()
 
 
-def read_text(path, errors="strict"):
+def read_text(path: Path | str, errors: str = "strict") -> str:
     """The text of a file. Raises UnicodeDecodeError."""
     return decode(read_bytes(path), errors)
 
 
-def compression_of(start):
+def compression_of(start: bytes) -> str:
     """gzip, xz, zst, bz2, lz4 or zip; "" where a file that begins with these bytes is none of them."""
     return next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), "")
 
 
 class Utf8(io.RawIOBase):
     """A binary stream of text in any encoding, as UTF-8 without a byte order mark."""
-    def __init__(self, stream):
+    def __init__(self, stream: BinaryIO) -> None:
         start = stream.read(SNIFFED)
         name, mark = encoding_of(start)
         self.stream = stream
         self.decoder = None if name == "utf-8" else codecs.getincrementaldecoder(name)()
         self.waiting = self.recode(start[mark:])
 
-    def readable(self):
+    def readable(self) -> bool:
         return True
 
-    def recode(self, block, final=False):
+    def recode(self, block: bytes, final: bool = False) -> bytes:
         return self.decoder.decode(block, final).encode() if self.decoder else block
 
-    def readinto(self, buffer):
+    def readinto(self, buffer: memoryview) -> int:
         while not self.waiting:
             block = self.stream.read(1 << 16)
             self.waiting = self.recode(block, final=not block)
@@ -183,7 +185,7 @@ class Utf8(io.RawIOBase):
         return len(part)
 
 
-def text_stream(raw):
+def text_stream(raw: BinaryIO) -> BinaryIO:
     """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark.
     Reading it raises UnicodeDecodeError for damaged UTF-16 and UTF-32, and what is in DAMAGED."""
     kind = compression_of(raw.read(16))
@@ -204,12 +206,12 @@ HUB_FOLDER = re.compile(r"(datasets|models|spaces)--.+")        # in the cache o
 HUB_LINK = re.compile(r"(?:\.\./)+blobs/[0-9a-f]{40,64}\s*")
 
 
-def is_hub_folder(folder):
+def is_hub_folder(folder: str) -> bool:
     """Is it a repository's folder in the cache of the Hugging Face hub, with blobs/, refs/ and snapshots/?"""
     return os.path.isdir(os.path.join(folder, "blobs")) and os.path.isdir(os.path.join(folder, "snapshots"))
 
 
-def wanted_names(here, folders, names):
+def wanted_names(here: str, folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
     """(folders, files) of a folder's that may hold somebody's text. A repository of the hub's cache holds it
     in the snapshot that refs/main names, as links into blobs/."""
     folders = [name for name in folders if not name.startswith(".") and name not in NO_DATA_FOLDERS]
@@ -226,7 +228,7 @@ def wanted_names(here, folders, names):
     return folders, names
 
 
-def link_as_text(path):
+def link_as_text(path: Path | str) -> Path | None:
     """Where a link of the hub's cache became a file that holds its target, as it does on systems without
     links: the file that it stands for; else None."""
     if os.path.getsize(path) > 300:
@@ -238,7 +240,7 @@ def link_as_text(path):
     return target if target.is_file() else None
 
 
-def files_below(folder, follow=True):
+def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
     """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
     and folders are passed over, and those that desktops and archives add. A linked folder or file is there
     once, wherever else it is linked or lies; without `follow` what linked folders hold isn't."""

@@ -45,11 +45,13 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, BinaryIO
 
 try:
     import numpy as np
@@ -115,13 +117,13 @@ class Request:
 class Progress:
     """A progress line: rewritten in place on a terminal, elsewhere printed every 5 s."""
 
-    def __init__(self, label, total):
+    def __init__(self, label: str, total: int) -> None:
         self.label = label
         self.total = max(total, 1)
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
 
-    def update(self, done):
+    def update(self, done: int) -> None:
         now = time.monotonic()
         if now - self.shown < (0.2 if self.terminal else 5):
             return
@@ -131,7 +133,7 @@ class Progress:
         line = f"{self.label} [{'#' * round(20 * share):<20}] {share:4.0%}  ETA {eta:.0f} s"
         print(f"\r{line}\033[K" if self.terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
 
-    def close(self):
+    def close(self) -> None:
         if self.terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
@@ -139,7 +141,7 @@ class Progress:
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
 # --- None for a row whose text is null
 
-def split_pieces(raw, target):
+def split_pieces(raw: BinaryIO, target: int) -> Iterator[bytes]:
     """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at the first blank
     line between target and 2 * target, else at the first line end there, else at 2 * target."""
     buffer = b""
@@ -163,7 +165,7 @@ def split_pieces(raw, target):
         start = stop
 
 
-def read_text_file(raw, path, counts, target=TEXT_PIECE):
+def read_text_file(raw: BinaryIO, path: Path, counts: Counter, target: int = TEXT_PIECE) -> Iterator[str]:
     line = 1
     for piece in split_pieces(inputs.text_stream(raw), target):
         try:
@@ -174,7 +176,7 @@ def read_text_file(raw, path, counts, target=TEXT_PIECE):
         line += piece.count(b"\n")
 
 
-def read_folder_file(raw, path, counts):
+def read_folder_file(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
     """Like read_text_file, but a file that is no text is skipped, and only a long one is cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     stream = inputs.text_stream(raw)
@@ -196,7 +198,7 @@ def read_folder_file(raw, path, counts):
 JSON = json.JSONDecoder(parse_int=float)
 
 
-def json_values(line):
+def json_values(line: bytes) -> Iterator[Any]:
     """The values of a line of JSON: one, or several where no line end but CR stands between them. Raises
     ValueError."""
     text = line.decode().removeprefix("\ufeff").strip()        # files with marks may have been joined
@@ -207,7 +209,7 @@ def json_values(line):
         at = len(text) - len(text[end:].lstrip())
 
 
-def text_of(row, counts):
+def text_of(row: Any, counts: Counter) -> str:
     """The `text` of an object, lone surrogates replaced. Raises KeyError, TypeError or AttributeError."""
     text = row["text"]
     if text is None:
@@ -224,7 +226,7 @@ TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or l
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
-def read_jsonl(raw, path, counts):
+def read_jsonl(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
     """The `text` of every line."""
     for number, line in enumerate(inputs.text_stream(raw), 1):
         try:
@@ -236,7 +238,7 @@ def read_jsonl(raw, path, counts):
         yield from texts
 
 
-def read_json(raw, path, counts):
+def read_json(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
     """The `text` of every object of a list, or of a single one; the file is held in memory."""
     try:
         rows = JSON.decode(inputs.text_stream(raw).read().decode().removeprefix("\ufeff"))
@@ -249,7 +251,7 @@ def read_json(raw, path, counts):
     yield from texts
 
 
-def csv_rows(raw, path):
+def csv_rows(raw: BinaryIO, path: Path) -> tuple[Any, list[str]]:
     """(rows as lists, the first of which is the header; place of the column `text` or None) of an open file.
     The delimiter is the one that sets `text` apart in the first line: a comma, a tab or a semicolon."""
     stream = inputs.text_stream(raw)
@@ -264,7 +266,7 @@ def csv_rows(raw, path):
     return None, []
 
 
-def read_csv(raw, path, counts):
+def read_csv(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
     """The column `text` of a table whose first line names the columns."""
     rows, header = csv_rows(raw, path)
     if rows is None:
@@ -287,14 +289,14 @@ def read_csv(raw, path, counts):
         raise DataError(f"{path}: the text after line {rows.line_num} is not UTF-8") from None
 
 
-def read_python(raw, path, counts):
+def read_python(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
     try:
         yield clean_source(inputs.decode(raw.read()))
     except UnicodeDecodeError:
         counts["binary"] += 1
 
 
-def read_parquet(raw, path, counts):
+def read_parquet(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
     """The column `text`, a few rows at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -316,7 +318,7 @@ READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jso
            "csv": read_csv, "python": read_python, "parquet": read_parquet}
 
 
-def documents(files, counts):
+def documents(files: list[tuple[Path, str]], counts: Counter) -> Iterator[str]:
     """The text of every document in `files`, empty ones left out. `counts`, a Counter, collects `binary`
     (files skipped), `empty` (rows and files without text), `surrogates` (lone ones replaced) and `read`
     (bytes of files read so far)."""
@@ -339,7 +341,7 @@ def documents(files, counts):
 
 # --- what the input files are --------------------------------------------------------------------------
 
-def form_of(path):
+def form_of(path: Path) -> str:
     """What a file holds: "jsonl", "json", "csv", "parquet" or "text", by its name and, where that does not
     tell, by its first lines; or the name of a compression or an archive that is not known here."""
     with inputs.open_binary(path) as raw:
@@ -366,7 +368,7 @@ def form_of(path):
     return "jsonl" if "." not in name and is_rows(path) else "text"
 
 
-def is_rows(path):
+def is_rows(path: Path) -> bool:
     """Are the first two lines of a file, or its only one, JSON objects with a `text`?"""
     with inputs.open_binary(path) as raw, contextlib.suppress(*NO_ROW, *inputs.DAMAGED):
         stream = inputs.text_stream(raw)
@@ -377,7 +379,7 @@ def is_rows(path):
     return False
 
 
-def is_json_text(path):
+def is_json_text(path: Path) -> bool:
     """Does a .json file hold texts, and nothing else? Raises TooDeep."""
     with inputs.open_binary(path) as raw:
         try:
@@ -390,14 +392,14 @@ def is_json_text(path):
     return True
 
 
-def is_csv_text(path):
+def is_csv_text(path: Path) -> bool:
     """Does a .csv or .tsv file have a column `text`?"""
     with inputs.open_binary(path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
         return csv_rows(raw, path)[0] is not None
     return False
 
 
-def copy_of_pipe(path):
+def copy_of_pipe(path: Path) -> Path:
     """A file with what a pipe or a device holds, which can be read once only; it is deleted at the end."""
     folder = Path(tempfile.mkdtemp(prefix="prepare-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -406,7 +408,7 @@ def copy_of_pipe(path):
     return folder / path.name
 
 
-def link_of(path):
+def link_of(path: Path) -> Path:
     """The file, or a link with its name to the one that it stands for; see inputs.link_as_text."""
     target = inputs.link_as_text(path)
     if target is None:
@@ -417,14 +419,14 @@ def link_of(path):
     return folder / path.name
 
 
-def named_file(path):
+def named_file(path: Path) -> Path:
     """A file that the command line names, or the copy of a pipe."""
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     return link_of(path) if path.is_file() else copy_of_pipe(path)
 
 
-def find_file(path):
+def find_file(path: Path) -> tuple[Path, str]:
     """(path, kind) of a file that the command line names."""
     path = named_file(path)
     form = form_of(path)
@@ -436,7 +438,7 @@ def find_file(path):
     return path, form
 
 
-def find_in_folder(folder):
+def find_in_folder(folder: Path) -> list[tuple[Path, str]]:
     """(path, kind) of every file in a folder. What is no text, such as an archive, is left out and named;
     text in an unknown compression is refused."""
     files = []
@@ -460,13 +462,13 @@ def find_in_folder(folder):
     return files
 
 
-def say_left_out(paths, what):
+def say_left_out(paths: list[Path], what: str) -> None:
     if paths:
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         print(f"left out: {', '.join(path.name for path in paths[:3])}{more}: {what}")
 
 
-def find_files(paths):
+def find_files(paths: Sequence[Path | str]) -> list[tuple[Path, str]]:
     """(path, kind) of every input file."""
     files = []
     for path in map(Path, paths):
@@ -476,7 +478,7 @@ def find_files(paths):
     return files
 
 
-def find_parquet(paths):
+def find_parquet(paths: Sequence[Path | str]) -> list[tuple[Path, str]]:
     """(path, "parquet") of every file in `paths`, and of every *.parquet in folders, sorted by name."""
     files = []
     for path in map(Path, paths):
@@ -491,14 +493,14 @@ def find_parquet(paths):
     return files
 
 
-def need_pyarrow():
+def need_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
         raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
 
 
-def embedded_files(packages=PACKAGES):
+def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[tuple[Path, str]], list[str]]:
     """Source files of the packages as their RECORD lists them -> (files, ["name==version", ...])."""
     files = []
     source = []
@@ -515,7 +517,7 @@ def embedded_files(packages=PACKAGES):
     return files, source
 
 
-def clean_source(text):
+def clean_source(text: str) -> str:
     """Source with \\n line ends and without the licence at its top: the leading comment is dropped down to
     its last paragraph about a licence. "" where the leading comment says that the file is generated."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -532,18 +534,19 @@ def clean_source(text):
 
 # --- hashes and split ----------------------------------------------------------------------------------
 
-def document_hash(text):
+def document_hash(text: str) -> int:
     """64-bit BLAKE2b hash of the UTF-8 text, as an integer."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def text_fingerprint(val_hashes, train_hashes):
+def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
     """sha256 over the document hashes, both arrays ascending: it does not depend on the tokenizer."""
     return hashlib.sha256(b"val" + val_hashes.astype("<u8").tobytes()
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(files, counts, update=lambda: None):
+def hash_documents(files: list[tuple[Path, str]], counts: Counter,
+                   update: Callable = lambda: None) -> tuple[np.ndarray, np.ndarray]:
     """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order; calls update() after each."""
     hashes = array("Q")
     sizes = array("q")
@@ -554,7 +557,7 @@ def hash_documents(files, counts, update=lambda: None):
     return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
-def scan(files, counts):
+def scan(files: list[tuple[Path, str]], counts: Counter) -> tuple[np.ndarray, np.ndarray]:
     """hash_documents with a progress line; DataError if there are no documents."""
     progress = Progress("reading", sum(path.stat().st_size for path, _ in files))
     before = counts["read"]
@@ -565,14 +568,15 @@ def scan(files, counts):
     return hashes, sizes
 
 
-def warn_of_val(sizes):
+def warn_of_val(sizes: np.ndarray) -> None:
     """Says so where one document makes most of val. sizes: of val's documents."""
     if sizes.max() * 2 > sizes.sum():
         print(f"warning: one document makes {sizes.max() / sizes.sum():.0%} of val, {sizes.max():,} of "
               f"{sizes.sum():,} bytes, so val_bpb says little of other text; --val PATH takes another val")
 
 
-def split_by_hash(hashes, sizes, val_bytes, val_hashes=None):
+def split_by_hash(hashes: np.ndarray, sizes: np.ndarray, val_bytes: int,
+                  val_hashes: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """(order, n_val): indices of the distinct documents, first the n_val of val, then those of train, each
     part by ascending hash. Val is the documents with `val_hashes`; without them, those with the smallest
     hashes up to `val_bytes` of text. There a document over VAL_DOCUMENT_BYTES goes to train, because it
@@ -607,7 +611,7 @@ def split_by_hash(hashes, sizes, val_bytes, val_hashes=None):
 
 # --- tokenizer -----------------------------------------------------------------------------------------
 
-def training_sentences(texts):
+def training_sentences(texts: Iterable[str]) -> Iterator[str]:
     """The texts in chunks of whole lines, about 2,000 characters each, so that a piece of the vocabulary may
     contain a line end. Split at NUL, which the trainer refuses, and at two characters that it reserves."""
     for text in texts:
@@ -621,7 +625,7 @@ def training_sentences(texts):
 class TooSmall(Exception):
     """The text gives no vocabulary of the size; `largest` is the largest that it gives."""
 
-    def __init__(self, largest):
+    def __init__(self, largest: int) -> None:
         super().__init__(largest)
         self.largest = largest
 
@@ -630,7 +634,7 @@ class TooManyCharacters(Exception):
     """The vocabulary cannot hold every byte and a piece for each character of the text."""
 
 
-def train_tokenizer(texts, vocab_size):
+def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     """SentencePiece BPE model as bytes; the same list of texts gives the same bytes. Where the vocabulary
     has no room for all characters of the text, the rarer ones are bytes."""
     spaces = sum(text.count(" ") for text in texts)
@@ -645,7 +649,7 @@ def train_tokenizer(texts, vocab_size):
                         f"size is {error.largest}") from None
 
 
-def train_on_frequent(texts, vocab_size, needs_space):
+def train_on_frequent(texts: list[str], vocab_size: int, needs_space: bool) -> bytes:
     """The same with pieces for the most frequent characters only: half of the vocabulary, or more where the
     text does not give that many longer pieces. Raises TooSmall."""
     room = vocab_size - LEAST_VOCAB + 1
@@ -669,7 +673,7 @@ def train_on_frequent(texts, vocab_size, needs_space):
             coverage = 1.0
 
 
-def train_bpe(texts, vocab_size, needs_space, coverage=0.999):
+def train_bpe(texts: list[str], vocab_size: int, needs_space: bool, coverage: float = 0.999) -> bytes:
     """One SentencePiece model, as bytes. needs_space: give the space a piece though it is rare in the text.
     Raises TooSmall and TooManyCharacters. The percentages below are changes in tokens per byte of held-out
     code at vocabulary 1,024 / 4,096; on English the signs are the same and the changes smaller."""
@@ -699,7 +703,7 @@ def train_bpe(texts, vocab_size, needs_space, coverage=0.999):
     return model.getvalue()
 
 
-def encode(sp, text):
+def encode(sp: spm.SentencePieceProcessor, text: str) -> list[int]:
     """Token ids of `text` without BOS; sp.decode(ids) == text for any text without lone surrogates."""
     mark = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     first, *rest = text.split(SPACE_MARK)
@@ -709,7 +713,7 @@ def encode(sp, text):
     return ids
 
 
-def piece_texts(sp):
+def piece_texts(sp: spm.SentencePieceProcessor) -> list[bytes]:
     """The bytes that each token stands for; b"" where it stands for none. A tokenizer that train_tokenizer
     made decodes to them, one after the other."""
     texts = []
@@ -724,7 +728,7 @@ def piece_texts(sp):
     return texts
 
 
-def has_space(path):
+def has_space(path: Path) -> bool:
     """Does a tokenizer's file have a piece for the space? Older ones may lack it, and change text."""
     try:
         sp = spm.SentencePieceProcessor(model_file=str(path))
@@ -739,14 +743,14 @@ class WordEncoder(dict):
     text because no piece has a space after another character; with a tokenizer that has such pieces, the
     whole text is taken as one word."""
 
-    def __init__(self, sp):
+    def __init__(self, sp: spm.SentencePieceProcessor) -> None:
         self.sp = sp
         self.texts = piece_texts(sp)
         pieces = (sp.id_to_piece(i) for i in range(sp.vocab_size()))
         crosses_words = any(re.search(f"[^{SPACE_MARK}]{SPACE_MARK}", piece) for piece in pieces)
         self.words = re.compile("(?s).+" if crosses_words else " *[^ ]+| +")
 
-    def __missing__(self, word):
+    def __missing__(self, word: str) -> bytes:
         ids = encode(self.sp, word) if SPACE_MARK in word else self.sp.encode(word)
         if b"".join(map(self.texts.__getitem__, ids)) != word.encode():
             raise Changed
@@ -755,7 +759,7 @@ class WordEncoder(dict):
             self[word] = tokens
         return tokens
 
-    def document(self, text, check):
+    def document(self, text: str, check: bool) -> np.ndarray:
         """BOS and tokens as a uint16 array. DataError unless the tokens of each word are its bytes; with
         `check` SentencePiece decodes the whole document besides."""
         try:
@@ -772,17 +776,17 @@ class Changed(Exception):
     """The tokens of a word are not its bytes."""
 
 
-def check_lossless(sp, ids, text):
+def check_lossless(sp: spm.SentencePieceProcessor, ids: list[int], text: str) -> None:
     if sp.decode(ids) != text:
         raise changed(text)
 
 
-def changed(text):
+def changed(text: str) -> DataError:
     return DataError(f"the tokenizer would change the document that begins with {text[:40]!r}: leave it out, "
                      "and please report it")
 
 
-def reread(files, hashes):
+def reread(files: list[tuple[Path, str]], hashes: np.ndarray) -> Iterator[tuple[int, str]]:
     """(index, text) of every document in another pass; DataError if the hashes are not the same as before."""
     index = -1
     for index, text in enumerate(documents(files, Counter())):
@@ -793,7 +797,8 @@ def reread(files, hashes):
         raise DataError("the input changed while it was being read")
 
 
-def batches_of(files, hashes, sizes, keep):
+def batches_of(files: list[tuple[Path, str]], hashes: np.ndarray, sizes: np.ndarray,
+               keep: np.ndarray) -> Iterator[tuple[np.ndarray, list[str]]]:
     """{index: text} of the documents that are kept, in reading order, about BATCH_BYTES at a time."""
     last = np.flatnonzero(keep)[-1]
     batch = {}
@@ -808,7 +813,7 @@ def batches_of(files, hashes, sizes, keep):
             batch_bytes = 0
 
 
-def encoded(sp, batches):
+def encoded(sp: spm.SentencePieceProcessor, batches: Iterable) -> Iterator:
     """(batch, tokens of each of its texts, as lists). The next batch is encoded meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         waiting = []
@@ -822,7 +827,8 @@ def encoded(sp, batches):
             yield before, tokens.result()
 
 
-def encode_corpus(sp, files, hashes, sizes, order, scratch):
+def encode_corpus(sp: spm.SentencePieceProcessor, files: list[tuple[Path, str]], hashes: np.ndarray,
+                  sizes: np.ndarray, order: np.ndarray, scratch: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
     """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
     (start, length) of each, in tokens. Each document is decoded to check it."""
     keep = np.zeros(len(hashes), bool)
@@ -849,12 +855,14 @@ def encode_corpus(sp, files, hashes, sizes, order, scratch):
 
 # --- shards --------------------------------------------------------------------------------------------
 
-def file_sha256(path):
+def file_sha256(path: Path) -> str:
     with inputs.open_binary(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, done=(), on_shard=None):
+def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.ndarray],
+                 shard_tokens: int = SHARD_TOKENS, done: Sequence[dict] = (),
+                 on_shard: Callable | None = None) -> list[dict[str, Any]]:
     """Write uint16 arrays, one per document, as numbered shards -> manifest entries. A document that does
     not fit into the open shard starts the next one; only a document longer than a shard is split. `done`
     are the entries of shards written before, which come first. After each complete shard
@@ -899,7 +907,9 @@ def write_shards(folder, name, split, token_arrays, shard_tokens=SHARD_TOKENS, d
 
 # --- build ---------------------------------------------------------------------------------------------
 
-def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tokens=SHARD_TOKENS):
+def write_dataset(request: Request, folder: Path, files: list[tuple[Path, str]], hashes: np.ndarray,
+                  sizes: np.ndarray, order: np.ndarray, n_val: int,
+                  shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
     """Write tokenizer.model, shards, document_hashes.bin and, last, the manifest to `folder` -> manifest."""
     val = order[:n_val]
     train = order[n_val:]
@@ -932,7 +942,9 @@ def write_dataset(request, folder, files, hashes, sizes, order, n_val, shard_tok
                           int(sizes[val].sum()), int(sizes[train].sum()))
 
 
-def write_manifest(request, folder, model, entries, val_hashes, train_hashes, val_bytes, train_bytes):
+def write_manifest(request: Request, folder: Path, model: bytes, entries: list[dict[str, Any]],
+                   val_hashes: np.ndarray, train_hashes: np.ndarray, val_bytes: int,
+                   train_bytes: int) -> dict[str, Any]:
     """Write document_hashes.bin, both arrays ascending, and then manifest.json -> the manifest."""
     (folder / "document_hashes.bin").write_bytes(
         val_hashes.astype("<u8").tobytes() + train_hashes.astype("<u8").tobytes())
@@ -951,7 +963,7 @@ def write_manifest(request, folder, model, entries, val_hashes, train_hashes, va
     return manifest
 
 
-def is_complete(folder, request, fingerprint):
+def is_complete(folder: Path, request: Request, fingerprint: str) -> bool:
     """Whether `folder` holds the requested dataset and it is complete; DataError if it holds another one."""
     try:
         manifest = json.loads(inputs.read_text(folder / "manifest.json"))
@@ -967,7 +979,7 @@ def is_complete(folder, request, fingerprint):
             and all(path.is_file() and path.stat().st_size == size for path, size in shards))
 
 
-def layout(request, out):
+def layout(request: Request, out: Path | str) -> tuple[Path, Path, Path, Path]:
     """(folder of the dataset, path of its tokenizer, folder to write it in, folder for the dataset that it
     replaces); DataError if the request is invalid."""
     if not re.fullmatch(r"\w[\w.-]*", request.name):
@@ -984,7 +996,7 @@ def layout(request, out):
             datasets / f".{request.name}.partial", datasets / f".{request.name}.old")
 
 
-def install(folder, tokenizer, partial, old):
+def install(folder: Path, tokenizer: Path, partial: Path, old: Path) -> None:
     """Move the finished dataset from `partial` to `folder` and `tokenizer`, replacing what is there."""
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():  # first, so that an old dataset never stands beside a new tokenizer
@@ -995,7 +1007,7 @@ def install(folder, tokenizer, partial, old):
 
 
 @contextlib.contextmanager
-def locked(partial, wait=False):
+def locked(partial: Path, wait: bool = False) -> Iterator[None]:
     """inputs.locked() for the folder of an unfinished dataset. DataError if another process writes there."""
     about = "another process is preparing this dataset"
     try:
@@ -1005,7 +1017,7 @@ def locked(partial, wait=False):
         raise DataError(f"{about}: the same command works when that has ended") from None
 
 
-def remove_leftovers(partial, old):
+def remove_leftovers(partial: Path, old: Path) -> None:
     """Removes what a killed run left beside a finished dataset, unless another process writes there now."""
     if partial.exists() or old.exists():
         with contextlib.suppress(inputs.Busy, OSError), inputs.locked(partial):
@@ -1013,7 +1025,8 @@ def remove_leftovers(partial, old):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request, manifest, documents_read, counts, *also_dropped):
+def report(request: Request, manifest: dict[str, Any], documents_read: int, counts: Counter,
+           *also_dropped: str) -> None:
     """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
     count = manifest["train_docs"] + manifest["val_docs"]
@@ -1028,7 +1041,8 @@ def report(request, manifest, documents_read, counts, *also_dropped):
     print(f"fingerprint: {manifest['text_fingerprint']}")
 
 
-def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
+def build(request: Request, out: Path | str, force: bool = False,
+          shard_tokens: int = SHARD_TOKENS) -> dict[str, Any] | None:
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
     already. DataError if that is impossible."""
     folder, tokenizer, partial, old = layout(request, out)
@@ -1070,18 +1084,18 @@ def build(request, out, force=False, shard_tokens=SHARD_TOKENS):
 
 # --- parquet: the same in several processes; documents keep their order, and a stopped run can continue ---
 
-def exit_with_parent():
+def exit_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-def start_worker():
+def start_worker() -> None:
     """In a new process: ignore Ctrl-C, which the parent handles, and exit when the parent ends or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def parallel_map(function, jobs, processes):
+def parallel_map(function: Callable, jobs: Iterable, processes: int) -> Generator:
     """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
     if processes == 1:
         yield from itertools.starmap(function, jobs)
@@ -1099,13 +1113,13 @@ def parallel_map(function, jobs, processes):
         pool.shutdown(cancel_futures=True)
 
 
-def hash_file(path, kind):
+def hash_file(path: Path, kind: str) -> tuple[np.ndarray, np.ndarray, Counter]:
     """What hash_documents gives of a file, and its counts."""
     counts = Counter()
     return *hash_documents([(path, kind)], counts), counts
 
 
-def documents_at(file, indices):
+def documents_at(file: tuple[Path, str], indices: np.ndarray) -> Iterator[str]:
     """The documents of a file with these ascending indices."""
     wanted = np.zeros(indices[-1] + 1, bool)
     wanted[indices] = True
@@ -1118,23 +1132,24 @@ def documents_at(file, indices):
         raise DataError("the input changed while it was being read")
 
 
-def sample_file(path, kind, indices, hashes):
+def sample_file(path: Path, kind: str, indices: np.ndarray, hashes: np.ndarray) -> list[str]:
     texts = list(documents_at((path, kind), indices))
     check_hashes(texts, hashes)
     return texts
 
 
-def check_hashes(texts, hashes):
+def check_hashes(texts: list[str], hashes: np.ndarray) -> None:
     if [document_hash(text) for text in texts] != hashes.tolist():
         raise DataError("the input changed while it was being read")
 
 
 @lru_cache(1)
-def load_encoder(path, sha256):
+def load_encoder(path: str, sha256: str) -> WordEncoder:
     return WordEncoder(spm.SentencePieceProcessor(model_file=path))
 
 
-def encode_batch(model_path, sha256, texts, hashes, check_all):
+def encode_batch(model_path: str, sha256: str, texts: list[str], hashes: np.ndarray,
+                 check_all: bool) -> list[np.ndarray]:
     """BOS and tokens of each text; the texts must have these hashes. SentencePiece decodes one of 64, or all,
     to check it."""
     check_hashes(texts, hashes)
@@ -1146,7 +1161,7 @@ class Corpus:
     """Hashes and sizes of all documents of the parquet files, those of val before those of train, and which
     of them are kept: of val the first ones up to `val_bytes` together, and no text twice in val and train."""
 
-    def __init__(self, request, processes):
+    def __init__(self, request: Request, processes: int) -> None:
         self.files = request.val_files + request.files
         progress = Progress("reading", sum(map(file_bytes, self.files)))
         done = 0
@@ -1179,22 +1194,22 @@ class Corpus:
                 raise DataError(f"the input leaves no document for {split}")
         warn_of_val(self.sizes[self.kept("val")])
 
-    def kept(self, split):
+    def kept(self, split: str) -> np.ndarray:
         """Ascending indices of the kept documents of a split."""
         start, stop = (0, self.n_val) if split == "val" else (self.n_val, len(self.keep))
         return start + np.flatnonzero(self.keep[start:stop])
 
-    def split_hashes(self):
+    def split_hashes(self) -> list[np.ndarray]:
         """Ascending hashes of the kept documents of val and of train."""
         return [np.sort(self.hashes[self.kept(split)]) for split in ("val", "train")]
 
-    def by_file(self, chosen):
+    def by_file(self, chosen: np.ndarray) -> list[tuple[tuple[Path, str], np.ndarray, np.ndarray]]:
         """(file, its part of these ascending indices, the same counted from the file's first document)."""
         parts = np.split(chosen, np.searchsorted(chosen, self.starts[1:-1]))
         return [(file, part, part - start)
                 for file, start, part in zip(self.files, self.starts, parts) if len(part)]
 
-    def sample(self, processes):
+    def sample(self, processes: int) -> list[str]:
         """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
         order = self.kept("train")
         order = order[np.argsort(self.hashes[order])]
@@ -1209,7 +1224,7 @@ class Corpus:
         progress.close()
         return [texts[place] for place in np.searchsorted(wanted, order)]
 
-    def batches(self, chosen):
+    def batches(self, chosen: np.ndarray) -> Iterator[tuple]:
         """(texts, hashes) of the documents with these ascending indices, about PARQUET_BATCH bytes each."""
         for file, part, places in self.by_file(chosen):
             texts = []
@@ -1225,11 +1240,11 @@ class Corpus:
                     first = stop
 
 
-def file_bytes(file):
+def file_bytes(file: tuple[Path, str]) -> int:
     return file[0].stat().st_size
 
 
-def read_progress(partial, tokenizer, identity):
+def read_progress(partial: Path, tokenizer: Path, identity: str) -> tuple[bytes, list[dict[str, Any]]]:
     """(tokenizer as bytes, entries of the complete shards) of a stopped run over the same documents, each
     file checked by its sha256; (None, []) if there is none. An entry's "documents" counts the documents of
     its split up to the end of the shard."""
@@ -1255,13 +1270,14 @@ def read_progress(partial, tokenizer, identity):
     return inputs.read_bytes(models[0]), shards
 
 
-def write_progress(partial, identity, model, shards):
+def write_progress(partial: Path, identity: str, model: bytes, shards: list[dict[str, Any]]) -> None:
     state = {"identity": identity, "tokenizer": hashlib.sha256(model).hexdigest(), "shards": shards}
     (partial / "progress.new").write_text(json.dumps(state))
     os.replace(partial / "progress.new", partial / "progress.json")
 
 
-def write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, processes):
+def write_parquet_dataset(request: Request, corpus: Corpus, partial: Path, tokenizer: Path, shard_tokens: int,
+                          processes: int) -> dict[str, Any]:
     """Write what `partial` lacks of tokenizer.model, shards, document_hashes.bin and manifest -> manifest.
     Shards hold the kept documents in reading order."""
     kept = {split: corpus.kept(split) for split in ("val", "train")}
@@ -1320,7 +1336,8 @@ def write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, pro
                           *(int(corpus.sizes[kept[split]].sum()) for split in ("val", "train")))
 
 
-def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processes=0):
+def build_parquet(request: Request, out: Path | str, force: bool = False, shard_tokens: int = SHARD_TOKENS,
+                  processes: int = 0) -> dict[str, Any] | None:
     """`build` for a request whose files and val_files are parquet; processes 0: one for each processor.
     Raises Stopped where the same call would continue."""
     folder, tokenizer, partial, old = layout(request, out)
@@ -1362,13 +1379,13 @@ def build_parquet(request, out, force=False, shard_tokens=SHARD_TOKENS, processe
 
 # --- command line --------------------------------------------------------------------------------------
 
-def source_name(path):
+def source_name(path: str) -> str:
     """How the manifest calls an input; a pipe has another name at each run."""
     path = Path(path)
     return path.resolve().name if path.is_file() or path.is_dir() else "pipe"
 
 
-def make_request(args):
+def make_request(args: argparse.Namespace) -> Request:
     """The Request of a command line."""
     if args.parquet is not None:
         return parquet_request(args)
@@ -1393,7 +1410,7 @@ def make_request(args):
                    None if args.val is None else find_files([args.val]))
 
 
-def parquet_request(args):
+def parquet_request(args: argparse.Namespace) -> Request:
     """The Request of a command line with --parquet; without --val the last file is val."""
     if args.name is None:
         raise DataError("--parquet needs --name")
@@ -1409,7 +1426,7 @@ def parquet_request(args):
                    PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Text to tokenizer, token shards and manifest.")
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--text", nargs="+", metavar="PATH",

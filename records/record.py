@@ -31,6 +31,7 @@ Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 try:
@@ -61,7 +62,7 @@ COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep
             "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot, "export": export}
 
 
-def parse(argv):
+def parse(argv: list[str]) -> argparse.Namespace:
     """The command's name, as `what`, and its options."""
     parser = argparse.ArgumentParser(prog="record", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,7 +116,7 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def run_check(args, say):
+def run_check(args: argparse.Namespace, say: Callable) -> int:
     """Exit code of `check`."""
     try:
         failed = rules.check(Folder(args.folder), args, say, [*rules.CHECKS, BOARDS])
@@ -126,7 +127,7 @@ def run_check(args, say):
     return 1 if failed else 0
 
 
-def run(args, say):
+def run(args: argparse.Namespace, say: Callable) -> int:
     """Exit code of a command."""
     if args.what == "check":
         return run_check(args, say)
@@ -146,7 +147,7 @@ def run(args, say):
     return 0
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """Exit code: 0 done and nothing fails, 1 a rule fails, 2 refused."""
     args = parse(argv)
     inputs.print_any_name()

@@ -154,6 +154,19 @@ def foreign_imports(text):
     return found
 
 
+def without_hints(text):
+    """Functions of a module and methods of its classes with an argument, or a result, without a type hint."""
+    found = []
+    for owner in [node for node in nodes_of(text) if isinstance(node, ast.Module | ast.ClassDef)]:
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                bare = [one.arg for one in arguments if one.annotation is None]
+                if node.returns is None or set(bare) - {"self", "cls"}:
+                    found.append(node.name)
+    return found
+
+
 def packed_assignments(text):
     """`a, b = x, y`: tuples on both sides, swaps too."""
     return [f"line {node.lineno}" for node in nodes_of(text)
@@ -234,6 +247,7 @@ def may_use(title, its):
 LONG = "def f():\n" + 70 * "    x = 1\n"
 SHORT = "def f():\n" + 11 * "    x = 1\n"
 TABLE = 'class C:\n    preset: str = option("tiny")\nRECIPES = dict(tiny=C, golf=C)\n'
+METHOD = "class C:\n    def h(self, a) -> int:\n        pass\n"
 PLANTED = [
     (long_lines, "x = '" + 104 * "-" + "'\n", ["x = '" + 105 * "-" + "'\n"]),
     (untidy_text, "x = 1\n", ["x = 1 \n", "x = 1\n\n", "x =\t1\n", "x = 1  # TO" + "DO\n", "x = 1"]),
@@ -247,6 +261,9 @@ PLANTED = [
         "from sys import modules\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
+    (without_hints, "def f(a: int) -> str:\n    def g(x):\n        x\n" + METHOD.replace("a)", "a: int)"), [
+        "def f(a) -> int:\n    pass\n", "def f(a: int):\n    pass\n", METHOD,
+        "def f(*, a) -> int:\n    pass\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
         "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
     (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
@@ -295,13 +312,19 @@ def test_a_forbidden_arrow_is_named(place, call, named):
     assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
 
 
-# What a part of the project still packs; the rest packs nothing
+# What a part of the project still packs, and where hints are missing; the rest packs nothing and has them
 PACKED = ("bench.py", "gpu_plan.py", "static_gpu.py")
+UNTYPED = (*PACKED, "emulated_run.py", "gpu_parts.py", "mutation.py")
 
 
 @pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in PACKED], ids=name_of)
 def test_one_assignment_a_line(path):
     assert packed_assignments(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in UNTYPED], ids=name_of)
+def test_functions_have_type_hints(path):
+    assert without_hints(path.read_text(encoding="utf-8")) == []
 
 
 def test_modules_of_records_do_nothing_when_imported():

@@ -31,6 +31,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def made_up_documents(total: int, seed: int) -> list:
     return documents
 
 
-def write_data(root: Path):
+def write_data(root: Path) -> None:
     """data/datasets/toy under root: three train shards of 100,000 tokens, one val shard of 3,000."""
     folder = root / "data/datasets/toy"
     folder.mkdir(parents=True)
@@ -273,7 +274,7 @@ def tensor_difference(old: torch.Tensor, new: torch.Tensor) -> str:
             f"first of {len(places)} of {old.numel()} numbers")
 
 
-def value_difference(old, new) -> str:
+def value_difference(old: Any, new: Any) -> str:
     if isinstance(old, torch.Tensor):
         return tensor_difference(old, new)
     return "" if old == new else f"{old!r} before, {new!r} after"
@@ -319,7 +320,7 @@ DIFFERENT = "DIFFERENT"
 FAILED = "FAILED"
 
 
-def compare(args, root: Path, case: str, ranks: int, planted: dict) -> tuple[str, str]:
+def compare(args: argparse.Namespace, root: Path, case: str, ranks: int, planted: dict) -> tuple[str, str]:
     """Runs both trees at the same time -> (IDENTICAL, DIFFERENT or FAILED, details). planted: further
     overrides of AFTER."""
     settings = settings_of(case, args.steps) | dict(args.env)

@@ -1,6 +1,7 @@
 """What the depth dial makes of each depth, beside each other: ./run.sh depths [FLAGS OF train_gpt.py]"""
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ VOCABULARY = "--vocab-size=32768"   # unless a flag says otherwise
 MFU = 0.5                           # model FLOPs utilisation that the hours assume
 
 
-def rows(flags, env):
+def rows(flags: list[str], env: Mapping[str, str]) -> Iterator[str]:
     """Yields a line per depth; depths that something given does not fit are left out. Raises Refused."""
     for depth in DEPTHS:
         with suppress(train_gpt.Refused):
@@ -27,7 +28,7 @@ def rows(flags, env):
                    f"(8xH100 at mfu {MFU:g})")
 
 
-def main(flags, env):
+def main(flags: list[str], env: Mapping[str, str]) -> int:
     """Exit code: 0; 2 if the flags suit no depth."""
     found = list(rows(flags, env))
     if found:

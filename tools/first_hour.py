@@ -34,7 +34,7 @@ COLUMNS = 80        # of the terminal
 BOARD_HEIGHT = 1900     # pixels: table, curves, and where the constants begin
 
 
-def conditions():
+def conditions() -> str:
     """On what kind of machine, how busy, and with which constants from the environment."""
     machine = train_gpt.hardware(SimpleNamespace(on_gpu=False, world_size=1)).partition(" x ")[2]
     cores = os.cpu_count()
@@ -44,13 +44,13 @@ def conditions():
     return f"on {machine} (load average {busy:.1f}{beside})" + (f", with {given}" if given else "")
 
 
-def shown(lines):
+def shown(lines: list[str]) -> list[str]:
     """What a reader needs of an output: at most 16 lines, of at most 118 characters."""
     lines = [line if len(line) <= 118 else line[:117] + "…" for line in lines if line.strip()]
     return lines if len(lines) <= 16 else [*lines[:5], "…", *lines[-10:]]
 
 
-def step(command, home, env):
+def step(command: str, home: Path, env: dict[str, str]) -> tuple[float, float | None, list[str], list[str]]:
     """(seconds, seconds to the first training loss or None, lines, states of the live line)"""
     began = time.time()
     stamps = []
@@ -61,18 +61,18 @@ def step(command, home, env):
     return seconds, first, lines, live
 
 
-def compile_seconds(home):
+def compile_seconds(home: Path) -> float:
     """How long the newest run compiled, by its train.log."""
     log = max(home.glob("logs/*/train.log"), key=lambda path: path.stat().st_mtime)
     return int(re.findall(r"^setup:\d+ms compile:(\d+)ms$", log.read_text(encoding="utf-8"), re.M)[-1]) / 1e3
 
 
-def end_screen(lines):
+def end_screen(lines: list[str]) -> list[str]:
     """What a terminal shows at the end of a run: its samples and all that follows."""
     return lines[next(i for i, line in enumerate(lines) if line.startswith("sample 1: ")):]
 
 
-def picture(page, path, width, height):
+def picture(page: Path, path: Path, width: int, height: int) -> None:
     """A screenshot of an HTML file, in 64 colours."""
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
@@ -83,7 +83,7 @@ def picture(page, path, width, height):
     image.quantize(64, Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
 
-def terminal_picture(lines, path, folder):
+def terminal_picture(lines: list[str], path: Path, folder: Path) -> None:
     """A screenshot of a terminal."""
     page = Path(folder, "terminal.html")
     body = html.escape("\n".join(lines))
@@ -92,7 +92,7 @@ def terminal_picture(lines, path, folder):
     picture(page, path, 720, 24 + 20 * len(lines))
 
 
-def fill(page, home, env):
+def fill(page: str, home: Path, env: dict[str, str]) -> float:
     """The output block after each block of commands in a tutorial. Returns its seconds."""
     text = (ROOT / page).read_text(encoding="utf-8")
     began = time.time()
@@ -107,7 +107,7 @@ def fill(page, home, env):
     return time.time() - began
 
 
-def main(folder):
+def main(folder: Path | str) -> None:
     """Steps, tutorials, pictures, page."""
     folder = Path(folder) / "a first hour"
     folder.mkdir(parents=True)

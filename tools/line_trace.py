@@ -8,19 +8,22 @@ process's lines until it ends in an orderly way, which ranks that tests kill do 
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 
 class Trace:
     """The trace of this process. folder: where the files `context` and `lines` are."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.folder = None
         self.scripts = set()
         self.context = ""
         self.seen = set()
 
-    def begin(self, folder, with_lines=True):
+    def begin(self, folder: Path | str, with_lines: bool = True) -> None:
         """In the process that runs the tests; before torch is imported."""
         self.folder = Path(folder)
         self.read_context()
@@ -31,26 +34,26 @@ class Trace:
             threading.settrace(self.enter)
             sys.settrace(self.enter)
 
-    def follow(self, folder):
+    def follow(self, folder: str) -> None:
         """Called by a script's copy in its first statement, in that process or another one."""
         if self.folder is None:
             self.begin(folder)
         self.scripts.add(sys._getframe(1).f_code.co_filename)
 
-    def read_context(self):
+    def read_context(self) -> None:
         file = self.folder / "context"
         self.context = file.read_text() if file.exists() else ""
         self.seen.clear()
 
-    def switch(self, context):
+    def switch(self, context: str) -> None:
         """From here on lines belong to this context; "": to none."""
         (self.folder / "context").write_text(context)
         self.read_context()
 
-    def enter(self, frame, event, argument):
+    def enter(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
         return self.line if frame.f_code.co_filename in self.scripts else None
 
-    def line(self, frame, event, argument):
+    def line(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
         number = frame.f_lineno
         if event == "line" and number not in self.seen and self.context:
             self.seen.add(number)

@@ -2,6 +2,7 @@
 functions, beside definitions of train_gpt.py, which some of them ask for (low_bits)."""
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TOKEN_BITS, low_bits
 DTYPES = {"F32": torch.float32, "I16": torch.int16, "U8": torch.uint8}
 
 
-def read_safetensors(path):
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """{name: tensor} of a file: 8 bytes with the length of a JSON header, the header, the numbers."""
     raw = bytearray(Path(path).read_bytes())
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -25,7 +26,7 @@ def read_safetensors(path):
     return tensors
 
 
-def fill(model, tensors):
+def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
     """The weights of {name: tensor} become the model's."""
     for name, p in model.named_parameters():
         if tensors[name].shape != p.shape:
@@ -33,7 +34,7 @@ def fill(model, tensors):
         p.data = tensors[name]
 
 
-def fill_counts(counts, text, starts):
+def fill_counts(counts: Any, text: torch.Tensor, starts: torch.Tensor) -> None:
     """Counts the training text, int16 (n,), as NgramCounts.count() does with several threads. starts, uint8
     (V,): whether each token begins a word."""
     cfg = counts.cfg

@@ -9,7 +9,7 @@ import copy
 import functools
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from script import Part, names_used, parts_of, registry_of, without_lines
 
@@ -56,7 +56,7 @@ class Module(NamedTuple):
     definitions: list
 
 
-def piece_of(node, first, last):
+def piece_of(node: ast.AST, first: int, last: int) -> Piece:
     """Piece of a statement."""
     attributes = set()
     constants = set()
@@ -74,7 +74,7 @@ def piece_of(node, first, last):
     return Piece(first, last, names_used(node), attributes, constants)
 
 
-def definition_of(node, part):
+def definition_of(node: ast.AST, part: Part) -> Definition:
     """Definition of a top-level statement."""
     methods = {}
     if isinstance(node, ast.ClassDef):
@@ -93,14 +93,14 @@ def definition_of(node, part):
 
 
 @functools.cache
-def module_of(text):
+def module_of(text: str) -> Module:
     """Module of a file's text."""
     tree = ast.parse(text)
     nodes = {node.end_lineno - 1: node for node in tree.body}
     return Module(text.splitlines(), tree, [definition_of(nodes[part.last], part) for part in parts_of(text)])
 
 
-def by_name(*modules):
+def by_name(*modules: Module) -> dict[str, list[Definition]]:
     """{name: [Definition]}"""
     found = {}
     for module in modules:
@@ -113,7 +113,7 @@ def by_name(*modules):
 class Reach:
     """What load() and log_probs() reach. definitions: {name: [Definition]}. bases: the recipe's class and
     those that it inherits from, whose methods are reached one by one: of two alike the first one's."""
-    def __init__(self, definitions, bases):
+    def __init__(self, definitions: dict[str, list[Definition]], bases: list[str]) -> None:
         self.definitions = definitions
         self.bases = bases
         self.members = {}
@@ -130,10 +130,10 @@ class Reach:
                 self.attributes |= piece.attributes
                 self.constants |= piece.constants
 
-    def size(self):
+    def size(self) -> int:
         return len(self.names) + len(self.attributes) + len(self.constants)
 
-    def pieces(self):
+    def pieces(self) -> list[Piece]:
         """All that is reached so far."""
         found = [*self.recipe_methods().values()]
         for definition in self.kept():
@@ -141,26 +141,26 @@ class Reach:
             found += [piece for name, piece in definition.methods.items() if self.asks_for(name)]
         return found
 
-    def kept(self):
+    def kept(self) -> list[Definition]:
         """The definitions that are reached, apart from the recipe's classes."""
         names = sorted(self.names - {*self.bases})
         return [definition for name in names for definition in self.definitions.get(name, ())]
 
-    def recipe_methods(self):
+    def recipe_methods(self) -> dict[str, Piece]:
         """{name: Piece} of the recipe's methods that are reached."""
         asked = self.attributes & self.constants  # a text alone calls nothing
         return {name: piece for name, piece in self.members.items() if name in asked}
 
-    def asks_for(self, method):
+    def asks_for(self, method: str) -> bool:
         """Is this method of another class reached?"""
         return method in self.attributes or method in CALLED_BY_TORCH or method.startswith("__")
 
 
-def class_named(tree, name):
+def class_named(tree: ast.Module, name: str) -> ast.ClassDef:
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
-def bases_of(tree, recipe):
+def bases_of(tree: ast.Module, recipe: str) -> list[str]:
     """[recipe, the class that it inherits from, the class that this inherits from, ...]"""
     found = [recipe]
     while parents := class_named(tree, found[-1]).bases:
@@ -168,7 +168,7 @@ def bases_of(tree, recipe):
     return found
 
 
-def model_of(tree, recipe):
+def model_of(tree: ast.Module, recipe: str) -> str:
     """Name of the recipe's model, which make_model() makes."""
     make_model = next(node for node in class_named(tree, recipe).body
                       if isinstance(node, ast.FunctionDef) and node.name == "make_model")
@@ -176,7 +176,8 @@ def model_of(tree, recipe):
     return ast.unparse(made.func)
 
 
-def recipe_lines(trainer, recipe, own, reach, constants):
+def recipe_lines(trainer: Module, recipe: str, own: Definition, reach: Reach,
+                 constants: dict[str, tuple[Any, str]]) -> list[str]:
     """The lines of a class with the run's constants and the recipe's methods that are reached. own: the
     Definition of the recipe's class, whose comment and docstring stay."""
     lines = trainer.lines
@@ -197,7 +198,7 @@ def recipe_lines(trainer, recipe, own, reach, constants):
     return out
 
 
-def imports_of(node, names):
+def imports_of(node: ast.AST, names: set[str]) -> str:
     """The imports below a `try` statement whose names are reached, without what it does where they fail."""
     out = []
     for statement in node.body:
@@ -208,7 +209,7 @@ def imports_of(node, names):
     return "\n".join(out)
 
 
-def dropped_lines(module, reach, kept):
+def dropped_lines(module: Module, reach: Reach, kept: set[Part]) -> set[int]:
     """Numbers of the module's lines that are not reached. kept: the parts that stay."""
     dropped = set()
     for definition in module.definitions:
@@ -220,7 +221,7 @@ def dropped_lines(module, reach, kept):
     return dropped
 
 
-def model_script(preset, text, constants, has_counts):
+def model_script(preset: str, text: str, constants: dict[str, tuple[Any, str]], has_counts: bool) -> str:
     """The text of model.py. text: of train_gpt.py. constants: {name: (value, meaning)} of the run.
     has_counts: does the file of weights hold a text whose n-grams are counted?"""
     # 1. what is reached

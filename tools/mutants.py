@@ -4,7 +4,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 KINDS = ("comparison", "constant", "sign", "off by one", "dropped line")
 SWAPS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
 class Finder:
     """Walks a module; what belongs to a place is in `here`: a dict of the fields of a Mutant."""
 
-    def __init__(self, source):
+    def __init__(self, source: str) -> None:
         self.source = source.encode()
         self.line_starts = [0]
         for line in self.source.splitlines(keepends=True):
@@ -46,16 +46,16 @@ class Finder:
         here = dict(function="", lines=range(0), imported=True, names=frozenset(), gpu=False)
         self.statements(ast.parse(source).body, here)
 
-    def begin(self, node):
+    def begin(self, node: ast.AST) -> int:
         return self.line_starts[node.lineno - 1] + node.col_offset
 
-    def end(self, node):
+    def end(self, node: ast.AST) -> int:
         return self.line_starts[node.end_lineno - 1] + node.end_col_offset
 
-    def segment(self, node):
+    def segment(self, node: ast.AST) -> str:
         return self.source[self.begin(node):self.end(node)].decode()
 
-    def add(self, here, kind, start, end, text):
+    def add(self, here: dict[str, Any], kind: str, start: int, end: int, text: str) -> None:
         """A mutant; `whole` of here are the bounds of the statement that it is in."""
         first, last = here["whole"]
         before = self.source[first:last].decode()
@@ -71,12 +71,12 @@ class Finder:
         fields = {name: here[name] for name in ("function", "lines", "imported", "names", "gpu")}
         self.mutants.append(Mutant(kind, start=start, end=end, text=text, change=change, key=key, **fields))
 
-    def statements(self, body, here):
+    def statements(self, body: list[ast.stmt], here: dict[str, Any]) -> None:
         for node in body:
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 self.statement(node, here)
 
-    def statement(self, node, here):
+    def statement(self, node: ast.AST, here: dict[str, Any]) -> None:
         """Mutants of a statement; of a compound one also those of what is in it."""
         last = node.end_lineno
         end = self.end(node)
@@ -109,7 +109,7 @@ class Finder:
             below = here | dict(gpu=here["gpu"] or gpu and "not " not in ast.unparse(node.test))
             self.statements(part.body if isinstance(part, ast.ExceptHandler) else [part], below)
 
-    def definition(self, node, here):
+    def definition(self, node: ast.AST, here: dict[str, Any]) -> None:
         """A function or a class."""
         name = f"{here['function']}.{node.name}".lstrip(".")
         here |= dict(function=name, names=frozenset({*name.split(".")} - {"__init__"}))
@@ -125,7 +125,7 @@ class Finder:
         self.statements(node.body, here | dict(imported=False))
         self.bound = outside
 
-    def can_be_dropped(self, node, here):
+    def can_be_dropped(self, node: ast.AST, here: dict[str, Any]) -> bool:
         """A line without which the rest would still run, more or less."""
         if here["imported"]:
             return False
@@ -135,7 +135,7 @@ class Finder:
         bare_return = isinstance(node, ast.Return) and node.value is None
         return isinstance(node, DROPPED + (ast.Expr,)) or bare_return
 
-    def swap(self, operator, left, right, here, kind):
+    def swap(self, operator: ast.AST, left: ast.AST, right: ast.AST, here: dict[str, Any], kind: str) -> None:
         """The operator between two expressions for another."""
         old, new = SWAPS[type(operator)]
         start = self.end(left)
@@ -143,7 +143,7 @@ class Finder:
         found = re.search(r"(?<!\w)" + re.escape(old).replace(r"\ ", r"\s+") + r"(?!\w)", between)
         self.add(here, kind, start + found.start(), start + found.end(), new)
 
-    def expression(self, node, here):
+    def expression(self, node: ast.AST, here: dict[str, Any]) -> None:
         """Mutants of an expression and its parts."""
         if isinstance(node, ast.JoinedStr):
             return
@@ -179,7 +179,7 @@ class Finder:
             named = here["imported"] and name
             self.expression(part, here | dict(names=here["names"] | {name}) if named else here)
 
-    def constant(self, node, here):
+    def constant(self, node: ast.Constant, here: dict[str, Any]) -> None:
         value = node.value
         if isinstance(value, bool):
             self.add(here, "constant", self.begin(node), self.end(node), str(not value))
@@ -190,7 +190,7 @@ class Finder:
             self.add(here, kind, self.begin(node), self.end(node), str(value + 1))
 
 
-def draw(mutants, count, seed):
+def draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     """As many of each kind as there are; a smaller count is the beginning of a larger one."""
     piles = {kind: [mutant for mutant in mutants if mutant.kind == kind] for kind in KINDS}
     for pile in piles.values():

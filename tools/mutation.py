@@ -41,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +60,7 @@ PYTEST = ("-q", "-p", "no:cacheprovider")
 
 
 # ---------------------------------------------------------------- processes
-def files_of(root):
+def files_of(root: Path) -> list[Path]:
     """What git tracks or would track; every file where there is no repository."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=root, capture_output=True)
@@ -70,7 +71,7 @@ def files_of(root):
     return sorted(path for path in paths if path.is_file())
 
 
-def copy_tree(root, tree):
+def copy_tree(root: Path, tree: Path) -> None:
     """A copy to change; the virtual environment stays where it is."""
     for path in files_of(root):
         copy = tree / path.relative_to(root)
@@ -80,7 +81,7 @@ def copy_tree(root, tree):
         (tree / ".venv").symlink_to((root / ".venv").resolve())
 
 
-def in_parallel(tasks, folders, act, done):
+def in_parallel(tasks: Iterable, folders: list[Path], act: Callable, done: Callable) -> None:
     """Forks act(task, folder) for each task, one at a time per folder, then calls done(task, folder, exit
     code, CPU seconds); the code is minus the signal that ended it. What an act has started ends with it."""
     waiting = list(tasks)
@@ -106,7 +107,7 @@ def in_parallel(tasks, folders, act, done):
             os.waitpid(pid, 0)
 
 
-def kill_group(pid):
+def kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -134,13 +135,13 @@ class Recorder:
     """A plugin of pytest: the seconds of each context, the contexts of each test, which are its own and those
     of the fixtures that it shares with others, and the tests that did not pass."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.tests = {}
         self.fixtures = {}
         self.seconds = {}
         self.failed = set()
 
-    def begin(self, context):
+    def begin(self, context: str) -> None:
         TRACE.switch(context)
         self.seconds[context] = -time.perf_counter()
 
@@ -282,14 +283,14 @@ def plan(mutant, rows, source, texts, budget, allowed=None):
     return order, seconds_of, left_out
 
 
-def sorted_by_size(tests):
+def sorted_by_size(tests: Iterable) -> list:
     return sorted(tests, key=lambda test: test[:2])
 
 
 class Chosen:
     """A plugin of pytest: only these tests, in this order; notes each that begins, and limits its time."""
 
-    def __init__(self, task, folder):
+    def __init__(self, task: "Task", folder: Path) -> None:
         self.rank = {name: number for number, name in enumerate(task.order)}
         self.seconds = task.seconds
         self.patience = task.patience
@@ -323,7 +324,7 @@ class Task(NamedTuple):
     pytest_args: list
 
 
-def attempt(task, folder):
+def attempt(task: Task, folder: Path) -> int:
     """Runs the tests of a task until one fails."""
     signal.alarm(300)       # whose default ends the process
     script = folder / "tree" / task.script
@@ -336,7 +337,7 @@ def attempt(task, folder):
     return pytest.main(words, plugins=[Chosen(task, folder)])
 
 
-def outcome(folder, code, state):
+def outcome(folder: Path, code: int, state: Path) -> tuple[str, str, str]:
     """(result, by which test, number of tests begun) of an attempt."""
     count, _, by = (folder / "note").read_text().partition(" ")
     if code in (4, 70):
@@ -359,7 +360,7 @@ def selected(pytest_args, root):
     return names
 
 
-def read_table(path):
+def read_table(path: Path) -> dict[str, dict[str, str]]:
     """Rows of a file with tabs, by key; of several with one key the last."""
     if not path.exists():
         return {}
@@ -402,11 +403,11 @@ def run_mutants(args, drawn, rows, folders, results, state):
 
 
 # ---------------------------------------------------------------- report and command line
-def say(*lines):
+def say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-def share(part, whole):
+def share(part: int, whole: int) -> str:
     return f"{part} of {whole} ({100 * part / max(whole, 1):.1f} %)"
 
 
@@ -435,7 +436,7 @@ def report(drawn, results, judged):
                        f"line {mutant.lines[0]}", f"{row['tests']} ran, {row['left_out']} left out")))
 
 
-def parse(argv):
+def parse(argv: list[str]) -> argparse.Namespace:
     """Arguments; what stands behind -- is for pytest."""
     mine = argv
     for_pytest = []
@@ -460,7 +461,7 @@ def parse(argv):
     return args
 
 
-def state_folder(root):
+def state_folder(root: Path) -> Path:
     """.mutation/<hash of every source>: what was found for them."""
     digest = hashlib.sha256()
     for path in files_of(root):
@@ -483,7 +484,7 @@ def warm_up(source):
                 import_module(name)
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     args = parse(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)

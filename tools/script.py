@@ -30,7 +30,7 @@ class Part(NamedTuple):
     uses: frozenset  # names that it reads
 
 
-def names_bound(node):
+def names_bound(node: ast.AST) -> set[str]:
     """Names that a statement defines at the top level, also below `if`, `with` and `try`."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
@@ -46,13 +46,13 @@ def names_bound(node):
     return found
 
 
-def names_used(node):
+def names_used(node: ast.AST) -> set[str]:
     """Global names that a statement reads, in functions and classes of it, too."""
     return global_names(ast.unparse(node))
 
 
 @cache
-def global_names(text):
+def global_names(text: str) -> set[str]:
     """Those of a statement's text. Compiling it tells them from local variables of the same name."""
     waiting = [compile(text, "train_gpt.py", "exec")]
     found = set()
@@ -65,7 +65,7 @@ def global_names(text):
     return found
 
 
-def parts_of(text):
+def parts_of(text: str) -> list[Part]:
     """[Part] of a module, without its docstring."""
     lines = text.splitlines()
     parts = []
@@ -81,7 +81,7 @@ def parts_of(text):
     return parts
 
 
-def reached(parts):
+def reached(parts: list[Part]) -> set[Part]:
     """The parts that run when the module does, those that define nothing; what other programs ask for; and
     whatever these reach."""
     owners = {}
@@ -100,7 +100,7 @@ def reached(parts):
     return kept
 
 
-def without_unreached(text):
+def without_unreached(text: str) -> str:
     """The module's text less what nothing reaches."""
     parts = parts_of(text)
     kept = reached(parts)
@@ -111,7 +111,7 @@ def without_unreached(text):
     return without_lines(text.splitlines(), dropped, kept)
 
 
-def without_lines(lines, dropped, kept):
+def without_lines(lines: list[str], dropped: set[int], kept: set[Part]) -> str:
     """The text of lines less those whose numbers are dropped. kept: the parts that stay. A banner goes with
     the last part of its section."""
     banners = [i for i, line in enumerate(lines) if line.startswith(BANNER)]
@@ -128,14 +128,14 @@ def without_lines(lines, dropped, kept):
     return "\n".join(out).rstrip() + "\n"
 
 
-def registry_of(tree):
+def registry_of(tree: ast.Module) -> tuple[ast.Assign, dict[str, str]]:
     """The statement that makes the registry of recipes, and {preset: name of its class}."""
     registry = next(node for node in tree.body if isinstance(node, ast.Assign)
                     and ast.unparse(node.targets[0]) == "RECIPES")
     return registry, {keyword.arg: ast.unparse(keyword.value) for keyword in registry.value.keywords}
 
 
-def with_one_recipe(text, preset):
+def with_one_recipe(text: str, preset: str) -> str:
     """The module's text with a registry and a docstring of that preset alone. Raises SystemExit."""
     tree = ast.parse(text)
     lines = text.splitlines()
@@ -159,7 +159,7 @@ def with_one_recipe(text, preset):
     return "\n".join(lines) + "\n"
 
 
-def script(preset, text):
+def script(preset: str, text: str) -> str:
     """The text of a script with that recipe only. text: of train_gpt.py."""
     return without_unreached(with_one_recipe(text, preset))
 
@@ -172,7 +172,7 @@ class Reach(NamedTuple):
     bytes: int
 
 
-def reach_of(text):
+def reach_of(text: str) -> Reach:
     """Reach of a module's text."""
     kinds = [type(node) for node in ast.walk(ast.parse(text))]
     statements = sum([issubclass(kind, ast.stmt) for kind in kinds])
@@ -180,7 +180,7 @@ def reach_of(text):
     return Reach(statements, functions, kinds.count(ast.ClassDef), len(text.encode()))
 
 
-def print_reach(text):
+def print_reach(text: str) -> None:
     """A line for the script of each recipe and for the whole file."""
     recipes = registry_of(ast.parse(text))[1]
     print(f"{'':14} {'statements':>10} {'functions':>9} {'classes':>7} {'bytes':>7}")
@@ -189,7 +189,7 @@ def print_reach(text):
         print(f"{name:14} {size.statements:10} {size.functions:9} {size.classes:7} {size.bytes:7}")
 
 
-def main():
+def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("script: one recipe is wanted: ./run.sh script PRESET")
     text = SOURCE.read_text(encoding="utf-8")

@@ -19,9 +19,11 @@ import textwrap
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TextIO
 
 try:
     import numpy  # noqa: F401
@@ -52,7 +54,7 @@ SAMPLE_ROWS = 5     # of each sample on a terminal; train.log has them all
 SLOWER = 1.15       # times the record's seconds: from there on a line says so
 
 
-def in_rows(text, break_words=False):
+def in_rows(text: str, break_words: bool = False) -> list[str]:
     """The text in rows that fit the terminal, broken between words; further rows of a line are indented. A
     word that is longer than a row, such as a path, is left whole unless break_words."""
     rows = []
@@ -67,7 +69,7 @@ def in_rows(text, break_words=False):
 
 class Progress:
     """What the lines of a run have said so far."""
-    def __init__(self):
+    def __init__(self) -> None:
         self.stage = "starting"
         self.began = time.monotonic()
         self.seen = {}
@@ -79,7 +81,7 @@ class Progress:
         self.sample = []
         self.rows_left = 0
 
-    def read(self, line):
+    def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
         found = STEP.match(line)
         told = STEP_OF.match(line)
@@ -120,7 +122,7 @@ class Progress:
                 self.seen.setdefault(key, found[1])
         return None if QUIET.match(line) or self.in_summary else line
 
-    def read_step(self, found, line):
+    def read_step(self, found: re.Match, line: str) -> None:
         """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
         self.at = (int(found[1]), int(found[2]))
         left = re.search(r"eta:(\d+)s", line)
@@ -132,7 +134,7 @@ class Progress:
             self.losses.append((self.at[0], float(found[9] or found[4])))
             self.step = self.at[0], float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
 
-    def beginning(self, line):
+    def beginning(self, line: str) -> str | None:
         """The part of a sample's line that fits into its first rows on the terminal; None: nothing."""
         if re.match(r"sample \d+: ", line):
             self.rows_left = SAMPLE_ROWS
@@ -140,17 +142,17 @@ class Progress:
         self.rows_left -= len(rows)
         return "\n".join(rows) if rows else None
 
-    def mean_loss(self):
+    def mean_loss(self) -> float:
         """The mean of the last ten reports, without those before half of the steps so far: the loss falls."""
         losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
         return sum(losses) / len(losses)
 
-    def enter(self, stage):
+    def enter(self, stage: str) -> None:
         if stage != self.stage:
             self.stage = stage
             self.began = time.monotonic()
 
-    def plan(self):
+    def plan(self) -> str:
         """What is going to happen, in two lines."""
         seen = {key: f"{int(text):,}" if text.isdigit() else text for key, text in self.seen.items()}
         limits = re.sub(r" \(\d+ tokens\);", ",", seen.get("limits", ""))
@@ -161,13 +163,13 @@ class Progress:
         later = f" (later {seen['later']})" if seen.get("later", batch) != batch else ""
         yield f"plan: {seen.get('parameters')} parameters, {batch} tokens per step{later}, {limits}"
 
-    def bits_per_byte(self, loss):
+    def bits_per_byte(self, loss: float) -> float | None:
         """Bits per byte for a loss in nats per token; None if the val split's bytes per token are unknown."""
         if not {"val", "bytes"} <= {*self.seen}:
             return None
         return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
 
-    def slower(self):
+    def slower(self) -> str | None:
         """A line, once, where this machine is slower than the record's; else None."""
         if self.paced or "folder" not in self.seen or not self.step:
             return None
@@ -183,7 +185,7 @@ class Progress:
         return (f"{seconds:.0f} s for {step} steps, {pace['seconds']:.0f} s on the record's machine "
                 f"({pace['machine']}): expect fewer steps and a higher loss than the record's")
 
-    def live(self):
+    def live(self) -> tuple[float, str]:
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
         if self.stage != "training" or not self.step:
@@ -197,7 +199,7 @@ class Progress:
         return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
 
 
-def pace_of(folder):
+def pace_of(folder: Path) -> dict[str, Any]:
     """The pace of the record of a run's game, from targets.json; {} where the run changes the recipe."""
     with suppress(Exception):   # it is a hint: the run goes on without
         log = inputs.read_text(folder / "train.log", "replace")
@@ -210,7 +212,7 @@ def pace_of(folder):
 
 class Screen:
     """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
-    def __init__(self, terminal):
+    def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
         self.bar = None
         self.ticked = 0.0
@@ -219,7 +221,7 @@ class Screen:
                 from tqdm import tqdm
                 self.bar = tqdm(total=1.0, bar_format="{desc}", file=sys.stdout, leave=False, ascii=" #")
 
-    def show(self, line, stream):
+    def show(self, line: str, stream: TextIO) -> None:
         if self.bar is not None:
             self.bar.clear()
             if stream.isatty():
@@ -228,7 +230,7 @@ class Screen:
         if self.bar is not None:
             self.bar.refresh()
 
-    def tick(self, part, text):
+    def tick(self, part: float, text: str) -> None:
         """The live line: with a bar where the part that is done is known."""
         if self.bar is not None and time.monotonic() > self.ticked + 0.2:
             self.ticked = time.monotonic()
@@ -238,19 +240,20 @@ class Screen:
             self.bar.n = min(part or 0.0, 1.0)
             self.bar.set_description_str(text)
 
-    def close(self):
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
 
-def pump(stream, name, lines):
+def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
     for line in stream:
         lines.put((name, line.rstrip("\n")))
     lines.put((name, None))
 
 
-def follow(child, screen, progress, logger, stop):
+def follow(child: subprocess.Popen, screen: Screen, progress: Progress, logger: "Logger",
+           stop: list) -> None:
     """Shows the child's lines until it closes both of its streams. stop: has an entry once a signal came."""
     lines = queue.Queue()
     open_streams = {"stdout", "stderr"}
@@ -292,7 +295,7 @@ PR_SET_PDEATHSIG = 1    # what prctl() calls it
 GUARD = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'
 
 
-def start(command):
+def start(command: list[str]) -> subprocess.Popen:
     """The command in a session of its own, so that a signal of the terminal reaches it once: from here. It
     gets SIGTERM when this program is gone, by kill -9, too."""
     libc = ctypes.CDLL(None)
@@ -306,7 +309,7 @@ def start(command):
                             preexec_fn=end_with_parent if hasattr(libc, "prctl") else None)
 
 
-def tree(pid):
+def tree(pid: int) -> list[int]:
     """A process and all below it, such as torchrun and its ranks, which have sessions of their own."""
     children = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -319,13 +322,13 @@ def tree(pid):
     return found
 
 
-def send(pids, number):
+def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def pause(child):
+def pause(child: subprocess.Popen) -> None:
     """Ctrl-Z: stops the command and all below it, then this program, until the shell's `fg` or `bg`."""
     pids = tree(child.pid)
     send(pids, signal.SIGSTOP)
@@ -338,7 +341,7 @@ def pause(child):
     send(pids, signal.SIGCONT)
 
 
-def pass_signals(child, stop):
+def pass_signals(child: subprocess.Popen, stop: list) -> None:
     """From now on, until the command has ended. stop: gets an entry for one that asks it to stop."""
     def pass_on(number, _):
         if child.poll() is not None:    # what is left, such as a logger that hangs, ends here
@@ -355,18 +358,18 @@ def pass_signals(child, stop):
 
 
 # ------------------------------------------------------------ the end
-def size_text(size):
+def size_text(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
 
 
-def scores_text(result):
+def scores_text(result: dict[str, Any]) -> str:
     """The scores that count."""
     names = [name for name in ("core", "val_bpb", "val_loss", "val_loss_partial")
              if result.get(name) is not None]
     return ", ".join(f"{name} {result[name]:.4f}" for name in names)
 
 
-def target_of(result):
+def target_of(result: dict) -> dict[str, Any]:
     """What records/targets.json has for the run's game; {} where the run played another one."""
     other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
                   "max_wallclock_seconds"}
@@ -375,7 +378,7 @@ def target_of(result):
     return json.loads(inputs.read_text(HOME / "targets.json"))[track_of(result["preset"])]
 
 
-def distance(result, other):
+def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
     """How far a result is from one of targets.json, in a line. Where that has `seconds`, the game is to reach
     its value in fewer of them."""
     goal = f"{other['metric']} {other['value']:.10g}"
@@ -394,7 +397,7 @@ def distance(result, other):
     return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
 
 
-def end_lines(folder, result):
+def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
     if not result["steps"]:
@@ -418,7 +421,7 @@ def end_lines(folder, result):
 class Logger:
     """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody. After a warning the
     run goes on without one that fails."""
-    def __init__(self, kind):
+    def __init__(self, kind: str) -> None:
         self.kind = kind
         self.run = None
         self.opened = False
@@ -429,7 +432,7 @@ class Logger:
             import wandb
             self.module = wandb
 
-    def open(self, folder):
+    def open(self, folder: Path) -> None:
         log = inputs.read_text(folder / "train.log", "replace")
         config = dict(re.findall(r"^config (\w+)=(.*)$", log, re.M))
         if self.kind == "tensorboard":
@@ -439,12 +442,12 @@ class Logger:
         else:
             self.run = self.module.init(project="train_gpt", name=folder.name, dir=str(folder), config=config)
 
-    def line(self, line, progress):
+    def line(self, line: str, progress: Progress) -> None:
         """A line of the run's output: scalars of a step."""
         if self.kind:
             self.safely(self.read, line, progress)
 
-    def safely(self, do, *args):
+    def safely(self, do: Callable, *args: Any) -> None:
         try:
             do(*args)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -452,7 +455,7 @@ class Logger:
             self.kind = ""
             self.run = None
 
-    def read(self, line, progress):
+    def read(self, line: str, progress: Progress) -> None:
         if line.startswith("rehearsal before") and not self.run and "folder" in progress.seen:
             self.open(Path(progress.seen["folder"]))
         found = STEP.match(line)
@@ -462,19 +465,19 @@ class Logger:
         if self.run and (part := re.fullmatch(r"val_part step:(\d+) val_loss:(\S+)", line)):
             self.scalars(int(part[1]), {"val_part_loss": float(part[2])})
 
-    def scalars(self, step, values):
+    def scalars(self, step: int, values: dict[str, float]) -> None:
         if self.kind == "wandb":
             self.run.log(values, step=step)
         else:
             for name, value in values.items():
                 self.run.add_scalar(name, value, step)
 
-    def close(self, samples):
+    def close(self, samples: list[str]) -> None:
         """Hands on the samples, as one text, and ends."""
         if self.run:
             self.safely(self.finish, samples)
 
-    def finish(self, samples):
+    def finish(self, samples: list[str]) -> None:
         text = "\n".join(samples)
         if self.kind == "wandb":
             self.run.summary["samples"] = text
@@ -484,12 +487,12 @@ class Logger:
             self.run.close()
 
 
-def failed(kind, error):
+def failed(kind: str, error: BaseException) -> str:
     why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return f"run.sh: LOGGER={kind} failed ({why}); the run goes on without it"
 
 
-def open_logger(kind):
+def open_logger(kind: str) -> Logger | None:
     """Logger, or None after saying why there cannot be one."""
     if kind not in ("", "tensorboard", "wandb"):
         why = f"LOGGER={kind} is none of tensorboard, wandb"
@@ -507,7 +510,7 @@ def open_logger(kind):
     return None
 
 
-def main(command):
+def main(command: list[str]) -> int:
     logger = open_logger(os.environ.get("LOGGER", ""))
     if not logger:
         return 2

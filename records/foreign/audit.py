@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ import inputs
 from foreign import pages
 from foreign.pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
 from judge.runs import (
-    DATE, FINAL, RULER, STEP, Refused, demand, describe, excerpt, identity, p_term, recipe_of, same_losses,
-    test_target)
+    DATE, FINAL, RULER, STEP, Refused, Run, demand, describe, excerpt, identity, p_term, recipe_of,
+    same_losses, test_target)
 from verify import source
 from verify.checks import DAMAGE, LOOK_ONLY
 from verify.folders import TRACKS, Folder
@@ -47,7 +48,7 @@ class Game(NamedTuple):
     text: int = 0           # bytes of the val text
 
 
-def game_of(folder):
+def game_of(folder: Folder) -> Game:
     """The Game of a folder by the names of the folders around it, its date, its page and submission.json."""
     path = folder.path.resolve()
     said = folder.submission
@@ -71,7 +72,7 @@ def game_of(folder):
 
 
 # ------------------------------------------------------------ findings
-def findings(path):
+def findings(path: Path) -> list[Finding]:
     """[Finding] of a record folder that its files show, the gravest first."""
     folder = Folder(path, logs=False)
     if folder.ours:
@@ -96,7 +97,7 @@ def findings(path):
     return sorted(dict.fromkeys(found), key=lambda finding: finding.rank)
 
 
-def file_findings(folder):
+def file_findings(folder: Folder) -> Iterator[Finding]:
     """What a record folder must hold."""
     scripts = [path.name for path in folder.path.rglob("*.py")]
     if not folder.runs:
@@ -114,7 +115,7 @@ def file_findings(folder):
         yield Finding(FORMALITY, "README.md: there is none")
 
 
-def script_findings(folder, game):
+def script_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     """The script that ran, what it hides, and flags that the game forbids."""
     def code_of(text):      # but for comments and blanks
         return re.sub("#.*", "", text).split()
@@ -144,7 +145,7 @@ def script_findings(folder, game):
             yield Finding(CONTRADICTION, f"a flag that the rules forbid: {flags[0]}")
 
 
-def run_findings(folder, game):
+def run_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     """Caps and hardware of single runs; runs that are there twice. One finding of each kind."""
     seen = {}
     found = {}
@@ -187,7 +188,7 @@ def run_findings(folder, game):
         yield from first_of([Finding(rank, text) for text in texts])
 
 
-def text_findings(folder, game):
+def text_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     """The bytes of text that follow from val_loss, val_bpb and the tokens scored, whatever the tokenizer: one
     score of each run."""
     found = []
@@ -210,14 +211,14 @@ def text_findings(folder, game):
     yield from first_of(found)
 
 
-def first_of(found):
+def first_of(found: list[Finding]) -> Iterator[Finding]:
     """The first of findings of one kind, and how many more there are."""
     for finding in found[:1]:
         more = f", and {len(found) - 1} more like it" if len(found) > 1 else ""
         yield Finding(finding.rank, finding.text + more)
 
 
-def constant_findings(folder, game):
+def constant_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     """Constants that differ between the logs of one record, beside seed and names."""
     for group in pages.groups(folder.runs) if game.time_cap else []:
         runs = pages.different(group)
@@ -236,7 +237,7 @@ def constant_findings(folder, game):
             yield Finding(rank, f"the logs of one script differ in their constants: {texts}{more}")
 
 
-def evaluation_findings(folder, game):
+def evaluation_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     """Seconds of what follows training, of the run that took most: a contradiction if those of adapting the
     weights and of the last score are over the cap, else of form, as not all that is scored must count."""
     found = []
@@ -254,7 +255,7 @@ def evaluation_findings(folder, game):
     yield from first_of([finding for _, finding in found])
 
 
-def target_findings(runs, game):
+def target_findings(runs: list[Run], game: Game) -> Iterator[Finding]:
     """The target, against the best group of runs that may be the record's: of a script, a subfolder, both."""
     best = None
     keys = (lambda run: run.path.parent, lambda run: run.source, lambda run: (run.path.parent, run.source))
@@ -284,7 +285,7 @@ def target_findings(runs, game):
 
 
 # ------------------------------------------------------------ folders
-def looks_like_log(path):
+def looks_like_log(path: Path) -> bool:
     """Does a file begin or end as a log of some run does?"""
     with contextlib.suppress(OSError):
         if path.suffix.lower() in (".log", ".txt") and path.is_file():
@@ -293,7 +294,7 @@ def looks_like_log(path):
     return False
 
 
-def record_folders(root):
+def record_folders(root: Path) -> list[Path]:
     """Folders below root that hold a record: a submission.json, a name that begins with a date, logs beside a
     README; or logs that no folder above claims by one of these."""
     found = []
@@ -313,7 +314,7 @@ def record_folders(root):
     return found
 
 
-def audit(root, say):
+def audit(root: Path, say: Callable) -> int:
     """One row a folder. Returns how many have findings."""
     folders = record_folders(root)
     bad = 0

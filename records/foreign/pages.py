@@ -4,11 +4,14 @@ Each function yields one Finding a claim that does not hold, with both values.
 """
 import itertools
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from judge.runs import describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target
+from judge.runs import (
+    Run, describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target)
+from verify.folders import Folder
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the game; nothing in the
 # folder shows a claim; something of form
@@ -29,7 +32,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def groups(runs, key=lambda run: (run.path.parent, run.source)):
+def groups(runs: list[Run], key: Callable = lambda run: (run.path.parent, run.source)) -> list[list[Run]]:
     """Runs of one folder that share a script, the largest group first."""
     found = {}
     for run in runs:
@@ -37,32 +40,32 @@ def groups(runs, key=lambda run: (run.path.parent, run.source)):
     return sorted(found.values(), key=len, reverse=True)
 
 
-def different(runs):
+def different(runs: list[Run]) -> list[Run]:
     """The finished runs, each once though there may be copies of its log."""
     return list({identity(run): run for run in runs if run.finished}.values())
 
 
-def decimals(text):
+def decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-def means(text, value, scale=0.0):
+def means(text: str, value: float, scale: float = 0.0) -> bool:
     """Does a printed number mean value, at its own digits? torch prints what it computed in fp32 from numbers
     as large as scale."""
     return value is not None and abs(float(text) - value) <= 0.51 * 10.0 ** -decimals(text) + 3e-7 * scale
 
 
-def about(text, values):
+def about(text: str, values: Iterable[float]) -> bool:
     """Is one of values what a printed number rounds or truncates?"""
     return any(abs(float(text) - value) <= 1.01 * 10.0 ** -decimals(text) for value in values)
 
 
-def nearest(text, values):
+def nearest(text: str, values: Iterable[float]) -> float:
     return min(values, key=lambda value: abs(float(text) - value))
 
 
 # ------------------------------------------------------------ scores and sizes of the record as a whole
-def known_scores(runs, metric):
+def known_scores(runs: list[Run], metric: str) -> set[float]:
     """val_loss or val_bpb of logs since their last step, and the means that a record may tell: of each kind
     of final score, over the runs of a group or over any choice of runs."""
     found = {value for run in runs for name, value in run.scores if name == metric}
@@ -79,7 +82,7 @@ def known_scores(runs, metric):
     return found
 
 
-def score_findings(folder):
+def score_findings(folder: Folder) -> Iterator[Finding]:
     """Scores of the submission and of the page's first lines that neither a log nor a mean of logs has."""
     said = folder.submission
     wrong = []
@@ -101,13 +104,13 @@ def score_findings(folder):
             return
 
 
-def code_sizes(folder):
+def code_sizes(folder: Folder) -> set[int]:
     """Bytes of each script, and of all."""
     sizes = [len(folder.read(name)) for name in folder.files if name.endswith(".py")]
     return {*sizes, sum(sizes)} - {0}
 
 
-def size_findings(folder):
+def size_findings(folder: Folder) -> Iterator[Finding]:
     """Sizes of the submission that neither its files nor its logs have; a score and a size of two runs."""
     said = folder.submission
     runs = folder.runs + folder.inner
@@ -139,7 +142,7 @@ class Claim(NamedTuple):
     kind: str       # score, steps or bytes
     text: str       # as printed
 
-    def values(self, run):
+    def values(self, run: Run) -> list[float]:
         """What the run's log has of the kind, near enough to be what is told; [] where it has nothing."""
         number = float(self.text)
         if self.kind == "steps":
@@ -152,14 +155,14 @@ class Claim(NamedTuple):
             share = 0.06
         return [value for value in values if abs(value / number - 1) < share]
 
-    def holds(self, run):
+    def holds(self, run: Run) -> bool:
         values = self.values(run)
         if self.kind == "steps":
             return any(abs(float(self.text) - value) <= 1 for value in values)
         return about(self.text, values) if self.kind == "score" else float(self.text) in values
 
 
-def claims_of(pairs):
+def claims_of(pairs: Iterable[tuple[str, str]]) -> list[Claim]:
     """Claims of pairs (name, number as text) whose names and digits tell their kind."""
     found = []
     for name, text in pairs:
@@ -175,7 +178,7 @@ def claims_of(pairs):
     return found
 
 
-def tables(page):
+def tables(page: str) -> list[tuple[list[str], list[list[str]]]]:
     """[(names of the columns, rows)] of a page's tables, cells without marks."""
     found = []
     rows = []
@@ -189,13 +192,13 @@ def tables(page):
     return found
 
 
-def number_in(cell):
+def number_in(cell: str) -> str:
     """The number of a cell as text, or "0"."""
     found = NUMERIC.match(cell)
     return found[1].replace(",", "") if found else "0"
 
 
-def page_rows(page):
+def page_rows(page: str) -> list[tuple[int, list[Claim]]]:
     """[(seed, Claims)] of the rows and lines of a page that name a seed."""
     found = []
     for names, rows in tables(page):
@@ -209,7 +212,7 @@ def page_rows(page):
     return found
 
 
-def submission_rows(submission):
+def submission_rows(submission: dict[str, Any]) -> list[tuple[int, list[Claim]]]:
     """The same of the objects in a submission.json whose keys are seeds."""
     found = []
     for part in submission.values():
@@ -221,7 +224,7 @@ def submission_rows(submission):
     return found
 
 
-def seed_findings(where, rows, runs):
+def seed_findings(where: str, rows: list[tuple[int, list[Claim]]], runs: list[Run]) -> Iterator[Finding]:
     """What rows tell of seeds, against the logs of these. A row without a score of the log may tell of
     another run of the seed; if it has one, its steps and bytes are those of the log."""
     by_seed = {}
@@ -257,7 +260,7 @@ def seed_findings(where, rows, runs):
         yield Finding(NO_EVIDENCE, f"{where}: scores of seeds {', '.join(missing)}, which have no log")
 
 
-def summary_findings(page):
+def summary_findings(page: str) -> Iterator[Finding]:
     """Rows of tables named mean or std, against the seeds' rows above them, column by column."""
     for names, rows in tables(page):
         above = []
@@ -274,7 +277,7 @@ def summary_findings(page):
                     yield from column_findings(name, word[1].lower(), *map(number_in, cells))
 
 
-def column_findings(name, word, text, *numbers):
+def column_findings(name: str, word: str, text: str, *numbers: str) -> Iterator[Finding]:
     """The mean or std of one column's numbers."""
     values = [float(number) for number in numbers]
     s = describe(values)
@@ -295,7 +298,7 @@ class PageList(NamedTuple):
     end: int            # where it ends
 
 
-def page_lists(readme):
+def page_lists(readme: str) -> list[PageList]:
     """The lists of a page, in order."""
     found = re.finditer(r"^(?:>>>)?\s*(\w+)\s*=\s*\[([\d.,\s]+)\]", readme, re.M)
     return [PageList(m[1], re.findall(r"\d+(?:\.\d+)?", m[2]), m.end()) for m in found]
@@ -306,7 +309,7 @@ class Row(NamedTuple):
     loss: str
     time: str | None    # None: the page lists no times
 
-    def fits(self, run, units):
+    def fits(self, run: Run, units: int) -> tuple[bool, bool]:
         """(does the loss fit, does the time fit or, without times, the loss); units: of times in a second."""
         loss = means(self.loss, run.value("val_loss"))
         if self.time is None:
@@ -314,7 +317,7 @@ class Row(NamedTuple):
         return loss, means(self.time, run.time and run.time * units)
 
 
-def list_findings(readme, runs):
+def list_findings(readme: str, runs: list[Run]) -> Iterator[Finding]:
     """Lists of losses and times on the page, against the logs. A list that fits no logs may tell of other
     runs, if another one fits."""
     lists = [*page_lists(readme), PageList("", [], 0)]
@@ -342,7 +345,7 @@ def list_findings(readme, runs):
             yield from row_findings(rows, units, runs)
 
 
-def row_findings(rows, units, runs):
+def row_findings(rows: list[Row], units: int, runs: list[Run]) -> Iterator[Finding]:
     """The rows of one list, each against a run of its own."""
     scripts = {run.source for run in runs if any(row.fits(run, units)[1] for row in rows)}
     left = [run for run in runs if run.finished and run.source in scripts]
@@ -376,7 +379,7 @@ def row_findings(rows, units, runs):
 
 
 # ------------------------------------------------------------ statistics
-def claim_findings(readme, runs):
+def claim_findings(readme: str, runs: list[Run]) -> Iterator[Finding]:
     """Means, deviations and tests that the page prints, from its own lists or from the logs."""
     lists = page_lists(readme)
     for i, one in enumerate(lists):
@@ -392,7 +395,7 @@ def claim_findings(readme, runs):
                 yield from test_findings(readme, metric, values)
 
 
-def printed_findings(name, values, part):
+def printed_findings(name: str, values: list[float], part: str) -> Iterator[Finding]:
     """What a part of the page prints of the list `name`: torch's deviation and mean, scipy's p."""
     s = describe(values)
     said = re.search(r"std_mean\(torch\.tensor\(" + name + r"\).*\n#[^\n]*?(?:std=|tensor\()([\d.]+)\)?, "
@@ -411,7 +414,7 @@ def printed_findings(name, values, part):
             yield Finding(CONTRADICTION, f"README: p={said[2]} on the page, its {name} give {show_p(p)}")
 
 
-def test_findings(readme, metric, values):
+def test_findings(readme: str, metric: str, values: list[float]) -> Iterator[Finding]:
     """t and p in a line of the page that names the mean tested against."""
     said = re.search(r"(?i)against\s+`?(\d\.\d{3,})[^\n]{0,99}?\bt\s*=\s*`?-?(\d+\.\d+)[^\n]{0,60}?"
                      r"\bdf\s*=\s*`?(\d+)\b(?!\.\d)(?:[^\n]{0,60}?\bp\s*=\s*`?(0\.\d+))?", readme)

@@ -11,9 +11,10 @@ import math
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class WrongSeed(Refused):
     """A run is no sample of the seed that it was asked for."""
 
 
-def demand(good, sentence, error=Refused):
+def demand(good: Any, sentence: str, error: type[Exception] = Refused) -> None:
     """Raises error with the sentence unless good."""
     if not good:
         raise error(sentence)
@@ -38,7 +39,7 @@ DIGITS = {"val_bpb": 8, "val_loss": 4, "core": 6, "time": 4}    # as they are pr
 HIGHER_IS_BETTER = {"core"}
 
 
-def show(metric, value):
+def show(metric: str, value: float | None) -> str:
     """A number in the digits of its metric; "-" where there is none."""
     return "-" if value is None else f"{value:.{DIGITS.get(metric, 4)}f}"
 
@@ -111,7 +112,7 @@ class Point(NamedTuple):
     mean: float | None = None   # of the steps since the line before, where the log tells it
 
     @property
-    def smooth(self):
+    def smooth(self) -> float:
         """What pictures show: the mean where there is one, since single batches differ."""
         return self.loss if self.mean is None else self.mean
 
@@ -141,36 +142,36 @@ class Run:
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
 
     @property
-    def file(self):
+    def file(self) -> str:
         return self.label or self.path.name
 
     @property
-    def seed(self):
+    def seed(self) -> int:
         """By the log or by its name; -1: unknown."""
         return self.seed_in_name if self.seed_in_lines < 0 else self.seed_in_lines
 
     @property
-    def seed_in_lines(self):
+    def seed_in_lines(self) -> int:
         """By the log's own lines, whatever a command or a name says; -1: unknown."""
         told = self.config.get("seed") or self.facts.get("seed") or ""
         return int(told) if re.fullmatch(r"\d{1,18}", told) else -1
 
     @property
-    def seed_in_name(self):
+    def seed_in_name(self) -> int:
         """By the log's file or folder; -1: unknown."""
         found = re.search(r"seed[_-]?(\d+)", self.path.stem)
         found = found or re.fullmatch(r"seed[_-]?(\d+)", self.path.parent.name)
         return int(found[1]) if found else -1
 
     @property
-    def time(self):
+    def time(self) -> float | None:
         """Seconds of training, None where the log has none."""
         if "stopped_ms" in self.facts:
             return self.facts["stopped_ms"] / 1000
         ends = [curve[-1].seconds for curve in self.curves.values() if curve]
         return max(ends, default=0) or None
 
-    def value(self, metric):
+    def value(self, metric: str) -> float | None:
         """val_bpb, val_loss, core or time of a finished run; None where the log has none."""
         if metric == "time":
             return self.time
@@ -191,12 +192,12 @@ class Run:
         return None
 
 
-def score_kind(tag):
+def score_kind(tag: str) -> str:
     """What a final score was evaluated by: "ttt" (test-time training), "sliding" or "plain"."""
     return next((kind for kind in ("ttt", "sliding") if kind in tag), "plain")
 
 
-def split_log(text):
+def split_log(text: str) -> tuple[str, str, str]:
     """(source or None, versions and hardware, lines of the run) of a log's text."""
     at = -1
     while (at := text.find(RULER + "\n", at + 1)) >= 0:
@@ -218,7 +219,7 @@ def split_log(text):
     return None, text[:20_000], text
 
 
-def split_at_ruler(text):
+def split_at_ruler(text: str) -> tuple[str, str, str]:
     """The same for a log that begins with its script and names no versions: the script ends at the first
     ruler before which there is whole Python, or after which steps begin."""
     for found in itertools.islice(re.finditer(rf"^{RULER}\n", text, re.M), 20):
@@ -232,7 +233,7 @@ def split_at_ruler(text):
     return text, "", ""         # cut off before the run began
 
 
-def plain_text(raw):
+def plain_text(raw: bytes) -> str:
     """Bytes of a log -> its text, lines ended by \\n, without escapes of terminals, progress bars on lines of
     their own. None for what is no text."""
     text = inputs.decode(raw, "replace")
@@ -257,7 +258,7 @@ def plain_text(raw):
     return text
 
 
-def excerpt(path):
+def excerpt(path: Path) -> str:
     """The beginning and the end of a file as a log's text; "" for what is no text."""
     with inputs.open_binary(path) as file:
         raw = file.read(1 << 18)
@@ -266,7 +267,7 @@ def excerpt(path):
     return plain_text(raw) or ""
 
 
-def log_text(path):
+def log_text(path: Path) -> str:
     """A log's text up to its last whole line. Raises Refused for what is no text."""
     size = path.stat().st_size
     demand(size <= MAX_LOG, f"{path.name} has {size >> 20} MB, more than any log (limit {MAX_LOG >> 20} MB)")
@@ -280,7 +281,7 @@ def log_text(path):
     return text
 
 
-def second_run(body):
+def second_run(body: str) -> int:
     """Where another run begins in the lines of a run, or -1."""
     at = body.find("\n" + RULER + "\n")
     while at >= 0 and not HEAD_LINE.match(body, at + 1 + len(RULER)):
@@ -288,7 +289,7 @@ def second_run(body):
     return at
 
 
-def parts_of(text):
+def parts_of(text: str) -> list[tuple[str, str, str]]:
     """[(source, head, lines)] of each run in a log: where another header begins, or the steps begin again."""
     parts = []
     source, head, body = split_log(text)
@@ -315,7 +316,7 @@ def parts_of(text):
     return found
 
 
-def read_curves(run, body):
+def read_curves(run: Run, body: str) -> None:
     """Fills in run.curves, run.steps and run.steps_repeat."""
     units_per_second = {"ms": 1000, "s": 1, "m": 1 / 60}
     seconds = 0.0
@@ -348,7 +349,7 @@ def read_curves(run, body):
             run.curves["val" if kind == "tel" else "train"].append(Point(run.steps, 0.0, float(loss), None))
 
 
-def part_of_val(run, body):
+def part_of_val(run: Run, body: str) -> list[Point]:
     """The Points of `val_part step:50 val_loss:1.2345`, with the seconds of the training lines."""
     train = {point.step: point.seconds for point in run.curves["train"]}
     if not train:
@@ -360,7 +361,7 @@ def part_of_val(run, body):
             for step, loss in sorted((int(step), float(loss)) for step, loss in losses.items())]
 
 
-def read_facts(run, head, body):
+def read_facts(run: Run, head: str, body: str) -> None:
     """Fills in run.facts."""
     for key, pattern in NUMBERS.items():
         if found := re.findall(pattern, body, re.M):
@@ -377,7 +378,7 @@ def read_facts(run, head, body):
         run.facts.setdefault("bytes_total", float(totals[-1]))
 
 
-def read_settings(run, head, body):
+def read_settings(run: Run, head: str, body: str) -> None:
     """Fills in run.settings: what the log lists before the first step."""
     first = STEP.search(body)
     body = body[:first.start() if first else 20_000]
@@ -388,14 +389,14 @@ def read_settings(run, head, body):
         run.settings |= dict(pair.split(":") for pair in line.split())
 
 
-def read_log(path):
+def read_log(path: Path) -> Run:
     """The one run of a log. Raises Refused for what is no text or holds more than one."""
     found = read_logs(path)
     demand(len(found) == 1, f"{Path(path).name} holds more than one run")
     return found[0]
 
 
-def read_logs(path):
+def read_logs(path: Path) -> list[Run]:
     """The runs of a log of this project or of another one, as Runs. Raises Refused for what is no text."""
     path = Path(path)
     found = [read_run(path, *part) for part in parts_of(log_text(path))]
@@ -406,7 +407,7 @@ def read_logs(path):
     return found
 
 
-def read_run(path, source, head, body):
+def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     """One part of a log -> Run."""
     run = Run(path, source=source)
     read_curves(run, body)
@@ -432,7 +433,7 @@ def read_run(path, source, head, body):
     return run
 
 
-def agree(runs):
+def agree(runs: list[Run]) -> None:
     """Makes the runs of a record comparable: which of their final scores counts is that which all of a script
     have, and a validation that ends several logs of a folder before their last step ends them there."""
     ends = Counter((run.path.parent, run.steps) for run in runs if ends_with_validation(run))
@@ -444,11 +445,11 @@ def agree(runs):
         run.finished |= ends_with_validation(run) and ends[run.path.parent, run.steps] > 1
 
 
-def ends_with_validation(run):
+def ends_with_validation(run: Run) -> bool:
     return bool(run.curves["val"]) and run.curves["val"][-1].step == run.steps > 0
 
 
-def outermost(runs):
+def outermost(runs: list[Run]) -> tuple[list[Run], list[Run]]:
     """(runs of a record, made comparable; diagnostic runs: in folders below one that has finished runs)"""
     agree(runs)
     copies = Counter(map(identity, runs))
@@ -466,7 +467,7 @@ def outermost(runs):
     return outer, inner
 
 
-def find_logs(path, follow=True):
+def find_logs(path: Path | str, follow: bool = True) -> list[Path]:
     """Log files at path: itself, or every .log and .txt below it, of linked folders too if they are to be
     followed. Raises Refused."""
     path = Path(path)
@@ -481,7 +482,7 @@ def find_logs(path, follow=True):
     return found
 
 
-def why_left_out(run, seen):
+def why_left_out(run: Run, seen: dict[tuple, str]) -> str:
     """Why a run does not count, or ""; seen: {what makes a run the same: its name} of those before it."""
     loss = run.value("val_loss")
     if not run.curves["val"] and not run.finals:
@@ -495,12 +496,12 @@ def why_left_out(run, seen):
     return ""
 
 
-def identity(run):
+def identity(run: Run) -> tuple:
     """Two logs for which this is equal are of the same run."""
     return tuple(run.finals), tuple(run.curves["val"][-1:]), run.time
 
 
-def load_runs(paths, say=lambda line: None):
+def load_runs(paths: list[str], say: Callable = lambda line: None) -> list[Run]:
     """Finished runs at paths, each log once; say() hears what is left out. Raises Refused if none is left."""
     runs = []
     seen = {}
@@ -535,7 +536,7 @@ def load_runs(paths, say=lambda line: None):
     return runs
 
 
-def pick_metric(runs, metric=""):
+def pick_metric(runs: list[Run], metric: str | None = "") -> str:
     """The metric asked for, else val_bpb where every run has a final one, else val_loss. Raises Refused."""
     if not metric:
         all_have_bpb = all(run.value("val_bpb") is not None for run in runs)
@@ -549,7 +550,7 @@ def pick_metric(runs, metric=""):
 LEAST_EQUAL = 5     # training losses that two runs share, beside that of step 1, until they are one run
 
 
-def same_losses(one, other):
+def same_losses(one: Run, other: Run) -> bool:
     """Do two logs hold the losses of one run, however long each step took? By final scores with 8 decimals,
     else by the curves. False where the logs have too few losses to tell."""
     exact = [[final for final in run.finals if final[0].endswith("exact")] for run in (one, other)]
@@ -567,14 +568,14 @@ def same_losses(one, other):
     return curves[0] == curves[1]
 
 
-def recipe_of(run):
+def recipe_of(run: Run) -> tuple:
     """What two runs share if they differ in the seed alone."""
     constants = {name: value for name, value in (run.settings | run.config).items()
                  if not re.search(r"(?i)^seed$|run_id|log_?file|date|stamp", name)}
     return (run.source or "").strip(), constants, run.facts.get("fingerprint")
 
 
-def why_not_another(run, earlier):
+def why_not_another(run: Run, earlier: list[Run]) -> str:
     """Why a run is no further sample beside the earlier ones, or "": it has the losses of one of them, or its
     recipe and its seed."""
     for other in earlier:
@@ -586,19 +587,19 @@ def why_not_another(run, earlier):
     return ""
 
 
-def name_of(run):
+def name_of(run: Run) -> str:
     """How a sentence calls a run: by its folder where all logs have one name."""
     return f"{run.path.parent.name}/{run.file}" if run.file == "train.log" else run.file
 
 
-def demand_samples(runs):
+def demand_samples(runs: list[Run]) -> None:
     """Refuses runs of which two are one sample, since each counts as a seed."""
     for i, run in enumerate(runs):
         why = why_not_another(run, runs[:i])
         demand(not why, f"{why}: each seed counts once, so leave one of the two out or train another SEED")
 
 
-def demand_seed(run, seed, label):
+def demand_seed(run: Run, seed: int, label: str) -> None:
     """Refuses a run that by its own log was trained with another seed than it was asked for."""
     told = run.seed_in_lines
     demand(told in (-1, seed), f"{label}: its log says seed {told} where SEED={seed} was asked for: leave "
@@ -624,7 +625,7 @@ class Test(NamedTuple):
     p: float                    # one-sided: this or more by chance
 
 
-def describe(values):
+def describe(values: Sequence[float]) -> Stats:
     """Stats of numbers."""
     values = np.asarray(values, float)
     if len(values) < 2:
@@ -636,7 +637,7 @@ def describe(values):
     return Stats(len(values), mean, std, mean - half, mean + half)
 
 
-def test_target(values, target, metric):
+def test_target(values: Sequence[float], target: float, metric: str) -> Test | None:
     """One-sample t-test that the mean is better than target. None for a single value."""
     if len(values) < 2:
         return None
@@ -648,7 +649,8 @@ def test_target(values, target, metric):
     return Test(float(found.statistic), float(found.df), float(found.pvalue))
 
 
-def test_welch(a, b, metric):
+def test_welch(a: Sequence[float], b: Sequence[float],
+               metric: str) -> tuple[Test | None, tuple[float, float] | None]:
     """(Welch's test that b is better than a, 95 % interval of b - a). (None, None) without two runs each."""
     if min(len(a), len(b)) < 2:
         return None, None
@@ -665,7 +667,7 @@ def test_welch(a, b, metric):
 
 
 @cache
-def detectable_shift(n, alpha, power):
+def detectable_shift(n: int, alpha: float, power: float) -> float:
     """detectable() in units of the mean difference's standard error."""
     from scipy import optimize, stats
     df = 1.5 * (n - 1)
@@ -673,20 +675,20 @@ def detectable_shift(n, alpha, power):
     return float(optimize.brentq(lambda shift: stats.nct.sf(critical, df, shift) - power, 0, 200))
 
 
-def detectable(std, n, alpha=ALPHA, power=POWER):
+def detectable(std: float, n: int, alpha: float = ALPHA, power: float = POWER) -> float:
     """The difference of means that Welch's test with n >= 3 runs a side finds with that power; None below 3.
     Its degrees of freedom, between n - 1 and 2n - 2 by chance, count as 1.5 (n - 1), which simulations
     bear out."""
     return None if n < 3 else detectable_shift(n, alpha, power) * std * (2 / n) ** 0.5
 
 
-def cautious_std(std, df):
+def cautious_std(std: float, df: int) -> float:
     """An upper bound of the true deviation, right in four of five cases, of one measured with df."""
     from scipy import stats
     return std * float(df / stats.chi2.ppf(0.2, df)) ** 0.5
 
 
-def runs_needed(difference, std, alpha=ALPHA, power=POWER):
+def runs_needed(difference: float, std: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
     """Runs a side until that difference would be found; None above 1,000."""
     for n in itertools.chain(range(3, 40), range(40, 1001, 20)):
         if detectable(std, n, alpha, power) <= abs(difference):
@@ -694,7 +696,7 @@ def runs_needed(difference, std, alpha=ALPHA, power=POWER):
     return None
 
 
-def stats_line(metric, s):
+def stats_line(metric: str, s: Stats) -> str:
     """n, mean, std and interval of Stats, in the digits of the metric."""
     text = f"n={s.n} mean {show(metric, s.mean)}"
     if s.std is not None:
@@ -702,29 +704,29 @@ def stats_line(metric, s):
     return text
 
 
-def show_p(p):
+def show_p(p: float) -> str:
     """A p-value with 4 decimals, or <1e-4 where these would all be 0."""
     return "<1e-4" if p < 1e-4 else f"{p:.4f}"
 
 
-def p_term(p):
+def p_term(p: float) -> str:
     """The same with its name: p=0.0123 or p<1e-4."""
     return f"p{show_p(p)}" if p < 1e-4 else f"p={show_p(p)}"
 
 
-def test_line(test):
+def test_line(test: Test | None) -> str:
     """A Test as text; None stands for a single run."""
     if test is None:
         return "one run, no test"
     return f"t={test.t:.2f} df={test.df:.3g} {p_term(test.p)}"
 
 
-def is_better(difference, metric):
+def is_better(difference: float, metric: str) -> bool:
     """Is a mean with this difference from another one better?"""
     return difference > 0 if metric in HIGHER_IS_BETTER else difference < 0
 
 
-def verdict(test, difference, std, n, metric):
+def verdict(test: Test | None, difference: float, std: float | None, n: int, metric: str) -> str:
     """Better, worse, or how many more runs a side it takes to tell."""
     if test.p < ALPHA:
         return "better"
@@ -742,7 +744,7 @@ def verdict(test, difference, std, n, metric):
     return text
 
 
-def judge(a, b, metric):
+def judge(a: Sequence[float], b: Sequence[float], metric: str) -> dict[str, Any]:
     """Is b better than a? {verdict, p, difference, interval, ratio, detectable, ...}."""
     first = describe(a)
     second = describe(b)
@@ -765,7 +767,7 @@ def judge(a, b, metric):
                   "verdict": verdict(test, difference, std, n, metric)}
 
 
-def judge_lines(metric, found):
+def judge_lines(metric: str, found: dict[str, Any]) -> list[str]:
     """What judge() found, as text."""
     if "p" not in found:
         return [f"verdict: {found['verdict']}"]
@@ -780,12 +782,12 @@ def judge_lines(metric, found):
             f"verdict: {found['verdict']}"]
 
 
-def points_with(run, split, axis):
+def points_with(run: Run, split: str, axis: str) -> list[Point]:
     """The points of a curve that have a place on an axis: "seconds" or "tokens"."""
     return [point for point in run.curves[split] if getattr(point, axis) is not None]
 
 
-def mean_curve(runs, split, axis, grid):
+def mean_curve(runs: list[Run], split: str, axis: str, grid: Sequence[float]) -> np.ndarray:
     """Losses of runs (run, place) at the places of grid on an axis; None where a run has no curve."""
     rows = []
     for run in runs:
@@ -800,7 +802,7 @@ def mean_curve(runs, split, axis, grid):
     return np.array(rows)
 
 
-def batch_means(points):
+def batch_means(points: list[Point]) -> list[tuple[float, float]]:
     """[(seconds, mean loss)], means over at least a fiftieth of the run's steps: the first lines of a log are
     of single batches, whose losses differ by more than training changes them."""
     points = sorted({point.step: point for point in points}.values())    # a resumed run repeats some
@@ -817,7 +819,8 @@ def batch_means(points):
     return rows
 
 
-def equal_point(a, b, axis):
+def equal_point(a: list[Run], b: list[Run],
+                axis: str) -> tuple[tuple[str, float], np.ndarray, np.ndarray] | None:
     """((name of the loss, place), losses of a, losses of b) at the last place on an axis that all runs have
     reached, by val loss if all have a curve of it. None where there is no such place."""
     for split, least in (("val", 4), ("train", 2)):

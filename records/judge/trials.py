@@ -2,6 +2,7 @@
 
 What is run here is run in turn (A B, B A, A B …), so that a machine whose speed drifts treats all alike.
 """
+import argparse
 import datetime
 import itertools
 import os
@@ -11,19 +12,21 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from judge.runs import (
-    batch_means, cautious_std, demand, demand_samples, demand_seed, describe, detectable, equal_point,
+    Run, batch_means, cautious_std, demand, demand_samples, demand_seed, describe, detectable, equal_point,
     identity, is_better, judge, judge_lines, load_runs, log_text, mean_curve, name_of, p_term, pick_metric,
     points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch, why_not_another)
 from verify.folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 
 
 # ------------------------------------------------------------ running
-def last_line(done, streams=("stderr",)):
+def last_line(done: subprocess.CompletedProcess, streams: tuple[str, ...] = ("stderr",)) -> str:
     """What a process said last, on the first of the streams on which it said something."""
     for stream in streams:
         if text := getattr(done, stream).strip():
@@ -31,7 +34,7 @@ def last_line(done, streams=("stderr",)):
     return "no word"
 
 
-def run_once(label, command, run_id, seed):
+def run_once(label: str, command: str, run_id: str, seed: int) -> Run:
     """Runs a shell command with SEED and RUN_ID in the environment -> Run. Raises Refused when it fails, or
     if its log says that it was trained with another seed."""
     env = os.environ | {"SEED": str(seed), "RUN_ID": run_id}
@@ -45,7 +48,7 @@ def run_once(label, command, run_id, seed):
     return run
 
 
-def run_in_turn(commands, n, say, seed=1337):
+def run_in_turn(commands: dict[str, str], n: int, say: Callable, seed: int = 1337) -> dict[str, list[Run]]:
     """Runs {label: shell command} n times each, in turn, every second round backwards. Returns
     {label: [Run]}. Raises Refused when a command fails, or gives the same run at two seeds."""
     stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S_%f")
@@ -70,20 +73,20 @@ def run_in_turn(commands, n, say, seed=1337):
     return found
 
 
-def training_command(settings, script=ROOT / "train_gpt.py"):
+def training_command(settings: dict[str, Any], script: Path = ROOT / "train_gpt.py") -> str:
     """A shell command that trains with {name: value} as flags; the trainer refuses one it does not know."""
     flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
     return shlex.join([sys.executable, str(script), *flags])
 
 
-def dry_run(command):
+def dry_run(command: str) -> None:
     """Refuses a setting that the trainer refuses, before anything is trained."""
     done = subprocess.run(["bash", "-c", command + " --dry-run"], capture_output=True, text=True,
                           errors="replace")
     demand(done.returncode == 0, f"{command}: {last_line(done)}")
 
 
-def parse_settings(words):
+def parse_settings(words: list[str]) -> list[dict[str, str]]:
     """NAME=a,b,c … -> [{NAME: value}], the product of all. / separates values that hold commas."""
     axes = []
     for word in words:
@@ -94,7 +97,7 @@ def parse_settings(words):
     return [dict(choice) for choice in itertools.product(*axes)]
 
 
-def sweep(args, say):
+def sweep(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """Each setting against the first of them."""
     settings = parse_settings(args.settings)
     demand(len(settings) > 1 and args.n > 1, "a sweep needs two settings (NAME=a,b) and -n 2 at least")
@@ -112,7 +115,7 @@ def sweep(args, say):
     return report_many(run_in_turn(commands, args.n, say, args.seed), say)
 
 
-def report_many(found, say):
+def report_many(found: dict[str, list[Run]], say: Callable) -> dict[str, Any]:
     """A line a setting: mean, std, difference from the first of them; intervals and p by Dunnett's test,
     which holds for all of them at once."""
     from scipy import stats
@@ -134,7 +137,7 @@ def report_many(found, say):
     return {"metric": metric, "values": values, "p": [float(p) for p in test.pvalue]}
 
 
-def without_derived(overrides):
+def without_derived(overrides: dict[str, str]) -> dict[str, str]:
     """Overrides {name: text} without those that follow from the others: of a depth's constants the depth."""
     import train_gpt
     if int(overrides.get("depth", 0)) == 0:
@@ -147,7 +150,7 @@ def without_derived(overrides):
     return overrides
 
 
-def ablate(args, say):
+def ablate(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """The run's settings against the same with one changed constant reverted to the record before."""
     run, result = open_run(args.run)
     track = track_of(result["preset"])
@@ -177,7 +180,7 @@ def ablate(args, say):
     return report_many(run_in_turn(commands, args.n, say, args.seed), say)
 
 
-def noise(args, say):
+def noise(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """The spread of K runs of a preset, or of runs that are there, and what n runs a side can detect."""
     if Path(args.preset).exists():
         runs = load_runs([args.preset], say)
@@ -198,7 +201,7 @@ def noise(args, say):
 
 
 # ------------------------------------------------------------ comparing
-def compare(args, say):
+def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """Is B better than A?"""
     demand(len(args.paths) == 2, "compare takes A and B: paths (several of a side with commas), or commands "
            "with --run")
@@ -240,7 +243,7 @@ def compare(args, say):
     return out
 
 
-def demand_sides(a, b):
+def demand_sides(a: list[Run], b: list[Run]) -> None:
     """Refuses a seed that counts twice on a side, and a run that is on both."""
     for side in (a, b):
         demand_samples(side)
@@ -249,12 +252,12 @@ def demand_sides(a, b):
         demand(identity(run) not in of_a, f"{name_of(run)} is on both sides: leave it out of one of them")
 
 
-def kinds(key, runs, separator):
+def kinds(key: str, runs: list[Run], separator: str) -> str:
     """The torch builds or the hardware of runs, each once."""
     return separator.join(sorted({str(run.facts.get(key)) for run in runs}))
 
 
-def compare_across(args, say):
+def compare_across(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """Is B better than A at every value of a setting, say of depth? A change that holds at one size only may
     be luck, or hurt at the size that counts."""
     demand(args.run and args.n > 1, "--across needs --run, and -n 2 at least")
@@ -284,7 +287,7 @@ def compare_across(args, say):
     return {"metric": metric, "settings": out}
 
 
-def stats(args, say):
+def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """n, values, times, mean, std and tests of whatever lies at the paths."""
     runs = load_runs(args.paths, say)
     demand_samples(runs)
@@ -313,7 +316,8 @@ def stats(args, say):
     return out
 
 
-def against_baseline(baseline, metric, values, times, say):
+def against_baseline(baseline: list[Run], metric: str, values: list[float], times: list[float],
+                     say: Callable) -> dict[str, Any]:
     """Welch's test and the ratio of times of the baseline's runs and others."""
     old = [run.value(pick_metric(baseline, metric)) for run in baseline]
     old_times = [run.time for run in baseline if run.time is not None]
@@ -332,7 +336,7 @@ def against_baseline(baseline, metric, values, times, say):
 SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
 
 
-def split_to_draw(runs, axis):
+def split_to_draw(runs: list[Run], axis: str) -> str:
     """Of which split a picture shows curves: val or a part of it, if all runs have at least four points."""
     for split in ("val", "part"):
         if axis != "tokens" and all(len(run.curves[split]) > 3 for run in runs):
@@ -340,7 +344,7 @@ def split_to_draw(runs, axis):
     return "train"
 
 
-def draw_curves(axes, label, runs, split, axis, color):
+def draw_curves(axes: Any, label: str, runs: list[Run], split: str, axis: str, color: str) -> list[float]:
     """Loss over an axis: the median of the runs, and a band from the lowest to the highest. Returns the least
     and the largest loss drawn."""
     drawn = [run for run in runs if len(points_with(run, split, axis)) > 1]
@@ -356,7 +360,7 @@ def draw_curves(axes, label, runs, split, axis, color):
     return [rows.min(), rows.max()]
 
 
-def draw_ends(axes, label, runs, axis, color, marker):
+def draw_ends(axes: Any, label: str, runs: list[Run], axis: str, color: str, marker: str) -> list[float]:
     """The final val_loss of each run, where it ended. Returns the losses drawn."""
     points = []
     for run in runs:
@@ -372,7 +376,8 @@ def draw_ends(axes, label, runs, axis, color, marker):
 AXES = {"seconds": "train_time (s)", "tokens": "tokens", "step": "steps"}
 
 
-def draw(curves, path, title, by="seconds", grey=()):
+def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "seconds",
+         grey: dict[str, list[Run]] | tuple = ()) -> None:
     """{label: [Run]} -> a picture of loss over training seconds, tokens or steps. grey: labels of records."""
     import matplotlib
     matplotlib.use("Agg")
@@ -394,7 +399,7 @@ def draw(curves, path, title, by="seconds", grey=()):
     pyplot.close(figure)
 
 
-def draw_run(folder, target=None):
+def draw_run(folder: Path, target: dict[str, Any] | None = None) -> None:
     """A finished run's loss.png: train_loss, mean of many batches; val_loss; the loss on the part of val that
     is scored during training; stages as bands; the LR factor. In grey what records/targets.json has for the
     game: the record's curve, and final val_bpb to compare with."""
@@ -442,7 +447,7 @@ def draw_run(folder, target=None):
     figure.savefig(folder / "loss.png", dpi=110)
 
 
-def record_to_beat(runs):
+def record_to_beat(runs: list[Run]) -> dict[str, list[Run]]:
     """{name: runs} of the best record of the track that the runs play, on the same text; or {}."""
     texts = {run.facts.get("fingerprint") for run in runs}
     presets = {run.config.get("preset", "") for run in runs}
@@ -454,7 +459,7 @@ def record_to_beat(runs):
     return {f"record {name}": records[name].runs} if same else {}
 
 
-def plot(args, say):
+def plot(args: argparse.Namespace, say: Callable) -> None:
     """Curves of the runs at each path, and in grey those of their track's record. Trials which differ by seed
     alone are one curve."""
     curves = {}

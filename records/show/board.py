@@ -1,8 +1,12 @@
 """`record board`: the leaderboards and the rules in records/README.md, and targets.json, which a run's last
 lines and its picture compare it with; the rule that these are what rules and records make."""
+import argparse
 import json
 import os
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +14,7 @@ import inputs
 from judge.runs import batch_means, demand, describe, show, show_p
 from verify import folders
 from verify.checks import LOOK_ONLY, Rule, first_difference, require
-from verify.folders import NEWEST, RULES, best_before, rank_key, records_of, table
+from verify.folders import NEWEST, RULES, Folder, best_before, rank_key, records_of, table
 from verify.rules import check
 
 # A plain GPT within the limits of a game, as docs/log.md has it ("peers, tuned")
@@ -19,14 +23,14 @@ PLAIN = {"tiny": [{"name": "a plain GPT", "metric": "val_bpb", "better": "lower"
 PACE_STEP = 100     # at which a machine's speed is compared with the record's
 
 
-def verdict_of(folder):
+def verdict_of(folder: Folder) -> str:
     """The last cell of a record's row."""
     failed = check(folder, LOOK_ONLY, lambda line: None)
     said = f"fails {', '.join(failed)}" if failed else "passes, code not run"
     return f"version {folder.submission['rules_version']}: {said}"
 
 
-def board_table(name, records, last_cell=verdict_of):
+def board_table(name: str, records: dict[str, Folder], last_cell: Callable = verdict_of) -> str:
     """A leaderboard: the best first, then what there was to start from. Where time is ranked, the metric that
     had to be reached has a column; where that is CORE, which is noisy, val_bpb has one, too."""
     track = RULES[NEWEST].tracks[name]
@@ -66,7 +70,7 @@ def board_table(name, records, last_cell=verdict_of):
     return table(head, rows)
 
 
-def rules_table(version):
+def rules_table(version: int) -> str:
     """A version of the rules, a row a track, for people."""
     rows = []
     for name, track in RULES[version].tracks.items():
@@ -85,7 +89,7 @@ def rules_table(version):
     return table(head.split(", "), rows)
 
 
-def target_of(name, records):
+def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
     """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. curve_of: of
     which split `curve` has the loss. Where the game is to reach a value in the least time, `seconds` is what
     the record took. pace: the median training seconds of its runs at step PACE_STEP, and their machine."""
@@ -122,12 +126,12 @@ def target_of(name, records):
             "curve_of": split, "pace": pace}
 
 
-def page_of(version):
+def page_of(version: int) -> Path:
     """The page that has this version of the rules: today's on that of the boards, older ones apart."""
     return folders.HOME / "README.md" if version == NEWEST else folders.HOME / "rules" / f"rules_{version}.md"
 
 
-def with_part(text, name, content, page):
+def with_part(text: str, name: str, content: str, page: str) -> str:
     """The text of a page with what stands between the markers of a part made anew."""
     start = f"<!-- {name} -->"
     end = f"<!-- /{name} -->"
@@ -137,7 +141,7 @@ def with_part(text, name, content, page):
     return f"{top}{start}\n{content}\n{end}{bottom}"
 
 
-def board(say):
+def board(say: Callable) -> None:
     """Rewrites what stands between the markers of records/README.md, and targets.json."""
     path = folders.HOME / "README.md"
     text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST), path.name)
@@ -149,7 +153,7 @@ def board(say):
     say(f"wrote {os.path.relpath(path)} and targets.json")
 
 
-def check_boards(folder, options):
+def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
     """The tables of records/README.md and of the older rules are what rules and records make; verdicts and a
     record that the board does not list yet apart."""
     name = folder.submission.get("track")

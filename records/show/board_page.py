@@ -6,13 +6,14 @@ constants that differ, samples, links to the files. It needs no server and no ne
 import html
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
-from judge.runs import Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
+from judge.runs import Point, Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
 from verify.folders import read_json
 
 MOST_POINTS = 200       # of a curve
@@ -59,7 +60,7 @@ class Row(NamedTuple):
     samples: str
 
 
-def result_beside(log):
+def result_beside(log: Path) -> dict[str, Any]:
     """The result.json of a log of ours, or {}."""
     name = log.name.replace("train", "result").removesuffix(".log") + ".json"
     try:
@@ -68,14 +69,14 @@ def result_beside(log):
         return {}
 
 
-def samples_of(log):
+def samples_of(log: Path) -> str:
     """What the run wrote at its end, from its first sample to the summary."""
     text = log_text(log).rpartition("=" * 100 + "\n")[2]
     found = re.search(r"^sample 1: (?s:.*?)(?=^ +train_time_ms  |\Z)", text, re.M)
     return found[0][:MOST_SAMPLE].rstrip() if found else ""
 
 
-def rows_of(paths, say):
+def rows_of(paths: Sequence[Path | str], say: Callable) -> list[Row]:
     """The runs below paths, each log once. Raises Refused if there is none."""
     rows = []
     seen = set()
@@ -106,7 +107,7 @@ def rows_of(paths, say):
 
 
 # ------------------------------------------------------------ parts of the page
-def cell(value, text=None):
+def cell(value: Any, text: str | None = None) -> str:
     """A cell of a sortable table; text: already HTML."""
     number = isinstance(value, int | float)
     shown = text if text is not None else html.escape("" if value is None else str(value))
@@ -114,14 +115,14 @@ def cell(value, text=None):
     return f"<td{' class=n' if number else ''}{key}>{shown}</td>"
 
 
-def table(heads, rows):
+def table(heads: list[str], rows: list[list[str]]) -> str:
     """HTML of a table whose columns sort. rows: lists of cells."""
     top = "".join(f"<th><button>{html.escape(head)}</button></th>" for head in heads)
     body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<div class=wide><table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
-def links(row, home):
+def links(row: Row, home: Path) -> str:
     """Links to the files of a run, relative to the page's folder."""
     names = [row.run.path.name, "result.json", "train_gpt.py", "loss.png", "README.md"]
     found = [name for name in names if (row.folder / name).exists()]
@@ -129,7 +130,7 @@ def links(row, home):
                     for name in found)
 
 
-def main_table(rows, colors, home):
+def main_table(rows: list[Row], colors: dict[str, str], home: Path) -> str:
     """A row a run: scores, counts, links."""
     heads = ["run", "preset", "val_bpb", "val_loss", "core", "seconds", "steps", "tokens", "bytes", "seed",
              "text", "hardware", "files"]
@@ -152,7 +153,7 @@ def main_table(rows, colors, home):
     return table(heads, made)
 
 
-def constants_table(rows, colors):
+def constants_table(rows: list[Row], colors: dict[str, str]) -> str:
     """The constants in which the runs differ, but for seed and name."""
     configs = [row.result.get("config") or row.run.config for row in rows]
     names = sorted({name for config in configs for name in config} - {"seed", "run_id"})
@@ -165,7 +166,7 @@ def constants_table(rows, colors):
     return table(["run", *differ], made)
 
 
-def samples_part(rows):
+def samples_part(rows: list[Row]) -> str:
     parts = []
     for row in rows:
         if row.samples:
@@ -175,13 +176,13 @@ def samples_part(rows):
     return "\n".join(parts) or "<p>No run wrote samples.</p>"
 
 
-def thinned(points):
+def thinned(points: list[Point]) -> list[Point]:
     """At most MOST_POINTS of a curve, the first and the last among them."""
     places = np.unique(np.linspace(0, len(points) - 1, min(len(points), MOST_POINTS)).round().astype(int))
     return [points[i] for i in places]
 
 
-def curves_part(rows, colors):
+def curves_part(rows: list[Row], colors: dict[str, str]) -> tuple[str, str]:
     """(script and HTML of the curves, the library's script)"""
     from bokeh.embed import components
     from bokeh.models import ColumnDataSource, HoverTool, Legend, LegendItem
@@ -214,7 +215,7 @@ def curves_part(rows, colors):
     return script + div, Resources(mode="inline", components=["bokeh"]).render()
 
 
-def write_page(paths, out, say):
+def write_page(paths: Sequence[Path | str], out: Path | str, say: Callable) -> None:
     """The page of all runs below paths -> out. Raises Refused."""
     try:
         import bokeh  # noqa: F401

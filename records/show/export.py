@@ -1,15 +1,19 @@
 """A trained model for other programs: ./run.sh record export RUN writes its weights as safetensors,
 config.json, and model.py, the recipe's model and load(folder) with torch alone."""
+import argparse
 import json
 import lzma
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import inputs
 from judge.runs import Refused
 
 
-def model_file(run):
+def model_file(run: Path | str) -> Path:
     """What a run is scored by: its artifact, else its weights; or the file itself. Raises Refused."""
     for path in (Path(run), Path("logs", run)):
         files = [path, *sorted(path.glob("final_model.*.ptz")), path / "final_model.pt"]
@@ -19,7 +23,7 @@ def model_file(run):
     raise Refused(f"{run} holds no model: give a run folder, a record folder or a model file")
 
 
-def tensors_of(model, cfg):
+def tensors_of(model: Any, cfg: Any) -> dict[str, Any]:
     """{name: tensor} of a model: its parameters, and what its n-grams are counted from."""
     import torch
     # A tied head is the embedding, which named_parameters() lists once
@@ -30,7 +34,7 @@ def tensors_of(model, cfg):
     return tensors
 
 
-def read_older(train_gpt, path, why):
+def read_older(train_gpt: ModuleType, path: Path, why: str) -> tuple:
     """({name: tensor}, constants) of a file by a script without recipes. Raises Refused: why, where it is not
     such a file."""
     try:
@@ -55,19 +59,19 @@ def read_older(train_gpt, path, why):
     return tensors, shape
 
 
-def write_weights(folder, tensors, shape, save_file):
+def write_weights(folder: Path, tensors: dict[str, Any], shape: dict[str, Any], save_file: Callable) -> None:
     """model.safetensors and config.json, with the constants that a model depends on."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
 
 
-def constants_of(cfg, fields):
+def constants_of(cfg: Any, fields: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """{constant: (value, what it means)} of a run. fields: {constant: dataclass field}."""
     return {name: (value, fields[name].metadata["doc"]) for name, value in asdict(cfg).items()}
 
 
-def export(args, say):
+def export(args: argparse.Namespace, say: Callable) -> str:
     """model.safetensors, config.json and model.py beside the model, or in --out. Returns their folder."""
     try:
         from safetensors.torch import save_file

@@ -11,19 +11,20 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import inputs
 from foreign import pages
 from judge.runs import (
-    RESUMED, Refused, describe, log_text, same_losses, split_log, test_line, test_target, test_welch)
+    RESUMED, Refused, Run, describe, log_text, same_losses, split_log, test_line, test_target, test_welch)
 from verify import leak_probe, scripts, source
 from verify.folders import (
-    KEYS, NOTES, ROOT, best_before, change_text, code_diff, computed, read_json, records_of,
-    render, sha256, shared_config, summary_of, track_of)
+    KEYS, NOTES, ROOT, Folder, best_before, change_text, code_diff, computed, read_json, records_of, render,
+    sha256, shared_config, summary_of, track_of)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an artifact
@@ -49,21 +50,21 @@ class LeftOut(Exception):
 class Rule(NamedTuple):
     heading: str        # public: the games' own; strict: ours
     name: str
-    function: object
+    function: Callable[[Folder, argparse.Namespace], str | None]
 
 
-def require(good, sentence):
+def require(good: Any, sentence: str) -> None:
     """Raises Broken with the sentence unless good."""
     if not good:
         raise Broken(sentence)
 
 
-def same(where, name, value, other, expected):
+def same(where: str, name: str, value: Any, other: str, expected: Any) -> None:
     """`value`, found in `where`, must equal `expected`, found in `other`."""
     require(value == expected, f"{where}: {name} is {value!r}, in {other} {expected!r}")
 
 
-def first_difference(a, b):
+def first_difference(a: str, b: str) -> tuple[int, str, str] | None:
     """(line number, line of a, line of b) where two texts first differ, or None."""
     lines = itertools.zip_longest(a.split("\n"), b.split("\n"), fillvalue="")
     for number, (line_a, line_b) in enumerate(lines, 1):
@@ -74,13 +75,13 @@ def first_difference(a, b):
 
 class OurRun(NamedTuple):
     """A run of a folder of ours."""
-    run: object         # its log, read
+    run: Run            # its log, read
     log: str            # file name of the log
     result: dict
     json: str           # file name of the result
 
 
-def our_runs(folder):
+def our_runs(folder: Folder) -> list[OurRun]:
     """[OurRun], the first seed first. Raises NoEvidence for a foreign folder."""
     if not folder.ours:
         raise NoEvidence
@@ -88,14 +89,14 @@ def our_runs(folder):
 
 
 # ------------------------------------------------------------ public
-def check_finished(folder, options):
+def check_finished(folder: Folder, options: argparse.Namespace) -> str:
     for run in folder.runs:
         require(run.finished, f"{run.file} was cut off at step {run.steps}")
         require(not folder.ours or run.finals, f"{run.file} has no final score")
     return f"{len(folder.runs)} logs end with a score"
 
 
-def check_score(folder, options):
+def check_score(folder: Folder, options: argparse.Namespace) -> str:
     """The mean reaches the target, or beats the record before by the margin, at the track's p."""
     track = folder.track
     if folder.ours:
@@ -118,7 +119,7 @@ def check_score(folder, options):
     return f"{claim}: {test_line(test)}"
 
 
-def check_time(folder, options):
+def check_time(folder: Folder, options: argparse.Namespace) -> str | None:
     """Faster than the record before, where time is what is ranked."""
     if folder.track.rank != "time":
         return None
@@ -138,7 +139,7 @@ def check_time(folder, options):
     return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
 
 
-def check_comparison(folder, options):
+def check_comparison(folder: Folder, options: argparse.Namespace) -> str | None:
     """CORE is noisy, val_bpb hardly: where CORE decides, this is what two records are compared by."""
     if folder.track.metric != "core":
         return None
@@ -152,7 +153,7 @@ def check_comparison(folder, options):
     return text
 
 
-def check_time_cap(folder, options):
+def check_time_cap(folder: Folder, options: argparse.Namespace) -> str | None:
     cap = folder.track.time_cap
     if not cap:
         return None
@@ -166,7 +167,7 @@ def check_time_cap(folder, options):
     return f"longest {max(run.time or 0 for run in folder.runs):.4f} s, the cap is {cap} s"
 
 
-def check_bytes(folder, options):
+def check_bytes(folder: Folder, options: argparse.Namespace) -> str | None:
     """All code that a run loads counts: the script and, by rules version 1, the files beside it."""
     cap = folder.track.byte_cap
     if not cap:
@@ -181,7 +182,7 @@ def check_bytes(folder, options):
     return f"model and code ({', '.join(['train_gpt.py', *companions])}) within {cap} in each run"
 
 
-def check_eval_time(folder, options):
+def check_eval_time(folder: Folder, options: argparse.Namespace) -> str | None:
     cap = folder.track.eval_cap
     if not cap:
         return None
@@ -195,7 +196,7 @@ def check_eval_time(folder, options):
     return f"everything besides setup and training takes less than {cap} s"
 
 
-def check_data(folder, options):
+def check_data(folder: Folder, options: argparse.Namespace) -> str:
     """The track's dataset and split, by the log as by the result."""
     track = folder.track
     for run, log, result, name in our_runs(folder):
@@ -214,7 +215,7 @@ def check_data(folder, options):
     return f"{track.data}: the same text and split in every run"
 
 
-def check_evaluation(folder, options):
+def check_evaluation(folder: Folder, options: argparse.Namespace) -> str:
     """The track's settings, the whole split, and bits per byte that follow from the loss."""
     for run, log, result, name in our_runs(folder):
         for key in sorted({*result["eval"], *run.eval}):
@@ -236,7 +237,7 @@ def check_evaluation(folder, options):
     return f"{settings}; bits per byte add up"
 
 
-def check_flags(folder, options):
+def check_flags(folder: Folder, options: argparse.Namespace) -> str | None:
     """No extra torch._inductor.config or torch.compile flags in the speedrun."""
     if folder.track.data != "fineweb10B_gpt2":
         return None
@@ -251,7 +252,7 @@ def check_flags(folder, options):
     return "none"
 
 
-def check_hardware(folder, options):
+def check_hardware(folder: Folder, options: argparse.Namespace) -> str | None:
     want = folder.track.hardware
     if not want:
         return None
@@ -263,7 +264,7 @@ def check_hardware(folder, options):
     return want
 
 
-def check_leaks(folder, options):
+def check_leaks(folder: Folder, options: argparse.Namespace) -> str:
     """Runs the folder's code, in a process of its own."""
     result = our_runs(folder)[0].result
     artifact = None
@@ -281,22 +282,22 @@ def check_leaks(folder, options):
         raise Broken(f"train_gpt.py: {error}") from None
 
 
-def environment_of(result):
+def environment_of(result: dict[str, Any]) -> dict[str, str]:
     """The constants of a run as environment variables, but for those of that one run and its machine."""
     return {name.upper(): value for name, value in result["config"].items() if name not in OF_ONE_RUN}
 
 
-def protocols_of(result):
+def protocols_of(result: dict[str, Any]) -> list[str]:
     """Those of PROTOCOLS that the run was scored by."""
     return [name for name in PROTOCOLS if f"val_loss_{name}" in result]
 
 
-def scored_part(result):
+def scored_part(result: dict[str, Any]) -> dict[str, float]:
     """Scores of the artifact, or of the weights where none was packed."""
     return result.get("artifact") or result["trained"]
 
 
-def artifacts_of(folder, options):
+def artifacts_of(folder: Folder, options: argparse.Namespace) -> list[tuple[OurRun, Path]]:
     """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
     their names, those of --artifact by the sha256 of a log or, before rules version 3, of submission.json."""
     ours = our_runs(folder)
@@ -314,13 +315,13 @@ def artifacts_of(folder, options):
     return found
 
 
-def val_files(result):
+def val_files(result: dict[str, Any]) -> list[Path]:
     """The shards of the val split, as far as they are here."""
     return sorted((ROOT / "data" / "datasets" / result["data"]["name"]).glob("*_val_*.bin"))
 
 
 # ------------------------------------------------------------ strict
-def check_runs(folder, options):
+def check_runs(folder: Folder, options: argparse.Namespace) -> str:
     n = len(folder.runs)
     least = folder.track.min_runs
     excluded = folder.submission.get("excluded", [])
@@ -330,7 +331,7 @@ def check_runs(folder, options):
     return f"{n} runs, {len(excluded)} more excluded with reasons" if folder.ours else f"{n} runs"
 
 
-def check_distinct(folder, options):
+def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
     """No run is there twice, no seed is used twice."""
     seeds = {}
     scores = {}
@@ -354,7 +355,7 @@ def check_distinct(folder, options):
     return "seeds " + ", ".join(str(seed) for seed in seeds)
 
 
-def check_source(folder, options):
+def check_source(folder: Folder, options: argparse.Namespace) -> str:
     """Each log begins with train_gpt.py; where the folder has none, the logs begin alike."""
     script = folder.source()
     if not script or all(run.source is None for run in folder.runs):
@@ -375,7 +376,7 @@ def check_source(folder, options):
     return f"{len(folder.runs)} logs begin with train_gpt.py"
 
 
-def check_companions(folder, result, name):
+def check_companions(folder: Folder, result: dict[str, Any], name: str) -> None:
     """Files that the run loaded from beside its script are in the folder, as they were."""
     for file, digest in result.get("companions", {}).items():
         require(file in folder.rules.companions, f"{name}: the run loaded {file} from beside its script, "
@@ -384,7 +385,7 @@ def check_companions(folder, result, name):
         same(file, "sha256", sha256(folder.read(file)), name, digest)
 
 
-def check_config(folder, options):
+def check_config(folder: Folder, options: argparse.Namespace) -> str:
     """The runs differ in nothing but the seed, and logs and results agree on every constant."""
     runs = our_runs(folder)
     first = shared_config(runs[0].result["config"])
@@ -405,7 +406,7 @@ def check_config(folder, options):
     return f"{len(first)} constants, the same but for the seed"
 
 
-def check_eval_settings(log, told, config):
+def check_eval_settings(log: str, told: dict[str, str], config: dict[str, str]) -> None:
     """What a score depends on is what the constants make it; 0 stands for the rest of the line."""
     row = config["train_seq_len"]
     wanted = {"eval_tokens": [config["val_tokens"], "full"], "eval_context": [config["eval_context"], row],
@@ -414,7 +415,7 @@ def check_eval_settings(log, told, config):
         same(log, key, told.get(key), "its config", next(value for value in values if value != "0"))
 
 
-def check_results(folder, options):
+def check_results(folder: Folder, options: argparse.Namespace) -> str:
     for ours in our_runs(folder):
         check_final_scores(ours)
         check_protocol_scores(ours)
@@ -425,7 +426,7 @@ def check_results(folder, options):
     return "agree with the logs to the last digit, sizes add up"
 
 
-def check_final_scores(ours):
+def check_final_scores(ours: OurRun) -> None:
     """The two scores, each rounded on one line of the log and exact on another."""
     run, log, result, name = ours
     lines = {tag: {"val_loss": loss, "val_bpb": bpb} for tag, loss, bpb in run.finals}
@@ -452,7 +453,7 @@ def check_final_scores(ours):
                 f"{name}: core {result['core']} is not the mean of its tasks")
 
 
-def check_protocol_scores(ours):
+def check_protocol_scores(ours: OurRun) -> None:
     """Golf's further scores, a line each."""
     run, log, result, name = ours
     for protocol in protocols_of(result):
@@ -469,7 +470,7 @@ def check_protocol_scores(ours):
         same(name, protocol, expected, f"{log}, {line}", said.pop())
 
 
-def check_last_validation(ours):
+def check_last_validation(ours: OurRun) -> None:
     """The last validation line tells the steps, the time and the score of the trained weights."""
     run, log, result, name = ours
     point = run.curves["val"][-1]
@@ -482,7 +483,7 @@ def check_last_validation(ours):
         same(name, "train_time_ms", result["train_time_ms"], where, run.facts.get("stopped_ms"))
 
 
-def check_summary(ours):
+def check_summary(ours: OurRun) -> None:
     """The table that ends a log, and single lines before it."""
     run, log, result, name = ours
     where = f"the summary of {log}"
@@ -504,12 +505,12 @@ def check_summary(ours):
     same(name, "calibration_ms", result.get("calibration_ms"), where, told and int(told))
 
 
-def json_text(content):
+def json_text(content: Any) -> str:
     """A JSON object as our files hold it."""
     return json.dumps(content, indent=1) + "\n"
 
 
-def check_submission(folder, options):
+def check_submission(folder: Folder, options: argparse.Namespace) -> str:
     """submission.json says what logs and results make, number by number."""
     if not folder.submission:
         raise NoEvidence
@@ -526,7 +527,7 @@ def check_submission(folder, options):
     return f"{len(numbers)} recomputed"
 
 
-def check_foreign_submission(folder):
+def check_foreign_submission(folder: Folder) -> str:
     """A foreign submission.json against the logs: its scores, its sizes."""
     found = [*pages.score_findings(folder), *pages.size_findings(folder)]
     problems = [finding.text for finding in found if finding.text.startswith("submission.json")]
@@ -534,7 +535,7 @@ def check_foreign_submission(folder):
     return "agree with the logs"
 
 
-def is_member(name, companions):
+def is_member(name: str, companions: Sequence[str]) -> bool:
     """May a record folder list this file?"""
     stem, _, end = name.partition(".")
     kind, _, seed = stem.partition("_seed")
@@ -545,7 +546,7 @@ def is_member(name, companions):
     return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()
 
 
-def check_files(folder, options):
+def check_files(folder: Folder, options: argparse.Namespace) -> str:
     """Each file that submission.json lists is there, unaltered, and no other is."""
     our_runs(folder)
     listed = folder.submission["files"]
@@ -562,7 +563,7 @@ def check_files(folder, options):
     return f"{len(listed)}, with the sha256 that submission.json lists"
 
 
-def check_artifacts(folder, names):
+def check_artifacts(folder: Folder, names: list[str]) -> None:
     """Small artifacts are there, those of two seeds since rules version 3, as large as the results say."""
     ours = our_runs(folder)
     for run, _, result, json_name in ours[:2 if folder.rules.digests else 1]:
@@ -579,13 +580,13 @@ def check_artifacts(folder, names):
     require(not names, f"{', '.join(names)}: no artifact of the first two runs")
 
 
-def artifact_name(run, names):
+def artifact_name(run: Run, names: list[str]) -> str | None:
     """That of a run's artifact among names, or None: train_seed5.log has final_model_seed5.int8.ptz."""
     stem = run.path.stem.replace("train", "final_model")
     return next((name for name in names if name.partition(".")[0] == stem), None)
 
 
-def check_readme(folder, options):
+def check_readme(folder: Folder, options: argparse.Namespace) -> str:
     """README.md is made from the other files, to the byte."""
     our_runs(folder)
     marked = folder.read("README.md").startswith(b"\xef\xbb\xbf")
@@ -601,7 +602,7 @@ def check_readme(folder, options):
     return "is what submission.json and the logs make, notes apart"
 
 
-def check_readable(folder, options):
+def check_readable(folder: Folder, options: argparse.Namespace) -> str:
     """A script that a person can read: not packed, and within the lines and columns of its rules version."""
     text = folder.source()
     if not text:
@@ -624,7 +625,7 @@ def check_readable(folder, options):
     return size
 
 
-def check_before(folder, options):
+def check_before(folder: Folder, options: argparse.Namespace) -> str:
     """The record before is known and told as it is; the difference too; the same machine and torch build."""
     our_runs(folder)
     before = folder.submission["before"]
@@ -653,7 +654,7 @@ def check_before(folder, options):
     return f"{name}, on the same machine and torch build"
 
 
-def check_same_machine(folder, before):
+def check_same_machine(folder: Folder, before: dict[str, Any]) -> None:
     """Hardware and torch build are those of the baseline logs or, without any, of the record before."""
     for run, log, _, _ in our_runs(folder):
         for key in ("torch", "hardware"):
@@ -664,7 +665,7 @@ def check_same_machine(folder, before):
                 same(log, key, value, f"{before['name']}, with no baseline logs,", before[key])
 
 
-def check_baseline(folder, before):
+def check_baseline(folder: Folder, before: dict[str, Any]) -> None:
     """The baseline logs are three finished runs of the record before, and the new ones are better."""
     logs = folder.baseline
     track = folder.track
@@ -686,7 +687,7 @@ def check_baseline(folder, before):
                 f"against the baseline logs: {test_line(test)}, the rule asks for p < {track.p}")
 
 
-def check_artifact_score(folder, options):
+def check_artifact_score(folder: Folder, options: argparse.Namespace) -> str:
     """val_loss of the first artifact at hand, added up here from log_probs alone."""
     our_runs(folder)
     if options.no_exec:
@@ -699,7 +700,7 @@ def check_artifact_score(folder, options):
     raise LeftOut("no artifact is here; --artifact PATH gives one")
 
 
-def check_rerun(folder, options):
+def check_rerun(folder: Folder, options: argparse.Namespace) -> str | None:
     """--rerun-eval: the score of each artifact at hand by the folder's script."""
     if not options.rerun_eval:
         return None
@@ -711,12 +712,12 @@ def check_rerun(folder, options):
     return "; ".join(rerun_one(folder, artifact, owner, options) for owner, artifact in found)
 
 
-def tolerance_of(result):
+def tolerance_of(result: dict[str, Any]) -> float:
     """Nats by which a score may differ: CPUs score in fp32, GPUs in bf16."""
     return 2e-5 if "threads" in result["hardware"] else 2e-3
 
 
-def rerun_one(folder, artifact, owner, options):
+def rerun_one(folder: Folder, artifact: Path, owner: OurRun, options: argparse.Namespace) -> str:
     """The score of one artifact by the folder's script, against that of its run."""
     _, _, result, name = owner
     files = val_files(result)
@@ -736,7 +737,8 @@ def rerun_one(folder, artifact, owner, options):
     return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
 
 
-def score_added_up(folder, artifact, owner, options):
+def score_added_up(folder: Folder, artifact: Path, owner: OurRun,
+                   options: argparse.Namespace) -> float | None:
     """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
     too long or the rows overlap."""
     result = owner.result
@@ -760,7 +762,8 @@ def score_added_up(folder, artifact, owner, options):
     return nats
 
 
-def rerun(folder, artifact, result, options):
+def rerun(folder: Folder, artifact: Path, result: dict[str, Any],
+          options: argparse.Namespace) -> dict[str, Any]:
     """result.json of the folder's train_gpt.py when it evaluates the artifact in an empty folder."""
     with tempfile.TemporaryDirectory() as scratch:
         os.symlink(ROOT / "data", Path(scratch, "data"))

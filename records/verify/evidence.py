@@ -2,23 +2,25 @@
 copies of one another, names, dates, texts, and the picture. Whoever alters a number must alter all that
 follow from it; a log that is made up consistently from end to end passes (README.md: what raises its price).
 """
+import argparse
 import hashlib
 import itertools
 import re
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 import inputs
 from judge import trials
-from judge.runs import DATE, RESUMED, log_text, split_log
+from judge.runs import DATE, RESUMED, Run, log_text, split_log
 from verify import leak_probe, scripts
 from verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
-from verify.folders import NOTES, ROOT, is_plain, records_of, sha256
+from verify.folders import NOTES, ROOT, Folder, is_plain, records_of, sha256
 
 STEP_LINE = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
@@ -59,12 +61,12 @@ class Step(NamedTuple):
     mean: float | None = None       # of the steps since the line before; older scripts don't tell it
 
 
-def lines_of(run):
+def lines_of(run: Run) -> list[str]:
     """The lines of a run, without script and versions."""
     return split_log(log_text(run.path))[2].split("\n")
 
 
-def segments_of(run, log):
+def segments_of(run: Run, log: str) -> list[tuple[tuple[int, int], list[Step]]]:
     """[((step, ms) at which the run began or was resumed, its Steps)]. Raises Broken for other step lines."""
     found = [((0, 0), [])]
     for line in lines_of(run):
@@ -84,7 +86,7 @@ def segments_of(run, log):
 # ------------------------------------------------------------ steps
 
 
-def check_steps(folder, options):
+def check_steps(folder: Folder, options: argparse.Namespace) -> str:
     """Steps and times rise, no report is missing, and every rate is what steps and times make."""
     count = 0
     for run, log, result, name in our_runs(folder):
@@ -109,7 +111,7 @@ def check_steps(folder, options):
     return f"{count} lines rise and agree with step_avg, tok/s, eta and val_bpb"
 
 
-def batches_of(run, config):
+def batches_of(run: Run, config: dict[str, str]) -> list[int]:
     """Tokens per step of each stage: by batch_schedule where it is given, as in all older logs, else by the
     table of stages in the log."""
     if config["batch_schedule"]:
@@ -127,7 +129,7 @@ def batches_of(run, config):
     return batches
 
 
-def check_lines(run, log, result):
+def check_lines(run: Run, log: str, result: dict[str, Any]) -> list[tuple[tuple[int, int], list[Step]]]:
     """The step lines of a log by themselves. Returns its segments."""
     segments = segments_of(run, log)
     batches = batches_of(run, result["config"])
@@ -140,7 +142,7 @@ def check_lines(run, log, result):
     return segments
 
 
-def check_order(log, begin, steps):
+def check_order(log: str, begin: tuple[int, int], steps: list[Step]) -> None:
     """Neither steps nor time go back; begin: (step, ms) of what came before."""
     last_step, last_ms = begin
     for step in steps:
@@ -154,7 +156,7 @@ def check_order(log, begin, steps):
         last_ms = step.ms
 
 
-def check_reports(log, first, steps, result):
+def check_reports(log: str, first: int, steps: list[Step], result: dict[str, Any]) -> None:
     """Every line is there that the run wrote after step `first`, and no other."""
     config = result["config"]
     last = steps[-1].step if steps else first
@@ -175,7 +177,7 @@ def check_reports(log, first, steps, result):
             f"(VAL_LOSS_EVERY={every})")
 
 
-def check_means(log, first, steps):
+def check_means(log: str, first: int, steps: list[Step]) -> None:
     """Where a line reports a single step, the mean since the line before is that step's loss."""
     before = first
     for step in steps:
@@ -186,7 +188,7 @@ def check_means(log, first, steps):
         before = step.step
 
 
-def check_rates(where, step, result, batches):
+def check_rates(where: str, step: Step, result: dict[str, Any], batches: list[int]) -> None:
     """step_avg, val_bpb, tok/s and eta of one Step."""
     config = result["config"]
     seconds = step.ms / 1e3
@@ -215,7 +217,8 @@ def check_rates(where, step, result, batches):
             f"{where}: eta {step.eta} s, but train_time, steps and cap make {etas[0]:.0f} s")
 
 
-def check_end(log, name, steps, result, batches, built=()):
+def check_end(log: str, name: str, steps: list[Step], result: dict[str, Any], batches: list[int],
+              built: Sequence[float] = ()) -> None:
     """What the last step says of the whole run. batches: from batches_of(). built: seconds of what was built
     on the clock before the first step."""
     config = result["config"]
@@ -254,7 +257,7 @@ def check_end(log, name, steps, result, batches, built=()):
         same(name, "min_val_bpb", round(result["min_val_bpb"], 4), log, best)
 
 
-def check_said_once(run, log, result):
+def check_said_once(run: Run, log: str, result: dict[str, Any]) -> None:
     """A line that a run writes once is not there twice with two values, of which a reader sees one."""
     said = {}
     for line in lines_of(run):
@@ -266,7 +269,7 @@ def check_said_once(run, log, result):
 
 
 # ------------------------------------------------------------ copies
-def check_independent(folder, options):
+def check_independent(folder: Folder, options: argparse.Namespace) -> str:
     """No run's curve, times or pace is that of another one with another seed."""
     our_runs(folder)
     shuffle = folder.result(folder.runs[0])["config"].get("shuffle", "1")
@@ -282,11 +285,11 @@ def check_independent(folder, options):
     return "curves, times and paces differ"
 
 
-def raise_same(one, other, why):
+def raise_same(one: Run, other: Run, why: str) -> NoReturn:
     require(False, f"{other.file} looks like a copy of {one.file}: {why}")
 
 
-def likeness(one, other, limit):
+def likeness(one: Run, other: Run, limit: float) -> str:
     """Why two runs look like the same one, or ""."""
     a, b = ({point.step: point for point in run.curves["train"]} for run in (one, other))
     steps = sorted(a.keys() & b.keys() - {1})        # the first loss is that of the first values
@@ -305,7 +308,7 @@ def likeness(one, other, limit):
 
 
 # ------------------------------------------------------------ names and dates
-def check_names(folder, options):
+def check_names(folder: Folder, options: argparse.Namespace) -> str:
     """File names, seeds, run ids, overrides and hardware say the same."""
     ours = our_runs(folder)
     same("the results", "files", sorted(folder.results), "the logs", sorted(run.json for run in ours))
@@ -335,12 +338,12 @@ def check_names(folder, options):
     return "files, seeds, run ids, overrides and ranks agree"
 
 
-def utc(text):
+def utc(text: str) -> datetime:
     """A time as our results write it."""
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
-def check_dates(folder, options):
+def check_dates(folder: Folder, options: argparse.Namespace) -> str:
     """No run ended before it began or after today, or took another time than its process."""
     now = datetime.now(UTC) + CLOCKS_DIFFER
     for _, _, result, name in our_runs(folder):
@@ -360,7 +363,7 @@ def check_dates(folder, options):
     return f"the last run ended on {date}"
 
 
-def check_commit(folder, options):
+def check_commit(folder: Folder, options: argparse.Namespace) -> str | None:
     """The commit holds the script, or the tool makes it of the commit for the run's preset, where this
     repository knows it."""
     our_runs(folder)
@@ -378,7 +381,7 @@ def check_commit(folder, options):
 
 
 # ------------------------------------------------------------ digests
-def check_digests(folder, options):
+def check_digests(folder: Folder, options: argparse.Namespace) -> str | None:
     """Since rules version 3 a log names the sha256 of what it was made from and of its own lines."""
     ours = our_runs(folder)
     if not folder.rules.digests:
@@ -412,7 +415,7 @@ def check_digests(folder, options):
     return f"inputs, models and lines have the sha256 that the logs name, {count} times their own"
 
 
-def check_own_lines(run, log):
+def check_own_lines(run: Run, log: str) -> int:
     """Each `log sha256` line is right, and the last line is one. Returns their number."""
     raw = inputs.read_bytes(run.path)
     digest = hashlib.sha256()
@@ -429,7 +432,7 @@ def check_own_lines(run, log):
     return count
 
 
-def check_constants(folder, options):
+def check_constants(folder: Folder, options: argparse.Namespace) -> str:
     """The script makes the configuration of a run from the preset and the overrides."""
     ours = our_runs(folder)
     if options.no_exec:
@@ -448,7 +451,7 @@ def check_constants(folder, options):
 
 
 # ------------------------------------------------------------ texts
-def check_text(folder, options):
+def check_text(folder: Folder, options: argparse.Namespace) -> str:
     """No markup in anything that the page shows, and notes that nobody takes for results."""
     our_runs(folder)
     for where, content in [("submission.json", folder.submission), *folder.results.items()]:
@@ -469,7 +472,7 @@ def check_text(folder, options):
     return "no markup; notes look like notes"
 
 
-def strings_of(value):
+def strings_of(value: Any) -> list[str]:
     """All strings of a JSON value, keys too."""
     if isinstance(value, str):
         return [value]
@@ -479,7 +482,7 @@ def strings_of(value):
 
 
 # ------------------------------------------------------------ the picture
-def record_picture(folder, earlier, path):
+def record_picture(folder: Folder, earlier: dict[str, Folder], path: Path) -> None:
     """Draws a record's loss.png: its runs and those of the record before, of `earlier` {name: Folder}."""
     s = folder.submission
     curves = {folder.submission["name"]: folder.runs}
@@ -490,12 +493,12 @@ def record_picture(folder, earlier, path):
     trials.draw(curves, path, f"{folder.result(folder.runs[0])['preset']}: {s['name']}")
 
 
-def pinned(package):
+def pinned(package: str) -> str:
     """Its version in requirements.txt."""
     return re.search(rf"(?m)^{package}==(\S+)", inputs.read_text(ROOT / "requirements.txt"))[1]
 
 
-def check_picture(folder, options):
+def check_picture(folder: Folder, options: argparse.Namespace) -> str:
     """loss.png is what the logs draw, pixel by pixel."""
     our_runs(folder)
     with tempfile.TemporaryDirectory() as scratch:

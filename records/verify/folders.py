@@ -13,13 +13,14 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import inputs
 from judge.runs import (
-    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Stats, demand, describe, find_logs, outermost, read_log,
-    read_logs, show, stats_line, test_line, test_target, test_welch)
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Run, Stats, Test, demand, describe, find_logs, outermost,
+    read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
 
 HOME = Path(__file__).resolve().parent.parent       # records/
 ROOT = HOME.parent
@@ -96,7 +97,7 @@ RULES = {       # a record is judged by the version that its submission.json nam
 NEWEST = max(RULES)
 
 
-def track_of(preset):
+def track_of(preset: str) -> str:
     """The track that runs of a preset play: golf_plus plays golf."""
     return preset.removesuffix("_plus")
 
@@ -105,7 +106,7 @@ class Altered(Refused):
     """A folder of ours that no longer says by which rules it is to be judged: a rule that fails."""
 
 
-def rules_of(submission):
+def rules_of(submission: dict[str, Any]) -> tuple[Rules, Track]:
     """(Rules, Track) that a submission.json names. Raises Altered."""
     version = submission.get("rules_version")
     name = submission.get("track")
@@ -121,11 +122,11 @@ KEYS = "author github_id name blurb date val_loss val_bpb bytes_total bytes_code
 NOTES = ("<!-- notes -->", "<!-- /notes -->")
 
 
-def sha256(raw):
+def sha256(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def read_json(path):
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises Refused."""
     try:
         demand(path.stat().st_size < 10 << 20, f"{path.name} has over 10 MB")
@@ -138,7 +139,7 @@ def read_json(path):
     return found
 
 
-def demand_strict(path):
+def demand_strict(path: Path) -> None:
     """Raises Altered for JSON that two readers may take for different things: a key twice, NaN, Infinity."""
     def pairs(found):
         keys = [key for key, _ in found]
@@ -152,7 +153,7 @@ def demand_strict(path):
     json.loads(inputs.read_text(path), object_pairs_hook=pairs, parse_constant=constant)
 
 
-def is_plain(text):
+def is_plain(text: str) -> bool:
     """Is a text shown as it is, by whatever shows Markdown or HTML?"""
     return text.isprintable() and not re.search(r"[<>|`*#\\\[\]]|://|&\w+;", text)
 
@@ -160,7 +161,7 @@ def is_plain(text):
 class Folder:
     """A record folder, ours or a foreign one: submission.json, the script, logs, results of ours. Without
     `logs`, a foreign one may have none."""
-    def __init__(self, path, logs=True):
+    def __init__(self, path: Path | str, logs: bool = True) -> None:
         self.path = Path(path)
         demand(self.path.is_dir(), f"{path} is no folder")
         self.names = sorted(p.name for p in itertools.islice(self.path.iterdir(), MAX_LOGS + 1))
@@ -189,11 +190,11 @@ class Folder:
         demand(self.runs or not logs, f"{self.path.name} holds no log of a run")
         self.runs.sort(key=lambda run: (run.path.name != "train.log", run.path.name))
 
-    def read(self, name):
+    def read(self, name: str) -> bytes:
         """Bytes of a file; none if it is not there."""
         return inputs.read_bytes(self.path / name) if name in self.files else b""
 
-    def open_ours(self):
+    def open_ours(self) -> None:
         demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
         self.rules, self.track = rules_of(self.submission)
         links = [name for name in self.names if (self.path / name).is_symlink()]
@@ -206,7 +207,7 @@ class Folder:
             elif re.fullmatch(r"baseline_seed\d+\.log", name):
                 self.baseline.append(read_log(self.path / name))
 
-    def open_foreign(self):
+    def open_foreign(self) -> None:
         for log in find_logs(self.path, follow=False):      # a stranger's link may lead anywhere
             if any(DATE.match(name) for name in log.relative_to(self.path).parts[:-1]):
                 continue        # of another record
@@ -217,44 +218,44 @@ class Folder:
                         self.runs.append(run)
         self.runs, self.inner = outermost(self.runs)
 
-    def source(self):
+    def source(self) -> str:
         """The script as text: train_gpt.py, or where there is none what the first log begins with."""
         return inputs.decode(self.script, "replace") or (self.runs[0].source if self.runs else "")
 
-    def companions(self):
+    def companions(self) -> dict[str, str]:
         """{file beside train_gpt.py that its runs loaded: sha256}; none since rules version 2."""
         if not self.ours or not self.rules.companions:
             return {}
         return self.result(self.runs[0]).get("companions", {})
 
-    def result_name(self, run):
+    def result_name(self, run: Run) -> str:
         return run.file.replace("train", "result").replace(".log", ".json")
 
-    def result(self, run):
+    def result(self, run: Run) -> dict[str, Any]:
         """The result.json that belongs to a run of ours."""
         demand(self.result_name(run) in self.results, f"{run.file} has no {self.result_name(run)}")
         return self.results[self.result_name(run)]
 
-    def value(self, run, metric):
+    def value(self, run: Run, metric: str) -> float:
         """A run's number as its result.json has it, with all digits; seconds for time."""
         result = self.result(run)
         return result["train_time_ms"] / 1000 if metric == "time" else result[metric]
 
-    def values(self, metric):
+    def values(self, metric: str) -> list[float]:
         return [self.value(run, metric) for run in self.runs]
 
-    def hardware(self):
+    def hardware(self) -> str:
         return self.result(self.runs[0])["hardware"]
 
-    def finished(self):
+    def finished(self) -> str:
         """When the last of its runs ended, UTC."""
         return max(self.result(run)["finished"] for run in self.runs)
 
-    def first_of_track(self):
+    def first_of_track(self) -> bool:
         """Is there neither a target nor anything to beat?"""
         return self.track.target is None and self.track.start is None and not self.submission["before"]
 
-    def test(self):
+    def test(self) -> tuple[str, Test | None]:
         """(what is claimed, Test or None) by the track's own rule: the target, or the record before."""
         track = self.track
         metric = self.track.metric
@@ -287,12 +288,12 @@ class Folder:
         return claim, test_target(self.values(metric), goal, metric)
 
 
-def shared_config(config):
+def shared_config(config: dict[str, str]) -> dict[str, str]:
     """The constants of a configuration that two runs of one record share."""
     return {name: value for name, value in config.items() if name not in ("seed", "run_id")}
 
 
-def records_of(track):
+def records_of(track: str) -> dict[str, Folder]:
     """{folder name: Folder} of the track's records in this repository that can be read."""
     found = {}
     for path in sorted(HOME.glob(f"track_{track}/[!.]*/submission.json")):      # no .tmp of `new`
@@ -301,14 +302,14 @@ def records_of(track):
     return found
 
 
-def rank_key(folder):
+def rank_key(folder: Folder) -> float:
     """What the board sorts by; less is better."""
     metric = "time" if folder.track.rank == "time" else folder.track.metric
     mean = describe(folder.values(metric)).mean
     return -mean if metric in HIGHER_IS_BETTER else mean
 
 
-def best_before(records, hardware):
+def best_before(records: dict[str, Folder], hardware: str) -> str:
     """Name of the best record that has a score; where any hardware may play, of those on this if there are
     any; or "none"."""
     scored = [name for name, folder in records.items() if None not in folder.values(folder.track.metric)]
@@ -318,7 +319,7 @@ def best_before(records, hardware):
     return min(alike or records, key=lambda name: rank_key(records[name]), default="none")
 
 
-def summary_of(name, folder):
+def summary_of(name: str, folder: Folder) -> dict[str, Any]:
     """What a later record keeps of the one before it."""
     first = folder.result(folder.runs[0])
     values = folder.values(folder.track.metric)
@@ -328,12 +329,12 @@ def summary_of(name, folder):
             "config": shared_config(first["config"])}
 
 
-def rounded(value):
+def rounded(value: float | None) -> float | None:
     """The same number on every machine; None stays None."""
     return None if value is None else round(value, 10)
 
 
-def computed(folder):
+def computed(folder: Folder) -> dict[str, float | None]:
     """Every number of submission.json that follows from logs and results."""
     first = folder.result(folder.runs[0])
     out = {}
@@ -350,7 +351,7 @@ def computed(folder):
                   "p": rounded(test.p) if test and math.isfinite(test.p) else None}
 
 
-def open_run(path):
+def open_run(path: Path | str) -> tuple[Run, dict[str, Any]]:
     """(Run, result) of a finished run: its folder, or its run_id under logs/. Raises Refused."""
     path = Path(path) if Path(path).is_dir() else Path("logs", path)
     demand(path.is_dir(), f"{path.name} is no run folder")
@@ -365,13 +366,13 @@ def open_run(path):
     return run, result
 
 
-def code_diff(before, after):
+def code_diff(before: tuple[str, bytes], after: tuple[str, bytes]) -> str:
     """Unified diff of two scripts, each (name, bytes), no context."""
     lines = [inputs.decode(raw, "replace").splitlines(keepends=True) for _, raw in (before, after)]
     return "".join(difflib.unified_diff(*lines, before[0], after[0], n=0))
 
 
-def change_text(diff):
+def change_text(diff: str) -> str:
     """How many lines a diff adds and removes."""
     lines = diff.splitlines()[2:]       # after the two names
     added = len([line for line in lines if line.startswith("+")])
@@ -380,13 +381,13 @@ def change_text(diff):
 
 
 # ------------------------------------------------------------ README
-def table(head, rows):
+def table(head: list[str], rows: Iterable) -> str:
     """A table in Markdown."""
     rows = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
-def command_of(result):
+def command_of(result: dict[str, Any]) -> str:
     """The line that repeats a run; SEED is left to the caller."""
     words = ["SEED=<seed>"]
     for name, (_, value) in result["overrides"].items():
@@ -397,7 +398,7 @@ def command_of(result):
     return " ".join([*words, start, f"train_gpt.py --preset={result['preset']}"])
 
 
-def result_lines(folder):
+def result_lines(folder: Folder) -> list[str]:
     """The section on the result: statistics, the test."""
     track = folder.track
     metric = folder.track.metric
@@ -414,7 +415,7 @@ def result_lines(folder):
     return lines
 
 
-def run_lines(folder):
+def run_lines(folder: Folder) -> list[str]:
     """The section on the runs: a table, those that were resumed, those that do not count."""
     metric = folder.track.metric
     excluded = folder.submission["excluded"]
@@ -441,7 +442,7 @@ def run_lines(folder):
     return lines
 
 
-def before_lines(folder):
+def before_lines(folder: Folder) -> list[str]:
     """The constants that changed, then the code, then the record before as run again on this machine."""
     before = folder.submission["before"]
     metric = folder.track.metric
@@ -470,7 +471,7 @@ def before_lines(folder):
     return lines
 
 
-def where_table(folder):
+def where_table(folder: Folder) -> str:
     """Where, when, by whom and from what the record was made."""
     s = folder.submission
     first = folder.result(folder.runs[0])
@@ -490,7 +491,7 @@ def where_table(folder):
         ["evaluation", " ".join(f"{name}:{value}" for name, value in first["eval"].items())]])
 
 
-def render(folder):
+def render(folder: Folder) -> tuple[str, str]:
     """README.md, made from the other files alone: (what stands before the notes, what after them)."""
     s = folder.submission
     results = [folder.result(run) for run in folder.runs]
@@ -509,7 +510,7 @@ def render(folder):
     return "\n".join(lines), "\nMade by `record.py new`; `record.py check` on this folder recomputes it.\n"
 
 
-def readme_of(folder, notes="\nNone.\n"):
+def readme_of(folder: Folder, notes: str = "\nNone.\n") -> str:
     """The whole README.md, with notes between its markers."""
     top, end = render(folder)
     return f"{top}\n{NOTES[0]}{notes}{NOTES[1]}\n{end}"

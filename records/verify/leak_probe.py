@@ -27,7 +27,10 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +55,7 @@ class ProbeFailed(Exception):
 class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
     log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
-    def __init__(self, module, artifact, env):
+    def __init__(self, module: ModuleType, artifact: Path | str | None, env: Mapping[str, str]) -> None:
         self.module = module
         self.env = env
         self.cfg = None
@@ -65,50 +68,50 @@ class Script:
             self.model = self.new_model()
             random_weights(self.model)
 
-    def new_model(self):
+    def new_model(self) -> Any:
         return self.module.GPT(self.cfg)
 
-    def about(self):
+    def about(self) -> dict[str, Any]:
         """{"T": tokens of a row, "V": of the vocabulary, "windows": those whose edges are worth a try}"""
         if not self.cfg:
             return {}
         return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": self.windows()}
 
-    def windows(self):
+    def windows(self) -> list[int]:
         return [*self.cfg.window_schedule, self.eval_window()]
 
-    def config(self, env):
+    def config(self, env: dict[str, str]) -> Any:
         """{constant: text} of an environment, as a log of the script shows it."""
         return {name: self.module.show(value) for name, value in vars(self.module.load_config(env)).items()}
 
-    def eval_window(self):
+    def eval_window(self) -> int:
         return self.module.eval_window(self.cfg)
 
-    def log_probs(self, tokens):
+    def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens (B, T) int64 -> (B, T, V) fp32."""
         import torch
         with torch.no_grad():
             found = self.module.log_probs(self.model, torch.from_numpy(tokens.copy()))
         return found.float().contiguous().numpy()
 
-    def model_constants(self):
+    def model_constants(self) -> list[str]:
         """The fields of a configuration that belong to the model."""
         return [field.name for field in dataclasses.fields(self.module.ModelConfig)]
 
-    def target_nats(self, tokens, row, protocol, bos, step):
+    def target_nats(self, tokens: np.ndarray, row: int, protocol: str, bos: int, step: int) -> np.ndarray:
         """tokens (n,) -> nats (n,) of each given those before it, by rows and steps of so many tokens."""
         constants = {name: getattr(self.cfg, name) for name in self.model_constants()}
         cfg = self.module.load_config(self.env)     # the rates and the device; the shape is the model's
         cfg = shortened(dataclasses.replace(cfg, **constants), row, step)
         return self.call_target_nats(cfg, tokens.astype(np.uint16), bos, protocol)
 
-    def call_target_nats(self, cfg, tokens, bos, protocol):
+    def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
         team = self.module.Team(cfg, {})
         by_document = [bos] if "documents" in self.module.PROTOCOLS else []     # a protocol of older scripts
         return self.module.target_nats(self.model, cfg, tokens, *by_document, protocol, team)
 
 
-def random_weights(model):
+def random_weights(model: Any) -> None:
     """Normal ones: zero-initialised projections would hide what flows through them."""
     import torch
     generator = torch.Generator().manual_seed(0)
@@ -116,7 +119,7 @@ def random_weights(model):
         p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
 
 
-def shortened(cfg, row, step):
+def shortened(cfg: Any, row: int, step: int) -> Any:
     """A configuration with rows of so many tokens, whose protocols train on so many at a step."""
     protocols = dict(eval_sliding=row // 4, eval_documents=row // 4, eval_ttt=step)
     wanted = {name: value for name, value in protocols.items() if getattr(cfg, name, 0)}
@@ -127,17 +130,17 @@ def shortened(cfg, row, step):
 # ------------------------------------------------------------ scripts whose recipes are sections
 class RecipeScript(Script):
     """A script with RECIPES: its Config makes the model and knows the windows of stages and of scoring."""
-    def new_model(self):
+    def new_model(self) -> Any:
         return self.cfg.make_model(self.module.Kernels())
 
-    def windows(self):
+    def windows(self) -> list[int]:
         """Sizes of all windows, of stages and of scoring; 0 where there are none."""
         sizes = {0}
         for stage in (None, *self.cfg.stages()):
             sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
         return sorted(sizes)
 
-    def model_constants(self):
+    def model_constants(self) -> list[str]:
         return type(self.cfg).model_fields()
 
 
@@ -147,21 +150,21 @@ class OldScript(Script):
     and whose golf.py stands beside it and takes the module as its first argument."""
     context = None      # tokens of the rows that the model is set to
 
-    def eval_window(self):
+    def eval_window(self) -> int:
         if hasattr(self.module, "eval_window"):
             return self.module.eval_window(self.cfg)
         return self.cfg.window_schedule[-1]     # the oldest know only that of the last stage
 
-    def log_probs(self, tokens):
+    def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.shape[1] != self.context:
             self.context = tokens.shape[1]
             self.model.set_context(self.context, self.eval_window())
         return super().log_probs(tokens)
 
-    def model_constants(self):
+    def model_constants(self) -> list[str]:
         return self.module.SHAPE
 
-    def call_target_nats(self, cfg, tokens, bos, protocol):
+    def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
         golf = importlib.import_module("golf")
         self.context = None     # golf.py sets another one
         team = self.module.Team(cfg, {})
@@ -169,14 +172,14 @@ class OldScript(Script):
 
 
 # ------------------------------------------------------------ the worker
-def script_kind(module):
+def script_kind(module: ModuleType) -> type[Script]:
     """The class that knows how to ask a train_gpt.py, by what it offers."""
     if hasattr(module, "RECIPES"):
         return RecipeScript
     return Script if hasattr(module, "ModelConfig") else OldScript
 
 
-def open_script(path, artifact, env):
+def open_script(path: Path | str, artifact: Path | str | None, env: Mapping[str, str]) -> Script:
     """Imports the script at path. artifact: a path, or None for random weights."""
     sys.path.insert(0, str(Path(path).resolve().parent))        # companions of old scripts
     spec = importlib.util.spec_from_file_location("train_gpt", path)
@@ -186,11 +189,11 @@ def open_script(path, artifact, env):
     return kind(module, artifact, env)
 
 
-def read_tokens(count):
+def read_tokens(count: int) -> np.ndarray:
     return np.frombuffer(sys.stdin.buffer.read(8 * count), np.int64)
 
 
-def serve(path, artifact):
+def serve(path: Path | str, artifact: Path | str | None) -> None:
     """Loads the model, says what it is about, answers requests until there are no more."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)       # what the script prints goes to stderr
@@ -214,14 +217,15 @@ def serve(path, artifact):
             answer(list(found.shape), found.astype(np.float64).tobytes())
 
 
-def clean_environment():
+def clean_environment() -> dict[str, str]:
     """What a stranger's script sees of our environment."""
     return {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
 
 
 class Model:
     """The worker seen from the judge: a function from tokens to log-probabilities."""
-    def __init__(self, script, artifact, env, seconds):
+    def __init__(self, script: Path | str, artifact: Path | str | None, env: dict[str, str],
+                 seconds: float) -> None:
         command = [sys.executable, __file__, str(script), str(artifact or "-")]
         # The folder stays as it is, and threads of a waiting worker sleep
         own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -237,16 +241,16 @@ class Model:
         self.listener.start()
         self.about = self.answer()
 
-    def listen(self):
+    def listen(self) -> None:
         """Keeps the last lines that the worker writes to stderr."""
         for line in self.process.stderr:
             self.errors = [*self.errors[-20:], line.decode(errors="replace").strip()]
 
-    def stop(self):
+    def stop(self) -> None:
         self.late = True
         self.process.kill()
 
-    def ask(self, request, tokens):
+    def ask(self, request: dict[str, Any], tokens: np.ndarray | None) -> Any:
         """The shape of the answer. Raises ProbeFailed."""
         with contextlib.suppress(BrokenPipeError):      # answer() says why it ended
             head = json.dumps(request).encode() + b"\n"
@@ -254,7 +258,7 @@ class Model:
             self.process.stdin.flush()
         return tuple(self.answer())
 
-    def answer(self):
+    def answer(self) -> Any:
         """The next line of JSON. Raises ProbeFailed."""
         line = self.process.stdout.readline()
         if line:
@@ -266,7 +270,7 @@ class Model:
             why = f"no answer within {self.seconds:.0f} s"
         raise ProbeFailed(f"the script does not answer: {why[:200]}")
 
-    def read(self, shape, dtype):
+    def read(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         """The numbers of an answer."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         raw = self.process.stdout.read(size)
@@ -274,7 +278,7 @@ class Model:
             self.answer()       # raises: the worker has ended
         return np.frombuffer(raw, dtype).reshape(shape)
 
-    def log_probs(self, tokens):
+    def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens (B, T) -> (B, T, V) fp32."""
         shape = self.ask({"shape": tokens.shape}, tokens)
         wanted = (*tokens.shape, self.about["V"])
@@ -282,7 +286,7 @@ class Model:
             raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
         return self.read(shape, np.float32)
 
-    def target_nats(self, tokens, row, protocol, bos, step):
+    def target_nats(self, tokens: np.ndarray, row: int, protocol: str, bos: int, step: int) -> np.ndarray:
         """tokens (n,) -> nats (n,) float64, by rows and steps of so many tokens: enough of them, however long
         the run's own are."""
         request = {"size": len(tokens), "row": row, "protocol": protocol, "bos": bos, "step": step}
@@ -291,14 +295,14 @@ class Model:
             raise ProbeFailed(f"{protocol}: {len(tokens)} tokens have nats of shape {shape}")
         return self.read(shape, np.float64)
 
-    def close(self):
+    def close(self) -> None:
         self.timer.cancel()
         self.process.kill()
         self.process.communicate()
 
 
 # ------------------------------------------------------------ what is tried
-def some_places(T, windows, rng):
+def some_places(T: int, windows: list[int], rng: np.random.Generator) -> list[int]:
     """Last unchanged positions that are worth a try: some odd ones, a random multiple of each alignment and
     the place before it, and the edges of the windows."""
     found = {1, T // 2, T - 2}
@@ -313,12 +317,13 @@ def some_places(T, windows, rng):
     return sorted(t for t in found if 0 <= t < T - 1)
 
 
-def two_places(T, rng):
+def two_places(T: int, rng: np.random.Generator) -> list[int]:
     """Two odd ones."""
     return [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
 
 
-def documents(T, V, val_files, rng):
+def documents(T: int, V: int, val_files: Sequence[Path],
+              rng: np.random.Generator) -> list[tuple[str, np.ndarray]]:
     """[(kind, tokens (T,))]: random tokens, and a piece of the val split where it is at hand."""
     found = [("random tokens", rng.integers(0, V, T))]
     for path in val_files[:1]:
@@ -329,13 +334,13 @@ def documents(T, V, val_files, rng):
     return found
 
 
-def check_finite(rows, kind):
+def check_finite(rows: np.ndarray, kind: str) -> None:
     """Raises ProbeFailed; -inf is the log of 0."""
     if np.isnan(rows).any() or (rows == np.inf).any():
         raise ProbeFailed(f"log_probs are not finite ({kind})")
 
 
-def check_rows(rows, kind):
+def check_rows(rows: np.ndarray, kind: str) -> None:
     """Every (V,) of rows (…, V) is a distribution. Raises ProbeFailed."""
     check_finite(rows, kind)
     parts = max(1, rows.size >> 19)     # fp64 of so many fits into the cache
@@ -347,19 +352,20 @@ def check_rows(rows, kind):
                               f"to {worst:.6g}")
 
 
-def largest_change(now, before):
+def largest_change(now: np.ndarray, before: np.ndarray) -> float:
     """The largest difference; that of -inf and -inf is none."""
     with np.errstate(invalid="ignore"):
         change = np.abs(now - before)
     return float(np.nan_to_num(change, nan=0.0, posinf=np.inf).max(initial=0.0))
 
 
-def most_rows(T, V):
+def most_rows(T: int, V: int) -> int:
     """Rows of a batch: at most 24, and no more log-probabilities than fit."""
     return max(1, min(24, (1 << 24) // (T * V)))
 
 
-def try_company(seen, kind, document, base, V, rng):
+def try_company(seen: Model | Script, kind: str, document: np.ndarray, base: np.ndarray, V: int,
+                rng: np.random.Generator) -> float:
     """Do other rows or earlier calls change what the worker `seen` says of a document? Returns the largest
     change in nats. Raises ProbeFailed."""
     worst = 0.0
@@ -375,7 +381,8 @@ def try_company(seen, kind, document, base, V, rng):
     return worst
 
 
-def try_places(fresh, kind, document, base, V, places, limit, rng):
+def try_places(fresh: Model | Script, kind: str, document: np.ndarray, base: np.ndarray, V: int,
+               places: Iterable[int], limit: float, rng: np.random.Generator) -> float:
     """Asks the worker `fresh` for the document with other tokens after each of the places, in random order
     and batches. Returns the largest effect in nats on what comes before. Raises ProbeFailed above limit."""
     worst = 0.0
@@ -399,7 +406,8 @@ def try_places(fresh, kind, document, base, V, places, limit, rng):
     return worst
 
 
-def probe(fresh, seen, T, V, windows, val_files, rng):
+def probe(fresh: Model | Script, seen: Model | Script, T: int, V: int, windows: list[int],
+          val_files: Sequence[Path], rng: np.random.Generator) -> tuple[int, float, list[str]]:
     """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
     tried, the largest effect, kinds of documents). Raises ProbeFailed."""
     tried = 0
@@ -418,7 +426,7 @@ def probe(fresh, seen, T, V, windows, val_files, rng):
     return tried, worst, kinds
 
 
-def probe_long(fresh, seen, T, V, rng):
+def probe_long(fresh: Model, seen: Model, T: int, V: int, rng: np.random.Generator) -> tuple[int, float]:
     """A few changes of a document that is too long for more. Returns (changes tried, the largest effect)."""
     (kind, document), = documents(T, V, [], rng)
     base = seen.log_probs(document[None])[0].copy()
@@ -427,7 +435,8 @@ def probe_long(fresh, seen, T, V, rng):
     return len(places), try_places(fresh, kind, document, base, V, places, NOISE, rng)
 
 
-def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, changes=10):
+def probe_stream(fresh: Callable, seen: Callable, log_probs: Callable, protocol: str, bos: int, T: int,
+                 V: int, val_files: Sequence[Path], rng: np.random.Generator, changes: int = 10) -> str:
     """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
     seven rows of T, so that protocols that train make some steps, and documents of about two; the changes lie
     all over it, every other one begins a document. The first row, which nothing precedes, must have the nats
@@ -462,7 +471,7 @@ def probe_stream(fresh, seen, log_probs, protocol, bos, T, V, val_files, rng, ch
             f"earlier token's nats is {worst:.1g}, {check_sum(fresh, protocol, bos, V, rng)}")
 
 
-def check_sum(nats, protocol, bos, V, rng):
+def check_sum(nats: Callable, protocol: str, bos: int, V: int, rng: np.random.Generator) -> str:
     """A stream of V short documents that differ in nothing but their last token, each of the V tokens once:
     as all are scored by the same weights, the probabilities of these tokens sum to 1. Before them, as many
     random documents, on all of which a protocol that trains makes its only step. Raises ProbeFailed."""
@@ -481,7 +490,9 @@ def check_sum(nats, protocol, bos, V, rng):
     return f"all probabilities after the same tokens sum to {total:.6f}"
 
 
-def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None, protocols=(), bos=1):
+def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_files: Sequence[Path] = (),
+          seconds: float = 120, context: int = 0, seed: int | None = None, protocols: Sequence[str] = (),
+          bos: int = 1) -> str:
     """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
     ones most changes are tried on 1,024 tokens and a few on all. protocols: golf's, tried after it."""
     rng = np.random.default_rng(seed)
@@ -506,13 +517,14 @@ def judge(script, artifact, env, val_files=(), seconds=120, context=0, seed=None
     return "; ".join([text, *streams])
 
 
-def configurations(script, envs, seconds):
+def configurations(script: Path | str, envs: list[dict[str, str]], seconds: float) -> list[Any]:
     """[{constant: text}] that the script makes of environments. Raises ProbeFailed."""
     with contextlib.closing(Model(script, NO_MODEL, {}, seconds)) as model:
         return model.ask({"configs": envs}, np.zeros(0))
 
 
-def score(script, artifact, env, val, seconds):
+def score(script: Path | str, artifact: Path | None, env: dict[str, str], val: np.ndarray,
+          seconds: float) -> float:
     """Mean nats over every target of val (N,), rows of T tokens, added up here from log_probs alone."""
     with contextlib.closing(Model(script, artifact, env, seconds)) as model:
         T = model.about["T"]

@@ -1,14 +1,17 @@
 """`record new`: a record folder from finished run folders."""
+import argparse
 import contextlib
 import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import inputs
 from judge import trials
-from judge.runs import Refused, demand, demand_samples
+from judge.runs import Refused, Run, demand, demand_samples
 from verify import folders
 from verify.checks import ARTIFACT_LIMIT, json_text
 from verify.folders import (
@@ -17,7 +20,7 @@ from verify.folders import (
 from verify.scripts import Source, git_commit, of_one_kind, source_of
 
 
-def siblings(paths, chosen, first):
+def siblings(paths: list[str], chosen: set[str], first: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{run_id: result} of the finished runs beside those at paths, and in logs/, that are not chosen but have
     the code and constants of the result `first`."""
     found = {}
@@ -32,7 +35,7 @@ def siblings(paths, chosen, first):
     return found
 
 
-def check_alike(opened):
+def check_alike(opened: list[tuple[Run, dict]]) -> None:
     """Refuses runs that differ in more than the seed, or in less, and those with files beside the script. The
     seed is what the log says."""
     first = opened[0][1]
@@ -56,7 +59,7 @@ def check_alike(opened):
     demand_samples([run for run, _ in opened])
 
 
-def excluded_runs(args, opened):
+def excluded_runs(args: argparse.Namespace, opened: list[tuple[Run, dict]]) -> list[dict[str, Any]]:
     """The runs of the same code and constants that are left out, as submission.json lists them. Raises
     Refused where one has no reason."""
     first = opened[0][1]
@@ -75,7 +78,7 @@ def excluded_runs(args, opened):
             for name, other in others.items()]
 
 
-def model_of(run, result):
+def model_of(run: Run, result: dict[str, Any]) -> Path:
     """The file that a run is scored by. Raises Refused."""
     packed = result["config"]["score_artifact"] == "1"
     found = sorted(run.path.parent.glob("final_model.*.ptz" if packed else "final_model.pt"))
@@ -83,7 +86,8 @@ def model_of(run, result):
     return found[0]
 
 
-def copy_files(folder, opened, baseline, models):
+def copy_files(folder: Path, opened: list[tuple[Run, dict]], baseline: list[tuple[Run, dict]],
+               models: list[Path]) -> None:
     """Logs, results, the script, and small artifacts of the first two runs: both can be scored again."""
     for i, (run, result) in enumerate(opened):
         end = f"_seed{result['seed']}" if i else ""
@@ -96,7 +100,7 @@ def copy_files(folder, opened, baseline, models):
     shutil.copyfile(opened[0][0].path.parent / "train_gpt.py", folder / "train_gpt.py")
 
 
-def new(args, say):
+def new(args: argparse.Namespace, say: Callable) -> str:
     """Makes the record folder of finished runs. Returns its path."""
     demand(args.blurb.strip(), "what does the record change? --blurb 'a sentence' says so on its page")
     # 1. which runs

@@ -6,6 +6,7 @@ folder that holds the script, what old ones loaded from beside it, and data/. Wh
 repeated: the clock of the replay stands almost still, and losses are compared up to the first line whose
 learning rate differs.
 """
+import argparse
 import os
 import re
 import shutil
@@ -17,11 +18,12 @@ import threading
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import inputs
 from verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
 from verify.evidence import lines_of
-from verify.folders import ROOT
+from verify.folders import ROOT, Folder
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
 START = f"""import runpy, time
@@ -37,7 +39,7 @@ BF16_LOSS = 5e-3        # CPUs round products of bfloat16 differently: by this p
 LEAST = 10              # losses that must be compared, where N asks for so many
 
 
-def check_replay(folder, options):
+def check_replay(folder: Folder, options: argparse.Namespace) -> str | None:
     """--replay N: the run of train.log, or of --seed, trained again for N steps."""
     if not options.replay:
         return None
@@ -61,7 +63,7 @@ def check_replay(folder, options):
     return f"{log}: {compare(log, lines, again, last)}"
 
 
-def cpus_of(result):
+def cpus_of(result: dict[str, Any]) -> tuple[int, int]:
     """(ranks, threads) of a run on CPUs; those of GPUs do not repeat to the digit."""
     found = re.match(r"(\d+) ranks x (\d+) threads of ", result["hardware"])
     if not found:
@@ -69,7 +71,8 @@ def cpus_of(result):
     return int(found[1]), int(found[2])
 
 
-def train_again(folder, result, ranks, threads, last, seconds, scratch):
+def train_again(folder: Folder, result: dict[str, Any], ranks: int, threads: int, last: int, seconds: float,
+                scratch: Path) -> list[str]:
     """The lines of the log of a new run up to the step `last`, or for so many seconds."""
     for name in ("train_gpt.py", *folder.companions()):
         shutil.copyfile(folder.path / name, scratch / name)
@@ -86,7 +89,7 @@ def train_again(folder, result, ranks, threads, last, seconds, scratch):
     return [*body.split("\n"), *said]      # the last line may have reached the terminal only
 
 
-def environment(result, threads, scratch):
+def environment(result: dict[str, Any], threads: int, scratch: Path) -> dict[str, str]:
     """The run's preset, seed and overrides, and nothing of ours that a run could see."""
     env = {name.upper(): text for name, (_, text) in result["overrides"].items()
            if name not in OF_ONE_RUN or name in ("device", "dtype")}
@@ -99,7 +102,8 @@ def environment(result, threads, scratch):
         TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
 
 
-def until_step(steps, command, folder, env, seconds):
+def until_step(steps: int, command: list[str], folder: Path, env: dict[str, str],
+               seconds: float) -> list[str]:
     """Runs a command until it prints the loss of that step, at most so many seconds. Returns its lines.
     Raises Broken if it ends before either."""
     said = []
@@ -126,7 +130,7 @@ def until_step(steps, command, folder, env, seconds):
     return said
 
 
-def compare(log, lines, again, steps):
+def compare(log: str, lines: list[str], again: list[str], steps: int) -> str:
     """Lines of a log against those of the replay. Raises Broken where they differ."""
     for line in filter(PLAN.fullmatch, again):
         key = re.match(r"[\w ]+[^:=]*[:=]", line)[0]
@@ -158,7 +162,7 @@ def compare(log, lines, again, steps):
     return f"{compared} losses up to step {last} are the same {how}"
 
 
-def loss_of(found):
+def loss_of(found: re.Match) -> tuple[str, str]:
     """(step, name of its loss) of a match of COMPARED."""
     return found[1], found[2].partition(":")[0]
 

@@ -1,12 +1,16 @@
 """All rules that `record check` asks of a record folder, one after the other."""
+import argparse
+from collections.abc import Callable, Sequence
 from judge.runs import Refused
 from verify import checks, evidence, folders, leak_probe, replay
-from verify.checks import DAMAGE, Broken, LeftOut, NoEvidence
+from verify.checks import DAMAGE, Broken, LeftOut, NoEvidence, Rule
+from verify.folders import Folder
 
 CHECKS = [*checks.CHECKS, *evidence.CHECKS, *replay.CHECKS]
 
 
-def check(folder, options, say, rules=CHECKS):
+def check(folder: Folder, options: argparse.Namespace, say: Callable,
+          rules: Sequence[Rule] = CHECKS) -> list[str]:
     """Says a line for each rule that fails or was left out, one for all that hold, and one for those of which
     a foreign folder has no evidence; with options.verbose a line for each. Returns the names of those that
     fail."""
@@ -30,7 +34,7 @@ def check(folder, options, say, rules=CHECKS):
     return names["FAIL"]
 
 
-def outcome(rule, folder, options):
+def outcome(rule: Rule, folder: Folder, options: argparse.Namespace) -> tuple[str, str | None]:
     """("pass", "FAIL", "n/a" or "----", what holds or why not; None: the track has no such rule)"""
     try:
         return "pass", rule.function(folder, options)

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from judge.runs import Refused
-from verify.folders import ROOT
+from verify.folders import ROOT, Folder
 
 UNKNOWN = "not committed"       # in place of a commit
 
@@ -26,13 +26,13 @@ class Source(NamedTuple):
     preset: str
 
 
-def source_of(folder):
+def source_of(folder: Folder) -> Source:
     """Source of a record of ours."""
     preset = folder.result(folder.runs[0])["preset"]
     return Source(folder.script, folder.submission["git_commit"], preset)
 
 
-def git(*words, **more):
+def git(*words: str, **more: Any) -> bytes:
     """stdout of a git command in this repository; nothing where it fails or git is not there."""
     try:
         return subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **more).stdout
@@ -40,12 +40,12 @@ def git(*words, **more):
         return b""
 
 
-def is_known(commit):
+def is_known(commit: str) -> bool:
     """Does this repository have the commit?"""
     return git("cat-file", "-t", commit).strip() == b"commit"
 
 
-def recipes_of(script):
+def recipes_of(script: bytes) -> list[str]:
     """The presets in a script's registry; none in older ones, or in what is no Python."""
     try:
         nodes = ast.parse(script).body
@@ -57,13 +57,13 @@ def recipes_of(script):
     return []
 
 
-def whole_at(commit):
+def whole_at(commit: str) -> bytes:
     """train_gpt.py of a commit; b"" where this repository does not know it."""
     return git("show", f"{commit}:train_gpt.py") if is_known(commit) else b""
 
 
 @functools.cache
-def made_at(commit, preset):
+def made_at(commit: str, preset: str) -> bytes:
     """What `./run.sh script PRESET` prints at a commit; b"" where this repository lacks the commit, or the
     commit lacks the tool or the preset."""
     if not git("cat-file", "-t", f"{commit}:tools/script.py"):
@@ -76,12 +76,12 @@ def made_at(commit, preset):
     return b"" if made.returncode else made.stdout
 
 
-def is_made_at(commit, script, preset):
+def is_made_at(commit: str, script: bytes, preset: str) -> bool:
     """Is a script the whole file of a commit, or what the tool makes of it for the preset?"""
     return script == whole_at(commit) or len(recipes_of(script)) == 1 and script == made_at(commit, preset)
 
 
-def git_commit(script, preset):
+def git_commit(script: bytes, preset: str) -> str:
     """The newest commit that holds a run's script, whole or as the tool makes it, or "not committed"."""
     commits = git("log", "--format=%H", "-n", "500", "--", "train_gpt.py", "tools/script.py").decode().split()
     asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
@@ -100,7 +100,7 @@ def git_commit(script, preset):
     return UNKNOWN
 
 
-def of_one_kind(before, after):
+def of_one_kind(before: Source, after: Source) -> list[tuple[str, bytes]]:
     """Two Sources -> [(name, script)] of both for a diff. Where one is whole and the other has a single
     recipe, the tool of the whole one's commit makes it one with a single recipe, too; of an older file, which
     has no recipes, it cannot: then the whole file of the other one's commit is compared. Raises Refused."""

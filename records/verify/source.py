@@ -13,12 +13,12 @@ WORDS = re.compile(r"(?<![.\w])(?:exec|eval|compile)\b|marshal|FunctionType|buil
 DECODER_PARTS = ("decompress", "decode", "a2b_")        # of names such as b85decode
 
 
-def last_name(node):
+def last_name(node: ast.AST) -> str:
     """zlib.decompress -> decompress; "" for what has no name."""
     return getattr(node, "id", "") or getattr(node, "attr", "")
 
 
-def is_runner(node, runners):
+def is_runner(node: ast.AST, runners: set[str]) -> bool:
     """Is this expression exec, eval or compile of Python, or another name for one of them? torch.compile,
     re.compile and model.eval are not."""
     if isinstance(node, ast.Name):
@@ -39,13 +39,13 @@ def is_runner(node, runners):
     return any(word in ast.unparse(owner) for word in ("builtins", "globals", "types"))
 
 
-def code_argument(call):
+def code_argument(call: ast.Call) -> ast.AST | None:
     """What a call of exec and its like would run, or None."""
     named = [keyword.value for keyword in call.keywords if keyword.arg in ("source", "code")]
     return next(iter([*call.args, *named]), None)
 
 
-def is_decoded(node, decoded):
+def is_decoded(node: ast.AST, decoded: set[str]) -> bool:
     """Does this expression decode something, or use a name that holds decoded text?"""
     for part in ast.walk(node):
         name = last_name(part)
@@ -56,7 +56,7 @@ def is_decoded(node, decoded):
     return False
 
 
-def parse(source):
+def parse(source: str) -> ast.Module | None:
     """The syntax tree of a script in which local names are told apart: `text` of the function run is called
     run.text. Raises SyntaxError for what is no Python."""
     tree = ast.parse(source)
@@ -78,7 +78,7 @@ def parse(source):
     return tree
 
 
-def assignments(tree):
+def assignments(tree: ast.Module) -> list[tuple]:
     """[(names, value)] of everything that gives a name a value: =, :=, for, with, and def by its returns."""
     found = []
     for node in ast.walk(tree):
@@ -97,7 +97,7 @@ def assignments(tree):
     return [({last_name(part) for part in ast.walk(target)} - {""}, value) for target, value in found]
 
 
-def runners_of(tree):
+def runners_of(tree: ast.Module) -> set[str]:
     """exec and its like by every name that they have here: of assignments, imports, and functions that pass
     a parameter on to one of them."""
     runners = set(RUNNERS)
@@ -124,7 +124,7 @@ def runners_of(tree):
 
 
 @cache
-def packed_line(source):
+def packed_line(source: str) -> int | None:
     """The line on which decoded text is run as code, exec(zlib.decompress(...)) in any of its usual forms, or
     None. Raises SyntaxError for what is no Python."""
     if not WORDS.search(source):
@@ -150,7 +150,7 @@ def packed_line(source):
     return min(lines, default=None)
 
 
-def line_of_file(source):
+def line_of_file(source: str) -> int | None:
     """The line on which the text of another file is run as code, or None. Raises SyntaxError for what is no
     Python."""
     if not WORDS.search(source):
@@ -165,7 +165,7 @@ def line_of_file(source):
     return None
 
 
-def compiler_flags(source):
+def compiler_flags(source: str) -> list[str]:
     """What a script sets of torch's compiler beyond dynamic and fullgraph, as sentences; settings of its code
     for CPUs don't count. Raises SyntaxError for what is no Python."""
     tree = ast.parse(source)
