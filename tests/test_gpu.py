@@ -266,12 +266,13 @@ def test_compiled_fp8_of_speedrun_plus_equals_the_cpu():
     x, grad = (torch.randn(256, 128, generator=draw).bfloat16() for _ in range(2))
     fc, proj = (0.1 * torch.randn(*shape, generator=draw) for shape in ((512, 128), (128, 512)))
     matrices = [0.1 * torch.randn(rows, 128, generator=draw) for rows in (96, 96, 128)]
-    cases = [(train_gpt.fp8_mlp, [x, fc, proj, torch.tensor([8.0, 16.0, 1.0]) / 448], [grad]),
-             (train_gpt.fp8_qkv, [x, *matrices, torch.tensor([0.7])],
+    by_kernel = partial(train_gpt.fp8_mlp, transpose=train_gpt.kernel_transpose)
+    cases = [(train_gpt.fp8_mlp, by_kernel, [x, fc, proj, torch.tensor([8.0, 16.0, 1.0]) / 448], [grad]),
+             (train_gpt.fp8_qkv, train_gpt.fp8_qkv, [x, *matrices, torch.tensor([0.7])],
               [0.1 * torch.randn(256, rows, generator=draw).bfloat16() for rows in (96, 96, 128)])]
-    for function, inputs, grads in cases:
+    for function, fast, inputs, grads in cases:
         found = []
-        compiled = torch.compile(function, dynamic=False, fullgraph=True)
+        compiled = torch.compile(fast, dynamic=False, fullgraph=True)
         for device, fn in (("cpu", function), ("cuda", compiled)):
             there = [t.detach().to(device).requires_grad_() for t in inputs]
             outputs = fn(*there)

@@ -415,9 +415,9 @@ def test_scales_follow_the_last_micro_step():
     inputs = []
     real = train_gpt.Fp8MLP.apply
 
-    def apply(x, fc, proj, scales):
+    def apply(x, fc, proj, scales, transpose):
         inputs.append((x.abs().amax().item(), scales.detach().clone()))
-        return real(x, fc, proj, scales)
+        return real(x, fc, proj, scales, transpose)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt.Fp8MLP, "apply", apply)
