@@ -80,7 +80,7 @@ COUNTED = {
     "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the rehearsal
     "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
     "the schedules": (train_gpt.Tiny, "schedule", lambda _, step, __: step == 2, {}),
-    "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: lines[0].startswith("step:2/"), {}),
+    "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: " ".join(lines).startswith("step:2/"), {}),
     # of the first stage: once in the rehearsal, never in evaluation
     "the context": (train_gpt.TinyModel, "training_context",
                     nth(2, lambda _, T, device, dtype, stage: stage.window == 32),
