@@ -555,6 +555,30 @@ def test_a_pause_on_the_clock_is_named(measured, tmp_path):
     assert re.search(r"pauses on the clock: \d.* 0\.[45]\d s in step 17", pause), found
 
 
+def test_a_step_with_an_eighth_of_the_optimizer_is_timed_as_such(measured, monkeypatch):
+    """It owns an eighth of all moments, updates that share alone, and no process group is asked."""
+    seen = []
+    real = gpu_parts.own_an_eighth
+
+    def spy(subject, run):
+        before = sum(bank.master.numel() for bank in run.optimizer.banks)
+        real(subject, run)
+        banks = run.optimizer.banks
+        seen.append((before, banks, [bank.data.clone() for bank in banks]))
+
+    monkeypatch.setattr(gpu_parts, "own_an_eighth", spy)
+    found = measured(train_gpt, "loop", ITERATIONS="12", NUM_LAYERS="1", TRAIN_SEQ_LEN="64",
+                     WINDOW_SCHEDULE="32")
+    assert not [row for row in found if row[0] == "FAULT"], found
+    texts = [text for _, text in found if "with an eighth of the optimizer" in text]
+    assert texts and all(re.search(r"optimizer: \d+\.\d ms, collectives as copies$", text) for text in texts)
+    ((before, banks, values),) = seen
+    mine = sum(bank.master.numel() for bank in banks)
+    assert mine < before / 2 and all(8 * bank.master.numel() == bank.data.numel() for bank in banks)
+    moved = [bank.data.view(8, -1) != value.view(8, -1) for bank, value in zip(banks, values)]
+    assert any(rows[0].any() for rows in moved) and not any(rows[1:].any() for rows in moved)
+
+
 def test_steps_that_take_longer_in_their_stage_are_no_pause():
     stages = [((1, 1), 10.0)] * 20 + [((3, 3), 30.0)] * 20 + [((3, 3), 75.0)]
     typical = {(1, 1): 10.0, (3, 3): 30.0}
@@ -701,7 +725,14 @@ def result(**settings):
             preset="golf",
             verdict="note",
             text="x",
-            figures=dict(tokens=65536, p50=99.87, rank_of_eight=91.2),
+            figures=dict(tokens=65536, p50=99.87),
+        ),
+        dict(
+            part="loop",
+            preset="golf",
+            verdict="ok",
+            text="x",
+            figures=dict(tokens=65536, with_an_eighth=91.2),
         ),
     ]
     machine = dict(gpu="NVIDIA Made Up", driver="999.1", torch="9.9")

@@ -59,14 +59,21 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def stage_times(verdicts: list[dict], preset: str) -> str:
-    """`16,384: 36.1` for each stage: tokens of a rank's step, ms of the step on one GPU, and of a rank."""
+    """`16,384: 36.1 (31.2)` for each stage: tokens of a rank's step, ms of the step on one GPU, and with an
+    eighth of the optimizer."""
+    eighths = {}
+    for row in verdicts:
+        if row["preset"] == preset and "with_an_eighth" in row["figures"]:
+            eighths[row["figures"]["tokens"]] = row["figures"]["with_an_eighth"]
     found = []
     for row in verdicts:
         figures = row["figures"]
         if row["preset"] == preset and "p50" in figures:
             text = f"{figures['tokens']:,}: {figures['p50']:.1f}"
-            if "rank_of_eight" in figures:
-                text += f" ({figures['rank_of_eight']:.1f})"
+            if figures["tokens"] in eighths:
+                text += f" ({eighths[figures['tokens']]:.1f})"
+            elif "rank_of_eight" in figures:  # until November 2026
+                text += f" ({figures['rank_of_eight']:.1f} estimated)"
             found.append(text)
     return ", ".join(found) or "not run"
 
@@ -87,7 +94,7 @@ def worst_error(verdicts: list[dict], preset: str) -> str:
 def table(reports: dict[str, dict]) -> str:
     """Rows of all reports and presets, newest first."""
     lines = [
-        "| date, commit | machine | preset | ms a step on one GPU (of a rank of eight, estimated) "
+        "| date, commit | machine | preset | ms a step on one GPU (with an eighth of the optimizer) "
         "| off from fp32 | "
         "faults | slow | to set | remarks |",
         "|---|---|---|---|---|---|---|---|---|",
