@@ -30,6 +30,7 @@ speedrun and gpt2.
     ./run.sh bench --saving [--steps N] [--repeats N]       what checkpoints cost on the clock
     ./run.sh bench --codecs logs/<run_id>/final_model.pt    one run's weights in every codec: score and bytes
     ./run.sh bench --peers [--help]     bits per byte of compressors and plainer GPTs, by tools/peers.py
+    ./run.sh bench --gpu-peers [--help] FOLDER ...          a foreign script beside ours, in turn, on one card
 """
 import argparse
 import importlib.util
@@ -715,6 +716,9 @@ def main():
     if "--peers" in words:
         words.remove("--peers")
         os.execv(sys.executable, [sys.executable, str(ROOT / "tools/peers.py"), *words])
+    if "--gpu-peers" in words:
+        words.remove("--gpu-peers")
+        os.execv(sys.executable, [sys.executable, str(ROOT / "tools/gpu_peers.py"), *words])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="PRESET or NAME=value")
     parser.add_argument("--steps", type=int, default=40)
