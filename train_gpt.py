@@ -4189,7 +4189,8 @@ def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     try:
         ranks = read_ranks(env)
         log.lead = ranks.rank == 0
-        log(*notes)
+        if notes:
+            log(*notes)
         run_once(argv, env, log, saver)
         saver.release()
         saver.wait()
