@@ -376,12 +376,12 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# The lab helps people and decides nothing: {hook: its function}, filled at the end of the file. Scripts of
-# one recipe have none.
+# {hook: function}: help for people, such as samples and pictures, that no result depends on. The table at the
+# end of the file fills it; in a script of one recipe it stays empty.
 LAB: dict[str, Callable] = {}
 
 def lab(hook: str, *args: Any) -> Any:
-    """What the lab says; None without one."""
+    """Calls a function of the lab; None where there is none."""
     return LAB[hook](*args) if hook in LAB else None
 
 def fields_of(recipe: Any) -> dict[str, Field]:
@@ -419,18 +419,6 @@ def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
             elif typed in source:
                 lab("unknown", preset, name, source[typed])
     return preset_config(preset, given)
-
-def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """The preset that an environment and a command line name, whatever else they hold; the default one if
-    they name none that is known."""
-    words = ["", *argv]
-    named = [after for word, after in zip(words, [*argv, ""]) if word == "--preset"]
-    named += [word.removeprefix("--preset=") for word in argv if word.startswith("--preset=")]
-    named += [env.get("PRESET", "")]
-    for name in named:
-        if name in RECIPES:
-            return name
-    return default_preset()
 
 def recipe_of(preset: Any) -> Any:
     """A preset's class. Raises Refused."""
@@ -2667,8 +2655,8 @@ class Saver:
             self.held = None
 
 # ---------- 11 fast kernels
-# Each has the signature of what it replaces and is compared with it by a test. None has been measured on a
-# GPU yet; gains on a CPU are in docs/log.md. choose_kernels() decides, before compiling.
+# Each has the signature of what it replaces and is compared with it by a test. docs/first_gpu.md says which
+# have run on a GPU; gains on a CPU are in docs/log.md. choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
 FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gpu-report times them
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
@@ -4181,7 +4169,7 @@ def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     with."""
     if "--help" in argv or "-h" in argv:
         print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
-        lab("help", preset_of(env, argv))
+        lab("help", env, argv)
         return 0
     log = Log(lead=True)
     saver = Saver()
@@ -8010,7 +7998,8 @@ KNOWN = known_fields()
 NAMES = known_names()
 
 # ---------- 15 lab
-# What helps people and decides nothing. The rest of the file calls it through the table at its end.
+# Help for people, which no result depends on. The rest of the file calls it through the table at the end of
+# this section.
 def check_foreign(preset: str, name: str, text: str) -> None:
     """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
     game's public script has, unless it has the value that this recipe stands for."""
@@ -8073,8 +8062,21 @@ def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
 
-def print_help(preset: str) -> None:
-    """Prints the constants of a preset and no others."""
+def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
+    """The preset that an environment and a command line name, whatever else they hold; the default one if
+    they name none that is known."""
+    words = ["", *argv]
+    named = [after for word, after in zip(words, [*argv, ""]) if word == "--preset"]
+    named += [word.removeprefix("--preset=") for word in argv if word.startswith("--preset=")]
+    named += [env.get("PRESET", "")]
+    for name in named:
+        if name in RECIPES:
+            return name
+    return default_preset()
+
+def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Prints the constants of the preset that is named and no others."""
+    preset = preset_of(env, argv)
     cfg = preset_config(preset)
     print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
     for name, f in fields_of(type(cfg)).items():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "train_gpt.py"
 BANNER = "# ---------- "
-# The statement that hangs the lab on core; all that serves it is no longer reached without
+# The statement that fills the table of the lab. Without it nothing reaches the lab.
 LAB_TABLE = "LAB.update("
 ASKED_FOR = ("load_config", "load_model", "log_probs")  # by other programs, the leak probe among them
 
@@ -148,7 +148,7 @@ def with_one_recipe(text: str, preset: str) -> str:
     lines[registry.lineno - 1:registry.end_lineno] = [f"RECIPES = dict({preset}={recipes[preset]})"]
     docstring = tree.body[0]
     about = lines[docstring.lineno - 1:docstring.end_lineno]
-    others = []
+    others = ["`--help` lists", "Then 15 lab"]  # of the lab
     for name in recipes:
         if name != preset:
             others += [f"--preset={name} ", f" {name}: "]
