@@ -8,7 +8,9 @@ on a card. What stays unseen: speed, races between programs, and the numerics of
 attention.
 """
 
+import contextlib
 import ctypes
+import importlib
 import sys
 import threading
 from typing import Any
@@ -56,12 +58,22 @@ READ_BACK = set(
 ATTENTION = [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
 
 
+def bags(indices: Tensor, offsets: Tensor) -> Tensor:
+    """The bag of each index of an embedding_bag."""
+    return torch.searchsorted(offsets, torch.arange(len(indices)), right=True) - 1
+
+
+def bag_weights_gradient(grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    """_embedding_bag_per_sample_weights_backward(), for the reason that bag_gradient() gives."""
+    return (grad[bags(indices, offsets)] * weight[indices]).sum(-1)
+
+
 def bag_gradient(grad: Tensor, indices: Tensor, offsets: Tensor, *more: Any) -> Tensor:
     """_embedding_bag_backward() of sums. The operator of the CPU needs results of its own forward pass, which
     CUDA's has in other shapes."""
     rows, by_frequency, mode, _, weights = more[3:8]
     assert mode == 0 and not by_frequency
-    bag = torch.searchsorted(offsets, torch.arange(len(indices)), right=True) - 1
+    bag = bags(indices, offsets)
     each = grad[bag] if weights is None else grad[bag] * weights[:, None]
     return grad.new_zeros(rows, grad.size(1)).index_add_(0, indices, each)
 
@@ -70,6 +82,8 @@ def on_cpu(operator: Any) -> Any:
     """The operator; where it exists on GPUs only, its decomposition."""
     if operator is torch.ops.aten._embedding_bag_backward.default:
         return bag_gradient
+    if operator is torch.ops.aten._embedding_bag_per_sample_weights_backward.default:
+        return bag_weights_gradient
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), "CPU"):
         return operator
     from torch._decomp import decomposition_table
@@ -89,6 +103,15 @@ def calling_line() -> str:
     return "backward"
 
 
+def without_overrides() -> None:
+    """Takes back the Triton kernels by which torch 2.12 and newer replace some operators, such as a bmm that
+    is an outer product: computed() can't wrap the way in which they call what they replaced. They stay
+    unseen."""
+    for module in ("triton_utils", "cutedsl_utils"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"torch._native.{module}").deregister_op_overrides()
+
+
 class Operators:
     """CUDA operators that compute on the host. seen: {(name, dtypes of tensors): the line that called it
     first}, of what ran."""
@@ -96,6 +119,7 @@ class Operators:
     def __init__(self) -> None:
         self.seen: dict[tuple[str, tuple[str, ...]], str] = {}
         self.inside = threading.local()  # of torch's own CUDA code
+        without_overrides()
         self.library = torch.library.Library("aten", "IMPL")
         self.real: dict[str, Any] = {}
         names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
