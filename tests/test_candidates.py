@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from helpers import TOY
@@ -191,6 +192,26 @@ def test_counts_of_short_and_extreme_texts():
     assert (counted(cfg, np.full(1000, BOS, np.uint16)).tables != 0).sum(1).tolist() == [1, 1, 1]
     text = np.tile(np.array([BOS, 40_000, 65_535], np.uint16), 70_000)
     assert found_by(counted(cfg, text), after_pair)[1][1] == (65_535, 15)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called."""
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_counting_calls_few_operators():
+    """Each one waits for all threads. On 16 busy cores a chunk of 65,536 tokens at a time took minutes."""
+    counts = NgramCounts(CFG)
+    counts.starts.copy_(some_starts(CFG.vocab_size))
+    text = torch.from_numpy(some_text(1 << 20))
+    with Calls() as calls:
+        for _ in counts.occurrences(text, torch.zeros(len(text), dtype=torch.int16)):
+            pass
+    assert 100 < calls.number < 400
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])

@@ -36,8 +36,11 @@ PLANTED = {
         "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)",
         "tiny", STEPS, "index out of"),
     "gradients of the loss without its slope": (
-        "(error * slope).to(grad.dtype.element_ty)", "error.to(grad.dtype.element_ty)", "golf", STEPS,
+        "most * part - norm) * (part - part * part)", "most * part - norm)", "golf", STEPS,
         "off from fp32"),
+    "an fp8 scale at an address that cuBLAS refuses": (
+        "torch.empty(layers, 3, 4)[..., 0].requires_grad_()", "torch.empty(layers, 3, requires_grad=True)",
+        "speedrun_plus", STEPS, "CUBLAS_STATUS_NOT_SUPPORTED"),
     "a window one token too wide": (
         "(key <= query) & (query - key <= window)", "(key <= query) & (query - key <= window + 1)",
         "speedrun", STEPS, "off from fp32"),

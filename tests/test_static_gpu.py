@@ -426,14 +426,16 @@ ROW_FAULTS = {
         "column = tl.program_id(1).to(tl.int64) * COLUMNS", "column = tl.program_id(1) * COLUMNS",
         ", 392)"),
     "a sum over the tail": (
-        "total += tl.where(i < V, tl.exp(top * tl.sigmoid((x + shift) * scale) - top), 0.0)",
-        "total += tl.exp(top * tl.sigmoid((x + shift) * scale) - top)", "x 50,304"),
+        "total += tl.where(i < V, tl.exp2(most * part - most), 0.0)",
+        "total += tl.exp2(most * part - most)", "x 50,304"),
     "a gradient stored beyond the tail": (
-        "(error * slope).to(grad.dtype.element_ty), mask=i < V)",
-        "(error * slope).to(grad.dtype.element_ty))", "x 50,304"),
+        "found.to(grad.dtype.element_ty), mask=i < V)", "found.to(grad.dtype.element_ty))", "x 50,304"),
     "targets that are none": (
-        "weight = tl.where(target < 0, 0.0, tl.load(weights + k))", "weight = tl.load(weights + k)",
-        "targets"),
+        "weight = tl.load(weights + k, mask=target >= 0, other=0.0)",
+        "weight = tl.load(weights + k, mask=k < K, other=0.0)", "targets"),
+    "targets that are equal": (
+        "tl.where(target[:, None] == target[None, :], weight[None, :], 0.0)",
+        "tl.where(k[:, None] == k[None, :], weight[None, :], 0.0)", "3 targets"),
 }  # fmt: skip
 
 
@@ -537,15 +539,15 @@ def test_no_generated_kernel_transposes_what_the_fp8_mlp_keeps(tmp_path):
 @pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
                                               (90, "*fp8e5")])
 def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys):
-    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 64 registers
-    two rows fit a multiprocessor, with up to 128 one; three targets take more."""
+    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 80 registers
+    three rows fit a multiprocessor, with 64 four."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     types = dict(logits="*bf16", targets="*i64", weights="*fp32", losses="*fp32", grad=grad, V="i32")
-    constants = dict(K=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=8192)
+    constants = dict(K=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=4096)
     kernel = train_gpt.triton.compile(
         ASTSource(train_gpt.loss_kernel, types | dict.fromkeys(constants, "constexpr"), constants),
-        GPUTarget("cuda", capability, 32), dict(num_warps=16))
+        GPUTarget("cuda", capability, 32), dict(num_warps=8))
     (tmp_path / "ptx").write_text(kernel.asm["ptx"])
     ptxas = Path(train_gpt.triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     name = f"sm_{capability}" + ("a" if capability == 90 else "")
@@ -556,7 +558,7 @@ def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys
     with capsys.disabled():
         print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} "
               f"bytes spilled, {kernel.metadata.shared} bytes of shared memory")
-    assert (registers <= 64 and spilled <= 16) if many == 1 else (registers <= 128 and spilled <= 32)
+    assert registers <= 80 and spilled == 0
 
 
 @pytest.mark.static

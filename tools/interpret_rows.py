@@ -23,7 +23,7 @@ N = 49_152  # tokens of a rank in the speedrun's last stage
 ROWS = 3  # that exist; the one in the middle is computed
 PLAIN = (15.0, 0.0, 0.0)
 ASYMMETRIC = (11.5, 5.0, 15.0)  # speedrun_plus: cap, shift and width of softcap()
-# vocabularies: speedrun's ends within a block of 8,192, gpt2's with one, golf_plus is one, golf less than one
+# vocabularies: speedrun's ends within a block of 4,096, gpt2's with one, golf_plus has two, golf less than one
 LOSSES = [
     (50_304, PLAIN, torch.float8_e5m2, 1),
     (50_304, PLAIN, torch.bfloat16, 1),
@@ -61,6 +61,8 @@ def loss_row(V: int, cap: tuple, dtype: torch.dtype, many: int, row: int, missin
     targets[1, 0] = V - 1  # in the block that is masked
     if missing:
         targets[1, -1] = -1
+    elif many > 2:
+        targets[1, 2] = targets[1, 1]
     weights = torch.tensor([1.0, 0.5, 0.25])[:many]
     factor = FACTOR
     if dtype == torch.float8_e5m2:
@@ -74,7 +76,7 @@ def loss_row(V: int, cap: tuple, dtype: torch.dtype, many: int, row: int, missin
     limit, shift, width = cap
     values = dict(logits=logits, targets=targets, weights=weights, losses=got, grad=grad, V=V, K=many,
                   top=2 * limit, shift=shift, scale=2 / (width or limit), factor=factor,
-                  BLOCK=min(8192, 1 << (V - 1).bit_length()))  # fmt: skip
+                  BLOCK=min(4096, 1 << (V - 1).bit_length()))  # fmt: skip
     first = row - 1
     before = dict(logits=first * V, targets=first * many, losses=first, grad=first * V)
     what = f"row {row:,} of {N:,} x {V:,} logits, {str(dtype)[6:]}, {many} targets"

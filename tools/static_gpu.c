@@ -511,7 +511,9 @@ API int cublasLtMatmulDescSetAttribute(struct Matmul *d, int what, const void *v
 }
 API int cublasLtMatmulPreferenceCreate(void **p) { return handle(p); }
 enum { E4M3 = 28, E5M2 = 29 };    /* of cudaDataType */
-/* What cublasLt asks of fp8, or NULL: TN, sides and leading dimensions multiples of 16, not both e5m2. */
+static int unaligned(const void *p) { return (uintptr_t)p % 16 != 0; }
+/* What cublasLt asks of fp8, or NULL: TN, sides and leading dimensions multiples of 16, not both e5m2, each
+ * scale at a multiple of 16 bytes (an H100 refused one at 4, with the algorithm that the heuristic gave). */
 static const char *fp8_problem(struct Matmul *d, struct Layout *a, struct Layout *b) {
     if (a->type != E4M3 && a->type != E5M2 && b->type != E4M3 && b->type != E5M2) return NULL;
     if (CAPABILITY < 89) return "compute capability below 8.9";
@@ -520,6 +522,7 @@ static const char *fp8_problem(struct Matmul *d, struct Layout *a, struct Layout
     if (a->ld % 16 || b->ld % 16 || a->rows % 16 || a->columns % 16 || b->columns % 16)
         return "sides are no multiples of 16";
     if (!d->scale_a || !d->scale_b) return "a scale is missing";
+    if (unaligned(d->scale_a) || unaligned(d->scale_b)) return "a scale's address is no multiple of 16 bytes";
     return NULL;
 }
 static int fp8_refused(struct Matmul *d, struct Layout *a, struct Layout *b) {
