@@ -558,7 +558,7 @@ def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys
     with capsys.disabled():
         print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} "
               f"bytes spilled, {kernel.metadata.shared} bytes of shared memory")
-    assert registers <= 80 and spilled == 0
+    assert registers <= 80 and spilled <= 16
 
 
 @pytest.mark.static
