@@ -119,7 +119,7 @@ def test_rates_are_those_of_the_logs(name, factor, right):
     assert (abs(ratio - 1) < MOST_OFF) == right, ratio
 
 
-@pytest.mark.parametrize("factor, right", [(1.0, True), (1.3, False), (0.7, False)])
+@pytest.mark.parametrize("factor, right", [(1.0, True), (1.4, False), (0.7, False)])
 def test_the_loss_and_its_copy_take_what_was_timed(factor, right, monkeypatch):
     """Its rate and its time per row: 49,152 rows of 50,304 logits, in bf16, and their gradient in fp8."""
     timed = (kernel_costs.RESULTS / "2026-11-27_loss_and_transpose.txt").read_text()

@@ -282,9 +282,9 @@ RATES = {
     "relu^2 backward": Rate(2.03e12, "speedrun_timed golf_timed", r"leaky_relu_backward"),
     "norms": Rate(2.63e12, "speedrun_timed golf_timed", r"triton_(per|red)_.*rms_norm"),
 }
-# By hand from docs/gpu_results/2026-11-27_loss_and_transpose.txt. The loss: bytes beside LOSS_ROW, each counted
-# once, though logits are read twice: 4.21 ms for 49,152 rows of 50,304 logits. Today's kernel has an eighth
-# more instructions per logit than the one timed.
+# By hand from docs/gpu_results/2026-11-27_loss_and_transpose.txt. The loss: bytes beside LOSS_ROW, each
+# counted once, though logits are read twice: 4.21 ms for 49,152 rows of 50,304 logits. Today's kernel has 8 %
+# more instructions per logit than the one that was timed.
 TIMED_ALONE = {"loss": 2.06e12, "tiled transpose": 2.76e12}
 # s a row, by golf and golf_plus in logs of runs side by side (2026-11-26_golf.json and
 # 2026-11-26_golf_plus.json): no log of a run alone has a loss of few logits among its 15 longest
