@@ -3452,6 +3452,9 @@ def script_sha256() -> str:
 def brief(error: BaseException) -> str:
     """An exception in one line, without this machine's folders and name."""
     line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    explained = re.search(r"^ *Explanation: (?:.*: got )?(.*)", str(error), re.M)  # by torch.compile
+    if explained:
+        line += f": {explained[1]}"
     return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
 
 def out_of_memory(error: BaseException) -> bool:

@@ -725,6 +725,16 @@ def test_an_errors_folders_are_left_out():
         assert train_gpt.brief(error) == line
 
 
+def test_torch_compiles_reasons_are_told():
+    """Its first line says what it did not do, and a later one why."""
+    error = RuntimeError("RuntimeError when making fake tensor call\n  Explanation: Dynamo failed to run FX node: "
+                         "call_function mm(*(f32[2], f32[3])): got RuntimeError('no such product')\n\n  Hint: none")
+    assert train_gpt.brief(error) == ("RuntimeError: RuntimeError when making fake tensor call: "
+                                      "RuntimeError('no such product')")
+    error = ValueError("Call to `graph_break()`\n  Explanation: User-inserted graph break.")
+    assert train_gpt.brief(error) == "ValueError: Call to `graph_break()`: User-inserted graph break."
+
+
 def test_activations_are_fp32_where_torch_cannot_tell(monkeypatch):
     """Older builds of torch have no get_capabilities."""
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)

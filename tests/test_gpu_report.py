@@ -478,7 +478,7 @@ def test_losses_that_are_off_are_named(off, fp8, verdicts, report, monkeypatch):
 
 def losses_on_a_card(preset):
     """[losses compiled, eager] that a card gave."""
-    (path,) = (ROOT / "docs/gpu_results").glob(f"*_{preset}.json")
+    path = ROOT / "docs" / "gpu_results" / f"2026-11-26_{preset}.json"
     rows = json.loads(path.read_text())["verdicts"]
     (figures,) = [row["figures"] for row in rows if "eager" in row["figures"]]
     return [figures["compiled"], figures["eager"]]

@@ -364,7 +364,7 @@ PLANTED = {
     "a wrong fp8 layout": (
         "b = b.contiguous().t()",
         "b = b.t().contiguous()",
-        "column-major",
+        "col_major",
     ),
     "gradients in e5m2 on both sides": (
         "x, scale_x = to_fp8(x, scales[0], torch.float8_e4m3fn)",

@@ -48,25 +48,24 @@ class Need(NamedTuple):
     source: str  # where the seconds come from
 
 
-# The first report, one H100 80GB HBM3 with 16 cores, 26 November 2026, torch 2.11.0 (docs/gpu_results/):
-# "measured" is what a command of that day printed, for what was in it; a share of such a time is a guess, as
-# is whatever has no figure there. The commands that compiled ran beside others.
+# One H100 80GB HBM3 with 16 cores, 26 and 27 November 2026, torch 2.11.0 (docs/gpu_results/): "measured" is
+# what a command printed, for what was in it; a share of such a time is a guess, as is whatever has no figure
+# there. The commands that compiled ran beside others, on the 27th all seven presets side by side.
 GUESS = "guess"
 NEEDS = {
     # `--only environment,ranks` took 24 s
-    ("environment", ""): Need(12, 0, "guess: a part of 24 s measured"),
-    ("ranks", ""): Need(20, 0, "guess: a part of 24 s measured"),
-    ("train", "tiny"): Need(60, 2, GUESS),
-    # train_gpt.py: 5.5 s to set up, 49.3 to compile, 24.5 for 40 steps of the whole batch
-    ("train", "golf"): Need(80, 8, "measured, up to its fault; GiB of the loop"),
+    ("environment", ""): Need(11, 0, "measured"),
+    ("ranks", ""): Need(26, 0, "measured beside others"),
+    ("train", "tiny"): Need(90, 2, "guess: 41 s of compiling measured beside others"),
+    ("train", "golf"): Need(121, 8, "measured beside others, of which 49 compiling; 7.2 GiB"),
     ("train", "golf_plus"): Need(130, 15, "guess: 94 s of compiling measured; 14.1 GiB measured"),
-    ("train", "speedrun"): Need(170, 28, "guess: 150 s of compiling measured; 27.0 GiB measured"),
-    ("train", "speedrun_plus"): Need(200, 36, GUESS),
+    ("train", "speedrun"): Need(250, 28, "guess: 189 s of compiling measured; 27.0 GiB measured"),
+    ("train", "speedrun_plus"): Need(240, 36, GUESS),
     # 188 s on one core to compile depth 26; 36.0 GiB for one row by the trainer's own plan
-    ("train", "gpt2"): Need(240, 37, "guess: 188 s of compiling counted on a CPU; GiB of the plan"),
-    ("train", "gpt2_plus"): Need(240, 37, GUESS),
+    ("train", "gpt2"): Need(330, 37, "guess: still compiling after 215 s; GiB of the plan"),
+    ("train", "gpt2_plus"): Need(330, 37, "guess: 225 s at depth 12, measured beside others"),
     ("score", "tiny"): Need(25, 2, GUESS),
-    ("score", "golf"): Need(25, 5, GUESS),
+    ("score", "golf"): Need(47, 5, "measured beside others"),
     ("score", "golf_plus"): Need(30, 8, GUESS),
     ("score", "speedrun"): Need(50, 20, GUESS),
     ("score", "speedrun_plus"): Need(60, 30, GUESS),
