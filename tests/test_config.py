@@ -727,8 +727,8 @@ def test_an_errors_folders_are_left_out():
 
 def test_torch_compiles_reasons_are_told():
     """Its first line says what it did not do, and a later one why."""
-    error = RuntimeError("RuntimeError when making fake tensor call\n  Explanation: Dynamo failed to run FX node: "
-                         "call_function mm(*(f32[2], f32[3])): got RuntimeError('no such product')\n\n  Hint: none")
+    error = RuntimeError("RuntimeError when making fake tensor call\n  Explanation: Dynamo failed to run FX "
+                         "node: mm(*(f32[2], f32[3])): got RuntimeError('no such product')\n\n  Hint: none")
     assert train_gpt.brief(error) == ("RuntimeError: RuntimeError when making fake tensor call: "
                                       "RuntimeError('no such product')")
     error = ValueError("Call to `graph_break()`\n  Explanation: User-inserted graph break.")

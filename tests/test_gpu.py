@@ -280,7 +280,8 @@ def test_compiled_fp8_of_speedrun_plus_equals_the_cpu():
         for device, fn in (("cpu", function), ("cuda", compiled)):
             there = [t.detach().to(device) for t in inputs]
             if fast is by_kernel:
-                there[-1] = torch.empty(3, 4, device=device)[:, 0].copy_(there[-1])  # as DelayedScales has them
+                # as DelayedScales has them
+                there[-1] = torch.empty(3, 4, device=device)[:, 0].copy_(there[-1])
             there = [t.requires_grad_() for t in there]
             outputs = fn(*there)
             outputs = [outputs] if torch.is_tensor(outputs) else [*outputs]
