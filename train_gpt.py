@@ -2663,9 +2663,9 @@ E4M3_MAX = 448  # the largest number of float8_e4m3fn
 CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
 MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
 # Smaller vocabularies take the loss that Inductor generates: on an H100 golf's 49,152 x 1,024 logits cost
-# 0.92 ms by it and 1.15 by loss_kernel (docs/first_gpu.md). No other vocabulary was timed both ways, so all
-# others keep the kernel: 8,192 (golf_plus), 32,768 (gpt2) and 50,304 (speedrun).
+# 0.92 ms by it and 1.15 by loss_kernel. No other vocabulary was timed both ways.
 LEAST_KERNEL_VOCABULARY = 2048
+LOSS_BLOCK = 4096  # logits of a row that loss_kernel handles at a time
 
 def to_fp8(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x -> (fp8, the scale to multiply it by, 0-dim). scale: a number or 0-dim; None: max |x| fills the
@@ -3049,14 +3049,15 @@ if triton:
 
 def kernel_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,
                   dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """row_losses() by loss_kernel. On an H100 49,152 x 50,304 logits took 5.5 ms by the kernel before it, and
-    4.2 by one with the loops of this one: 12.4 GB at 2,950 GB/s, since both read the logits twice."""
+    """row_losses() by loss_kernel. On an H100 a kernel with these loops took 4.2 ms for 49,152 x 50,304
+    logits, read twice at 2,950 GB/s; the one before it took 5.5."""
     N, V = logits.shape
     limit, shift, width = cap
     grad = torch.empty_like(logits, dtype=dtype) if dtype != logits.dtype else logits
     losses = logits.new_empty(N, dtype=torch.float32)
+    block = min(LOSS_BLOCK, 1 << (V - 1).bit_length())
     loss_kernel[(N,)](logits, targets, weights, losses, grad, V, len(weights), 2 * limit, shift,
-                      2 / (width or limit), factor, BLOCK=min(4096, 1 << (V - 1).bit_length()), num_warps=8)
+                      2 / (width or limit), factor, block, num_warps=8)
     return losses, grad
 
 def row_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,

@@ -41,6 +41,14 @@ PLANTED = {
     "an fp8 scale at an address that cuBLAS refuses": (
         "torch.empty(layers, 3, 4)[..., 0].requires_grad_()", "torch.empty(layers, 3, requires_grad=True)",
         "speedrun_plus", STEPS, "CUBLAS_STATUS_NOT_SUPPORTED"),
+    "a loss over the first block of the logits": (
+        "        for low in range(0, V, BLOCK):\n            i = low + tl.arange(0, BLOCK)\n"
+        "            x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)\n"
+        "            part = 1 / (1 + tl.exp2(x * slope + offset))\n            total",
+        "        for low in range(0, BLOCK, BLOCK):\n            i = low + tl.arange(0, BLOCK)\n"
+        "            x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)\n"
+        "            part = 1 / (1 + tl.exp2(x * slope + offset))\n            total", "golf", STEPS,
+        "off from fp32"),
     "a window one token too wide": (
         "(key <= query) & (query - key <= window)", "(key <= query) & (query - key <= window + 1)",
         "speedrun", STEPS, "off from fp32"),

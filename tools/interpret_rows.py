@@ -76,7 +76,7 @@ def loss_row(V: int, cap: tuple, dtype: torch.dtype, many: int, row: int, missin
     limit, shift, width = cap
     values = dict(logits=logits, targets=targets, weights=weights, losses=got, grad=grad, V=V, K=many,
                   top=2 * limit, shift=shift, scale=2 / (width or limit), factor=factor,
-                  BLOCK=min(4096, 1 << (V - 1).bit_length()))  # fmt: skip
+                  BLOCK=min(train_gpt.LOSS_BLOCK, 1 << (V - 1).bit_length()))  # fmt: skip
     first = row - 1
     before = dict(logits=first * V, targets=first * many, losses=first, grad=first * V)
     what = f"row {row:,} of {N:,} x {V:,} logits, {str(dtype)[6:]}, {many} targets"
