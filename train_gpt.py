@@ -9,7 +9,7 @@
 `--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
 
 Map. Core, in the order in which data flow: 3 run constants, flags, checks - 4 techniques - 5 optimizer -
-6 schedules - 7 data - 8 evaluation: loss, named scores, CORE - 9 artifact - 10 checkpoints -
+6 schedules - 7 data - 8 evaluation: loss, sliding rows, CORE - 9 artifact - 10 checkpoints -
 11 fast kernels - 12 ranks, log, memory - 13 rehearse, train, main: clock, rehearsal, loop, one run.
 Then 14 recipes, one per preset, with all that only it uses: what you edit.
 Then 15 lab: help, plan, samples, picture.
@@ -1902,16 +1902,11 @@ def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Ten
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
     return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
 
-def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None,
-             protocol: Callable | None = None) -> Score:
+def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None) -> Score:
     """Score of the first val_tokens targets, with sums in fp64. stage: whose windows and loops apply; None:
-    those of evaluation. protocol: stands in for plain_nats() and is called with (model, cfg, tokens,
-    team=team)."""
+    those of evaluation."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
-    if protocol:
-        nats = protocol(model, cfg, tokens, team=team)
-    else:
-        nats = plain_nats(model, cfg, tokens, team, stage)
+    nats = plain_nats(model, cfg, tokens, team, stage)
     sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
     total, without_bos = sums.tolist()
     val_loss = total / (len(tokens) - 1)
@@ -1960,101 +1955,34 @@ def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
     score_share(nats, rows, model, cfg, tokens, team, stage, compiled=team.on_gpu and cfg.compile)
     return nats
 
-# Named scores: the same text by other protocols, each under its own name. Every token but the first is a
-# target once and is scored by log_probs given earlier tokens in its row.
-#   sliding    EVAL_SLIDING=n: rows of eval_context tokens that start n apart, each scores its last n.
-#   ttt        EVAL_TTT=n: score-first test-time training on the rows of sliding if it is on, else plain ones.
-#              Whenever n more targets are scored, an optimizer step at EVAL_TTT_LR times the learning rates
-#              trains on whole rows of them. No weight that scores a token has seen it or anything after it.
-PROTOCOLS = ("sliding", "ttt")
-TTT_TOKENS = 16_384  # tokens at a time in test-time training and calibration; they fit beside golf's models
-
-def test_time_step(model: Model, optimizer: Optimizer, cfg: Config, tokens: np.ndarray, team: "Team") -> None:
-    """An optimizer step on tokens (n * train_seq_len + 1,) as n rows. Unlike in train_step(), n may be any
-    number: each micro-step is weighted by its rows, and a rank may have none."""
-    T = cfg.train_seq_len
-    rows = np.stack([tokens[low:low + T + 1] for low in range(0, len(tokens) - T, T)]).astype(np.int64)
-    mine = torch.from_numpy(rows)[team.rank::team.world_size]
-    context = model.context(T, team.device, team.dtype, cfg.stages()[-1])
-    for low in range(0, len(mine), max(1, TTT_TOKENS // T)):
-        part = mine[low:low + max(1, TTT_TOKENS // T)].to(team.device)
-        loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), context)
-        # the optimizer divides by the ranks
-        optimizer.backward(loss * (len(part) * team.world_size / len(rows)))
-    optimizer.step(cfg.eval_ttt_lr, cfg.muon_momentum)
-
-def score_ttt(model: Model, cfg: Config, tokens: np.ndarray, rows: list, team: "Team") -> np.ndarray:
-    """target_nats() of a copy of the model that trains on what it has scored."""
-    nats = np.zeros(len(tokens))
-    copied = cfg.make_model(Kernels()).to(team.device)
-    copied.take_state(model)
-    copied.load_state_dict(model.state_dict())
-    optimizer = Optimizer(copied, replace(cfg, ema_decay=0.0), team.rank, team.world_size)
-    waiting = []  # rows to score
-    scored = 0  # the last token that was scored
-    trained = 0  # the last token that was trained on
-    for row in rows:
-        waiting.append(row)
-        if row[-1] - scored < cfg.eval_ttt and row is not rows[-1]:
-            continue
-        score_share(nats, waiting, copied, cfg, tokens, team)
-        waiting = []
-        scored = row[-1]
-        full = (scored - trained) // cfg.train_seq_len * cfg.train_seq_len
-        if full and row is not rows[-1]:
-            test_time_step(copied, optimizer, cfg, tokens[trained:trained + full + 1], team)
-            trained += full
-    return nats
-
 # Part of the peak FLOP/s that scoring reaches
 SCORING_PART = 0.15  # by golf_plus's rows on a GPU (an estimate)
 
-def scoring_flops(cfg: Any, protocol: str, count: int) -> float:
-    """FLOPs of scoring `count` tokens by a protocol; ttt also trains on each of them."""
+def sliding_flops(cfg: Any, count: int) -> float:
+    """FLOPs of sliding_score() for `count` tokens."""
     context = cfg.eval_context or cfg.train_seq_len
-    stride = min(cfg.eval_sliding or cfg.eval_stride or context, context)
+    stride = min(cfg.eval_sliding, context)
     rows = 1 + math.ceil(max(0, count - context) / stride)
-    training = count if protocol == "ttt" else 0
-    return flops_per_token(cfg) * (rows * context / 3 + training)
+    return flops_per_token(cfg) * rows * context / 3
 
-def scoring_seconds(cfg: Config, team: "Team", protocol: str, count: int) -> float:
-    """Estimated seconds on this machine."""
+def sliding_score(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
+    """A score of the same text under a name of its own: rows of eval_context tokens that start eval_sliding
+    apart each score as many. Returns {val_loss_sliding, val_bpb_sliding, eval_sliding_ms}, or nothing if the
+    loss is not finite."""
     flops = SCORING_PART * H100_FLOPS if team.on_gpu else CPU_FLOPS * torch.get_num_threads()
-    return scoring_flops(cfg, protocol, count) / flops / team.world_size
-
-def target_nats(model: Model, cfg: Config, tokens: np.ndarray, protocol: str, team: "Team") -> np.ndarray:
-    """plain_nats() by a protocol: plain or one of PROTOCOLS. The model stays as it is."""
-    if protocol == "plain":
-        return plain_nats(model, cfg, tokens, team)
-    rows = evaluation_rows(cfg, len(tokens), cfg.eval_sliding or cfg.eval_stride)
-    if protocol == "ttt":
-        return score_ttt(model, cfg, tokens, rows, team)
-    nats = np.zeros(len(tokens))
-    # rows of one length, which the compiled function of plain_nats() serves
-    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
-    return nats
-
-def named_scores(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
-    """{val_loss_<protocol>, val_bpb_<protocol>, eval_<protocol>_ms} of the protocols that cfg asks for."""
-    found = {}
-    name = loss_name(cfg)
-    for protocol in PROTOCOLS:
-        if not getattr(cfg, f"eval_{protocol}"):
-            continue
-        seconds = scoring_seconds(cfg, team, protocol, cfg.val_tokens or len(data.val))
-        log(f"evaluating {protocol}")
-        log(f"{protocol}: about {seconds:.0f} s (estimate)")
-        start = time.perf_counter()
-        loss, bpb, _ = evaluate(model, cfg, data, team, protocol=partial(target_nats, protocol=protocol))
-        if not math.isfinite(loss):
-            advice = ": lower EVAL_TTT_LR" if protocol == "ttt" else ""
-            log(f"final_{protocol}: the loss is {loss}, so there is no score{advice}")
-            continue
-        ms = round(1e3 * (time.perf_counter() - start))
-        bits = "" if bpb is None else f" val_bpb_{protocol}:{bpb:.8f}"
-        log(f"final_{protocol} {name}_{protocol}:{loss:.8f}{bits} eval_time:{ms}ms")
-        found |= {f"{name}_{protocol}": loss, f"val_bpb_{protocol}": bpb, f"eval_{protocol}_ms": ms}
-    return found
+    seconds = sliding_flops(cfg, cfg.val_tokens or len(data.val)) / flops / team.world_size
+    log("evaluating sliding")
+    log(f"sliding: about {seconds:.0f} s (estimate)")
+    start = time.perf_counter()
+    loss, bpb, _ = evaluate(model, replace(cfg, eval_stride=cfg.eval_sliding), data, team)
+    if not math.isfinite(loss):
+        log(f"final_sliding: the loss is {loss}, so there is no score")
+        return {}
+    ms = round(1e3 * (time.perf_counter() - start))
+    name = f"{loss_name(cfg)}_sliding"
+    bits = "" if bpb is None else f" val_bpb_sliding:{bpb:.8f}"
+    log(f"final_sliding {name}:{loss:.8f}{bits} eval_time:{ms}ms")
+    return {name: loss, "val_bpb_sliding": bpb, "eval_sliding_ms": ms}
 
 # CORE (DCLM, arXiv:2406.11794): mean accuracy on 22 in-context learning tasks, centered so that chance is 0.
 # A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (accuracy by chance in percent) and
@@ -4324,8 +4252,6 @@ class Tiny(Config):
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     # scores
     eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
-    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
     val_part: int = optional(32_768, "val tokens scored every val_part_every steps off the clock; 0: none")
     val_part_every: int = option(50, "steps between those scores", 1, 10**9)
 
@@ -4438,7 +4364,7 @@ class Tiny(Config):
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         if step is None:
-            return [named_scores]
+            return [sliding_score] if self.eval_sliding else []
         due = self.val_part and step and step % self.val_part_every == 0
         return [partial(score_part, step=step)] if due else []
 
@@ -5617,8 +5543,6 @@ class GolfPlus(Config):
                                    0, 1e7)
     # parameter-golf#1394: -0.0168
     eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
-    eval_ttt: int = optional(0, "val_bpb_ttt: tokens scored before a step on them; 0: no such score")
-    eval_ttt_lr: float = option(0.05, "LR factor of val_bpb_ttt's steps", 0, 10)
 
     unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
 
@@ -5724,14 +5648,14 @@ class GolfPlus(Config):
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
     def check_data(self, data: "Data") -> None:
-        """Refuses scores that 8 H100 cannot make in the 600 s that the game gives them."""
-        asked = [protocol for protocol in PROTOCOLS if getattr(self, f"eval_{protocol}")]
+        """Refuses sliding rows that 8 H100 cannot score in the 600 s that the game gives them."""
+        if not self.eval_sliding or not self.artifact_bytes_limit:
+            return
         count = self.val_tokens or len(data.val)
-        flops = sum([scoring_flops(self, protocol, count) for protocol in asked])
-        seconds = flops / (MOST_SCORING_PART * 8 * H100_FLOPS)
-        require(seconds <= 600 or not self.artifact_bytes_limit,
-                f"{' and '.join(asked)} of {count} tokens take more than {seconds:.0f} s on 8 H100, and "
-                "the game allows 600: raise eval_sliding, or set artifact_bytes_limit=0")
+        seconds = sliding_flops(self, count) / (MOST_SCORING_PART * 8 * H100_FLOPS)
+        require(seconds <= 600,
+                f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
+                "600: raise eval_sliding, or set artifact_bytes_limit=0")
 
     def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
         """Searches by the entropy of rounded weights: GPTQ takes seconds on a GPU, brotli half a minute."""
@@ -5752,7 +5676,7 @@ class GolfPlus(Config):
         return total
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
-        return [named_scores] if step is None else []
+        return [sliding_score] if self.eval_sliding and step is None else []
 
     def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
         return dense_attention(self, on_gpu, log)
@@ -5833,6 +5757,8 @@ def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
         rows[:, i] = column
     return rows[:, order.argsort()]
 
+CALIBRATION_TOKENS = 16_384  # at a time; they fit beside golf's models
+
 @torch.no_grad()
 def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
                    log: Callable) -> dict[str, Tensor]:
@@ -5859,7 +5785,7 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
     made = 0
     needed = 0.0  # seconds, with one more batch and the sums over ranks (at most as long as a batch)
     while made < planned and (not seconds or made == 0 or needed <= seconds):
-        for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, TTT_TOKENS // T)):
+        for tokens in loader.next(cfg.train_batch_tokens)[0].split(max(1, CALIBRATION_TOKENS // T)):
             record(model.hidden(tokens, context), model.head)
         made += 1
         if team.on_gpu:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -179,11 +179,10 @@ def make_loader(cfg, shards, bos, ranks, rank, groups=()):
     return train_gpt.Loader(cfg, data, fake_team(rank, ranks), log=lambda *_: None)
 
 
-def loss_of_split(model, cfg, tokens, protocol=None):
+def loss_of_split(model, cfg, tokens):
     """val_loss of a val split."""
     data = train_gpt.Data({}, tokens, None, cfg.vocab_size, cfg.bos_id, None, {})
-    by = protocol and partial(train_gpt.target_nats, protocol=protocol)
-    return train_gpt.evaluate(model, cfg, data, fake_team(), protocol=by).val_loss
+    return train_gpt.evaluate(model, cfg, data, fake_team()).val_loss
 
 
 def nats_of(model, tokens, targets):

@@ -132,15 +132,16 @@ def test_golf_plus_rows(golf_plus, tmp_path):
 
 
 def test_golf_plus_validation(golf_plus):
-    """Nats of plain rows and of the sliding score, of which each row's scored part is theirs."""
+    """Nats of plain and of overlapping rows, of which each row's scored part is theirs."""
     model, tokens = golf_plus.model(), golf_plus.array("validation.tokens").astype(np.int64)
     edges = golf_plus.array("validation.sliding_edges")
-    cfg = replace(golf_plus.cfg, eval_sliding=int(edges[1, 0]), eval_stride=0)
-    rows = train_gpt.evaluation_rows(cfg, len(tokens), cfg.eval_sliding)
+    plain = replace(golf_plus.cfg, eval_stride=0)
+    sliding = replace(plain, eval_stride=int(edges[1, 0]))
+    rows = train_gpt.evaluation_rows(sliding, len(tokens), sliding.eval_stride)
     assert [[low, last, first - low - 1] for low, first, last in rows] == edges.tolist()
-    for protocol, name in (("plain", "rows"), ("sliding", "sliding")):
+    for cfg, name in ((plain, "rows"), (sliding, "sliding")):
         theirs = golf_plus.array(f"validation.{name}_result")[0]
-        ours = loss_of_split(model, cfg, tokens, protocol)
+        ours = loss_of_split(model, cfg, tokens)
         assert ours == pytest.approx(theirs, rel=1e-6), name
 
 

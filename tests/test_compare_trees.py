@@ -240,7 +240,7 @@ def test_runs_that_fail(code, words, tmp_path, capsys):
 
 @pytest.mark.parametrize("words, sentence", [
     (["--presets", "golff"], "golff is none of tiny"), (["--steps", "13"], "even and at least 12"),
-    (["--env", "EVAL_TTT"], "not of the form NAME=value"), ([], "there is no train_gpt.py in nowhere")])
+    (["--env", "EVAL_SLIDING"], "not of the form NAME=value"), ([], "there is no train_gpt.py in nowhere")])
 def test_arguments_are_checked(words, sentence, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare_trees.main([str(tmp_path / "nowhere"), str(tmp_path), *words])

@@ -40,8 +40,8 @@ RECIPES = {
         copy_orders=(1, 2, 3, 4, 6, 9), matrix_lr=0.03,
         embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, muon_momentum=0.95,
         muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=300, muon_backend_steps=5, bigram_every=2,
-        beta1=0.8, beta2=0.95, adam_eps=1e-08, warmdown_frac=0.5, lr_floor=0.0, eval_sliding=0, eval_ttt=0,
-        eval_ttt_lr=0.05, val_part=32768, val_part_every=50),
+        beta1=0.8, beta2=0.95, adam_eps=1e-08, warmdown_frac=0.5, lr_floor=0.0, eval_sliding=0,
+        val_part=32768, val_part_every=50),
     "golf": RUN | dict(
         preset="golf", num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2,
         logit_softcap=30.0, rope_base=10_000.0, qk_gain_init=1.5, data_path="data/datasets/fineweb10B_sp1024",
@@ -80,7 +80,7 @@ RECIPES = {
         max_wallclock_seconds=588.0, warmdown_frac=0.667, warmup_steps=40, artifact_bytes_limit=16_000_000,
         artifact_codec="brotli", artifact_step=12.85 / 31, artifact_embed_step=20 / 127, gptq_batches=64,
         gptq_seconds=12.0,
-        eval_sliding=64, eval_ttt=0, eval_ttt_lr=0.05),
+        eval_sliding=64),
     "speedrun_plus": RUN | dict(
         preset='speedrun_plus', train_log_every=0, val_loss_every=250,
         data_path='data/datasets/fineweb10B_gpt2', tokenizer_path='', vocab_size=50304, train_seq_len=16384,
@@ -203,7 +203,7 @@ RANGES = {
         "artifact_scale_floor lr_floor lr_switches mlp_slope rope_fraction short_window stage_starts "
         "untie_at warmdown_frac"),
     (0, 10): (
-        "artifact_embed_step artifact_step embed_lr eval_ttt_lr gate_lr head_lr matrix_lr "
+        "artifact_embed_step artifact_step embed_lr gate_lr head_lr matrix_lr "
         "sample_temperature scalar_lr tied_embed_lr"),
     (0, 16): "loop_schedule",
     (0, 64): "copy_orders count_orders",
@@ -225,7 +225,7 @@ RANGES = {
     (0, 2**31 - 1): "seed",
     (0, 1e12): (
         "artifact_bytes_limit artifact_keep core_metric_every core_metric_max_per_task "
-        "device_batch_size eval_context eval_sliding eval_stride eval_ttt eval_window lr_warmup_steps "
+        "device_batch_size eval_context eval_sliding eval_stride eval_window lr_warmup_steps "
         "max_doc_len max_epochs muon_momentum_cooldown_steps muon_momentum_warmup_steps sample_every "
         "save_every train_log_every val_loss_every val_part val_tokens warmdown_iters"),
     (0, 1e30): "target_flops",

@@ -419,21 +419,19 @@ def test_result(first):
 
 
 def test_the_file_scores_what_the_run_said(first, root, train, go):
-    """On one rank and on two, in other batches: the exact line of the run; each named score, which the ranks
-    share, in the log and in the result."""
-    named = dict(EVAL_SLIDING="32", EVAL_TTT="1024")
-    one, two = train(AGAIN | named, EVAL_FROM=FILE), go(
-        AGAIN | named | {"EVAL_FROM": FILE, "VAL_BATCH_SIZE": "1000"}, ranks=2)
-    names = "", "_sliding", "_ttt"
-    keys = [f"val_{kind}{name}" for kind in ("loss", "bpb") for name in names]
+    """On one rank and on two, in other batches: the exact line of the run; the sliding score, whose rows the
+    ranks share, in the log and in the result."""
+    asked = AGAIN | dict(EVAL_FROM=FILE, EVAL_SLIDING="32")
+    one, two = train(asked), go(asked | {"VAL_BATCH_SIZE": "1000"}, ranks=2)
+    keys = ["val_loss", "val_bpb", "val_loss_sliding", "val_bpb_sliding"]
     for done in (one, two):
         assert done.code == 0, done.err
         result = done.result
-        for name in names[1:]:
-            line = rf"^final{name} val_loss{name}:(\S+) val_bpb{name}:(\S+)"
-            ((loss, bpb),) = re.findall(line, done.out, re.M)
-            assert [f"{result[f'val_{kind}{name}']:.8f}" for kind in ("loss", "bpb")] == [loss, bpb]
-            assert float(bpb) / float(loss) == pytest.approx(result["val_bpb"] / result["val_loss"], rel=1e-6)
+        line = r"^final_sliding val_loss_sliding:(\S+) val_bpb_sliding:(\S+) eval_time:(\d+)ms$"
+        ((loss, bpb, ms),) = re.findall(line, done.out, re.M)
+        assert [f"{result[key]:.8f}" for key in keys[2:]] == [loss, bpb]
+        assert result["eval_sliding_ms"] == int(ms)
+        assert float(bpb) / float(loss) == pytest.approx(result["val_bpb"] / result["val_loss"], rel=1e-6)
         ((loss, bpb),) = re.findall(rf"^{TAG}_exact val_loss:(\S+) val_bpb:(\S+)$", done.out, re.M)
         assert [f"{result['val_loss']:.8f}", f"{result['val_bpb']:.8f}"] == [loss, bpb]
         for key in ("val_loss", "val_bpb"):
@@ -441,7 +439,7 @@ def test_the_file_scores_what_the_run_said(first, root, train, go):
         assert [result[key] for key in keys] == pytest.approx([one.result[key] for key in keys], rel=2e-4)
         assert result["core"] is None
     assert two.result["world_size"] == 2 and two.result["stop_reason"] == "eval_from"
-    assert len({one.result[key] for key in keys}) == 6 and not {*keys[1:3]} & {*first.result}
+    assert len({one.result[key] for key in keys}) == 4 and not {*keys[2:]} & {*first.result}
 
 
 def test_eval_from_the_trained_weights(first, train):

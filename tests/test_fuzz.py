@@ -209,8 +209,8 @@ DRAWN_FROM = {  # where the whole range of a constant would take too long, refus
     "core_bundle": ("", "nowhere"), "window_pattern": ("L", "LS", "SSL", "0SL", "S-L", "-", "0"),
     "dc_window": (0, 1, 20), "max_doc_len": (0, 5, 20, 2048), "fp8_head_most": ((0.01, 1.0, 100.0),),
     "value_embed_layers": ((0,), (1,), (1, 2, 0), (9, 1), (0, 3)), "attn_gate_dim": (0, 1, 16),
-    "eval_ttt": (0, 2000, 10**12), "max_wallclock_seconds": (0.0, 1e-6, 1e7),
-    "weight_decay": (0.0, 0.1, 100.0), **dict.fromkeys(RATES, (0.0, 1e-6, 0.003, 0.1))}
+    "max_wallclock_seconds": (0.0, 1e-6, 1e7), "weight_decay": (0.0, 0.1, 100.0),
+    **dict.fromkeys(RATES, (0.0, 1e-6, 0.003, 0.1))}
 
 PATTERNS = dict(tiny="LS-", speedrun="LS-0", gpt2="LS", gpt2_plus="LS")     # kinds of layers
 # Numbers of layers, which name each other; test_speedrun_plus.py says what is refused

@@ -177,7 +177,7 @@ GENERATIONS = {     # folder of a record, or what to train of today's
     "one class for all presets": ONE_CLASS, "recipes": "tiny",
     "one recipe": "golf"}
 ENVIRONMENT = SETTINGS | dict(ITERATIONS="10", VAL_LOSS_EVERY="5", TRAIN_BATCH_TOKENS="256",
-                              VAL_TOKENS="1024", EVAL_SLIDING="0", EVAL_TTT="0", SEED="3", RUN_ID="first")
+                              VAL_TOKENS="1024", EVAL_SLIDING="0", SEED="3", RUN_ID="first")
 GOLF = dict(PRESET="golf", VOCAB_SIZE="512", NUM_KV_HEADS="1", TOKENIZER_PATH="data/tokenizers/toy.model")
 
 

@@ -416,7 +416,7 @@ def test_rules_agree_with_the_trainer():
 
 # ------------------------------------------------------------ new, from toy runs
 SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0",
-                      EVAL_SLIDING="32", EVAL_TTT="1024")
+                      EVAL_SLIDING="32")
 THREE = ("logs/a0", "logs/a1", "logs/a2")
 
 
@@ -457,7 +457,7 @@ def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkey
     made = make(tool, "First", *THREE)
     out = tool("check", "--verbose", "--seconds", LONG, made)[1]
     assert failed_rules(out) == {"data", "runs"}, out
-    assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens .*; ttt: 10 changes", out)
+    assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens", out)
     submission = json.loads((made / "submission.json").read_text())
     result = json.loads((made / "result.json").read_text())
     assert submission["rules_version"] == 5 and submission["seeds"] == [0, 1, 2]
@@ -484,11 +484,11 @@ def test_scores_by_other_protocols_are_checked(tool, home):
     made = make(tool, "First", *THREE)
     result, log = (made / "result.json").read_text(), (made / "train.log").read_text()
     exact = json.loads(result)
-    for name in ("val_loss_ttt", "val_bpb_sliding"):
+    for name in ("val_loss_sliding", "val_bpb_sliding"):
         edit(made / "result.json", **{name: exact[name] + 1e-7})
         assert "numbers of the results" in failed_rules(tool("check", "--no-exec", made)[1])
         (made / "result.json").write_text(result)
-    (made / "train.log").write_text(log.replace("final_ttt val_loss_ttt", "final_ttt val_loss_tt"))
+    (made / "train.log").write_text(log.replace("final_sliding val_loss_s", "final_sliding val_loss_"))
     assert "numbers of the results" in failed_rules(tool("check", "--no-exec", made)[1])
 
 
@@ -505,9 +505,9 @@ def test_the_evaluation_can_be_run_again(tool, home, toy, monkeypatch):
     assert said[::2] == pytest.approx(said[1::2], abs=2e-5)
     added = float(re.search(r"\d\.\d{8}", checks.check_artifact_score(folder, options))[0])
     assert added == pytest.approx(said[1], abs=2e-5)
-    other = folder.results["result.json"] | {"val_bpb_ttt": 9.0}
+    other = folder.results["result.json"] | {"val_bpb_sliding": 9.0}
     monkeypatch.setattr(checks, "rerun", lambda *args: other)
-    with pytest.raises(checks.Broken, match="val_bpb_ttt is 9.0 evaluated again"):
+    with pytest.raises(checks.Broken, match="val_bpb_sliding is 9.0 evaluated again"):
         checks.check_rerun(folder, options)
 
 
@@ -719,7 +719,7 @@ def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):
 @pytest.mark.slow
 def test_noise_trains_for_real(tool, home, toy, monkeypatch):
     (home / "data").symlink_to(toy / "data")
-    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="1024", EVAL_SLIDING="0", EVAL_TTT="0")
+    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="1024", EVAL_SLIDING="0")
     for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     code, out, err = tool("noise", "tiny", "-n", 2)

@@ -2,7 +2,7 @@
 
     python tools/compare_trees.py BEFORE AFTER                                  all presets, on 1 and 2 ranks
     python tools/compare_trees.py BEFORE AFTER --presets golf,gpt2 --ranks 1 --steps 20
-    python tools/compare_trees.py BEFORE AFTER --presets golf_plus --env EVAL_TTT=2048
+    python tools/compare_trees.py BEFORE AFTER --presets golf_plus --env EVAL_SLIDING=32
     python tools/compare_trees.py BEFORE AFTER --after-env MATRIX_LR=0.031      must report differences
     python tools/compare_trees.py BEFORE AFTER --planted                        and the tool must find seven
 

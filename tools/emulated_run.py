@@ -8,7 +8,7 @@ does the whole of main() work on CUDA's code?
    eager step in bf16 is. Then the same in fp8, where the recipe has it, of the loss and of matrices.
 2. Scores: the same rows, compiled and eager.
 3. A run by main(): rehearsal, steps of all stages, validation, checkpoints, artifact, its score as read back,
-   named scores, CORE, samples; then resumed from its first checkpoint, which must give the same losses, and
+   sliding rows, CORE, samples; then resumed from its first checkpoint, which must give the same losses, and
    EVAL_FROM its artifact, which must give the same score; then the same run in fp32 on the CPU.
 
 static_gpu.py starts it, once per preset, in a process with the stand-in's library.

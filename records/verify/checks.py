@@ -27,7 +27,7 @@ from verify.folders import (
     sha256, shared_config, summary_of, track_of)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
-PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores of an artifact
+PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores, two of them of older scripts
 # What reading damaged files may raise
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Constants of a run that are not repeated when its model is probed or scored again

@@ -6,9 +6,9 @@ worker processes with a time limit; they are asked for log-probabilities only an
 2. every row is a distribution: finite, and its exponentials sum to 1;
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
-Scores by golf's other protocols, some of which train on what they have scored, are probed alike: changing the
-tokens from a position on leaves the nats of all tokens before it as they were, and the probabilities of all
-tokens that may follow the same ones, after a step of training, sum to 1.
+Scores by golf's other protocols are probed alike: changing the tokens from a position on leaves the nats of
+all tokens before it as they were, and the probabilities of all tokens that may follow the same ones sum to 1.
+Older scripts have protocols that train on what they have scored; after a step, these sums are 1, too.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
@@ -142,6 +142,13 @@ class RecipeScript(Script):
 
     def model_constants(self) -> list[str]:
         return type(self.cfg).model_fields()
+
+    def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
+        if hasattr(self.module, "target_nats"):     # of scripts with more protocols
+            return super().call_target_nats(cfg, tokens, bos, protocol)
+        if protocol == "sliding":
+            cfg = dataclasses.replace(cfg, eval_stride=cfg.eval_sliding)
+        return self.module.plain_nats(self.model, cfg, tokens, self.module.Team(cfg, {}))
 
 
 # ------------------------------------------------------------ scripts of rules version 1
