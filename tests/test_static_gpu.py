@@ -95,8 +95,9 @@ def test_copies_and_who_waits(library, recorded):
     assert ["memset", "64"] in lines
 
 
-def fp8_product(library, a=(E4M3, 32, 64, 32), b=(E4M3, 32, 16, 32), transposes=(1, 0), scales=True):
-    """cublasLtMatmul of two matrices (type, rows, columns, leading dimension) -> its status."""
+def fp8_product(library, a=(E4M3, 32, 64, 32), b=(E4M3, 32, 16, 32), transposes=(1, 0), scales=(16, 32)):
+    """cublasLtMatmul of two matrices (type, rows, columns, leading dimension), with scales at these addresses
+    -> its status."""
 
     def layout(kind, rows, columns, leading):
         made = ctypes.c_void_p()
@@ -111,9 +112,9 @@ def fp8_product(library, a=(E4M3, 32, 64, 32), b=(E4M3, 32, 16, 32), transposes=
         library.cublasLtMatmulDescSetAttribute(
             matmul, what, ctypes.byref(ctypes.c_int(value)), ctypes.c_size_t(4)
         )
-    for what in (17, 18) if scales else ():
+    for what, address in zip((17, 18), scales):
         library.cublasLtMatmulDescSetAttribute(
-            matmul, what, ctypes.byref(ctypes.c_void_p(1)), ctypes.c_size_t(8)
+            matmul, what, ctypes.byref(ctypes.c_void_p(address)), ctypes.c_size_t(8)
         )
     out = layout(BF16, a[2], b[2], a[2])
     return library.cublasLtMatmul(
@@ -145,8 +146,9 @@ def fp8_product(library, a=(E4M3, 32, 64, 32), b=(E4M3, 32, 16, 32), transposes=
         (dict(transposes=(1, 1)), "not TN"),
         (dict(a=(E5M2, 32, 64, 32), b=(E5M2, 32, 16, 32)), "both are e5m2"),
         (dict(a=(E4M3, 24, 64, 24), b=(E4M3, 24, 16, 24)), "multiples of 16"),
-        (dict(scales=False), "scale"),
-        (dict(a=(BF16, 24, 64, 24), b=(BF16, 24, 16, 24), transposes=(0, 1), scales=False), None),
+        (dict(scales=()), "a scale is missing"),
+        (dict(scales=(16, 20)), "no multiple of 16"),
+        (dict(a=(BF16, 24, 64, 24), b=(BF16, 24, 16, 24), transposes=(0, 1), scales=()), None),
     ],
 )
 def test_what_cublas_refuses_of_fp8(wrong, why, library, recorded):
@@ -470,7 +472,7 @@ def leaf(*shape, dtype=torch.float32):
 N, C, V = 2048, 256, 8192
 x = leaf(1, N, C, dtype=torch.bfloat16)
 head = leaf(V, C)
-fc, proj, scales = leaf(4 * C, C), leaf(C, 4 * C), leaf(3)
+fc, proj, scales = leaf(4 * C, C), leaf(C, 4 * C), leaf(3, 4)[:, 0]
 targets = torch.zeros(1, N, device="cuda", dtype=torch.long)
 several = train_gpt.next_targets(targets, 3)
 fused = partial(train_gpt.fp8_fused_loss, row_losses=train_gpt.kernel_losses)
