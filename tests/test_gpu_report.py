@@ -216,7 +216,7 @@ def test_a_part_of_a_preset_that_still_trains_lets_others_pass():
 
 def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
     whole.seconds = 100
-    parts = [part_of("train", "golf", 60, 6), part_of("train", "gpt2", 70, 6), part_of("loop", "golf", 30)]
+    parts = [part_of("train", "golf", 60, 8), part_of("train", "gpt2", 70, 8), part_of("loop", "golf", 30)]
     lines = gpu_plan.tell_plan(parts, 8, 2, 100 / 60)
     assert "3 parts" in lines[0] and lines[1] == "will not fit: gpt2 train"
     ends = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
@@ -229,11 +229,19 @@ def test_what_will_not_fit_is_said_before_and_skipped_then(carried_out, whole):
 
 def test_kinds_leave_time_for_those_after_them():
     """Trains have 67 of 100 s here; what was put off gets what is left in the end."""
-    parts = [part_of("train", "golf", 30, 6), part_of("train", "tiny", 35, 6),
-             part_of("train", "gpt2", 10, 6), part_of("loop", "golf", 20)]
+    parts = [part_of("train", "golf", 30, 8), part_of("train", "tiny", 35, 8),
+             part_of("train", "gpt2", 10, 8), part_of("loop", "golf", 20)]
     found = [(part.name(), end) for part, end in gpu_plan.foreseen(parts, 8, 2, 100 / 60)]
     assert found == [("golf train", 30.0), ("tiny train", 65.0), ("golf loop", 85.0), ("gpt2 train", 95.0)]
     assert gpu_plan.latest_ends(parts[:3], 100)["train"] == 100
+
+
+def test_training_counts_for_less_memory_side_by_side():
+    """It compiles most of the time."""
+    trains = [part_of("train", "tiny", 60, 6)]
+    assert gpu_plan.next_part([part_of("train", "golf", 60, 6)], trains, 8, 4)
+    assert not gpu_plan.next_part([part_of("numbers", "golf", 60, 6)], trains, 8, 4)
+    assert not gpu_plan.next_part([part_of("train", "golf", 60, 8)], trains, 8, 4)
 
 
 def test_the_plan_knows_what_earlier_reports_took(tmp_path):
