@@ -2593,7 +2593,7 @@ MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted befo
 # Smaller vocabularies take the loss that Inductor generates: on an H100 golf's 49,152 x 1,024 logits cost
 # 0.92 ms by it and 1.15 by loss_kernel. No other vocabulary was timed both ways.
 LEAST_KERNEL_VOCABULARY = 2048
-LOSS_BLOCK = 4096  # logits of a row that loss_kernel handles at a time
+LOSS_BLOCK = 2048  # logits of a row that loss_kernel handles at a time
 
 def to_fp8(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x -> (fp8, the scale to multiply it by, 0-dim). scale: a number or 0-dim; None: max |x| fills the
@@ -2939,7 +2939,7 @@ if triton:
                     shift: tl.constexpr, scale: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr):
         """One row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs no
         maximum -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits.
-        targets (N, K), -1: none; weights (K,). Powers of two, which are what the hardware has."""
+        targets (N, K), -1: none; weights (K,). By exp2 and log2, which the hardware has."""
         LOG2E: tl.constexpr = 1.4426950408889634
         slope: tl.constexpr = -scale * LOG2E
         offset: tl.constexpr = shift * slope
@@ -2962,18 +2962,18 @@ if triton:
             total += tl.where(i < V, tl.exp2(most * part - most), 0.0)
         norm = tl.log2(tl.sum(total)) + most
         tl.store(losses + row, whole * norm / LOG2E - top * tl.sum(weight * its))
-        factor_whole = factor * top * scale * whole
+        slope_whole = factor * top * scale * whole
         for low in range(0, V, BLOCK):
             i = low + tl.arange(0, BLOCK)
             x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
             part = 1 / (1 + tl.exp2(x * slope + offset))
-            found = factor_whole * tl.exp2(most * part - norm) * (part - part * part)
-            tl.store(grad + i, found.to(grad.dtype.element_ty), mask=i < V)
-        tl.debug_barrier()  # what other threads have stored at the targets is replaced
+            error_slope = slope_whole * tl.exp2(most * part - norm) * (part - part * part)
+            tl.store(grad + i, error_slope.to(grad.dtype.element_ty), mask=i < V)
+        tl.debug_barrier()  # other threads have stored gradients at the targets, which these replace
         wanted = tl.sum(tl.where(target[:, None] == target[None, :], weight[None, :], 0.0), 1)
         error = whole * tl.exp2(most * its - norm) - wanted
-        found_there = factor * top * scale * error * (its - its * its)
-        tl.store(grad + target, found_there.to(grad.dtype.element_ty), mask=target >= 0)
+        its_slope = factor * top * scale * error * (its - its * its)
+        tl.store(grad + target, its_slope.to(grad.dtype.element_ty), mask=target >= 0)
 
 def kernel_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,
                   dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -3036,7 +3036,7 @@ if triton:
 def kernel_transpose(x: Tensor) -> Tensor:
     """x (N, V) -> its transpose (V, N), contiguous, by transpose_kernel. Inductor does not tile the copy of
     what a Triton kernel of ours has written: the speedrun's 2.47 GB took 18.7 ms on an H100. Nor does torch
-    2.13 where it fuses the copy with a reduction, as in fp8_mlp's backward pass. This takes 1.8 ms there."""
+    2.13 where it fuses the copy with a reduction, as in fp8_mlp's backward pass. Ours takes 1.8 ms there."""
     N, V = x.shape
     out = x.new_empty(V, N)
     tiles = (triton.cdiv(N, 64), triton.cdiv(V, 128))
@@ -4432,7 +4432,7 @@ CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same plac
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
 # The text is hashed in chunks of this many tokens. Each operator on a chunk wakes all of torch's threads and
-# waits for the last one, so on a busy machine small chunks take minutes (docs/log.md). For words, each chunk
+# waits for the last one, so on a busy machine small chunks take minutes. For words, each chunk
 # also sees the tokens before it, so a context of words is lost at its start only if it is longer than these.
 COUNT_CHUNK = 1 << 20
 TOKENS_BEFORE_CHUNK = 1 << 10
@@ -6972,7 +6972,8 @@ class DelayedScales:
     MARGIN = 1.25  # for what grows from one step to the next
 
     def __init__(self, layers: int):
-        # largest magnitudes / E4M3_MAX (layers, 3). 16 bytes each: cuBLAS refuses a scale at another address
+        # largest magnitudes / E4M3_MAX (layers, 3), 16 bytes apart: cuBLAS refuses a scale at an address that
+        # is no multiple of 16
         self.values = torch.empty(layers, 3, 4)[..., 0].requires_grad_()
         self.floors = torch.tensor(self.FLOORS)
         self.largest = None  # magnitudes in the last micro-step (layers, 3)

@@ -119,17 +119,18 @@ def test_rates_are_those_of_the_logs(name, factor, right):
     assert (abs(ratio - 1) < MOST_OFF) == right, ratio
 
 
-@pytest.mark.parametrize("factor, right", [(1.0, True), (1.4, False), (0.7, False)])
+@pytest.mark.parametrize("factor, right", [(1.0, True), (1.3, False), (0.7, False)])
 def test_the_loss_and_its_copy_take_what_was_timed(factor, right, monkeypatch):
     """Its rate and its time per row: 49,152 rows of 50,304 logits, in bf16, and their gradient in fp8."""
     timed = (kernel_costs.RESULTS / "2026-11-27_loss_and_transpose.txt").read_text()
     found = dict(
-        loss=re.search(r"^loss  (\S+) ms  block 4096, 8 warps: by powers of two$", timed, re.M),
+        loss=re.search(r"^loss  (\S+) ms  block 2048, 8 warps: by powers of two$", timed, re.M),
         transpose=re.search(r"^transpose tile 64x128 warps 8: (\S+) ms", timed, re.M),
     )
     logits = 49_152 * 50_304
     for kind, value in kernel_costs.TIMED_ALONE.items():
         monkeypatch.setitem(kernel_costs.TIMED_ALONE, kind, value * factor)
+    monkeypatch.setattr(kernel_costs, "LOSS_ROW", kernel_costs.LOSS_ROW / factor)
     wanted = dict(
         loss=kernel_costs.memory_seconds("loss_kernel", 3 * logits, 0, 49_152),
         transpose=kernel_costs.memory_seconds("transpose_kernel", 2 * logits),

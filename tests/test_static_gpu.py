@@ -431,7 +431,8 @@ ROW_FAULTS = {
         "total += tl.where(i < V, tl.exp2(most * part - most), 0.0)",
         "total += tl.exp2(most * part - most)", "x 50,304"),
     "a gradient stored beyond the tail": (
-        "found.to(grad.dtype.element_ty), mask=i < V)", "found.to(grad.dtype.element_ty))", "x 50,304"),
+        "error_slope.to(grad.dtype.element_ty), mask=i < V)", "error_slope.to(grad.dtype.element_ty))",
+        "x 50,304"),
     "targets that are none": (
         "weight = tl.load(weights + k, mask=target >= 0, other=0.0)",
         "weight = tl.load(weights + k, mask=k < K, other=0.0)", "targets"),
@@ -541,12 +542,12 @@ def test_no_generated_kernel_transposes_what_the_fp8_mlp_keeps(tmp_path):
 @pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
                                               (90, "*fp8e5")])
 def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys):
-    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 80 registers
-    three rows fit a multiprocessor, with 64 four."""
+    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 64 registers
+    four rows fit a multiprocessor."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     types = dict(logits="*bf16", targets="*i64", weights="*fp32", losses="*fp32", grad=grad, V="i32")
-    constants = dict(K=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=4096)
+    constants = dict(K=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=train_gpt.LOSS_BLOCK)
     kernel = train_gpt.triton.compile(
         ASTSource(train_gpt.loss_kernel, types | dict.fromkeys(constants, "constexpr"), constants),
         GPUTarget("cuda", capability, 32), dict(num_warps=8))
@@ -560,7 +561,7 @@ def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys
     with capsys.disabled():
         print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} "
               f"bytes spilled, {kernel.metadata.shared} bytes of shared memory")
-    assert registers <= 80 and spilled <= 16
+    assert registers <= 64 and spilled == 0
 
 
 @pytest.mark.static

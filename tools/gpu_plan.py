@@ -36,7 +36,7 @@ PATIENCE = 3.0  # times the expected seconds: then a part is stopped
 LEAST_LIMIT = 60.0  # s
 LEAST_LIMIT_ON_A_CPU = 600.0  # which may do other things, too: a toy, or the stand-in for a GPU
 MEMORY_SHARE = 0.95  # of the GPU's, that parts side by side may fill by their own account
-# What `train` counts for there: most of its time is compiling, which needs a tenth of the memory. On 27
+# What `train` counts for there: most of its time it compiles, and its steps come when others are done. On 27
 # November six presets that need 117 GiB were side by side on 79; three reached their steps, after 60, 154
 # and 200 s, and none ran out of memory. One that does runs again, alone.
 TRAIN_SHARE = 0.65

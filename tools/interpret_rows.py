@@ -23,7 +23,7 @@ N = 49_152  # tokens of a rank in the speedrun's last stage
 ROWS = 3  # that exist; the one in the middle is computed
 PLAIN = (15.0, 0.0, 0.0)
 ASYMMETRIC = (11.5, 5.0, 15.0)  # speedrun_plus: cap, shift and width of softcap()
-# vocabularies: speedrun's ends within a block of 4,096, gpt2's with one; golf's is less than one
+# vocabularies: speedrun's ends within a block of 2,048, gpt2's with one; golf's is less than one
 LOSSES = [
     (50_304, PLAIN, torch.float8_e5m2, 1),
     (50_304, PLAIN, torch.bfloat16, 1),
