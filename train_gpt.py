@@ -53,7 +53,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 if __name__ == "__main__":
     # lets stages of all sizes share memory
@@ -114,6 +114,8 @@ class Recipe:
     the first group; the others have neutral defaults. Golf is the shortest example."""
     # constants of the game's public script that this recipe lacks: {name: the value accepted; None: any}
     unused = {}
+    # {packing: class of Packer}
+    packers: "ClassVar[dict[str, type[Packer]]]" = {}
 
     def stages(self) -> list:
         """The table of stages: [Stage], in order."""
@@ -144,16 +146,8 @@ class Recipe:
         """Learning rate, momentum and decay of a step. progress: the part of the run that is done, 0 to 1."""
         raise NotImplementedError
 
-    def packer(self) -> "type[Packer]":
-        """The class of Packer that cfg.packing names."""
-        raise NotImplementedError
-
     def layers(self, stage: Any = None) -> "list[Layer]":
         """What each layer costs, with the windows of this stage; None: of the last one."""
-        raise NotImplementedError
-
-    def warmdown_text(self) -> str:
-        """When and how far the learning rate falls, for the plan."""
         raise NotImplementedError
 
     def quantize(self, row: "Row", w: Tensor, coarser: float = 1.0,
@@ -169,6 +163,10 @@ class Recipe:
     # ----- neutral defaults
     def check(self) -> None:
         """Raises Refused for constants that contradict each other."""
+
+    def optimizer(self) -> "type[Optimizer]":
+        """The class of the optimizer."""
+        return Optimizer
 
     def fp8_part(self, on_gpu: bool) -> str:
         """Which products of training are in fp8: off, head or all. Raises Refused."""
@@ -212,26 +210,15 @@ class Recipe:
         bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
         return coarser * max(1.002, 2**bits)  # twice as wide: one bit less each
 
-    def keeps_text(self) -> bool:
-        """Does the artifact hold training text?"""
-        return False
-
-    # ----- the plan
+    # ----- windows and memory
     def windows(self, stage: Any, T: int) -> dict[str, int]:
         """{name: how many earlier tokens a token sees in a row of T}, for windows that may be shorter than
         the row; stage None: in scoring."""
         return {}
 
-    def marks(self) -> list[int]:
-        """The steps at which the plan has a new row: where stages begin."""
-        return sorted({stage.first_step for stage in self.stages()})
-
-    def plan_columns(self) -> list[str]:
-        """Further columns of stages, which the plan shows if they differ."""
-        return []
-
     def state_bytes(self) -> int:
-        """Memory in bytes of the state that is made from training tokens."""
+        """Memory in bytes of the state that is made from training tokens; if there is some, the artifact
+        holds these tokens."""
         return 0
 
 @dataclass(frozen=True)
@@ -321,7 +308,7 @@ class Config(Recipe):
                 f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
         require(self.val_tokens != 1, "val_tokens=1 leaves no target")
         for stage in self.stages():
-            require(stage.row_tokens == T or self.packer().any_length,
+            require(stage.row_tokens == T or self.packers[self.packing].any_length,
                     f"packing={self.packing} makes rows of train_seq_len={T}, not of "
                     f"{stage.row_tokens} tokens")
         require(not self.shuffle or self.packing == "rows",
@@ -358,14 +345,6 @@ class Config(Recipe):
         by_steps = step / total_steps(self)
         by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
         return min(1.0, max(by_steps, by_seconds))
-
-    def layer_order(self, stage: Any) -> list[int]:
-        """The layers in the order in which a stage runs them."""
-        return list(range(self.num_layers))
-
-    def top_lr(self: "Config", progress: float) -> float:
-        """LR factor at this progress, without the warmdown."""
-        return stage_at(self, progress).lr
 
 def check_grouped_queries(cfg: Any) -> None:
     """Raises Refused if num_kv_heads does not divide num_heads."""
@@ -548,7 +527,7 @@ def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
     per layer. Layers that run again count each time, averaged over the stages. stage: whose windows count;
     None: the last one's."""
     keys = sum([layer.window for layer in cfg.layers(stage)])
-    passes = [len(cfg.layer_order(row)) for row in cfg.stages()]
+    passes = [sum([layer.passes for layer in cfg.layers(row)]) for row in cfg.stages()]
     again = sum(passes) / len(passes) / cfg.num_layers
     head = cfg.vocab_size * cfg.model_dim
     return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
@@ -558,6 +537,7 @@ class Layer(NamedTuple):
     """What one layer costs."""
     window: int  # tokens that a token sees; 0: no attention
     mlp_mult: float  # MLP width / model_dim; 0: no MLP
+    passes: int = 1  # how often it runs
 
 def rms_norm(x: Tensor) -> Tensor:
     """x (..., C) divided by its root mean square over C."""
@@ -800,7 +780,6 @@ def smear(x: Tensor, weight: Tensor, gate_weight: Tensor) -> Tensor:
 class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
-    scales: Any = None  # DelayedScales of fp8
     trained_on: dict | None = None  # Data.identity(); None: unknown
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
@@ -1115,7 +1094,6 @@ class Optimizer:
         self.world_size = world_size
         self.group = group
         self.muon_dtype = muon_dtype or dtype
-        self.scales = model.scales
         self.adam_step = cfg.adam_step
         self.muon_step = cfg.muon_step
         self.step_count = 0
@@ -1148,17 +1126,15 @@ class Optimizer:
     def backward(self, loss: Tensor, alone: bool = False) -> None:
         """Adds the gradients of a micro-step's loss to those of the micro-steps before. alone: it is the only
         one of its step."""
-        wanted = [*self.params]
-        if self.scales:
-            wanted.append(self.scales.values)
-        gradients = torch.autograd.grad(loss, wanted, materialize_grads=True)
+        self.add(torch.autograd.grad(loss, self.params, materialize_grads=True), alone)
+
+    def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
+        """The same, once these are computed: one per parameter, in the order of params."""
         place = 0
         for bank in self.banks:
             end = place + len(bank.grads)
             bank.add(gradients[place:end], alone)
             place = end
-        if self.scales:
-            self.scales.largest = gradients[-1]
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float, decay_factor: float = 1.0, tied: bool = False) -> None:
@@ -1212,12 +1188,10 @@ class Optimizer:
             for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
                 mine.copy_(other)
             embed.fresh = True
-        # 6. the EMA of the weights, and the fp8 scales
+        # 6. the EMA of the weights
         if cfg.ema_decay:
             for bank in self.banks:
                 bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
-        if self.scales:
-            self.scales.follow()
 
     def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
                   decay_factor: float) -> tuple:
@@ -1256,6 +1230,32 @@ class Optimizer:
         for bank in self.banks:
             found |= zip(bank.names, bank.views(bank.whole(bank.master).flatten()))
         return found
+
+    def state(self) -> dict[str, Tensor]:
+        """{name: tensor on the CPU} of all moments and the EMA, for a checkpoint. All ranks call it
+        together."""
+        found = {}
+        for bank in self.banks:
+            for i, mine in enumerate(bank.state):
+                found[f"{bank.names[0]} {i}"] = bank.whole(mine)
+        return found
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor], team: "Team") -> None:
+        """Takes what state() returned, on any number of ranks, from rank 0, which alone has it."""
+        for bank in self.banks:
+            for i, mine in enumerate(bank.state):
+                whole = mine.new_zeros((team.world_size * len(mine), *mine.shape[1:]))
+                if team.rank == 0:
+                    whole[:bank.units] = state[f"{bank.names[0]} {i}"]
+                team.broadcast(whole)
+                mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
+
+    def begin(self, values: dict[str, Tensor]) -> None:
+        """Training begins, with the first values {name: fp32}."""
+        self.step_count = 0
+        for bank in self.banks:
+            bank.load(values)
 
 # torch 2.13 renamed these collectives
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -1777,7 +1777,7 @@ class Loader:
         self.total = int(self.edges[-1])
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
-        self.packer = cfg.packer()(cfg, data, self)
+        self.packer = cfg.packers[cfg.packing](cfg, data, self)
         held = self.packer.held_tokens()
         needed = planned_tokens(cfg)
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
@@ -2447,15 +2447,7 @@ def restore(run: "Run", checkpoint: dict) -> "TrainState":
                 value.copy_(checkpoint["tensors"][name])
             team.broadcast(value)
         bank.load(values)
-        for i, mine in enumerate(bank.state):
-            whole = mine.new_zeros((team.world_size * len(mine), *mine.shape[1:]))
-            if team.rank == 0:
-                whole[:bank.units] = checkpoint["state"][f"{bank.names[0]} {i}"]
-            team.broadcast(whole)
-            mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
-    scales = run.optimizer.scales
-    if scales:
-        scales.restore(checkpoint["state"].get(scales.NAME) if team.rank == 0 else None, team)
+    run.optimizer.restore(checkpoint.get("state", {}), team)
     run.optimizer.step_count = progress["updates"]
     run.started = progress["started"]
     run.loader.position = progress["position"]
@@ -2525,15 +2517,9 @@ class Saver:
         for it."""
         run = self.run
         team = run.team
-        scales = run.optimizer.scales
         self.wait()
         payload = to_payload(run.cfg, run.optimizer.weights(), run.model.trained_on)
-        payload["state"] = {}
-        for bank in run.optimizer.banks:
-            for i, mine in enumerate(bank.state):
-                payload["state"][f"{bank.names[0]} {i}"] = bank.whole(mine)
-        if scales:
-            payload["state"][scales.NAME] = scales.of_ranks(team.world_size)
+        payload["state"] = run.optimizer.state()
         if team.rank == 0:
             payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
                 position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
@@ -3427,11 +3413,13 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / team.world_size)
     held -= (4 - width) * tables
     # 2. what layers keep for the backward pass
-    layers = cfg.layers()
-    kept: float = 0
-    for i in max([cfg.layer_order(stage) for stage in stages], key=len):
-        by_attention = KEPT_BY_ATTENTION if layers[i].window > 0 else 0
-        kept += by_attention + KEPT_BY_MLP * layers[i].mlp_mult
+    kept = 0.0
+    for stage in stages:
+        of_stage = 0.0
+        for layer in cfg.layers(stage):
+            by_attention = KEPT_BY_ATTENTION if layer.window > 0 else 0
+            of_stage += layer.passes * (by_attention + KEPT_BY_MLP * layer.mlp_mult)
+        kept = max(kept, of_stage)
     kept *= cfg.model_dim
     if team.on_gpu and part == "all":
         kept *= KEPT_IN_FP8
@@ -3631,12 +3619,7 @@ def rehearse(run: Run) -> float:
         torch._dynamo.reset()
         torch.cuda.empty_cache()
     torch._foreach_zero_(changing)
-    optimizer.step_count = 0
-    if optimizer.scales:
-        optimizer.scales.reset()
-    values = first_values(run.model, run.cfg.seed)
-    for bank in optimizer.banks:
-        bank.load(values)
+    optimizer.begin(first_values(run.model, run.cfg.seed))
     return slowest
 
 def use_torch_kernels(run: Run) -> None:
@@ -3939,8 +3922,9 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     with team.device:
         run.model = cfg.make_model(run.kernels)
     run.model.trained_on = run.data.identity()
-    run.optimizer = Optimizer(run.model, cfg, team.rank, team.world_size,
-                              dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
+    make_optimizer = cfg.optimizer()
+    run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
+                                   dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
     # 2. rehearsal
     how_long = "some minutes" if team.on_gpu else "half a minute"
@@ -4275,8 +4259,7 @@ class Tiny(Config):
             if orders != (0,) and len({0, *orders}) <= len(orders):
                 raise Refused(f"{name}={show(orders)}: each one once, or 0 alone")
 
-    def packer(self) -> "type[Packer]":
-        return dict(rows=Rows, spans=Spans)[self.packing]
+    packers = dict(rows=Rows, spans=Spans)
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -4328,9 +4311,6 @@ class Tiny(Config):
         return Schedule(lr=1 - done + self.lr_floor * done,
                         momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
-
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window
         short = (long or self.train_seq_len) // 2
@@ -4355,9 +4335,6 @@ class Tiny(Config):
     def matched_orders(self) -> list[int]:
         return [n for n in self.copy_orders if n > 0 and self.memory]
 
-    def keeps_text(self) -> bool:
-        return bool(self.counted_orders() or self.counted_words())
-
     def state_bytes(self) -> int:
         # of the tables; the lists grow with the text
         return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
@@ -4372,8 +4349,7 @@ class Tiny(Config):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
+    attention_kernels = window_attention
 
     def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
         return dict(losses=fused_token_losses)
@@ -5305,8 +5281,7 @@ class Golf(Config):
         super().check()
         check_grouped_queries(self)
 
-    def packer(self) -> "type[Packer]":
-        return Spans
+    packers = dict(spans=Spans)
 
     def stages(self) -> list[Stage]:
         return stage_rows(self, [
@@ -5364,9 +5339,6 @@ class Golf(Config):
         start = self.muon_momentum_warmup_start
         return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_iters} steps lr_factor falls to 0"
-
     def layers(self, stage: Stage | None = None) -> list[Layer]:
         T = self.train_seq_len if stage is None else stage.row_tokens
         return [Layer(T, self.mlp_mult)] * self.num_layers
@@ -5375,8 +5347,7 @@ class Golf(Config):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return dense_attention(self, on_gpu, log)
+    attention_kernels = dense_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return GolfModel(self, kernels)
@@ -5553,8 +5524,7 @@ class GolfPlus(Config):
         if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
             raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
 
-    def packer(self) -> "type[Packer]":
-        return dict(shards=Shards, spans=Spans, rows=Rows)[self.packing]
+    packers = dict(shards=Shards, spans=Spans, rows=Rows)
 
     def stages(self) -> list[LoopStage]:
         B = self.train_batch_tokens
@@ -5564,9 +5534,6 @@ class GolfPlus(Config):
             LoopStage(0.0, B, T, loops=0),
             LoopStage(0.5, B, T, loops=2),
         ], loops="loop_schedule")
-
-    def plan_columns(self) -> list[str]:
-        return ["loops"]
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}. In the artifact matrices have 6 bits, the embedding has 8, scalars are fp16."""
@@ -5622,15 +5589,10 @@ class GolfPlus(Config):
         start = self.muon_momentum_warmup_start
         return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
-
     def layers(self, stage: LoopStage | None = None) -> list[Layer]:
-        T = self.train_seq_len if stage is None else stage.row_tokens
-        return [Layer(T, self.mlp_mult)] * self.num_layers
-
-    def layer_order(self, stage: LoopStage) -> list[int]:
-        return looped_order(self.num_layers, self.loop_layers, stage.loops)
+        stage = stage or self.stages()[-1]
+        order = looped_order(self.num_layers, self.loop_layers, stage.loops)
+        return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
 
     def calibrate(self, model: Model, data: "Data", team: "Team", log: Callable = print) -> dict:
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
@@ -5678,8 +5640,7 @@ class GolfPlus(Config):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return dense_attention(self, on_gpu, log)
+    attention_kernels = dense_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return GolfPlusModel(self, kernels)
@@ -5868,7 +5829,7 @@ class GolfPlusModel(Model):
         self.embed = parameter(cfg.vocab_size, cfg.model_dim)
         self.head = self.embed
         # row i is for the i-th layer run in the second half; which layer that is depends on the stage
-        skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
+        skips = max([sum([layer.passes for layer in cfg.layers(stage)]) // 2 for stage in cfg.stages()])
         self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
         self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
         self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
@@ -6055,8 +6016,7 @@ class Speedrun(Config):
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
-    def packer(self) -> "type[Packer]":
-        return dict(documents=Documents, spans=Spans, rows=Rows)[self.packing]
+    packers = dict(documents=Documents, spans=Spans, rows=Rows)
 
     def document_limit(self) -> int:
         return self.max_doc_len
@@ -6121,13 +6081,6 @@ class Speedrun(Config):
         start = self.muon_momentum_warmup_start
         return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
-
-    def marks(self) -> list[int]:
-        switches = {math.ceil(switch * self.iterations - 1e-6) for switch in self.lr_switches}
-        return sorted({stage.first_step for stage in self.stages()} | switches)
-
     def scoring_window(self) -> int:
         return self.eval_window or self.stages()[-1].window
 
@@ -6172,8 +6125,7 @@ class Speedrun(Config):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
+    attention_kernels = window_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunModel(self, kernels)
@@ -6494,8 +6446,7 @@ class SpeedrunPlus(Config):
         if "P" in [pattern[layer] for layer in unpaired]:
             raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for paired heads")
 
-    def packer(self) -> "type[Packer]":
-        return dict(documents=Documents, rows=Rows)[self.packing]
+    packers = dict(documents=Documents, rows=Rows)
 
     def stages(self) -> list[TargetStage]:
         """Three about equal parts of iterations, then the extension."""
@@ -6611,12 +6562,6 @@ class SpeedrunPlus(Config):
         tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
         return Schedule(lr, momentum, decay=lr, tied=tied)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
-
-    def plan_columns(self) -> list[str]:
-        return ["doc_len", "next_losses", "prefix_loss"]
-
     def windows(self, stage: TargetStage | None, T: int) -> dict[str, int]:
         last = self.stages()[-1]
         half = (stage or last).window // 2
@@ -6685,6 +6630,9 @@ class SpeedrunPlus(Config):
 
     def scoring_window(self) -> int:
         return self.eval_window
+
+    def optimizer(self) -> "type[Optimizer]":
+        return ScaledOptimizer
 
     def fp8_part(self, on_gpu: bool) -> str:
         part = fp8_part(self, on_gpu, further=self.fp8_sides())
@@ -7007,6 +6955,42 @@ class DelayedScales:
             whole.copy_(stored if same else stored.amax(0, keepdim=True).expand_as(whole))
         team.broadcast(whole)
         self.values.copy_(whole[team.rank])
+
+class ScaledOptimizer(Optimizer):
+    """The model's delayed scales, if it has some, follow what each step measures."""
+    def __init__(self, model: "SpeedrunPlusModel", *args: Any, **options: Any):
+        super().__init__(model, *args, **options)
+        self.scales = model.scales
+
+    def backward(self, loss: Tensor, alone: bool = False) -> None:
+        if not self.scales:
+            super().backward(loss, alone)
+            return
+        wanted = [*self.params, self.scales.values]
+        *gradients, largest = torch.autograd.grad(loss, wanted, materialize_grads=True)
+        self.add(gradients, alone)
+        self.scales.largest = largest
+
+    def step(self, *schedule: Any, **options: Any) -> None:
+        super().step(*schedule, **options)
+        if self.scales:
+            self.scales.follow()
+
+    def state(self) -> dict[str, Tensor]:
+        found = super().state()
+        if self.scales:
+            found[DelayedScales.NAME] = self.scales.of_ranks(self.world_size)
+        return found
+
+    def restore(self, state: dict[str, Tensor], team: "Team") -> None:
+        super().restore(state, team)
+        if self.scales:
+            self.scales.restore(state.get(DelayedScales.NAME), team)
+
+    def begin(self, values: dict[str, Tensor]) -> None:
+        super().begin(values)
+        if self.scales:
+            self.scales.reset()
 
 class Fp8MLP(torch.autograd.Function):
     """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
@@ -7437,8 +7421,7 @@ class GPT2(Config):
             raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
         check_window_pattern(self)
 
-    def packer(self) -> "type[Packer]":
-        return dict(best_fit=BestFit, rows=Rows)[self.packing]
+    packers = dict(best_fit=BestFit, rows=Rows)
 
     def stages(self) -> list[WindowStage]:
         row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
@@ -7488,9 +7471,6 @@ class GPT2(Config):
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
                         momentum=start + (self.muon_momentum - start) * warmup)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
-
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window or self.train_seq_len
         return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
@@ -7523,8 +7503,7 @@ class GPT2(Config):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
+    attention_kernels = window_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2Model(self, kernels)
@@ -7724,8 +7703,7 @@ class GPT2Plus(Config):
                           f"exceed model_dim={self.model_dim}")
         check_window_pattern(self)
 
-    def packer(self) -> "type[Packer]":
-        return dict(best_fit=BestFit, rows=Rows)[self.packing]
+    packers = dict(best_fit=BestFit, rows=Rows)
 
     def stages(self) -> list[WindowStage]:
         row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
@@ -7794,9 +7772,6 @@ class GPT2Plus(Config):
             momentum += (self.muon_momentum_end - momentum) * done
         return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
 
-    def warmdown_text(self) -> str:
-        return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
-
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window or self.train_seq_len
         return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
@@ -7829,8 +7804,7 @@ class GPT2Plus(Config):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log)
+    attention_kernels = window_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2PlusModel(self, kernels)
@@ -8040,7 +8014,7 @@ TRAINED_PART = 0.9965
 def planned_bytes(cfg: Config) -> int | None:
     """Estimate of the artifact's bytes: some 65,536 random normal weights per kind and shape are compressed;
     trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
-    if cfg.keeps_text():
+    if cfg.state_bytes():
         return None
     table = cfg.parameter_table()
     generator = torch.Generator().manual_seed(0)
@@ -8080,17 +8054,41 @@ def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
                f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
     yield from stage_lines(cfg)
 
+# Columns of the table of stages that the plan shows if they differ
+STAGE_COLUMNS = ("doc_len", "loops", "next_losses", "prefix_loss")
+
+def lr_marks(cfg: Any) -> dict[int, float]:
+    """{step: LR factor from there on, before the warmdown} where a stage begins or the factor changes."""
+    last = total_steps(cfg)
+    steps = {stage.first_step for stage in cfg.stages()}
+    switches = vars(cfg).get("lr_switches", ())
+    steps |= {math.ceil(switch * cfg.iterations - 1e-6) for switch in switches}
+    factors = {}
+    for step in sorted(steps):
+        if step < last:
+            factors[step] = cfg.top_lr(step / last) if switches else stage_at(cfg, step / last).lr
+    return factors
+
+def warmdown_text(cfg: Config) -> str:
+    """When and how far the learning rate falls."""
+    constants = vars(cfg)
+    floor = constants.get("lr_floor", 0)
+    if "warmdown_iters" in constants:
+        return f"in the last {constants['warmdown_iters']} steps lr_factor falls to {floor:g}"
+    whole = "iterations" if cfg.extension_iterations else "the run"
+    return f"in the last {constants.get('warmdown_frac', 0):.0%} of {whole} lr_factor falls to {floor:g}"
+
 def stage_lines(cfg: Config) -> Iterator[str]:
     """Yields the table of stages, with a row wherever a column changes, by steps as if there were no cap."""
     last = total_steps(cfg)
     T = cfg.train_seq_len
-    rows = []
-    for step in cfg.marks():
-        if step < last:
-            rows.append((step, stage_at(cfg, step / last), cfg.top_lr(step / last)))
+    rows = [(step, stage_at(cfg, step / last), lr) for step, lr in lr_marks(cfg).items()]
     windows = [*cfg.windows(rows[0][1], T)]
     stages = cfg.stages()
-    more = [name for name in cfg.plan_columns() if len({getattr(stage, name) for stage in stages}) > 1]
+    more = []
+    for name in STAGE_COLUMNS:
+        if hasattr(stages[0], name) and len({getattr(stage, name) for stage in stages}) > 1:
+            more.append(name)
     yield " ".join(["stage table: from_step tokens_per_step row_tokens", *windows, "lr_factor", *more])
     for step, stage, lr in rows:
         line = f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}"
@@ -8100,7 +8098,7 @@ def stage_lines(cfg: Config) -> Iterator[str]:
         for name in more:
             line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
         yield line
-    yield f"warmdown: {cfg.warmdown_text()}"
+    yield f"warmdown: {warmdown_text(cfg)}"
     line = f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}"
     sizes = cfg.windows(None, cfg.eval_context or T)
     yield f"{line}, {listed(sizes)}" if sizes else line

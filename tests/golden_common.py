@@ -84,7 +84,7 @@ def adam_every(cfg):
 
 def make_optimizer(model, cfg, first_step):
     """As it is at this step of a run, but that it has no state."""
-    optimizer = train_gpt.Optimizer(model, cfg)
+    optimizer = cfg.optimizer()(model, cfg)
     optimizer.step_count = first_step % adam_every(cfg)
     return optimizer
 
@@ -119,7 +119,7 @@ def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
         cfg = replace(cfg, weight_decay=decay / lr)
     module = train_gpt.Model()
     module.register_parameter(kind, torch.nn.Parameter(p.clone().contiguous()))
-    optimizer = train_gpt.Optimizer(module, cfg)
+    optimizer = cfg.optimizer()(module, cfg)
     for grad, momentum in zip(grads, momenta):
         add_gradients(optimizer, {kind: grad})
         optimizer.step(1.0, momentum)

@@ -594,7 +594,7 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
 def test_frontier_matrices_that_muon_updates_apart(speedrun_frontier):
     """Pairs of heads of queries and keys; their mean squares are per column, others' as they say."""
     cfg = speedrun_frontier.cfg
-    optimizer = train_gpt.Optimizer(speedrun_frontier.model(), cfg)
+    optimizer = cfg.optimizer()(speedrun_frontier.model(), cfg)
     found = {}
     for bank in optimizer.banks:
         for name in bank.names:

@@ -234,7 +234,7 @@ def test_what_an_artifact_holds(preset, settings, tmp_path):
     path.write_bytes(packed)
     loaded, known = train_gpt.load_model(path)
     assert all(getattr(known, name) == getattr(cfg, name) for name in cfg.model_fields())
-    if cfg.keeps_text():
+    if cfg.state_bytes():
         for name, tensor in model.counts.stored().items():
             assert torch.equal(tensors.pop(name), tensor)
     floor, table = vars(cfg).get("artifact_scale_floor", 0.0), cfg.parameter_table()

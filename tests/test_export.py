@@ -26,7 +26,7 @@ def save(path, **settings):
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 7)
     generator = torch.Generator().manual_seed(7)
-    if cfg.keeps_text():
+    if cfg.state_bytes():
         model.counts.starts[5:15] = False
         model.counts.count(torch.randint(1, 40, (5000,), generator=generator).numpy().astype("uint16"))
     for p in model.parameters():

@@ -135,7 +135,7 @@ def test_each_recipe_s_blocks_make_one_product_of_them(preset):
         with torch.no_grad(), Products() as products:
             model.hidden(tokens, context)
         counted.append(len(products.shapes))
-    attending = [i for i in cfg.layer_order(cfg.stages()[-1]) if model.blocks[i].query is not None]
+    attending = [layer for layer in cfg.layers() if layer.window for _ in range(layer.passes)]
     assert counted[0] - counted[1] == 2 * len(attending) > 0
 
 
@@ -661,7 +661,7 @@ def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):
         team.wait, team.dtype = lambda: None, torch.float32
         model = cfg.make_model(Kernels())
         init_parameters(model, 0)
-        optimizer = train_gpt.Optimizer(model, cfg)
+        optimizer = cfg.optimizer()(model, cfg)
         run = SimpleNamespace(cfg=cfg, model=model, optimizer=optimizer, micro=1, team=team, log=lines.append)
         train_gpt.rehearse(run)
         assert run.loss_fn is model and optimizer.adam_step == cfg.adam_step

@@ -74,7 +74,7 @@ def randomised(cfg, seed=0):
     for name, p in model.named_parameters():
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
-    if cfg.keeps_text():
+    if cfg.state_bytes():
         model.counts.starts.copy_(some_starts(cfg.vocab_size))
         model.counts.count(some_tokens(cfg, 1, 3000)[0].numpy().astype(np.uint16))
     return model

@@ -11,7 +11,7 @@ import fork_server
 import train_gpt
 from helpers import ROOT, TOY, add_gradients, init_parameters, slow_but, toy_config, toy_of
 from test_speedrun_plus import randomised, small, some_tokens
-from train_gpt import Optimizer, preset_config
+from train_gpt import preset_config
 
 SHORT = dict(
     SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", EXTENSION_ITERATIONS="0", TRAIN_LOG_EVERY="1",
@@ -105,7 +105,7 @@ def test_tied_means_one_parameter():
     for model in models:
         init_parameters(model, 3)
     assert torch.equal(models[0].embed, models[0].head)
-    optimizers = [Optimizer(model, cfg) for model in models]
+    optimizers = [cfg.optimizer()(model, cfg) for model in models]
     draw = torch.Generator().manual_seed(0)
     for step in range(4):
         grads = {name: torch.randn(p.shape, generator=draw) for name, p in models[0].named_parameters()}

@@ -67,7 +67,7 @@ def test_the_speedruns_keep_their_proportions():
 def test_the_speedruns_train_on_the_whole_text(preset):
     """Not on the first 80 tokens of each document."""
     cfg, lines = scaled(f"--preset={preset}", "--proxy=32")
-    assert cfg.packer() is train_gpt.Rows and cfg.shuffle
+    assert cfg.packers[cfg.packing] is train_gpt.Rows and cfg.shuffle
     assert {stage.row_tokens for stage in cfg.stages()} == {cfg.train_seq_len}
     assert any(line.startswith("proxy packing=rows: ") for line in lines)
 

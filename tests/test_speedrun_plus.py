@@ -258,7 +258,7 @@ def test_a_part_can_be_turned_off(settings):
         model = randomised(some)
         if model.prefixes is not None:
             model.prefixes.copy_(torch.arange(64) // 2 - 1)
-        optimizer = train_gpt.Optimizer(model, some)
+        optimizer = some.optimizer()(model, some)
         context = model.training_context(64, CPU, torch.float32, some.stages()[0])
         model.update_context(context, 0.0)
         losses = []
@@ -408,7 +408,7 @@ def test_scales_follow_the_last_micro_step():
     """1.25 times its largest magnitudes, but not below the floors; the step itself used those before."""
     cfg = small(fp8="all")
     model = randomised(cfg, train_gpt.choose_kernels(cfg, False, lambda line: None))
-    optimizer = train_gpt.Optimizer(model, cfg)
+    optimizer = cfg.optimizer()(model, cfg)
     context = model.training_context(64, CPU, torch.float32, cfg.stages()[2])
     first = model.scales.values.detach().clone()
     assert [448 * x for x in first[5].tolist()] == pytest.approx([8, 16, 1])

@@ -292,7 +292,7 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
     team, data = train_gpt.Team(cfg, {}), train_gpt.open_data(cfg)
     loader, model = train_gpt.Loader(cfg, data, team), cfg.make_model(Kernels())
     init_parameters(model, cfg.seed)
-    optimizer = train_gpt.Optimizer(model, cfg)
+    optimizer = cfg.optimizer()(model, cfg)
     run = train_gpt.Run(cfg, cfg, team, lambda *_: None, None, "", data, loader, 16, model=model,
                         optimizer=optimizer)
     context = model.training_context(cfg.train_seq_len, team.device, torch.float32, cfg.stages()[0])
@@ -371,7 +371,7 @@ def test_the_rehearsal_of_one_micro_step_says_so(micro, alone, tiny_data, monkey
     cfg, said = toy_config(tiny_data, vocab_size=512), []
     model = cfg.make_model(Kernels())
     init_parameters(model, 0)
-    optimizer = train_gpt.Optimizer(model, cfg)
+    optimizer = cfg.optimizer()(model, cfg)
     monkeypatch.setattr(optimizer, "backward", lambda loss, alone=False: said.append(alone))
     run = train_gpt.Run(cfg, cfg, train_gpt.Team(cfg, {}), print, None, "", micro=micro, model=model,
                         optimizer=optimizer)
@@ -392,7 +392,7 @@ def test_ranks_rehearse_alike(tiny_data, monkeypatch):
     team, model = train_gpt.Team(cfg, {}), cfg.make_model(Kernels())
     init_parameters(model, 0)
     run = train_gpt.Run(cfg, cfg, team, print, None, "", micro=4, model=model,
-                        optimizer=train_gpt.Optimizer(model, cfg))
+                        optimizer=cfg.optimizer()(model, cfg))
 
     def fails(error=None):
         def loss_fn(*args):
@@ -422,7 +422,7 @@ def test_a_step_that_does_not_compile_on_a_gpu(fails, ending, tiny_data, monkeyp
     model = cfg.make_model(train_gpt.choose_kernels(cfg, True, lambda line: None))
     team = train_gpt.Team(cfg, {})
     run = train_gpt.Run(cfg, cfg, team, said.append, None, "", micro=4, model=model,
-                        optimizer=train_gpt.Optimizer(model, cfg))
+                        optimizer=cfg.optimizer()(model, cfg))
     team.on_gpu = True
 
     def compile_step(run, on):

@@ -90,7 +90,8 @@ def assemble(cfg, trainer=train_gpt, team=None):
         options = dict(dtype=team.dtype)
     if "muon_dtype" in inspect.signature(trainer.Optimizer).parameters:
         options["muon_dtype"] = team.dtype
-    run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, team.world_size, **options)
+    make_optimizer = cfg.optimizer() if hasattr(cfg, "optimizer") else trainer.Optimizer  # an older one
+    run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size, **options)
     return run
 
 
@@ -472,7 +473,7 @@ def parts_of(run, stage, rows):
         return block.attend(train_gpt.rms_norm(h), *args)
 
     def mlp(h, fc, proj):
-        if model.scales:
+        if vars(model).get("scales"):
             return kernels.mlp(train_gpt.rms_norm(h), fc, proj, model.scales.values[0])
         return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
 
@@ -490,10 +491,11 @@ def parts_of(run, stage, rows):
         block, args = members[0]
         projections = [block.query, block.key, block.value, block.attn_proj]
         found["attention"].append((len(members), both(partial(attend, block, args), [h], projections)))
-    with_mlp = [model.blocks[i] for i in cfg.layer_order(stage) if model.blocks[i].fc is not None]
+    with_mlp = [block for block in model.blocks if block.fc is not None]
     if with_mlp:
+        passes = sum(layer.passes for layer in cfg.layers(stage) if layer.mlp_mult)
         weights_of_mlp = [with_mlp[0].fc, with_mlp[0].mlp_proj]
-        found["MLP"].append((len(with_mlp), both(mlp, [h, *weights_of_mlp], [])))
+        found["MLP"].append((passes, both(mlp, [h, *weights_of_mlp], [])))
     return found
 
 

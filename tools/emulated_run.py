@@ -148,7 +148,7 @@ class Machine:
         with self.team.device:
             self.model = cfg.make_model(kernels)
         dtype = self.team.dtype if on_gpu else torch.float32
-        self.optimizer = trainer.Optimizer(self.model, cfg, dtype=dtype)
+        self.optimizer = cfg.optimizer()(self.model, cfg, dtype=dtype)
         values = off_values(trainer, self.model, 1)
         for bank in self.optimizer.banks:
             bank.load(values)

@@ -347,12 +347,7 @@ def begin_anew(subject: Subject, run: Any) -> None:
     """First values, as a run begins with them."""
     for bank in run.optimizer.banks:
         torch._foreach_zero_([bank.data, bank.master, bank.grad, *bank.state])
-    run.optimizer.step_count = 0
-    if run.optimizer.scales:
-        run.optimizer.scales.reset()
-    values = subject.trainer.first_values(run.model, run.cfg.seed)
-    for bank in run.optimizer.banks:
-        bank.load(values)
+    run.optimizer.begin(subject.trainer.first_values(run.model, run.cfg.seed))
 
 
 class Call(NamedTuple):
@@ -1180,7 +1175,7 @@ def own_an_eighth(subject: Subject, run: Any) -> None:
     """From now on run.optimizer is that of rank 0 of eight, with the rules of the one that it replaces."""
     old = run.optimizer
     dtype = old.banks[0].data.dtype
-    run.optimizer = subject.trainer.Optimizer(
+    run.optimizer = run.cfg.optimizer()(
         run.model, run.cfg, 0, RANKS, dtype=dtype, muon_dtype=old.muon_dtype
     )
     run.optimizer.adam_step = old.adam_step

@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 import train_gpt  # noqa: E402
 from train_gpt import (  # noqa: E402
-    CHANNELS_PER_LAYER, GPT2, HEAD_DIM, NAMES, REFERENCE_WIDTH, GPT2Plus, Golf, GolfPlus, Optimizer, Refused,
+    CHANNELS_PER_LAYER, GPT2, HEAD_DIM, NAMES, REFERENCE_WIDTH, GPT2Plus, Golf, GolfPlus, Refused,
     Speedrun, SpeedrunPlus, Team, choose_kernels, first_values, horizon_weights, load_config, parse_flags,
     parse_value, planned_tokens, preset_config, preset_of, read_text, show, total_steps, train_step)
 
@@ -399,11 +399,9 @@ def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
     kernels = choose_kernels(cfg, team.on_gpu, lambda *lines: None)
     with team.device:
         model = cfg.make_model(kernels)
-    optimizer = Optimizer(model, cfg, dtype=team.dtype if team.on_gpu else torch.float32,
-                          muon_dtype=team.dtype)
-    values = first_values(model, cfg.seed)
-    for bank in optimizer.banks:
-        bank.load(values)
+    optimizer = cfg.optimizer()(model, cfg, dtype=team.dtype if team.on_gpu else torch.float32,
+                                muon_dtype=team.dtype)
+    optimizer.begin(first_values(model, cfg.seed))
     stage = cfg.stages()[-1]
     rows = stage.batch_tokens // stage.row_tokens
     tokens = torch.randint(cfg.vocab_size, (rows, stage.row_tokens), device=team.device)

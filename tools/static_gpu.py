@@ -356,7 +356,7 @@ class Subject:
         trainer.Bank.load = lambda *_: None
         with torch.device("cuda"):
             run.model = cfg.make_model(run.kernels)
-        run.optimizer = trainer.Optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
+        run.optimizer = cfg.optimizer()(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             self.note_collective(name)
         update = run.optimizer.step

@@ -28,7 +28,7 @@ def tensors_of(model: Any, cfg: Any) -> dict[str, Any]:
     import torch
     # A tied head is the embedding, which named_parameters() lists once
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    if cfg.keeps_text():
+    if cfg.state_bytes():
         tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
         tensors["counts.starts"] = model.counts.starts.byte()
     return tensors
@@ -94,7 +94,7 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     write_weights(folder, tensors, shape | dict(scoring_window=cfg.scoring_window()), save_file)
     trainer = inputs.read_text(Path(train_gpt.__file__))
     constants = constants_of(cfg, train_gpt.fields_of(type(cfg)))
-    script = model_script(cfg.preset, trainer, constants, cfg.keeps_text())
+    script = model_script(cfg.preset, trainer, constants, cfg.state_bytes() > 0)
     (folder / "model.py").write_text(script, encoding="utf-8")
     weights = sum(p.numel() for p in model.parameters())
     text = len(tensors.get("counts.text", ()))
