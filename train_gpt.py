@@ -56,13 +56,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 if __name__ == "__main__":
-    # lets stages of all sizes share memory
+    # let stages of different sizes reuse one memory pool
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # `python -W error` would turn torch's own warnings into errors
     warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
     try:
-        os.getcwd()  # without one, MKL ends the process
+        os.getcwd()  # MKL aborts if the working directory is gone
     except OSError:
         print("train_gpt: the working folder is gone", file=sys.stderr)
         sys.exit(2)
@@ -278,7 +278,7 @@ class Config(Recipe):
     # optimizer and length
     grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
     ema_decay: float = optional(0.0, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
-    loss_sum_ranks: int = optional(0, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(0, "divide the summed loss by this; 0: train on the mean loss", 0, 1 << 20)
     iterations: int = option(1, "maximum number of steps", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
@@ -642,7 +642,7 @@ class Kernels(NamedTuple):
     attention: Callable | None = None
     window: Callable | None = None
     window_mask: Callable | None = None
-    # of one recipe each
+    # each of these is used by one recipe
     qkv: Callable | None = None  # query, key and value in one product
     mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
     mlp_scales: Callable | None = None
@@ -1757,7 +1757,7 @@ class Shards(RankRows):
 
 class Loader:
     """Batches of training rows. The recipe's packer plans the rows of a step, which the ranks share; a thread
-    reads one step ahead, in vain where a stage changes. `position` is the whole state."""
+    prefetches one step, which is discarded when the stage changes. `position` is the whole state."""
     MOST_FILES = 256  # open at a time
 
     def __init__(self, cfg: Config, data: Data, team: "Team", log: Callable = print):
@@ -2339,7 +2339,7 @@ def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: 
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
 RUN_KEY = "train_gpt's run_id"  # in the store of torchrun's agent
 WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails; torchrun kills after 30
-# What may be given with RESUME; everything else is as the run began.
+# Constants that may change on RESUME; all others stay as the run began.
 RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "other_data",
                "core_bundle", "save_every", "save_every_seconds", "device_batch_size")
 
@@ -3572,11 +3572,13 @@ def compile_step(run: Run, compiled: bool) -> None:
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
     if run.team.on_gpu:  # a CPU gains nothing
         run.optimizer.muon_step = torch.compile(cfg.muon_step, dynamic=False, fullgraph=True)
-    else:  # saves seconds: no trial builds; our fused losses may be cached: the key covers their graph
+    else:
+        # skip Inductor's ISA probe, which takes seconds
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
         # in the cache's key: code for other vectors is wrong
         torch._inductor.config.cpp.simdlen = pick_vec_isa().bit_width()
+        # our fused losses may be cached: the key covers their graph
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 def rehearse(run: Run) -> float:
@@ -4336,7 +4338,7 @@ class Tiny(Config):
         return [n for n in self.copy_orders if n > 0 and self.memory]
 
     def state_bytes(self) -> int:
-        # of the tables; the lists grow with the text
+        # the tables' size; the lists grow with the text
         return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
@@ -5952,7 +5954,7 @@ class Speedrun(Config):
     fp8_head_most: tuple = option((0.0, 0.875, 1.0), "lm_head in fp8: largest input (0: model_dim ** 0.5), "
                                   "weight, and gradient of the summed loss", 0, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "divide the summed loss by this; 0: train on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks, gates", 0, 10)
     embed_lr: float = option(0.6, "Adam: embedding, value embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
@@ -6369,7 +6371,7 @@ class SpeedrunPlus(Config):
     fp8_head_most: tuple = option((100.0, 1.6, 0.75), "lm_head in fp8: largest input, weight, and gradient "
                                   "of the summed loss", 1e-9, 1e6)
     # optimizer
-    loss_sum_ranks: int = optional(8, "train on the summed loss / this; 0: on the mean loss", 0, 1 << 20)
+    loss_sum_ranks: int = optional(8, "divide the summed loss by this; 0: train on the mean loss", 0, 1 << 20)
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
