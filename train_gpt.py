@@ -1597,64 +1597,6 @@ class DocumentIndex:
         self.lengths = np.concatenate(lengths).clip(max=self.longest)
         require(len(self.starts), f"no token {bos} begins a document in the train split")
 
-class Documents(Packer):
-    """A row takes the beginnings of documents in order until it is full, which cuts the last one; the next
-    row begins with the next document. Documents at the end of a shard that do not fill a row for every rank
-    are left out. The position counts documents."""
-    any_length = True
-
-    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
-        super().__init__(cfg, data, loader)
-        self.index = index = DocumentIndex(cfg, data, loader)
-        cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
-        self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
-        self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
-        if cfg.sdpa_backend == "flash4":
-            self.check_slots(cfg.stages())
-
-    def check_slots(self, stages: list) -> None:
-        """Raises Refused if some row may hold more documents than FlashAttention 4 is told of."""
-        for stage in stages:
-            T = stage.row_tokens
-            filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
-            ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
-            most = int((ends - np.arange(len(ends))).max())
-            require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
-                    f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
-
-    def held_tokens(self) -> int:
-        return self.filled[self.index.longest][-1]
-
-    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
-        """Makes one row for every rank at a time, from the documents of one shard."""
-        index = self.index
-        ranks = self.team.world_size
-        longest = min(doc_len or index.longest, index.longest)
-        lengths = self.cut[longest]
-        filled = self.filled[longest]
-        count = len(index.starts)
-        rows = []
-        skipped = 0
-        while len(rows) < n:
-            epoch, place = divmod(position, count)
-            end = int(np.searchsorted(index.shard_of, index.shard_of[place], "right"))
-            here = []
-            while len(here) < ranks:
-                stop = int(filled.searchsorted(filled[place] + T + 1))  # the documents before it fill a row
-                if stop > end:
-                    break
-                here.append([*zip(index.starts[place:stop].tolist(), lengths[place:stop].tolist())])
-                place = stop
-            if len(here) == ranks:
-                rows += here
-                skipped = 0
-            else:
-                place = end
-                skipped += 1
-                require(skipped <= len(self.loader.shards), f"no shard's documents fill {ranks} rows of {T}")
-            position = epoch * count + place
-        return rows, position
-
 class RankRows(Packer):
     """Rows that each rank makes on its own, in order. The position counts rows of all ranks."""
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
@@ -1679,81 +1621,6 @@ class RankRows(Packer):
         self.made = self.made[first - self.first_made:]
         self.first_made = first
         return self.made[:share], position + n
-
-class BestFit(RankRows):
-    """Fills each row with the longest document in a buffer that still fits, again and again; if none does,
-    with the beginning of the shortest, whose rest is lost. Rank r of R reads document groups r, r + R, ... of
-    each shard."""
-    GROUP = 1024  # documents per group where the dataset does not say
-    BUFFER = 1000  # documents
-    READ = 128  # documents per refill
-
-    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
-        super().__init__(cfg, data, loader)
-        self.index = index = DocumentIndex(cfg, data, loader)
-        self.groups = []
-        for shard, name in enumerate(loader.names):
-            first, end = np.searchsorted(index.shard_of, [shard, shard + 1]).tolist()
-            sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
-            edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
-            self.groups.append(list(zip(edges, edges[1:])))
-        groups = max(map(len, self.groups))
-        require(groups >= self.team.world_size,
-                "packing=best_fit deals groups of documents to the ranks, but no shard has "
-                f"more than {groups}: take at most this many ranks or another packing")
-
-    def make_rows(self, T: int) -> Iterator[list]:
-        """Yields the pieces of each row."""
-        index = self.index
-        buffer = []
-        refills = self.refills()
-        while True:
-            room = T + 1
-            row = []
-            while room:
-                while len(buffer) < self.BUFFER:
-                    buffer += next(refills)
-                lengths = index.lengths[buffer]
-                fits = np.where(lengths <= room, lengths, 0)
-                best = int(fits.argmax()) if fits.any() else int(lengths.argmin())
-                size = min(room, int(lengths[best]))
-                row.append((int(index.starts[buffer.pop(best)]), size))
-                room -= size
-            yield row
-
-    def refills(self) -> Iterator[list]:
-        """Yields the next documents of this rank's groups, endlessly."""
-        while True:
-            for groups in self.groups:
-                for low, high in groups[self.team.rank::self.team.world_size]:
-                    for start in range(low, high, self.READ):
-                        yield list(range(start, min(high, start + self.READ)))
-
-class Shards(RankRows):
-    """Rank r of R has shards r, r + R, ... In each epoch the rows of a shard begin at a random offset and
-    are shuffled. The next row comes from a random shard, weighted by the rows that each has left."""
-    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
-        super().__init__(cfg, data, loader)
-        dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
-        enough = all([max(map(len, part), default=0) > loader.T for part in dealt])
-        require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
-                f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: use fewer ranks")
-
-    def make_rows(self, T: int) -> Iterator[list]:
-        """Yields the one piece of each row."""
-        draw = np.random.Generator(np.random.PCG64(self.team.rank))
-        loader = self.loader
-        left = {shard: [] for shard in range(self.team.rank, len(loader.shards), self.team.world_size)}
-        while True:
-            if not any(left.values()):
-                for shard in left:
-                    size = len(loader.shards[shard])
-                    phase = int(draw.integers(max(0, min(T - 1, size - T - 1)) + 1))
-                    order = draw.permutation((size - 1 - phase) // T)
-                    left[shard] = (loader.edges[shard] + phase + order * T).tolist()
-            counts = np.array([len(starts) for starts in left.values()], float)
-            shard = [*left][draw.choice(len(left), p=counts / counts.sum())]
-            yield [(left[shard].pop(), T + 1)]
 
 class Loader:
     """Batches of training rows. The recipe's packer plans the rows of a step, which the ranks share; a thread
@@ -1983,177 +1850,6 @@ def sliding_score(model: Model, cfg: Config, data: Data, team: "Team", log: Call
     bits = "" if bpb is None else f" val_bpb_sliding:{bpb:.8f}"
     log(f"final_sliding {name}:{loss:.8f}{bits} eval_time:{ms}ms")
     return {name: loss, "val_bpb_sliding": bpb, "eval_sliding_ms": ms}
-
-# CORE (DCLM, arXiv:2406.11794): mean accuracy on 22 in-context learning tasks, centered so that chance is 0.
-# A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (accuracy by chance in percent) and
-# eval_data/ (a .jsonl file per task).
-CORE_TASKS = 22
-CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
-CORE_ORDER_SEED = 1337  # order of a task's examples
-CORE_SHOTS_SEED = 1234  # plus i: the shots of example i
-
-class Task(NamedTuple):
-    label: str
-    kind: str  # one of CORE_KINDS
-    shots: int  # solved examples before each question
-    base: float  # percent that are right by chance
-    items: list  # [Item]
-
-class Item(NamedTuple):
-    """An example."""
-    texts: list  # the question with each of its options
-    gold: int  # which option is right
-    question: str | None  # the text without its continuation, for language_modeling only
-
-def read_item(kind: str, line: str, delimiter: str) -> Item:
-    """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
-    row = json.loads(line.lstrip("\ufeff"))  # joined files have byte order marks within
-    if kind == "multiple_choice":
-        texts = [row["query"] + delimiter + choice for choice in row["choices"]]
-    elif kind == "schema":
-        texts = [context + delimiter + row["continuation"] for context in row["context_options"]]
-    else:
-        question = row["context"].strip() + delimiter
-        return Item([question + row["continuation"]], 0, question)
-    return Item(texts, range(len(texts)).index(row["gold"]), None)
-
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, UTF-16 or UTF-32, whichever its first bytes tell."""
-    raw = path.read_bytes()
-    return raw.decode(json.detect_encoding(raw))
-
-def text_lines(path: Path) -> io.StringIO:
-    """The lines of a file, ended by LF, CR or both."""
-    return io.StringIO(read_text(path), newline=None)
-
-def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
-    """The tasks of a bundle, each with its first `most` examples after shuffling; 0: all. Raises Refused."""
-    import yaml
-    folder = Path(folder)
-    require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
-    tasks = []
-    place = "core.yaml or eval_meta_data.csv"
-    try:
-        table = csv.DictReader(text_lines(folder / "eval_meta_data.csv"))
-        bases = {row["Eval Task"]: row["Random baseline"] for row in table}
-        for about in yaml.safe_load(read_text(folder / "core.yaml"))["icl_tasks"]:
-            label = about["label"]
-            kind = about["icl_task_type"]
-            shots = about["num_fewshot"][0]
-            place = f"{label} in core.yaml, eval_meta_data.csv or {about['dataset_uri']}"
-            base = float(bases[label])
-            require(kind in CORE_KINDS and shots >= 0 and base < 100, f"{kind}, {shots} shots, {base} %")
-            items = []
-            for n, line in enumerate(text_lines(folder / "eval_data" / about["dataset_uri"]), 1):
-                place = f"{about['dataset_uri']} line {n}"
-                if line.strip():
-                    items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
-            random.Random(CORE_ORDER_SEED).shuffle(items)
-            require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots")
-            tasks.append(Task(label, kind, shots, base, items[:most or None]))
-        require(tasks, "no tasks")
-    except Exception as error:  # a damaged file may raise anything
-        raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
-    for task in tasks:
-        require(len(task.items) > task.shots, f"core_metric_max_per_task={most}: {task.label} shows "
-                f"{task.shots} examples as shots, so give more than {task.shots}, or 0 for all")
-    return tasks
-
-def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) -> list[tuple]:
-    """Example i of a task -> (ids, first) for each option; ids[first:] are scored. A prompt is BOS, the
-    shots, drawn from all other examples, and the question, with a blank line between them. Scoring begins
-    at the first token that differs between the options; in a schema, at their longest common end; in language
-    modeling, after the question's tokens. Prompts of more than `longest` tokens lose their start."""
-    others = task.items[:i] + task.items[i + 1:]
-    shots = random.Random(CORE_SHOTS_SEED + i).sample(others, task.shots)
-    lead = "".join([shot.texts[shot.gold] + "\n\n" for shot in shots])
-    texts, _, question = task.items[i]
-    prompts = [lead + text for text in texts]
-    if question is not None:
-        prompts.append((lead + question).strip())
-    rows = [[bos, *ids] for ids in encode(prompts)]
-    if task.kind == "schema":
-        common = len(os.path.commonprefix([row[::-1] for row in rows]))
-        firsts = [len(row) - common for row in rows]
-    else:
-        firsts = [len(os.path.commonprefix(rows))] * len(rows)
-    found = []
-    for row, first in zip(rows[:len(texts)], firsts):
-        cut = max(0, len(row) - longest)
-        found.append((tuple(row[cut:]), max(1, first - cut)))
-    return found
-
-def pick_options(model: Model, cfg: Config, task: Task, encode: Callable, bos: int,
-                 team: "Team") -> dict[int, int]:
-    """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
-    or -1 if no option has a token to score. In language modeling it is 0 if every token is the likeliest at
-    its place, else -1."""
-    mine = range(team.rank, len(task.items), team.world_size)
-    table = {}  # {row: its number}, so that equal rows are scored once and tie
-    options = []  # the numbers of each example's rows; -1: there is no token to score
-    for i in mine:
-        numbers = []
-        for ids, first in prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len):
-            scored = first < len(ids)
-            numbers.append(table.setdefault((ids, first), len(table)) if scored else -1)
-        options.append(numbers)
-    nats = np.full(len(table) + 1, math.inf)  # the last place is that of number -1
-    right = np.zeros(len(table) + 1, bool)
-    for n, losses, hits in score_rows(model, cfg, [*table], team):
-        nats[n] = losses.mean()
-        right[n] = hits.all()
-    wins = right if task.kind == "language_modeling" else np.isfinite(nats)
-    picks = {}
-    for i, numbers in zip(mine, options):
-        best = int(nats[numbers].argmin())
-        picks[i] = best if wins[numbers[best]] else -1
-    return picks
-
-def core_metric(model: Model, cfg: Config, data: Data, team: "Team", log: Callable,
-                tasks: list[Task] | None = None) -> dict:
-    """{core: mean centered accuracy, or None for fewer than all tasks, whose mean is core_partial;
-    core_tasks: {label: accuracy, centered, n, seconds}}. All ranks work on it together. Raises Refused."""
-    tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
-    began = time.perf_counter()
-    results = {}
-    log("evaluating CORE")
-    sizes = [prompt_characters(task) for task in tasks]
-    for number, task in enumerate(tasks, 1):
-        start = time.perf_counter()
-        n = len(task.items)
-        chance = task.base / 100
-        picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
-        right = len([i for i, pick in picks.items() if pick == task.items[i].gold])
-        accuracy = all_reduce(torch.tensor(right)).item() / n
-        centered = (accuracy - chance) / (1 - chance)
-        seconds = round(time.perf_counter() - start, 2)
-        results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
-        spent = time.perf_counter() - began
-        left = spent * sum(sizes[number:]) / max(1, sum(sizes[:number]))
-        log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
-            f"task {number}/{len(tasks)} eta:{left:.0f}s")
-    core = sum([row["centered"] for row in results.values()]) / len(results)
-    name = "core" if len(results) == CORE_TASKS else "core_partial"
-    log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
-    return {"core": None, name: core, "core_tasks": results}
-
-def prompt_characters(task: Task) -> int:
-    """About how many characters of prompts a task has, its shots included."""
-    return (1 + task.shots) * sum([len(text) for item in task.items for text in item.texts])
-
-def check_core(cfg: Config, data: Data) -> None:
-    """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""
-    if cfg.core or cfg.core_metric_every:
-        read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
-        require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
-
-def core_evaluations(cfg: Config, step: int | None) -> list[Callable]:
-    """[core_metric] if it is due at this step, None: at the end; else []."""
-    if step is None:
-        due = cfg.core
-    else:
-        due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
-    return [core_metric] if due else []
 
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
@@ -5430,6 +5126,32 @@ class GolfModel(Model):
         return rms_norm(x)
 
 # ---------- golf_plus: the same game, by a later record
+class Shards(RankRows):
+    """Rank r of R has shards r, r + R, ... In each epoch the rows of a shard begin at a random offset and
+    are shuffled. The next row comes from a random shard, weighted by the rows that each has left."""
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+        super().__init__(cfg, data, loader)
+        dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
+        enough = all([max(map(len, part), default=0) > loader.T for part in dealt])
+        require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
+                f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: use fewer ranks")
+
+    def make_rows(self, T: int) -> Iterator[list]:
+        """Yields the one piece of each row."""
+        draw = np.random.Generator(np.random.PCG64(self.team.rank))
+        loader = self.loader
+        left = {shard: [] for shard in range(self.team.rank, len(loader.shards), self.team.world_size)}
+        while True:
+            if not any(left.values()):
+                for shard in left:
+                    size = len(loader.shards[shard])
+                    phase = int(draw.integers(max(0, min(T - 1, size - T - 1)) + 1))
+                    order = draw.permutation((size - 1 - phase) // T)
+                    left[shard] = (loader.edges[shard] + phase + order * T).tolist()
+            counts = np.array([len(starts) for starts in left.values()], float)
+            shard = [*left][draw.choice(len(left), p=counts / counts.sum())]
+            yield [(left[shard].pop(), T + 1)]
+
 @dataclass(frozen=True)
 class LoopStage(Stage):
     """A stage of a recipe with depth recurrence."""
@@ -5869,6 +5591,64 @@ class GolfPlusModel(Model):
         return learned_lerp(skipped, x, self.skip_mix[i])
 
 # ---------- speedrun and speedrun_plus: what both use
+class Documents(Packer):
+    """A row takes the beginnings of documents in order until it is full, which cuts the last one; the next
+    row begins with the next document. Documents at the end of a shard that do not fill a row for every rank
+    are left out. The position counts documents."""
+    any_length = True
+
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+        super().__init__(cfg, data, loader)
+        self.index = index = DocumentIndex(cfg, data, loader)
+        cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
+        self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
+        self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
+        if cfg.sdpa_backend == "flash4":
+            self.check_slots(cfg.stages())
+
+    def check_slots(self, stages: list) -> None:
+        """Raises Refused if some row may hold more documents than FlashAttention 4 is told of."""
+        for stage in stages:
+            T = stage.row_tokens
+            filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
+            ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
+            most = int((ends - np.arange(len(ends))).max())
+            require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
+                    f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
+
+    def held_tokens(self) -> int:
+        return self.filled[self.index.longest][-1]
+
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
+        """Makes one row for every rank at a time, from the documents of one shard."""
+        index = self.index
+        ranks = self.team.world_size
+        longest = min(doc_len or index.longest, index.longest)
+        lengths = self.cut[longest]
+        filled = self.filled[longest]
+        count = len(index.starts)
+        rows = []
+        skipped = 0
+        while len(rows) < n:
+            epoch, place = divmod(position, count)
+            end = int(np.searchsorted(index.shard_of, index.shard_of[place], "right"))
+            here = []
+            while len(here) < ranks:
+                stop = int(filled.searchsorted(filled[place] + T + 1))  # the documents before it fill a row
+                if stop > end:
+                    break
+                here.append([*zip(index.starts[place:stop].tolist(), lengths[place:stop].tolist())])
+                place = stop
+            if len(here) == ranks:
+                rows += here
+                skipped = 0
+            else:
+                place = end
+                skipped += 1
+                require(skipped <= len(self.loader.shards), f"no shard's documents fill {ranks} rows of {T}")
+            position = epoch * count + place
+        return rows, position
+
 def rope_spectrum_to_base(head_dim: int, base: float, fraction: float) -> Tensor:
     """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to exactly 1 / base
     (modded-nanogpt); base 0: no rotation. Only the first `fraction` of the pairs rotate."""
@@ -7252,6 +7032,226 @@ class SpeedrunPlusModel(SeveralTargets):
         return rms_norm(x)
 
 # ---------- gpt2 and gpt2_plus: what both use
+class BestFit(RankRows):
+    """Fills each row with the longest document in a buffer that still fits, again and again; if none does,
+    with the beginning of the shortest, whose rest is lost. Rank r of R reads document groups r, r + R, ... of
+    each shard."""
+    GROUP = 1024  # documents per group where the dataset does not say
+    BUFFER = 1000  # documents
+    READ = 128  # documents per refill
+
+    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+        super().__init__(cfg, data, loader)
+        self.index = index = DocumentIndex(cfg, data, loader)
+        self.groups = []
+        for shard, name in enumerate(loader.names):
+            first, end = np.searchsorted(index.shard_of, [shard, shard + 1]).tolist()
+            sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+            edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
+            self.groups.append(list(zip(edges, edges[1:])))
+        groups = max(map(len, self.groups))
+        require(groups >= self.team.world_size,
+                "packing=best_fit deals groups of documents to the ranks, but no shard has "
+                f"more than {groups}: take at most this many ranks or another packing")
+
+    def make_rows(self, T: int) -> Iterator[list]:
+        """Yields the pieces of each row."""
+        index = self.index
+        buffer = []
+        refills = self.refills()
+        while True:
+            room = T + 1
+            row = []
+            while room:
+                while len(buffer) < self.BUFFER:
+                    buffer += next(refills)
+                lengths = index.lengths[buffer]
+                fits = np.where(lengths <= room, lengths, 0)
+                best = int(fits.argmax()) if fits.any() else int(lengths.argmin())
+                size = min(room, int(lengths[best]))
+                row.append((int(index.starts[buffer.pop(best)]), size))
+                room -= size
+            yield row
+
+    def refills(self) -> Iterator[list]:
+        """Yields the next documents of this rank's groups, endlessly."""
+        while True:
+            for groups in self.groups:
+                for low, high in groups[self.team.rank::self.team.world_size]:
+                    for start in range(low, high, self.READ):
+                        yield list(range(start, min(high, start + self.READ)))
+
+# CORE (DCLM, arXiv:2406.11794): mean accuracy on 22 in-context learning tasks, centered so that chance is 0.
+# A bundle is a folder of core.yaml (the tasks), eval_meta_data.csv (accuracy by chance in percent) and
+# eval_data/ (a .jsonl file per task).
+CORE_TASKS = 22
+CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
+CORE_ORDER_SEED = 1337  # order of a task's examples
+CORE_SHOTS_SEED = 1234  # plus i: the shots of example i
+
+class Task(NamedTuple):
+    label: str
+    kind: str  # one of CORE_KINDS
+    shots: int  # solved examples before each question
+    base: float  # percent that are right by chance
+    items: list  # [Item]
+
+class Item(NamedTuple):
+    """An example."""
+    texts: list  # the question with each of its options
+    gold: int  # which option is right
+    question: str | None  # the text without its continuation, for language_modeling only
+
+def read_item(kind: str, line: str, delimiter: str) -> Item:
+    """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
+    row = json.loads(line.lstrip("\ufeff"))  # joined files have byte order marks within
+    if kind == "multiple_choice":
+        texts = [row["query"] + delimiter + choice for choice in row["choices"]]
+    elif kind == "schema":
+        texts = [context + delimiter + row["continuation"] for context in row["context_options"]]
+    else:
+        question = row["context"].strip() + delimiter
+        return Item([question + row["continuation"]], 0, question)
+    return Item(texts, range(len(texts)).index(row["gold"]), None)
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, UTF-16 or UTF-32, whichever its first bytes tell."""
+    raw = path.read_bytes()
+    return raw.decode(json.detect_encoding(raw))
+
+def text_lines(path: Path) -> io.StringIO:
+    """The lines of a file, ended by LF, CR or both."""
+    return io.StringIO(read_text(path), newline=None)
+
+def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
+    """The tasks of a bundle, each with its first `most` examples after shuffling; 0: all. Raises Refused."""
+    import yaml
+    folder = Path(folder)
+    require(folder.is_dir(), f"no CORE tasks at {folder.name!r}: get them with `./run.sh data core`")
+    tasks = []
+    place = "core.yaml or eval_meta_data.csv"
+    try:
+        table = csv.DictReader(text_lines(folder / "eval_meta_data.csv"))
+        bases = {row["Eval Task"]: row["Random baseline"] for row in table}
+        for about in yaml.safe_load(read_text(folder / "core.yaml"))["icl_tasks"]:
+            label = about["label"]
+            kind = about["icl_task_type"]
+            shots = about["num_fewshot"][0]
+            place = f"{label} in core.yaml, eval_meta_data.csv or {about['dataset_uri']}"
+            base = float(bases[label])
+            require(kind in CORE_KINDS and shots >= 0 and base < 100, f"{kind}, {shots} shots, {base} %")
+            items = []
+            for n, line in enumerate(text_lines(folder / "eval_data" / about["dataset_uri"]), 1):
+                place = f"{about['dataset_uri']} line {n}"
+                if line.strip():
+                    items.append(read_item(kind, line, about.get("continuation_delimiter", " ")))
+            random.Random(CORE_ORDER_SEED).shuffle(items)
+            require(len(items) > shots, f"{len(items)} examples are too few for {shots} shots")
+            tasks.append(Task(label, kind, shots, base, items[:most or None]))
+        require(tasks, "no tasks")
+    except Exception as error:  # a damaged file may raise anything
+        raise Refused(f"CORE bundle: {place} is damaged or missing ({brief(error)})") from None
+    for task in tasks:
+        require(len(task.items) > task.shots, f"core_metric_max_per_task={most}: {task.label} shows "
+                f"{task.shots} examples as shots, so give more than {task.shots}, or 0 for all")
+    return tasks
+
+def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) -> list[tuple]:
+    """Example i of a task -> (ids, first) for each option; ids[first:] are scored. A prompt is BOS, the
+    shots, drawn from all other examples, and the question, with a blank line between them. Scoring begins
+    at the first token that differs between the options; in a schema, at their longest common end; in language
+    modeling, after the question's tokens. Prompts of more than `longest` tokens lose their start."""
+    others = task.items[:i] + task.items[i + 1:]
+    shots = random.Random(CORE_SHOTS_SEED + i).sample(others, task.shots)
+    lead = "".join([shot.texts[shot.gold] + "\n\n" for shot in shots])
+    texts, _, question = task.items[i]
+    prompts = [lead + text for text in texts]
+    if question is not None:
+        prompts.append((lead + question).strip())
+    rows = [[bos, *ids] for ids in encode(prompts)]
+    if task.kind == "schema":
+        common = len(os.path.commonprefix([row[::-1] for row in rows]))
+        firsts = [len(row) - common for row in rows]
+    else:
+        firsts = [len(os.path.commonprefix(rows))] * len(rows)
+    found = []
+    for row, first in zip(rows[:len(texts)], firsts):
+        cut = max(0, len(row) - longest)
+        found.append((tuple(row[cut:]), max(1, first - cut)))
+    return found
+
+def pick_options(model: Model, cfg: Config, task: Task, encode: Callable, bos: int,
+                 team: "Team") -> dict[int, int]:
+    """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
+    or -1 if no option has a token to score. In language modeling it is 0 if every token is the likeliest at
+    its place, else -1."""
+    mine = range(team.rank, len(task.items), team.world_size)
+    table = {}  # {row: its number}, so that equal rows are scored once and tie
+    options = []  # the numbers of each example's rows; -1: there is no token to score
+    for i in mine:
+        numbers = []
+        for ids, first in prompt_rows(task, i, encode, bos, 10 * cfg.train_seq_len):
+            scored = first < len(ids)
+            numbers.append(table.setdefault((ids, first), len(table)) if scored else -1)
+        options.append(numbers)
+    nats = np.full(len(table) + 1, math.inf)  # the last place is that of number -1
+    right = np.zeros(len(table) + 1, bool)
+    for n, losses, hits in score_rows(model, cfg, [*table], team):
+        nats[n] = losses.mean()
+        right[n] = hits.all()
+    wins = right if task.kind == "language_modeling" else np.isfinite(nats)
+    picks = {}
+    for i, numbers in zip(mine, options):
+        best = int(nats[numbers].argmin())
+        picks[i] = best if wins[numbers[best]] else -1
+    return picks
+
+def core_metric(model: Model, cfg: Config, data: Data, team: "Team", log: Callable,
+                tasks: list[Task] | None = None) -> dict:
+    """{core: mean centered accuracy, or None for fewer than all tasks, whose mean is core_partial;
+    core_tasks: {label: accuracy, centered, n, seconds}}. All ranks work on it together. Raises Refused."""
+    tasks = tasks or read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+    began = time.perf_counter()
+    results = {}
+    log("evaluating CORE")
+    sizes = [prompt_characters(task) for task in tasks]
+    for number, task in enumerate(tasks, 1):
+        start = time.perf_counter()
+        n = len(task.items)
+        chance = task.base / 100
+        picks = pick_options(model, cfg, task, data.tokenizer.encode, data.bos, team)
+        right = len([i for i, pick in picks.items() if pick == task.items[i].gold])
+        accuracy = all_reduce(torch.tensor(right)).item() / n
+        centered = (accuracy - chance) / (1 - chance)
+        seconds = round(time.perf_counter() - start, 2)
+        results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
+        spent = time.perf_counter() - began
+        left = spent * sum(sizes[number:]) / max(1, sum(sizes[:number]))
+        log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
+            f"task {number}/{len(tasks)} eta:{left:.0f}s")
+    core = sum([row["centered"] for row in results.values()]) / len(results)
+    name = "core" if len(results) == CORE_TASKS else "core_partial"
+    log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
+    return {"core": None, name: core, "core_tasks": results}
+
+def prompt_characters(task: Task) -> int:
+    """About how many characters of prompts a task has, its shots included."""
+    return (1 + task.shots) * sum([len(text) for item in task.items for text in item.texts])
+
+def check_core(cfg: Config, data: Data) -> None:
+    """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""
+    if cfg.core or cfg.core_metric_every:
+        read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
+        require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
+
+def core_evaluations(cfg: Config, step: int | None) -> list[Callable]:
+    """[core_metric] if it is due at this step, None: at the end; else []."""
+    if step is None:
+        due = cfg.core
+    else:
+        due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
+    return [core_metric] if due else []
+
 def check_window_pattern(cfg: Any) -> None:
     """Raises Refused for a pattern that has anything but L and S."""
     if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:

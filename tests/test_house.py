@@ -245,6 +245,23 @@ def may_use(title, its):
     return game in its.split()
 
 
+def of_one_game(text):
+    """Definitions of the trainer's core that the recipes of one game alone reach: these stand before them."""
+    presets = recipe_names(nodes_of(text))
+    games = {}
+    for preset in presets:
+        for part in script.reached(script.parts_of(script.with_one_recipe(text, preset))):
+            for name in part.binds:
+                games.setdefault(name, set()).add(preset.removesuffix("_plus"))
+    heads = [(line, head) for line, head in enumerate(text.splitlines()) if head.startswith(script.BANNER)]
+    found = []
+    for part in script.parts_of(text):
+        title = [head for line, head in heads if line < part.first][-1].removeprefix(script.BANNER)
+        if title[0].isdigit() and title[:2] not in ("2 ", "15"):  # neither imports nor the lab
+            found += [name for name in sorted(part.binds) if len(games.get(name, ())) == 1]
+    return found
+
+
 # ---------- each on the files that it is for
 LONG = "def f():\n" + 70 * "    x = 1\n"
 SHORT = "def f():\n" + 11 * "    x = 1\n"
@@ -312,6 +329,17 @@ def test_a_forbidden_arrow_is_named(place, call, named):
     assert text.count(place) == 1
     line = text[text.index(place):].partition("\n")[0]
     assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
+
+
+def test_the_core_serves_several_games():
+    text = SCRIPT.read_text(encoding="utf-8")
+    assert of_one_game(text) == []
+    place = "# ---------- 5 optimizer"
+    line = "def depth_dial(" + text.partition("def depth_dial(")[2].partition("\n")[0]
+    for planted in (place, line):
+        assert text.count(planted) == 1
+    planted = text.replace(place, f"def halve(depth: int) -> int:\n    return depth // 2\n\n{place}")
+    assert of_one_game(planted.replace(line, f"{line}\n    halve(2)")) == ["halve"]
 
 
 # What a part of the project still packs, and where hints are missing; the rest packs nothing and has them
