@@ -53,7 +53,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, Generic, NamedTuple, TextIO, TypeAlias, TypeVar
 
 if __name__ == "__main__":
     # let stages of different sizes reuse one memory pool
@@ -78,7 +78,7 @@ except ImportError as error:
     print(f"train_gpt: {error}: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
     sys.exit(2)
 
-triton = None  # CPU builds of torch ship without it
+triton: Any = None  # CPU builds of torch ship without it
 with suppress(ImportError):
     import triton
     import triton.language as tl
@@ -89,27 +89,39 @@ class Refused(Exception):
 class Missing(Refused):
     """Data that has not been downloaded or prepared yet."""
 
+Logger = Callable[..., None]  # log(*lines)
+Kernel = Callable[..., Tensor]  # a function of tensors that has fast versions: linear(), attention
+Cap = tuple[float, float, float]  # cap, shift and width of softcap()
+# What a function of Kernels.window_mask returns: torch's mask, flex attention's, that of flash_mask()
+Mask: TypeAlias = Tensor | BlockMask | tuple[int, Tensor | None, int] | None
+RowLosses = Callable[..., tuple[Tensor, Tensor]]  # row_losses() or its faster version
+Scales: TypeAlias = tuple[float | Tensor | None, ...]  # of fp8 tensors; None: by the maximum
+Hessians = dict[str, Tensor]  # {parameter: what calibrate() found}
+Curve = list[tuple[int, float, float]]  # [(step, training seconds, loss)]
+
 def require(condition: object, sentence: str, error: type[Exception] = Refused) -> None:
     """Raises `error` with this sentence unless the condition holds."""
     if not condition:
         raise error(sentence)
 
 # ---------- 3 run constants, flags, checks
-def option(default: Any, doc: str, least: float = 0, most: float = 1e12, choices: tuple = (),
+def option(default: Any, doc: str, least: float = 0, most: float = 1e12, choices: tuple[str, ...] = (),
            off: bool = False, model: bool = False, of: type | None = None) -> Any:
-    """A constant: default, meaning with its unit, the range of its numbers or the choices of its text. off: 0
-    turns it off. model: the forward pass depends on it. of: type of a list's entries, if the default has
-    none."""
+    """Declares a constant. doc: what it means, with its unit. least, most: the range of a number. choices:
+    the allowed strings. off: 0 turns it off. model: the forward pass depends on it. of: the type of a tuple's
+    entries, needed if the default is empty."""
     if isinstance(default, tuple) and default:
         of = type(default[0])
     limits = dict(doc=doc, least=least, most=most, choices=choices, off=off, model=model, of=of)
     return field(default=default, metadata=limits)
 
 def optional(default: object, doc: str, least: float = 0, most: float = 1e12, model: bool = False) -> Any:
-    """A constant that 0 turns off or leaves to be derived; -1 means 0, as on nanochat's command lines."""
+    """A constant for which 0 means off or derived. -1 is read as 0, as on nanochat's command lines."""
     return option(default, doc, least, most, off=True, model=model)
 
-class Recipe:
+Stages = TypeVar("Stages", bound="Stage")  # the class of a recipe's stages
+
+class Recipe(Generic[Stages]):
     """What the rest of the file asks of a recipe besides its constants. Every recipe provides the methods of
     the first group; the others have neutral defaults. Golf is the shortest example."""
     # constants of the game's public script that this recipe lacks: {name: the value accepted; None: any}
@@ -117,7 +129,7 @@ class Recipe:
     # {packing: class of Packer}
     packers: "ClassVar[dict[str, type[Packer]]]" = {}
 
-    def stages(self) -> list:
+    def stages(self) -> list[Stages]:
         """The table of stages: [Stage], in order."""
         raise NotImplementedError
 
@@ -146,7 +158,7 @@ class Recipe:
         """Learning rate, momentum and decay of a step. progress: the part of the run that is done, 0 to 1."""
         raise NotImplementedError
 
-    def layers(self, stage: Any = None) -> "list[Layer]":
+    def layers(self, stage: Stages | None = None) -> "list[Layer]":
         """What each layer costs, with the windows of this stage; None: of the last one."""
         raise NotImplementedError
 
@@ -156,7 +168,7 @@ class Recipe:
         on the rounding steps. hessian: what calibrate() found for this matrix."""
         raise NotImplementedError
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+    def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         """{field of Kernels: function} of attention and its masks."""
         raise NotImplementedError
 
@@ -172,7 +184,7 @@ class Recipe:
         """Which products of training are in fp8: off, head or all. Raises Refused."""
         return "off"
 
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
         """linear() of the blocks, linear() of lm_head, and the loss, which takes logits from the latter."""
         return linear, linear, fused_loss
 
@@ -201,28 +213,29 @@ class Recipe:
         data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, model: "Model", data: "Data", team: "Team", log: Callable = print) -> dict:
+    def calibrate(self, model: "Model", data: "Data", team: "Team", log: Logger = print) -> dict:
         """{parameter: hessian for quantize()} from training data; its time counts as training."""
         return {}
 
-    def wider_steps(self, model: "Model", hessians: dict, coarser: float, size: float, most: float) -> float:
+    def wider_steps(self, model: "Model", hessians: Hessians, coarser: float, size: float,
+                    most: float) -> float:
         """The `coarser` to try next, so that `size` bytes shrink to `most`."""
         bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
-        return coarser * max(1.002, 2**bits)  # twice as wide: one bit less each
+        return coarser * max(1.002, 2**bits)  # doubling the steps saves one bit per weight
 
     # ----- windows and memory
-    def windows(self, stage: Any, T: int) -> dict[str, int]:
+    def windows(self, stage: Stages | None, T: int) -> dict[str, int]:
         """{name: how many earlier tokens a token sees in a row of T}, for windows that may be shorter than
         the row; stage None: in scoring."""
         return {}
 
     def state_bytes(self) -> int:
-        """Memory in bytes of the state that is made from training tokens; if there is some, the artifact
-        holds these tokens."""
+        """Bytes of memory for the state built from training tokens (see Model.build). If this is not 0, the
+        artifact stores those tokens."""
         return 0
 
 @dataclass(frozen=True)
-class Config(Recipe):
+class Config(Recipe[Stages]):
     """The constants that every recipe has, with neutral values. A recipe gives its own values and adds what
     only it has. 0 means off or derived."""
     preset: str = option("", "the recipe", model=True)
@@ -315,7 +328,7 @@ class Config(Recipe):
                 f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
     @classmethod
-    def of(cls: "type[Config]", preset: str, given: dict) -> "Config":
+    def of(cls: "type[Config]", preset: str, given: dict[str, Any]) -> "Config":
         """The recipe with given {constant: value} in place of its own."""
         return cls(**given)
 
@@ -325,9 +338,10 @@ class Config(Recipe):
         return [f.name for f in fields(cls) if f.metadata["model"]]
 
     @classmethod
-    def of_file(cls: "type[Config]", shape: dict, base: "Config | None") -> "Config":
-        """The recipe with a file's constants. The others come from base: all of them if it is of this
-        recipe, else its overrides. The batch is one row: the file's rows may not divide another batch."""
+    def of_file(cls: "type[Config]", shape: dict[str, Any], base: "Config | None") -> "Config":
+        """The config of a saved model. Its model constants come from the file; the rest from base, or, if
+        base is of another recipe, only what base overrides. The batch becomes one row, because the file's
+        row length may not divide any other batch."""
         constants = {name: shape[name] for name in cls.model_fields()}
         constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
                           seq_schedule=())
@@ -355,8 +369,8 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# {hook: function}: help for people, such as samples and pictures, that no result depends on. The table at the
-# end of the file fills it; in a script of one recipe it stays empty.
+# {hook: function}: conveniences such as samples and pictures, on which no result depends. A table at the
+# end of the whole file fills it; in a script of one recipe it stays empty.
 LAB: dict[str, Callable] = {}
 
 def lab(hook: str, *args: Any) -> Any:
@@ -476,7 +490,7 @@ def show(value: object) -> str:
         value = Path(value).name
     return str(value).replace("\n", "\\n")
 
-def overrides(cfg: Config) -> dict[str, list[str]]:
+def overrides(cfg: Any) -> dict[str, list[str]]:
     """{name: [text of the preset's value, text of the value in force]} where the two differ."""
     preset = vars(preset_config(cfg.preset))
     return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
@@ -523,9 +537,9 @@ def horizon_weights(cfg: Config) -> int:
     return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
 
 def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
-    """Matmul FLOPs of training as PaLM counts them (arXiv:2204.02311): 6 per weight, and 12 * width * window
-    per layer. Layers that run again count each time, averaged over the stages. stage: whose windows count;
-    None: the last one's."""
+    """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311): 6 per weight, plus 12 * width * window
+    per layer. A layer that runs several times counts each time, averaged over the stages. stage: the one
+    whose windows count; None: the last."""
     keys = sum([layer.window for layer in cfg.layers(stage)])
     passes = [sum([layer.passes for layer in cfg.layers(row)]) for row in cfg.stages()]
     again = sum(passes) / len(passes) / cfg.num_layers
@@ -548,14 +562,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: None = None,
-                     kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
+                     kernel: Kernel = F.scaled_dot_product_attention) -> Tensor:
     """Each token sees itself and all tokens before it. q (B, H, T, D), already scaled, k and v (B, KV, T, D)
     -> (B, H, T, D). mask: unused; all functions of Kernels.attention take one. kernel: a function
     with the arguments of scaled_dot_product_attention."""
     return kernel(q, k, v, attn_mask=None, is_causal=True, scale=1.0, enable_gqa=k.size(1) < q.size(1))
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-              kernel: Callable = F.scaled_dot_product_attention) -> Tensor:
+              kernel: Kernel = F.scaled_dot_product_attention) -> Tensor:
     """causal_attention() with a mask from window_mask(), or None. Its cost grows with the mask's size."""
     if mask is None:
         return causal_attention(q, k, v, None, kernel)
@@ -605,7 +619,7 @@ def window_mask(window: int | Tensor, T: int, documents: Tensor | None, device: 
         mask = mask & (own == documents.unfold(1, keys, width)[:, :, None])
     return mask
 
-def mlp(x: Tensor, fc: Tensor, proj: Tensor, linear: Callable = linear, slope: float = 0.0) -> Tensor:
+def mlp(x: Tensor, fc: Tensor, proj: Tensor, linear: Kernel = linear, slope: float = 0.0) -> Tensor:
     """ReLU^2 MLP (Primer, arXiv:2109.08668), with a slope for negative activations. x (B, T, C), fc (hidden,
     C), proj (C, hidden) -> (B, T, C)."""
     return linear(F.leaky_relu(linear(x, fc), slope).square(), proj)
@@ -614,10 +628,10 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     """cap * tanh((logits + shift) / width), any shape. Width 0 means cap; cap 0 changes nothing."""
     if not cap:
         return logits
-    # minus -shift: Inductor may make an added float a CPU bias, which GPUs refuse
+    # not + shift: Inductor may turn an added float into a bias tensor on the CPU, which GPUs refuse
     return cap * torch.tanh((logits - -shift) / (width or cap))
 
-def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable = linear,
+def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: Kernel = linear,
             weights: Tensor | None = None) -> Tensor:
     """Mean cross-entropy in nats. x (B, T, C), head (V, C), targets (B, T). cap: the arguments of
     softcap() after logits. With weights (n,) each token has n targets (B, T, n), -1 meaning none, and its
@@ -634,9 +648,9 @@ def plain_window(window: int, T: int, device: torch.device, by_document: bool = 
     return window
 
 class Kernels(NamedTuple):
-    """The functions that have faster versions in section 12. None: the model takes its own readable version
-    (Model.readable), if it needs one."""
-    linear: Callable = linear  # in the blocks
+    """Functions that have faster versions in section 11. None: the model uses its own readable version, if
+    it needs one (Model.readable)."""
+    linear: Kernel = linear  # in the blocks
     head_linear: Callable = linear
     loss: Callable = lm_loss
     attention: Callable | None = None
@@ -651,7 +665,7 @@ class Kernels(NamedTuple):
 WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable versions
 
 def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
-                   window: Callable, by_document: bool = False) -> dict:
+                   window: Callable[..., int | Tensor], by_document: bool = False) -> dict:
     """{L or S: its window in rows of T tokens} for the kinds that layers have. window: Kernels.window."""
     sizes = cfg.windows(stage, T)
     windows = {}
@@ -661,7 +675,8 @@ def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T
         windows["S"] = window(sizes["short_window"], T, device, by_document)
     return windows
 
-def layer_masks(windows: dict, tokens: Tensor, documents: Tensor | None, kernel: Callable) -> dict:
+def layer_masks(windows: dict[str, int | Tensor], tokens: Tensor, documents: Tensor | None,
+                kernel: Kernel) -> dict[str, Mask]:
     """{L or S: mask for tokens (B, T)}, one for each window from kernel_windows(). documents (B, T): the
     number of each token's document, or None. kernel: Kernels.window_mask."""
     masks = {}
@@ -739,7 +754,7 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, T, H * head_dim) -> (B, T, H, head_dim)"""
     return x.unflatten(-1, (-1, head_dim))
 
-def project_heads(x: Tensor, head_dim: int, product: Callable, *matrices: Tensor) -> Sequence[Tensor]:
+def project_heads(x: Tensor, head_dim: int, product: Kernel, *matrices: Tensor) -> Sequence[Tensor]:
     """x (B, T, C) times each matrix (H * head_dim, C) -> heads (B, T, H, head_dim). In bf16 all matrices are
     joined into one product, which is faster on a GPU; in fp32 and fp8 each has its own."""
     if product is linear and x.dtype == torch.bfloat16:
@@ -748,7 +763,7 @@ def project_heads(x: Tensor, head_dim: int, product: Callable, *matrices: Tensor
         return heads.split([len(matrix) // head_dim for matrix in matrices], -2)
     return [split_heads(product(x, matrix), head_dim) for matrix in matrices]
 
-def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: object, kernel: Callable) -> Tensor:
+def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel) -> Tensor:
     """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
     -> (B, T, H, D). kernel: Kernels.attention. mask: from Kernels.window_mask, or None."""
     return kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
@@ -831,7 +846,7 @@ class Model(nn.Module):
         return []
 
     def build(self, run: "Run", fresh: bool) -> bool:
-        """Builds state, if fresh also initial values, from training tokens, on the clock: did it?"""
+        """Builds state (if fresh, initial values too) from training tokens, on the clock; says if it did."""
         return False
 
     def state(self) -> dict[str, Tensor]:
@@ -866,12 +881,12 @@ class Row(NamedTuple):
     beta1: float = 0.0  # Adam
     beta2: float = 0.0  # Adam
     eps: float = 0.0  # Adam
-    second: str = "long"  # NorMuon's mean squares: per rows or columns; long: rows unless the matrix is wide
+    second: str = "long"  # NorMuon's second moment: one per row or column; long: per row unless it is wide
     every: int = 1  # steps whose gradients add up to one update
     # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; orthogonal; constant: scale
     init: str = "constant"
     scale: float = 0.0
-    change: float = 0.0  # constant: what the last layer has on top of the first; linear in between
+    change: float = 0.0  # init constant: the last layer's value minus the first's; linear in between
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
     levels: float = 127.0  # int8: the largest rounded number
     step: float = 0.0  # int8: rounding step / rms of a row; 0: the step is the row's maximum / levels
@@ -989,15 +1004,15 @@ def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, 
     return m / (1 - beta1**step) / root
 
 class Bank:
-    """Parameters with one update rule, as views of one flat buffer, so that one collective serves all. It
-    consists of units: for Muon matrices or blocks of their rows, for Adam 64 numbers. Each rank updates an
-    equal share of them.
+    """All parameters with one update rule, as views of one flat buffer, so that one collective serves them
+    all. The buffer is a sequence of units (Muon: a matrix or a block of its rows; Adam: 64 numbers), and
+    each rank updates an equal share of the units.
 
-    data: the weights that the model reads, all of them on every rank. master: this rank's share in fp32, in
-    data's own memory if data is fp32. grad: the sum over micro-steps, in fp32; for embedding tables in the
-    dtype of data. sent: in a step of one micro-step on several ranks, Muon's gradients in the dtype of data,
-    in place of grad; else None. my_data, my_grad: this rank's share. state: first and second moments, then
-    the EMA of weights. fresh: the next gradients overwrite grad."""
+    data: the weights the model reads; every rank holds all of them. master: this rank's share in fp32; it
+    shares data's memory if data is fp32. grad: the sum over micro-steps, in fp32 (embedding tables: in the
+    dtype of data). sent: replaces Muon's grad, in the dtype of data, when a step is one micro-step on
+    several ranks; else None. my_data, my_grad: this rank's share. state: first and second moments, then the
+    weights' EMA. fresh: the next gradients overwrite grad instead of adding to it."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
@@ -1015,7 +1030,8 @@ class Bank:
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
         self.units = int(self.places[-1]) // size  # without the padding of shares
         total = math.ceil(self.units / world_size) * world_size * size
-        grad_dtype = dtype if "embed" in row.group else torch.float32
+        is_embedding = row.group in ("embed", "value_embed")
+        grad_dtype = dtype if is_embedding else torch.float32
         self.data = torch.zeros(total, dtype=dtype, device=params[0].device)
         self.grad = torch.zeros_like(self.data, dtype=grad_dtype)
         self.grads = self.views(self.grad)
@@ -1027,7 +1043,8 @@ class Bank:
             p.data = view
         second = self.master  # shape of Adam's second moment; NorMuon's has one number per row or column
         if row.optimizer == "muon":
-            by_row = row.second == "rows" or row.second == "long" and self.unit[0] >= self.unit[1]
+            wide = self.unit[0] < self.unit[1]
+            by_row = row.second == "rows" or (row.second == "long" and not wide)
             second = second[:, :, :1] if by_row else second[:, :1]
         self.state = [torch.zeros_like(self.master), torch.zeros_like(second)]
         if ema:
@@ -1063,7 +1080,7 @@ class Bank:
         """Adds the gradients of a micro-step. alone: it is the only one of its step."""
         self.sent = None
         narrow = self.data.dtype != self.grad.dtype and self.world_size > 1
-        # only Muon's: while tied, lm_head's grad takes in that of the embedding
+        # Muon only: while tied, step() adds embed.grad to head.grad, so those gradients must be in grad
         if alone and narrow and self.row.optimizer == "muon" and self.row.every == 1:
             self.sent = torch.zeros_like(self.data)
             torch._foreach_copy_(self.views(self.sent), gradients)
@@ -1073,7 +1090,7 @@ class Bank:
             torch._foreach_add_(self.grads, gradients)
         self.fresh = False
 
-    def reduce(self, group: object) -> "dist.Work | None":
+    def reduce(self, group: dist.ProcessGroup | None) -> "dist.Work | None":
         """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
         if self.fresh:  # this rank had no rows
             self.grad.zero_()
@@ -1088,7 +1105,7 @@ class Optimizer:
     the work and the state. dtype: of the weights that the model reads from now on. muon_dtype: of Muon's
     matrix products; None: dtype."""
     def __init__(self, model: Model, cfg: Config, rank: int = 0, world_size: int = 1,
-                 group: object = None, dtype: torch.dtype = torch.float32,
+                 group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32,
                  muon_dtype: torch.dtype | None = None):
         self.cfg = cfg
         self.world_size = world_size
@@ -1129,7 +1146,7 @@ class Optimizer:
         self.add(torch.autograd.grad(loss, self.params, materialize_grads=True), alone)
 
     def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
-        """The same, once these are computed: one per parameter, in the order of params."""
+        """backward() for gradients that are already computed: one per parameter, in the order of params."""
         place = 0
         for bank in self.banks:
             end = place + len(bank.grads)
@@ -1144,7 +1161,7 @@ class Optimizer:
         self.step_count += 1
         cfg = self.cfg
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
-        # 1. While tied, lm_head takes in the embedding's gradients; phase 5 makes the embedding its copy.
+        # 1. While tied, lm_head's bank also takes the embedding's gradients; phase 5 copies the result back.
         head = embed = None
         if tied:
             for bank in banks:
@@ -1166,7 +1183,7 @@ class Optimizer:
             squares = sum([bank.my_grad.float().square().sum() for bank in banks])
             norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
             grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
-        # 4. A bank is updated as soon as its gradients are here; its weights go out during the next update.
+        # 4. Each bank is updated once its gradients arrive; its all-gather overlaps the next bank's update.
         gathers = []
         for bank, job in zip(banks, jobs):
             if job:
@@ -1182,7 +1199,7 @@ class Optimizer:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
         for gather in gathers:
             gather.wait()
-        # 5. The embedding takes lm_head's weights and state, from which it goes on once untied.
+        # 5. The embedding copies lm_head's weights and state; once untied, it continues from there.
         if head:
             embed.data.copy_(head.data)
             for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
@@ -1242,7 +1259,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor], team: "Team") -> None:
-        """Takes what state() returned, on any number of ranks, from rank 0, which alone has it."""
+        """Loads what state() returned, which only rank 0 has. The number of ranks may have changed since."""
         for bank in self.banks:
             for i, mine in enumerate(bank.state):
                 whole = mine.new_zeros((team.world_size * len(mine), *mine.shape[1:]))
@@ -1252,7 +1269,7 @@ class Optimizer:
                 mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
 
     def begin(self, values: dict[str, Tensor]) -> None:
-        """Training begins, with the first values {name: fp32}."""
+        """Training begins: the step count is 0 and the weights are these {name: fp32}."""
         self.step_count = 0
         for bank in self.banks:
             bank.load(values)
@@ -1261,7 +1278,7 @@ class Optimizer:
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-def all_reduce(tensor: Tensor, op: str = "SUM", group: object = None) -> Tensor:
+def all_reduce(tensor: Tensor, op: str = "SUM", group: dist.ProcessGroup | None = None) -> Tensor:
     """The SUM or MAX over the ranks, in place; also returns it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
@@ -1276,9 +1293,9 @@ class Schedule(NamedTuple):
     tied: bool = False  # lm_head and the embedding are one matrix
 
 def stage_rows(cfg: Config, rows: list, **columns: str) -> list:
-    """The stages of a recipe, with the columns that cfg overrides. columns: {further column: the constant
-    that overrides it}. If there is one row and an override has n entries, the row becomes n stages of equal
-    length. Raises Refused."""
+    """A recipe's stages, with cfg's overrides applied column by column. columns: {extra column: the constant
+    that overrides it}. If there is one row and an override has n entries, the row is split into n stages of
+    equal length. Raises Refused."""
     columns = dict(start="stage_starts", batch_tokens="batch_schedule", row_tokens="seq_schedule") | columns
     unit = dict(batch_tokens=cfg.train_batch_tokens, row_tokens=cfg.train_seq_len)
     for column, constant in columns.items():
@@ -1364,9 +1381,9 @@ class Shard:
 
 class Data(NamedTuple):
     """A dataset, opened and checked."""
-    train: dict  # {shard's name: Shard}
+    train: "dict[str, Shard]"  # {shard's name: Shard}
     val: np.ndarray  # tokens of the whole split, uint16
-    tokenizer: object  # SentencePieceProcessor, or None
+    tokenizer: Any  # SentencePieceProcessor, or None
     vocab_size: int
     bos: int  # token that begins a document
     val_bytes: int | None  # UTF-8 bytes of the val text; None: no val_bpb
@@ -1374,11 +1391,11 @@ class Data(NamedTuple):
     groups: dict = {}  # {shard's name: documents in each parquet row group}
 
     def identity(self) -> dict:
-        """What a model's files say of the data, by which other data of the same name are noticed."""
+        """What a model's files record about its data, to detect other data of the same name."""
         named = {name: self.about[name] for name in ("name", "fingerprint", "train_tokens", "tokenizer")}
         return named | {"val": hashlib.sha256(self.val.tobytes()).hexdigest()}
 
-def decoded_bytes(sp: object, tokens: np.ndarray, bos: int) -> int:
+def decoded_bytes(sp: Any, tokens: np.ndarray, bos: int) -> int:
     """UTF-8 bytes of a text, by definition: each document is decoded. tokens (n,)."""
     documents = np.split(tokens, np.flatnonzero(tokens == bos))
     return sum([len(sp.decode(document.tolist()).encode()) for document in documents])
@@ -1399,9 +1416,9 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
     ends = np.append(starts[1:], len(tokens))
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
 
-def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> None:
-    """Where no document hashes are listed: samples documents of each train shard. Raises Refused if nine or
-    more, and a twentieth, of them are in val: web text repeats itself less."""
+def refuse_val_in_train(train: "dict[str, Shard]", val: np.ndarray, bos: int, name: str) -> None:
+    """For data without document hashes: samples documents of each train shard. Raises Refused if at least
+    nine of them, and at least a twentieth, are in val; web text does not repeat itself that much."""
     known = set(beginnings(val, bos))
     for shard, tokens in train.items():
         sample = set()
@@ -1412,7 +1429,7 @@ def refuse_val_in_train(train: dict, val: np.ndarray, bos: int, name: str) -> No
                 f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
                 "leave it out or prepare the data again")
 
-def open_data(cfg: Config, log: Callable = print) -> Data:
+def open_data(cfg: Config, log: Logger = print) -> Data:
     """Opens and checks the dataset at cfg.data_path. Raises Refused; Missing if it is not there."""
     folder = Path(cfg.data_path).absolute()
     get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
@@ -1424,7 +1441,7 @@ def open_data(cfg: Config, log: Callable = print) -> Data:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
-def read_manifest(folder: Path, get_it: str, log: Callable) -> dict:
+def read_manifest(folder: Path, get_it: str, log: Logger) -> dict:
     """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin."""
     path = folder / "manifest.json"
     if path.exists():
@@ -1434,8 +1451,8 @@ def read_manifest(folder: Path, get_it: str, log: Callable) -> dict:
         log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
     return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
 
-def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
-    """open_data(), but a damaged file may raise anything. get_it: advice."""
+def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
+    """The body of open_data(); a damaged file may raise anything here. get_it: advice to put in messages."""
     # 1. the shards
     name = folder.name
     manifest = read_manifest(folder, get_it, log)
@@ -1454,7 +1471,7 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
         raise Refused(f"{name}: {twice[0]} is a train and a val shard")
     val = np.concatenate([*splits["val"].values()])
     train_tokens = sum(map(len, train.values()))
-    least = max(min(cfg.eval_context or cfg.train_seq_len, cfg.val_tokens or math.inf), cfg.val_tokens) + 1
+    least = (cfg.val_tokens or cfg.eval_context or cfg.train_seq_len) + 1
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
     # 2. the tokenizer
@@ -1464,7 +1481,9 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
     # 3. no document is in both splits
     hashes = manifest.get("document_hashes")
     if hashes:
-        both = len(np.intersect1d(*np.split(np.fromfile(folder / hashes["path"], "<u8"), [hashes["val"]])))
+        listed_hashes = np.fromfile(folder / hashes["path"], "<u8")
+        of_val, of_train = np.split(listed_hashes, [hashes["val"]])
+        both = len(np.intersect1d(of_val, of_train))
         require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
     else:
         refuse_val_in_train(train, val, bos, name)
@@ -1490,7 +1509,7 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Callable) -> Data:
     groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
     return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
 
-def open_tokenizer(cfg: Config, manifest: dict, folder: Path) -> tuple:
+def open_tokenizer(cfg: Config, manifest: dict[str, Any], folder: Path) -> tuple:
     """(SentencePieceProcessor or None, vocab_size, BOS, {file's name: its digest}). Raises Refused."""
     made_by = manifest.get("tokenizer") or {}
     stated = int(made_by.get("vocab_size", 0))
@@ -1515,11 +1534,11 @@ def open_tokenizer(cfg: Config, manifest: dict, folder: Path) -> tuple:
             "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
     return tokenizer, vocab_size, bos, digest
 
-# What may differ between the data that a file names and those that are here
+# What may differ between the data a file was trained on and the data here: {key of identity(): in words}
 DATA_WORDS = dict(fingerprint="text", train_tokens="number of train tokens", tokenizer="tokenizer",
                   val="validation text")
 
-def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: Callable) -> None:
+def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: Logger) -> None:
     """Compares the data with those that a checkpoint or model was trained on. Raises Refused if they differ,
     unless other_data says that they may. A model is scored on val alone."""
     if not told:
@@ -1567,19 +1586,20 @@ class Rows(Packer):
         return [[(int(self.order[place % len(self.order)]) * T, T + 1)] for place in places], position + n
 
 class Spans(Packer):
-    """A step reads spans of the stream, one after another, endlessly and across the edges of shards. A span
-    has one token more than it trains on, and its rows overlap by one token. The position counts tokens."""
+    """A step reads consecutive spans of the stream, which run on across shards and start over at its end. A
+    span holds one token more than it trains on; its rows overlap by one token. The position is in tokens."""
     SPANS = 8  # at most, per step
     any_length = True
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         spans = math.gcd(self.SPANS, n)
-        size = n // spans * T + 1
-        after = position + spans * size
+        rows_per_span = n // spans
+        span_tokens = rows_per_span * T + 1  # the last one is only a target
         rows = []
-        for low in range(position, after, size):
-            rows += [[(low + row * T, T + 1)] for row in range(n // spans)]
-        return rows, after
+        for span in range(spans):
+            begin = position + span * span_tokens
+            rows += [[(begin + row * T, T + 1)] for row in range(rows_per_span)]
+        return rows, position + spans * span_tokens
 
 class DocumentIndex:
     """Start, length and shard of every document, in reading order. longest: tokens at which they are cut."""
@@ -1627,7 +1647,7 @@ class Loader:
     prefetches one step, which is discarded when the stage changes. `position` is the whole state."""
     MOST_FILES = 256  # open at a time
 
-    def __init__(self, cfg: Config, data: Data, team: "Team", log: Callable = print):
+    def __init__(self, cfg: Config, data: Data, team: "Team", log: Logger = print):
         self.T = cfg.train_seq_len
         self.team = team
         self.position = 0
@@ -1653,10 +1673,13 @@ class Loader:
 
     def file(self, i: int) -> io.BufferedReader:
         """The open file of shard i. If too many are open, it closes the least recently used one."""
-        self.files[i] = self.files.pop(i, None) or open(self.shards[i].filename, "rb")
+        file = self.files.pop(i, None)
+        if file is None:
+            file = open(self.shards[i].filename, "rb")
+        self.files[i] = file  # now the most recently used one
         if len(self.files) > self.MOST_FILES:
             self.files.pop(next(iter(self.files))).close()
-        return self.files[i]
+        return file
 
     def check(self) -> None:
         """Reads every shard, before the clock. Raises Refused for tokens beyond the vocabulary."""
@@ -1665,8 +1688,8 @@ class Loader:
             list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """count tokens of the endless stream, int64. By pread: a memory map of a shard that somebody
-        truncates would kill the run."""
+        """`count` tokens of the endless stream, int64. Uses pread: reading a memory-mapped shard that
+        somebody has truncated would kill the run."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
@@ -1696,13 +1719,13 @@ class Loader:
             rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, *key[1:]
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
-        # contiguous() would keep a single row's strides: one more compilation
+        # clone(): contiguous() would keep the strides of a single row, which costs one more compilation
         tokens = rows[:, :-1].clone(memory_format=torch.contiguous_format)
         targets = rows[:, 1:].clone(memory_format=torch.contiguous_format)
         return tokens, targets
 
 # ---------- 8 evaluation
-def log_probs(model: Model, tokens: Tensor, context: tuple | None = None) -> Tensor:
+def log_probs(model: Model, tokens: Tensor, context: Any = None) -> Tensor:
     """tokens int64 (B, T), any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
     default that of evaluation. All scores take the same two steps, the second one for the targets only."""
     context = context or model.context(tokens.size(1), model.embed.device)
@@ -1717,16 +1740,16 @@ class Score(NamedTuple):
     val_bpb_without_bos: float | None  # the same without the nats of BOS targets
 
 @cache
-def compile_once(function: Callable, dynamic: bool = False) -> Callable:
+def compile_once(function: Callable[..., Any], dynamic: bool = False) -> Callable:
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 @torch.no_grad()
 def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage | None = None,
                compiled: bool = False) -> Iterator[tuple]:
-    """rows [(ids, first)], whose targets are ids[first:] -> yields each row's number, the nats of its targets
-    in fp64 (n,) and whether each was the likeliest token (n,), in batches of rows of similar length. stage:
-    whose windows and loops apply; None: those of evaluation. compiled: all batches have the shape of the
-    largest one."""
+    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the nats of its targets in fp64
+    (n,), whether each target was the likeliest token (n,)), in batches of similar length, longest first.
+    stage: the one whose windows and loops apply; None: those of evaluation. compiled: pads all batches to
+    the shape of the largest one."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
     hidden = model.hidden
@@ -1832,7 +1855,7 @@ def sliding_flops(cfg: Any, count: int) -> float:
     rows = 1 + math.ceil(max(0, count - context) / stride)
     return flops_per_token(cfg) * rows * context / 3
 
-def sliding_score(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> dict:
+def sliding_score(model: Model, cfg: Any, data: Data, team: "Team", log: Logger) -> dict:
     """A score of the same text under a name of its own: rows of eval_context tokens that start eval_sliding
     apart each score as many. Returns {val_loss_sliding, val_bpb_sliding, eval_sliding_ms}, or nothing if the
     loss is not finite."""
@@ -1854,7 +1877,7 @@ def sliding_score(model: Model, cfg: Config, data: Data, team: "Team", log: Call
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
-SHUFFLED = b"BSHF\x02"  # begins a brotli payload; then come the bytes at even places, then those at odd ones
+SHUFFLED = b"BSHF\x02"  # a brotli payload is this, the bytes at even places, then those at odd places
 
 def codec(cfg: Config) -> str:
     """How the artifact is compressed; the first four letters are part of its file's name."""
@@ -1895,9 +1918,9 @@ def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor,
 
 def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
                    coarser: float = 1.0) -> dict[str, Tensor]:
-    """What the artifact holds for a parameter of this many numbers, {suffix of its name: tensor}, by
-    row.precision: int8 rows and their scales (fp16 if it is small), fp16 or fp32. w: the parameter or some of
-    its rows. row: its row of the parameter table. coarser: factor on the rounding steps."""
+    """What the artifact stores for w, {suffix of its name: tensor}. By row.precision: int8 rows and their
+    scales (a small parameter: fp16), fp16 or fp32. w: a parameter or some of its rows. numbers: how many the
+    whole parameter has. row: its row of the parameter table. coarser: factor on the rounding steps."""
     if row.precision == "fp32":
         return {"": w}
     if row.precision == "fp16" or numbers <= cfg.artifact_keep:
@@ -1905,14 +1928,14 @@ def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tens
     rows, scales = cfg.quantize(row, w, coarser, hessian)
     return {".int8": rows, ".scale": scales}
 
-def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1.0) -> bytes:
+def pack_artifact(model: Model, hessians: Hessians | None = None, coarser: float = 1.0) -> bytes:
     """The artifact: packed_tensors() of each parameter and the constants of the model. hessians: what
     cfg.calibrate() returns. Raises Refused for weights that are too large."""
     cfg = model.cfg
     table = cfg.parameter_table()
     tensors = {}
     for name, w in stored(model).items():
-        parts = {"": w}  # whole numbers stay as they are
+        parts = {"": w}  # integer tensors are stored as they are
         if w.is_floating_point():
             hessian = (hessians or {}).get(name)
             parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), hessian, coarser)
@@ -1922,9 +1945,9 @@ def pack_artifact(model: Model, hessians: dict | None = None, coarser: float = 1
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
     return compress(to_bytes(cfg, tensors, model.trained_on), codec(cfg))
 
-def fitting_artifact(model: Model, most: int, log: Callable, hessians: dict | None = None) -> bytes:
-    """pack_artifact() in at most `most` bytes (0: any number), by rounding steps up to 4 times as wide;
-    unchanged if that is not enough. It needs no training data, so no training time."""
+def fitting_artifact(model: Model, most: int, log: Logger, hessians: Hessians | None = None) -> bytes:
+    """pack_artifact() fitted into `most` bytes (0: no limit) by rounding steps up to 4 times as wide. If even
+    that is too big, the steps stay as they were. It needs no training data, so it takes no training time."""
     packed = pack_artifact(model, hessians)
     coarser = 1.0
     smaller = packed
@@ -1941,8 +1964,8 @@ def stored(model: Model) -> dict[str, Tensor]:
     return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.state()
 
 def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> dict:
-    """What load_model reads, for torch.save. It would write a view's whole buffer, so tensors are copied.
-    data: what the model was trained on, if that is known."""
+    """The dictionary that load_model reads, for torch.save. Tensors are copied, because saving a view would
+    write its whole buffer. data: what the model was trained on, if known."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
     shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
     # tuples are copied: torch.save writes shared ones as references, which a resumed run lacks
@@ -1990,7 +2013,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         raise Refused(f"{Path(path).name} is damaged or not from this trainer ({brief(error)})") from None
     return model.eval(), cfg
 
-def write_atomically(path: Path, write: Callable) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Puts what write(file) writes at path, all of it or nothing. Raises OSError."""
     temporary = Path(f"{path}.tmp")
     try:
@@ -2005,7 +2028,7 @@ def write_atomically(path: Path, write: Callable) -> None:
         raise error
     os.replace(temporary, path)
 
-def write_model(model: Model, folder: Path, code: int, log: Callable, hessians: dict | None = None) -> dict:
+def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: Hessians | None = None) -> dict:
     """Writes final_model.pt and, if it is scored, the artifact -> their sizes. code: bytes of
     train_gpt.py."""
     cfg = model.cfg
@@ -2039,7 +2062,7 @@ WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails
 RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "other_data",
                "core_bundle", "save_every", "save_every_seconds", "device_batch_size")
 
-def write_checkpoint(folder: Path, payload: dict) -> None:
+def write_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
     """At any moment there is a whole checkpoint under one of the two names. Raises OSError."""
     newest, previous = [folder / name for name in CHECKPOINTS]
     write_atomically(folder / "checkpoint_new.pt", partial(torch.save, payload))
@@ -2061,13 +2084,13 @@ def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
             damaged.append(f"{name} is damaged ({type(error).__name__})")
     return None, damaged
 
-def config_of(payload: dict) -> Config:
+def config_of(payload: dict[str, Any]) -> Config:
     """The Config of a checkpoint. Raises Refused, TypeError."""
     preset = payload["config"]["preset"]
     require(preset in RECIPES, f"this script has no preset {preset}")
     return RECIPES[preset](**payload["config"])
 
-def find_checkpoint(cfg: Config, log: Callable) -> dict | None:
+def find_checkpoint(cfg: Config, log: Logger) -> dict | None:
     """On rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME;
     None if that run has finished. Raises Refused."""
     run_id = cfg.resume
@@ -2091,7 +2114,7 @@ def find_checkpoint(cfg: Config, log: Callable) -> dict | None:
         require(text == there, f"{name}={text}, but {run_id} began with {there}")
     return payload
 
-def resume(cfg: Config, team: "Team", log: Callable, saver: "Saver") -> tuple:
+def resume(cfg: Config, team: "Team", log: Logger, saver: "Saver") -> tuple:
     """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 needs the
     file; the others get a checkpoint without tensors. Raises Refused."""
     payload = None
@@ -2114,12 +2137,12 @@ def resume(cfg: Config, team: "Team", log: Callable, saver: "Saver") -> tuple:
     log(f"resume: from step {progress['step']} at train_time:{progress['seconds'] * 1e3:.0f}ms")
     return saved, payload or small
 
-def after_restart(cfg: Config, team: "Team", log: Callable) -> Config:
-    """The Config with which torchrun's later attempts go on from the run's checkpoint; without one they begin
-    again in a folder of their own."""
+def after_restart(cfg: Config, team: "Team", log: Logger) -> Config:
+    """The Config of this attempt. After a restart by torchrun the run resumes from its checkpoint; if it has
+    none, it starts over in a folder of its own."""
     if not team.attempt or cfg.resume:
         return cfg
-    before = ("", False)  # the run of the last attempt; has it a checkpoint?
+    before = ("", False)  # run_id of the previous attempt, and whether it has a checkpoint
     if team.agent and team.agent.check([RUN_KEY]):
         run_id = team.agent.get(RUN_KEY).decode()
         before = (run_id, any([Path("logs", run_id, name).exists() for name in CHECKPOINTS]))
@@ -2132,7 +2155,7 @@ def after_restart(cfg: Config, team: "Team", log: Callable) -> Config:
     return cfg
 
 @torch.no_grad()
-def restore(run: "Run", checkpoint: dict) -> "TrainState":
+def restore(run: "Run", checkpoint: dict[str, Any]) -> "TrainState":
     """Continues a run, on any number of ranks, from a checkpoint, of which rank 0 has the tensors."""
     team = run.team
     progress = checkpoint["progress"]
@@ -2195,22 +2218,24 @@ class Saver:
 
     def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
         """Is a checkpoint due before this step? stop: some rank got a signal. done: why training ends, or
-        None; a run that saves at all then makes a last one. Before that, a due checkpoint waits until no bank
-        holds gradients for a later update."""
+        None. A run that saves checkpoints also saves a last one when it is done; until then, one that is due
+        waits until no bank holds gradients for a later update."""
         cfg = self.run.cfg
         self.in_training = not done
         self.stopping = bool(stop)
         by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
         by_step = cfg.save_every and step % cfg.save_every == 0
         at_end = done and (cfg.save_every or cfg.save_every_seconds)
-        if stop or step > self.saved_step and (by_time or by_step or at_end):
+        scheduled = step > self.saved_step and (by_time or by_step or at_end)
+        if stop or scheduled:
             self.wanted = True
-        return self.wanted and (bool(done) or all([bank.fresh for bank in self.run.optimizer.banks]))
+        between_updates = all([bank.fresh for bank in self.run.optimizer.banks])
+        return self.wanted and (bool(done) or between_updates)
 
     def save(self, state: "TrainState") -> None:
-        """On all ranks at once: copies everything now; on rank 0 a thread writes the file. Raises what went
-        wrong with the checkpoint before and, once this one is written, KeyboardInterrupt if a signal asked
-        for it."""
+        """Called on all ranks together. Copies everything now; on rank 0 a thread writes the file. First
+        raises any error from the previous checkpoint. If a signal asked for this one, raises
+        KeyboardInterrupt once it is written."""
         run = self.run
         team = run.team
         self.wait()
@@ -2231,7 +2256,7 @@ class Saver:
         if self.stopping:
             raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
 
-    def write(self, payload: dict) -> None:
+    def write(self, payload: dict[str, Any]) -> None:
         """Writes a checkpoint, in the thread. Raises Refused for what is not finite."""
         step = payload["progress"]["step"]
         payload["tensors"] |= self.run.model.state()
@@ -2272,8 +2297,8 @@ FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gp
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
 CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
 MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
-# Smaller vocabularies take the loss that Inductor generates: on an H100 golf's 49,152 x 1,024 logits cost
-# 0.92 ms by it and 1.15 by loss_kernel. No other vocabulary was timed both ways.
+# Smaller vocabularies take the loss that Inductor generates: for golf's 49,152 x 1,024 logits on an H100 it
+# took 0.92 ms, and loss_kernel 1.15. No other vocabulary was timed both ways.
 LEAST_KERNEL_VOCABULARY = 2048
 LOSS_BLOCK = 2048  # logits of a row that loss_kernel handles at a time
 
@@ -2298,7 +2323,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool
     scales = scale_a.view(1, 1), scale_b.view(1, 1)
     return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-def fp8_product(x: Tensor, weight: Tensor, scales: tuple) -> tuple[Tensor, tuple]:
+def fp8_product(x: Tensor, weight: Tensor, scales: Scales) -> tuple[Tensor, tuple]:
     """x (N, K) @ weight (M, K).T in e4m3 -> (product (N, M), what fp8_gradients needs). scales: of x and
     weight, see to_fp8()."""
     x, scale_x = to_fp8(x, scales[0], torch.float8_e4m3fn)
@@ -2322,7 +2347,7 @@ class Fp8Linear(torch.autograd.Function):
     """linear() of x (N, K) and weight (M, K) by the two functions above. scales: of x, weight and the
     output's gradient; None: by its maximum."""
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, scales: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
         y, kept = fp8_product(x, weight, scales[:2])
         ctx.save_for_backward(*kept)
         ctx.grad_scale = scales[2]
@@ -2333,7 +2358,7 @@ class Fp8Linear(torch.autograd.Function):
         dx, dw = fp8_gradients(grad, ctx.saved_tensors, ctx.grad_scale)
         return dx.to(grad.dtype), dw.float(), None
 
-def fp8_linear(x: Tensor, weight: Tensor, scales: tuple = (None, None, None)) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, scales: Scales = (None, None, None)) -> Tensor:
     """linear() in fp8; without gradients, as in scoring, linear() itself."""
     if not torch.is_grad_enabled():
         return linear(x, weight)
@@ -2343,7 +2368,7 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: tuple = (None, None, None)) ->
 # the largest possible in a row with rms 1. None: the tensor's own.
 HEAD_MOST = (0.0, 0.875, 1.0)
 
-def head_scales(C: int, tokens: int, most: tuple) -> tuple:
+def head_scales(C: int, tokens: int, most: Scales) -> tuple:
     """The scales that Fp8Linear takes for such a `most`."""
     most_input, most_weight, most_gradient = most
     if most_input == 0:
@@ -2352,7 +2377,7 @@ def head_scales(C: int, tokens: int, most: tuple) -> tuple:
     scale_weight = None if most_weight is None else most_weight / E4M3_MAX
     return scale_input, scale_weight, most_gradient / E4M3_MAX / tokens
 
-def fp8_part(cfg: Config, on_gpu: bool, log: Callable | None = None, further: Sequence[int] = ()) -> str:
+def fp8_part(cfg: Any, on_gpu: bool, log: Logger | None = None, further: Sequence[int] = ()) -> str:
     """off, head or all, as cfg.fp8 says; auto-: only on a GPU that has fp8 and if the sizes allow it. log:
     gets a line where fp8 is asked for. further: sides of the recipe's own products. Raises Refused."""
     sides = cfg.vocab_size, cfg.train_seq_len, cfg.model_dim, cfg.model_dim // cfg.num_heads, *further
@@ -2581,9 +2606,9 @@ def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.devi
             longest = 0
     return (window if window < T - 1 else -1), begins, longest or T
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend: Callable) -> Tensor:
-    """attention() for masks of flash_mask() or None, by a flash_operator(). Its backward pass has no grouped
-    queries with two widths, so there queries and keys narrower than values get zeros."""
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend: Kernel) -> Tensor:
+    """attention() for masks of flash_mask() or None, by a flash_operator(). In grouped-query attention its
+    backward pass needs one width, so queries and keys narrower than values are then padded with zeros."""
     window, begins, longest = mask or (-1, None, 0)
     narrower = v.size(-1) - q.size(-1)
     if narrower and k.size(1) < q.size(1):
@@ -2596,7 +2621,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend:
     y, _ = attend(q, k, v, begins, longest, window)
     return y.view(B, -1, *y.shape[-2:]).transpose(1, 2)
 
-def window_attention(cfg: Config, on_gpu: bool, log: Callable, pairs: int = 1) -> dict[str, Callable]:
+def window_attention(cfg: Config, on_gpu: bool, log: Logger, pairs: int = 1) -> dict[str, Callable]:
     """Kernels of attention with windows, or that stays in a document. pairs: 2 where paired heads make
     documents twice as long. Raises Refused."""
     if not on_gpu:
@@ -2619,9 +2644,9 @@ if triton:
     @triton.jit
     def loss_kernel(logits, targets, weights, losses, grad, V, K: tl.constexpr, top: tl.constexpr,
                     shift: tl.constexpr, scale: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr):
-        """One row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs no
-        maximum -> its loss in losses (N,), factor times its gradient in grad (N, V), which may be logits.
-        targets (N, K), -1: none; weights (K,). By exp2 and log2, which the hardware has."""
+        """Handles one row of logits (N, V), capped to top * sigmoid((x + shift) * scale), so that exp needs
+        no maximum. Writes its loss to losses (N,) and factor times its gradient to grad (N, V), which may be
+        logits itself. targets (N, K), -1: none; weights (K,). Uses exp2 and log2, which the hardware has."""
         LOG2E: tl.constexpr = 1.4426950408889634
         slope: tl.constexpr = -scale * LOG2E
         offset: tl.constexpr = shift * slope
@@ -2633,7 +2658,7 @@ if triton:
         target = tl.load(targets + row * K + k, mask=k < K, other=-1)
         weight = tl.load(weights + k, mask=target >= 0, other=0.0)
         whole = tl.sum(weight)
-        # before gradients may take the place of logits
+        # read now: if grad is logits, the second loop overwrites them
         logit = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
         its = 1 / (1 + tl.exp2(logit * slope + offset))
         total = tl.zeros((BLOCK,), tl.float32)
@@ -2651,13 +2676,13 @@ if triton:
             part = 1 / (1 + tl.exp2(x * slope + offset))
             error_slope = slope_whole * tl.exp2(most * part - norm) * (part - part * part)
             tl.store(grad + i, error_slope.to(grad.dtype.element_ty), mask=i < V)
-        tl.debug_barrier()  # other threads have stored gradients at the targets, which these replace
+        tl.debug_barrier()  # other threads wrote gradients at the targets; the last store must come after
         wanted = tl.sum(tl.where(target[:, None] == target[None, :], weight[None, :], 0.0), 1)
         error = whole * tl.exp2(most * its - norm) - wanted
         its_slope = factor * top * scale * error * (its - its * its)
         tl.store(grad + target, its_slope.to(grad.dtype.element_ty), mask=target >= 0)
 
-def kernel_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,
+def kernel_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: Cap, factor: float,
                   dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """row_losses() by loss_kernel. On an H100 a kernel with these loops took 4.2 ms for 49,152 x 50,304
     logits, read twice at 2,950 GB/s; the one before it took 5.5."""
@@ -2670,10 +2695,10 @@ def kernel_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, 
                       2 / (width or limit), factor, block, num_warps=8)
     return losses, grad
 
-def row_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: tuple, factor: float,
+def row_losses(logits: Tensor, targets: Tensor, weights: Tensor, cap: Cap, factor: float,
                dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Losses (N,) of logits (N, V), which it caps, and factor times their gradient (N, V) in a dtype. targets
-    (N, n), -1: none, have weights (n,). cap: (cap, shift, width) of softcap()."""
+    """Caps logits (N, V) -> their losses (N,), and factor times the gradient (N, V) in this dtype. targets
+    (N, n), -1: none; weights (n,), one per column of targets."""
     limit, shift, width = cap
     top = 2 * limit
     scale = 2 / (width or limit)
@@ -2692,8 +2717,8 @@ class FusedLoss(torch.autograd.Function):
     """lm_loss() with a softcap. forward() turns the logits, in the dtype of x, into their gradient. x (N, C),
     head (V, C); targets, weights and cap as row_losses() has them."""
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: tuple,
-                row_losses: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: Cap,
+                row_losses: RowLosses) -> Tensor:
         head = head.to(x.dtype)
         losses, grad = row_losses(x @ head.T, targets, weights, cap, 1 / len(x), x.dtype)
         ctx.save_for_backward(grad, x, head)
@@ -2729,8 +2754,8 @@ class Fp8FusedLoss(torch.autograd.Function):
     """FusedLoss with lm_head's products in fp8. The logits' gradient is in e5m2 at once. scales: of x, head
     and that gradient, as head_scales() has them."""
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: tuple,
-                row_losses: Callable, scales: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, cap: Cap,
+                row_losses: RowLosses, scales: Scales) -> Tensor:
         logits, kept = fp8_product(x, head, scales[:2])
         factor = 1 / len(x) / scales[2]
         losses, grad = row_losses(logits, targets, weights, cap, factor, torch.float8_e5m2)
@@ -2748,7 +2773,7 @@ class Fp8FusedLoss(torch.autograd.Function):
         grad_x, grad_head = fp8_gradients(grad, kept, ctx.grad_scale, grad_t)
         return grad_loss * grad_x, grad_loss * grad_head.float(), None, None, None, None, None
 
-def can_fuse(cap: tuple) -> bool:
+def can_fuse(cap: Cap) -> bool:
     return 0 < cap[0] <= MOST_FUSED_CAP and torch.compiler.is_compiling()
 
 def loss_rows(x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -2758,17 +2783,17 @@ def loss_rows(x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tenso
         targets = targets[..., None]
     return x.flatten(0, -2), targets.flatten(0, 1), weights
 
-def fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable,
-               weights: Tensor | None = None, row_losses: Callable = row_losses) -> Tensor:
+def fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: Kernel,
+               weights: Tensor | None = None, row_losses: RowLosses = row_losses) -> Tensor:
     """lm_loss() by FusedLoss in compiled steps; on a CPU it made a step of an older tiny a fifth faster."""
     if not can_fuse(cap):
         return lm_loss(x, head, targets, cap, linear, weights)
     x, targets, weights = loss_rows(x, targets, weights)
     return FusedLoss.apply(x, head, targets, weights, cap, row_losses)
 
-def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear: Callable,
-                   weights: Tensor | None = None, row_losses: Callable = row_losses,
-                   most: tuple = HEAD_MOST) -> Tensor:
+def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: Kernel,
+                   weights: Tensor | None = None, row_losses: RowLosses = row_losses,
+                   most: Scales = HEAD_MOST) -> Tensor:
     """fused_loss() where `linear` is fp8_head, with the same `most`, or fp8_linear, with
     HEAD_MOST_BY_MAXIMUM."""
     if not can_fuse(cap):
@@ -2777,7 +2802,7 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: tuple, linear:
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
-def choose_kernels(cfg: Config, on_gpu: bool, log: Callable) -> Kernels:
+def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
     """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
     block_linear, head_linear, loss = cfg.linears(on_gpu, log)
     chosen = dict(linear=block_linear, head_linear=head_linear, **cfg.further_kernels(on_gpu))
@@ -2796,10 +2821,10 @@ LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
 # How Slurm, Open MPI and MPICH number their tasks: (this one, how many there are)
 TASKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
          ("PMI_RANK", "PMI_SIZE"))
-MEETING_TIMEOUT = 45  # seconds until all ranks are there; not under torchrun, which ends what hangs
+MEETING_TIMEOUT = 45  # seconds to wait for all ranks; not under torchrun, which kills ranks that hang
 LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
 TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
-SLOWEST_STEPS = 5  # or this many times the slowest step of the rehearsal, if that is longer
+SLOWEST_STEPS = 5  # the timeout in training is at least this many times the rehearsal's slowest step
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md), to estimate the time of a step
 H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200, which mfu is relative to
 # what glibc's mallopt() calls these settings
@@ -2919,7 +2944,7 @@ def is_odd(path: str) -> bool:
     return re.search(r"[^\w./+@%:,=~-]", path) is not None
 
 def choose_cache() -> str:
-    """Keeps torch's compiler from folders for compiled code that it could not use -> what to log."""
+    """Steers torch's compiler away from cache folders that it could not use -> what to log."""
     named = "TORCHINDUCTOR_CACHE_DIR"
     odd = []
     try:
@@ -3129,8 +3154,8 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     return int(held + cfg.state_bytes() + tokens * (width * kept + per_logit * cfg.vocab_size))
 
 def micro_batch(cfg: Config, team: Team) -> int:
-    """Sequences per micro-step: the largest divisor of a rank's sequences within device_batch_size or, if
-    that is 0, memory: what is free on a GPU, or a rank's part of half the machine's."""
+    """Sequences per micro-step: the largest divisor of a rank's sequences that is within device_batch_size
+    or, if that is 0, fits into memory: what is free on a GPU, or a rank's part of half the machine's RAM."""
     share = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size
     if team.on_gpu:
         free = torch.cuda.mem_get_info()[0]
@@ -3139,7 +3164,7 @@ def micro_batch(cfg: Config, team: Team) -> int:
     fitting = [n for n in range(1, share + 1) if step_memory(cfg, team, n) <= free]
     return rows_at_once(share, cfg.device_batch_size or max(fitting, default=1))
 
-def peak_memory(team: Team, log: Callable) -> str:
+def peak_memory(team: Team, log: Logger) -> str:
     """Logs and returns the most memory that this process has held."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform != "darwin":
@@ -3160,7 +3185,7 @@ class TrainState:
     tokens: int = 0
     seconds: float = 0.0  # on the clock
     # {train: losses of single steps, mean: of the steps between two lines, val}: [(step, seconds, loss)]
-    curves: dict = field(default_factory=lambda: {"train": [], "mean": [], "val": []})
+    curves: dict[str, Curve] = field(default_factory=lambda: {"train": [], "mean": [], "val": []})
     laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
     loss_sum: float = 0.0  # losses of the steps since the last train_loss line, mean of the ranks
     loss_steps: int = 0  # how many of them
@@ -3168,7 +3193,7 @@ class TrainState:
 @dataclass
 class Run:
     """What the parts of one run share."""
-    asked: Config  # before the dataset has its say
+    asked: Config  # as configured, before the dataset sets vocab_size and bos_id
     cfg: Config
     team: Team
     log: Log
@@ -3184,10 +3209,12 @@ class Run:
     folder: Path = None
 
 class Clock:
-    """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks go by the
-    same time: they agree on it before each step, on GPUs before every fourth (with at most three steps under
-    way if there is a cap), and go by the pace in between. Without a cap the host waits at log lines only."""
-    def __init__(self, cfg: Config, team: Team, state: TrainState, counter: Callable = time.perf_counter):
+    """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks use the
+    same time. They agree on it before each step (on GPUs before every fourth, with at most three steps in
+    flight at that moment if there is a cap) and extrapolate by the pace in between. Without a cap the host
+    waits for the device at log lines only."""
+    def __init__(self, cfg: Config, team: Team, state: TrainState,
+                 counter: Callable[[], float] = time.perf_counter):
         self.cap = cfg.max_wallclock_seconds
         self.team = team
         self.counter = counter
@@ -3223,20 +3250,20 @@ class Clock:
         return self.then + (step - self.at) * self.pace(0.5) * self.multiple
 
     def pace(self, quantile: float) -> float:
-        """That quantile of the seconds per step and batch multiple, over the last 100 laps. Up to two laps
-        that took more than twice as long as all others were pauses of the machine: the next step has none.
-        Slow steps of the recipe's own count once there are three."""
+        """This quantile of the seconds per step and batch multiple, over the last 100 laps. One or two laps
+        more than twice as slow as all others are taken for pauses of the machine and left out. From three
+        on, slow laps are taken for the recipe's own and count."""
         paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
-        longest = 2 * paces[max(len(paces) - 3, 0)]
-        paces = [seconds for seconds in paces if seconds <= longest]
+        third_slowest = paces[-3] if len(paces) >= 3 else paces[0]
+        paces = [pace for pace in paces if pace <= 2 * third_slowest]
         return paces[int(len(paces) * quantile)]
 
     def is_over(self, step: int) -> bool:
-        """Might the steps until the next agreement end after the cap?"""
+        """Might the next `every` steps, starting with this one, end after the cap?"""
         reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
         return step > 0 and 0 < self.cap <= self.then + reserve
 
-def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context: tuple,
+def train_step(loss_fn: Kernel, optimizer: Optimizer, batch: tuple[Tensor, ...], micro: int, context: Any,
                grad_factor: float, *schedule: float) -> Tensor:
     """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time.
     grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
@@ -3272,7 +3299,7 @@ def compile_step(run: Run, compiled: bool) -> None:
         # skip Inductor's ISA probe, which takes seconds
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
-        # in the cache's key: code for other vectors is wrong
+        # puts the vector width into the cache's key: code built for another width would be wrong
         torch._inductor.config.cpp.simdlen = pick_vec_isa().bit_width()
         # our fused losses may be cached: the key covers their graph
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -3328,8 +3355,8 @@ def use_torch_kernels(run: Run) -> None:
     run.model.use(run.kernels)
 
 def rehearse_stages(run: Run) -> float:
-    """Micro-steps of the stages in turn, warmup_steps or one of each if that is more -> what rehearse()
-    returns. If one rank fails, all of them raise."""
+    """Runs micro-steps of the stages in turn: warmup_steps of them, but at least one per stage. Returns what
+    rehearse() does. If one rank fails, all of them raise."""
     cfg = run.cfg
     team = run.team
     table = cfg.stages()
@@ -3368,7 +3395,7 @@ def rehearse_stages(run: Run) -> float:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """The Python garbage collector is off: it has paused single ranks for 0.6 s, and with them all others
+    """Turns Python's garbage collector off: it has paused single ranks for 0.6 s, and all others with them
     (modded-nanogpt's logs). train() collects off the clock."""
     gc.collect()
     gc.freeze()
@@ -3379,9 +3406,9 @@ def garbage_kept() -> Iterator[None]:
         gc.enable()
         gc.unfreeze()
 
-def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) -> tuple[Score, str]:
-    """Trains -> the last Score and why training stopped. On the clock: what build() makes, reading batches,
-    steps, log lines, copying a checkpoint and waiting for the one before; off it: scores and samples."""
+def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_counter) -> tuple[Score, str]:
+    """Trains -> the last Score and why training stopped. On the clock: build(), reading batches, steps, log
+    lines, copying a checkpoint and waiting for the previous one. Off the clock: scores and samples."""
     cfg = run.cfg
     team = run.team
     saver = run.saver
@@ -3408,7 +3435,10 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         elif step == last:
             done = "iterations"
         # 2. a checkpoint; the last step's is off the clock
-        if saver.due(step, state.seconds, clock.stop_asked or team.world_size == 1 and saver.signals, done):
+        stop = clock.stop_asked
+        if team.world_size == 1:  # nobody to agree with
+            stop = stop or saver.signals
+        if saver.due(step, state.seconds, stop, done):
             state.loss_sum = mean_of_ranks(recent, team)
             saver.save(state)
             if done:
@@ -3562,7 +3592,7 @@ def open_folder(run: Run, again: bool) -> None:
     inputs = {"train_gpt.py": script_sha256(), "config": config} | run.data.about["sha256"]
     log(*[f"sha256 {name}:{digest}" for name, digest in inputs.items()])
 
-def first_result(run: Run, changed: dict, resumed: bool) -> dict:
+def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict:
     """result.json as far as it is known before training."""
     cfg = run.cfg
     context = cfg.eval_context or cfg.train_seq_len
@@ -3575,7 +3605,7 @@ def first_result(run: Run, changed: dict, resumed: bool) -> dict:
         config={name: show(value) for name, value in vars(cfg).items()}, overrides=changed,
         data=run.data.about, eval=settings, stop_reason="eval_from", started=run.started, resumed=resumed)
 
-def check_speed(cfg: Config, team: Team, log: Callable) -> None:
+def check_speed(cfg: Config, team: Team, log: Logger) -> None:
     """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
     seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
     if seconds > 60 and not (team.on_gpu or cfg.eval_from):
@@ -3649,8 +3679,8 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     return score, state.curves, report
 
 def take_weights(run: Run) -> None:
-    """The model's parameters become the optimizer's fp32 weights. What was compiled for bf16 is forgotten:
-    torch 2.11 does not notice that they are other tensors (pytorch#177525)."""
+    """Makes the optimizer's fp32 weights the model's parameters. Drops what was compiled for bf16, because
+    torch 2.11 does not notice that the parameters are now other tensors (pytorch#177525)."""
     for name, value in run.optimizer.weights().items():
         run.model.get_parameter(name).data = value.to(run.team.device)
     torch._dynamo.reset()
@@ -3677,7 +3707,8 @@ def write_and_read_back(run: Run) -> dict:
         run.team.broadcast(p.data)
     return report
 
-def finish(run: Run, result: dict, report: dict, scores: dict, curves: dict, began: float) -> None:
+def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dict[str, Score],
+           curves: dict[str, Curve], began: float) -> None:
     """On rank 0: samples, picture, summary and result.json."""
     cfg = run.cfg
     log = run.log
@@ -3704,11 +3735,11 @@ def finish(run: Run, result: dict, report: dict, scores: dict, curves: dict, beg
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
 
-def load_asked(asked: Config, team: Team, changed: dict, given: set[str],
-               log: Callable) -> tuple[Model, Config]:
-    """The model of eval_from and its Config, by default with the dataset that it was trained on, if that lies
-    beside the recipe's. Raises Refused if a constant that was changed differs in it. given: constants that
-    were set."""
+def load_asked(asked: Config, team: Team, changed: dict[str, list[str]], given: set[str],
+               log: Logger) -> tuple[Model, Config]:
+    """The model to score (eval_from) and its Config. Unless data_path was given, takes the dataset that the
+    model was trained on, if that lies beside the recipe's. Raises Refused if a changed constant differs from
+    the model's. given: the constants that were set."""
     model, cfg = load_model(asked.eval_from, team.device, asked)
     for name in {"preset", *changed} & {*cfg.model_fields()}:
         there = show(getattr(cfg, name))
@@ -3847,7 +3878,7 @@ class Outlet(io.FileIO):
             return super().write(text)
         return len(text)
 
-def outlet(number: int, stream: object) -> io.TextIOWrapper:
+def outlet(number: int, stream: TextIO | None) -> io.TextIOWrapper:
     """The same stream, but writing never fails."""
     try:
         os.fstat(number)
@@ -3859,10 +3890,10 @@ def outlet(number: int, stream: object) -> io.TextIOWrapper:
 
 # ---------- 14 recipes
 # ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
-# Our own game; its records are in records/track_tiny. Two minutes allow few steps, so the model
-# looks up what needs no training: which tokens followed the last ones, in the training text and in the row.
+# Our own game; records are in records/track_tiny. Two minutes allow few steps, so the model looks up what it
+# need not learn: which tokens followed the current context in the training text and earlier in the row.
 @dataclass(frozen=True)
-class Tiny(Config):
+class Tiny(Config[WindowStage]):
     """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
     offset, U-Net skips, Muon."""
     preset: str = option("tiny", "the recipe", model=True)
@@ -3872,7 +3903,7 @@ class Tiny(Config):
     model_dim: int = option(128, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(2, "heads of queries, keys and values", 1, 4096, model=True)
     mlp_mult: int = option(3, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("-L", "per layer: L long window, S half of it, - no attention; repeated",
+    window_pattern: str = option("-L", "per layer (cycled): L long window, S half of it, - no attention",
                                  model=True)
     window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: 128",
                                     0, 1 << 20, model=True, of=int)
@@ -3881,28 +3912,28 @@ class Tiny(Config):
     # modded-nanogpt#49: -1.4 s
     key_offset: bool = option(True, "long layers: half of each key head comes from the token before",
                               model=True)
-    value_embed_layers: tuple = option((0, 1), "per layer: number of its value embedding, 0: none; repeated",
+    value_embed_layers: tuple = option((0, 1), "value embedding per layer (cycled), from 1; 0: none",
                                        0, 999, model=True)
     unet_skips: bool = option(True, "skip connections from the first half of the blocks to the second",
                               model=True)
     logit_softcap: float = optional(15.0, "logits = cap * tanh(logits / cap); 0: no cap", 0, 1e4, model=True)
     bigram_rows: int = optional(65_536, "hashed bigram embedding (modded-nanogpt#62: -5.6 s); 0: none",
                                 0, 1 << 26, model=True)
-    bigram_init: bool = option(True, "embedding and head start from the training text's bigrams, up to "
-                               "vocab_size 4,096; 0: random embedding, head of zeros")
-    memory: bool = option(True, "what followed in the training text and in the row; 0: a plain GPT",
+    bigram_init: bool = option(True, "initialize embedding and lm_head from training bigrams, up to "
+                               "vocab_size 4,096; 0: random embedding, zero lm_head")
+    memory: bool = option(True, "look up what followed the context in training text and row; 0: plain GPT",
                           model=True)
-    mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: input "
-                           "candidates only", model=True)
-    own_loss: float = option(3.0, "weight of the loss of the model's own distribution; the mixture's is 1",
+    mixture: bool = option(True, "mix the memory's distributions with the model's softmax; 0: use "
+                           "memory only as input candidates", model=True)
+    own_loss: float = option(3.0, "weight of the loss on the model's own softmax; the mixture's loss has 1",
                              0, 100)
-    count_orders: tuple = option((3, 5, 8, 14), "lengths of n-grams that are counted in the training text; "
-                                 "0: none", 0, 64, model=True)
-    count_bits: int = option(24, "log2 of the entries of a table of counts, 4 bytes each", 8, 28, model=True)
-    count_words: tuple = option((1, 3, 5, 29), "masks of words that are counted, too: bit 0 is the word "
-                                "so far, bit k the k-th word before it, so 5 is the word so far and the "
-                                "second one before; 0: none", 0, 127, model=True)
-    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "lengths of n-grams that are matched earlier in the row; "
+    count_orders: tuple = option((3, 5, 8, 14), "n-gram lengths to count in the training text; 0: none",
+                                 0, 64, model=True)
+    count_bits: int = option(24, "log2 of the entries (4 bytes each) per count table", 8, 28, model=True)
+    count_words: tuple = option((1, 3, 5, 29), "word contexts to count as well, as bit masks: bit 0 is the "
+                                "word so far, bit k the k-th word before it (5: the word so far and the "
+                                "second word before it); 0: none", 0, 127, model=True)
+    copy_orders: tuple = option((1, 2, 3, 4, 6, 9), "n-gram lengths to match earlier in the row; "
                                 "0: none", 0, 64, model=True)
     # data and batch
     data_path: str = option("data/datasets/embedded", "folder of token shards")
@@ -3923,7 +3954,7 @@ class Tiny(Config):
     muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
     muon_backend_steps: int = option(5, "Newton-Schulz iterations", 1, 20)
-    bigram_every: int = option(2, "steps whose gradients add up to an update of the bigram embedding", 1, 99)
+    bigram_every: int = option(2, "bigram embedding: update every this many steps on summed gradients", 1, 99)
     beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
@@ -3933,9 +3964,9 @@ class Tiny(Config):
     warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     # scores
-    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: no such score")
-    val_part: int = optional(32_768, "val tokens scored every val_part_every steps off the clock; 0: none")
-    val_part_every: int = option(50, "steps between those scores", 1, 10**9)
+    eval_sliding: int = optional(0, "val_bpb_sliding: targets scored per row; 0: skip this score")
+    val_part: int = optional(32_768, "val tokens scored off the clock every val_part_every steps; 0: none")
+    val_part_every: int = option(50, "steps between val_part scores", 1, 10**9)
 
     def stages(self) -> list[WindowStage]:
         B = self.train_batch_tokens
@@ -4055,10 +4086,10 @@ class Tiny(Config):
     def make_model(self, kernels: Kernels) -> Model:
         return TinyModel(self, kernels)
 
-MOST_BIGRAM_VOCAB = 4096  # whose bigrams are counted in a table of 128 MiB
+MOST_BIGRAM_VOCAB = 4096  # largest vocab_size for bigram counts: their table takes 128 MiB
 
 def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
-    """uint16 (n,) -> how often each token is followed by each token, float64 (V, V)."""
+    """uint16 (n,) -> bigram counts, float64 (V, V): row: token, column: the token after it."""
     counts = np.zeros(vocab_size**2)
     for low in range(0, len(text) - 1, 1 << 22):
         tokens = text[low:low + (1 << 22) + 1].astype(np.int64)
@@ -4066,9 +4097,9 @@ def bigram_counts(text: np.ndarray, vocab_size: int) -> np.ndarray:
     return counts.reshape(vocab_size, vocab_size)
 
 def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Embedding, normalized, and head (V, C) whose product is close to the log-probabilities of the next
-    token, up to a constant per token. counts: from bigram_counts(). In numpy, whose linear algebra repeats
-    its results to the bit; torch's does not."""
+    """A normalized embedding and an lm_head, both (V, C), whose product approximates next-token
+    log-probabilities up to a constant per token. counts: from bigram_counts(). In numpy, whose linear algebra
+    is bit-for-bit reproducible; torch's is not."""
     V = len(counts)
     rng = np.random.default_rng(seed)
     # 1. log-probabilities, smoothed by 4 counts of the unigram distribution
@@ -4092,22 +4123,22 @@ def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Te
     return torch.from_numpy(embed).float(), torch.from_numpy(head).float().contiguous()
 
 # The memory: which tokens followed a context in the training text and earlier in the row. None of it has to
-# be learned. Contexts are the last n tokens, for several n; in the text also the word so far with some of the
-# words before it, as in the word models of PAQ. At the input, each context in the text and the longest match
-# in the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its
-# class, and one of the class, which says how sure it is. At the output, each context in text and row gives a
-# distribution of the next token, and the model mixes these with its own.
-CLASSES = 16  # of candidates, per kind of context
-# widths of what is packed into integers
+# be learned. Contexts are the last n tokens, for several n; in the text also the word so far plus some of the
+# words before it, as in PAQ's word models. At the input, each context in the text and the longest match in
+# the row propose a candidate for the next token: the model gets the candidate's embedding, scaled according
+# to its confidence class, plus an embedding of that class. At the output, each context in text and row
+# predicts a distribution over next tokens, and the model mixes these with its own.
+CLASSES = 16  # confidence classes of candidates, per kind of context
+# bit widths of the fields packed into integers
 KEY_BITS = 36  # hash of a context
 TOKEN_BITS = 16
 DOCUMENT_BITS = 12  # hash of a document's number, so document counts saturate at 4,096
-CHECK_BITS = 16  # lowest bits of the hash, which tell contexts in the same place of a table apart
+CHECK_BITS = 16  # low bits of the hash, which tell contexts in the same table slot apart
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
-WORD_TOKENS = 64  # beyond these, the order of a word's tokens does not matter
-# The text is hashed in chunks of this many tokens. Each operator on a chunk wakes all of torch's threads and
-# waits for the last one, so on a busy machine small chunks take minutes. For words, each chunk
-# also sees the tokens before it, so a context of words is lost at its start only if it is longer than these.
+WORD_TOKENS = 64  # in a longer word, the order of the tokens after these does not affect its hash
+# The text is hashed in chunks of COUNT_CHUNK tokens. Each op on a chunk wakes all of torch's threads and
+# waits for the last one, so on a busy machine small chunks take minutes. For words, a chunk also sees the
+# TOKENS_BEFORE_CHUNK tokens before it: only word contexts longer than that are lost at its start.
 COUNT_CHUNK = 1 << 20
 TOKENS_BEFORE_CHUNK = 1 << 10
 
@@ -4135,9 +4166,9 @@ def word_starts(texts: Sequence[bytes]) -> Tensor:
     return torch.tensor([not (text[:1].islower() or text[:1] >= b"\x80") for text in texts])
 
 def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields for each mask the hashes of its words at each place of tokens (B, T), and whether all these
-    words, those that it skips included, begin within the row, both (B, T). Bit 0 of a mask is the word so
-    far, bit k the k-th word before it. Rows are independent of one another. starts: from word_starts()."""
+    """Yields for each mask the hash of its words at each position of tokens (B, T), and whether these words
+    and any that the mask skips all begin within the row, both (B, T). Bit 0 of a mask is the word so far, bit
+    k the k-th word before it. Rows are independent. starts: from word_starts()."""
     if not masks:
         return
     begins = starts[tokens]
@@ -4151,7 +4182,7 @@ def word_keys(tokens: Tensor, starts: Tensor, masks: Sequence[int]) -> Iterator[
     sums = terms.cumsum(0)
     so_far = top_bits(sums - (sums - terms)[begin])  # a hash of the word up to here
     word_of = begins.cumsum(0) - 1
-    # the hash of each whole word, taken at its last place; the last entry is read for no valid key
+    # the hash of each complete word, taken at its last token; no valid key reads the last entry
     slot = torch.where(begins.roll(-1), word_of, len(place))
     whole = so_far.new_zeros(len(place) + 1).scatter_(0, slot, so_far)
     # how many whole words of the row come before this one; -1 in a word that the row's start cuts off
@@ -4191,9 +4222,9 @@ def run_starts(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(True, values[1:] != values[:-1])[:len(values)])
 
 def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """seen (n,): key, next token and document of each place in the text, packed in this order and sorted ->
-    the keys (m,), where the list of each begins (m,), and all lists one after another, as NgramCounts.lists
-    has them, int32 (k,)."""
+    """seen (n,): key, next token and document for each token of the text, packed in this order and sorted ->
+    the keys (m,), where each key's list begins (m,), and the lists concatenated, in the format of
+    NgramCounts.lists, int32 (k,)."""
     pairs = seen[run_starts(seen)] >> DOCUMENT_BITS  # (key, next token), once per document
     begins = run_starts(pairs)
     documents = np.diff(begins, append=len(pairs))  # how many have each pair
@@ -4224,19 +4255,19 @@ def ngram_lists(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, starts, lists
 
 class TextMatches(NamedTuple):
-    """How the training text goes on after each context, each (kinds, B, T) int64."""
+    """What followed each context in the training text; each field is (kinds, B, T) int64."""
     start: Tensor  # where its next tokens begin in NgramCounts.lists
     size: Tensor  # number of next tokens; 0: the text does not have the context
     total: Tensor  # sum of their document counts
-    best: Tensor  # documents << TOKEN_BITS | token, of the next token that most documents have
+    best: Tensor  # documents << TOKEN_BITS | token, for the next token found in the most documents
     second: Tensor  # the same for the runner-up; 0: there is none
 
 class NgramCounts(nn.Module):
-    """For each context in the training text, which tokens come next, and in how many documents each. There
-    is a table per kind of context (one n, or one mask of words): its entry at a context's hash says where the
-    context's list begins. A list holds the number of next tokens (16 bits) and a check (16); if there are
-    several, the sum of their document counts; and documents << TOKEN_BITS | token for each: first the two
-    with the most documents, then the others, sorted by token."""
+    """For each context in the training text, which tokens came next and in how many documents each did. There
+    is one table per kind of context (an n, or a word mask): the entry at a context's hash says where the
+    context's list begins. A list holds the number of next tokens (16 bits) and a check (16 bits); if there
+    are several, the sum of their document counts; then documents << TOKEN_BITS | token for each next token:
+    first the two with the most documents, then the others, sorted by token."""
     tables: Tensor  # (kinds, 2**count_bits), int32; 0: no such context
     lists: Tensor  # int32; the lists of each kind of context in turn
     bases: Tensor  # (kinds, 1, 1), int64; a table's entry plus its base is a place in lists
@@ -4267,15 +4298,15 @@ class NgramCounts(nn.Module):
         self.packed = b""
         self.shift = KEY_BITS - self.cfg.count_bits
         tables = np.empty((len(self.tables), 1 << self.cfg.count_bits), np.int32)
-        # An occurrence adds at most two entries. What is never written takes no memory.
+        # Each occurrence adds at most two entries. Pages that are never written take no memory.
         lists = np.empty(2 * len(tables) * len(text) + 8, np.int32)
-        lists[:4] = 0  # a table's entry of 0 points to these
+        lists[:4] = 0  # what table entry 0 (no such context) points to
         end = 4
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             occurrences = self.occurrences(torch.from_numpy(text), documents)
             for i, table in enumerate(tables):
-                torch.from_numpy(table).zero_()  # by all threads, in huge pages, unlike np.zeros
+                torch.from_numpy(table).zero_()  # unlike np.zeros, uses all threads and huge pages
                 packed = next(occurrences)
                 torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
                 seen = packed.numpy()
@@ -4320,9 +4351,9 @@ class NgramCounts(nn.Module):
                 packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
             yield packed
 
-    def add(self, table: np.ndarray, lists: np.ndarray, made: tuple, begin: int) -> int:
-        """Copies what ngram_lists() made to the start of lists, and enters in table where each list begins.
-        begin: the place of lists[0], counted from the table's base. Returns how many entries were copied."""
+    def add(self, table: np.ndarray, lists: np.ndarray, made: tuple[np.ndarray, ...], begin: int) -> int:
+        """Copies the output of ngram_lists() to the start of lists and records in table where each begins.
+        begin: the index of lists[0], relative to the table's base. Returns the number of entries copied."""
         keys, starts, part = made
         lists[:len(part)] = part
         table[keys >> self.shift] = begin + starts
@@ -4358,8 +4389,8 @@ class NgramCounts(nn.Module):
         for ranked in (found.best, found.second):
             same = ranked & low_bits(TOKEN_BITS) == targets
             documents = torch.where(same, (ranked >> TOKEN_BITS).maximum(documents), documents)
-        # Binary search among the others, sorted by token: on a CPU only where it is needed, on a GPU
-        # everywhere, because the host would have to wait to learn where.
+        # Binary search among the others, which are sorted by token: on a CPU only where needed; on a GPU
+        # everywhere, because finding out where would make the host wait for the device.
         needed = (found.size > 2) & (documents == 0)
         where: Any = slice(None) if needed.is_cuda else needed.nonzero(as_tuple=True)
         target = targets.expand_as(needed)[where]
@@ -4395,9 +4426,9 @@ class NgramCounts(nn.Module):
         self.count(text)
 
 def without_own_document(found: TextMatches, targets: Tensor, documents: Tensor) -> TextMatches:
-    """Matches without the row's own document, for training, where each target (B, T) follows its context
-    there. Only the target is taken out: other tokens that follow the context elsewhere in that document stay.
-    documents: from documents_with()."""
+    """Leaves the row's own document out of the matches, for training: in it each target (B, T) follows
+    its context. Only the target's count drops; other tokens that follow the context elsewhere in that
+    document still count. documents: from documents_with()."""
     one_document = 1 << TOKEN_BITS
     size = found.size - (documents == 1).long()
     total = found.total - (documents > 0).long()
@@ -4429,7 +4460,7 @@ class CountingModel(Model):
         try:
             self.counts.count(np.concatenate(run.loader.shards))
         except (MemoryError, RuntimeError) as error:
-            if out_of_memory(error) or "bad_alloc" in str(error):  # by torch.sort
+            if out_of_memory(error) or "bad_alloc" in str(error):  # raised by torch.sort
                 raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
             raise
         run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
@@ -4449,7 +4480,7 @@ class CountingModel(Model):
     def take_state(self, other: "CountingModel") -> None:
         self.counts = other.counts
 
-def limits_reached(x: Tensor, limits: tuple) -> Tensor:
+def limits_reached(x: Tensor, limits: tuple[float, ...]) -> Tensor:
     """For each number, how many of the rising limits it reaches, int64, any shape."""
     reached = torch.zeros_like(x, dtype=torch.int64)
     for limit in limits:
@@ -4459,12 +4490,12 @@ def limits_reached(x: Tensor, limits: tuple) -> Tensor:
 class RowMatches(NamedTuple):
     """What followed the last n tokens earlier in the row, each (orders, B, T) int64."""
     by_ngram: Tensor  # places of the row, sorted by n-gram, then by place
-    rank: Tensor  # how many of the same n-gram come before, in that order
+    rank: Tensor  # how many occurrences of the same n-gram come before, in that order
     total: Tensor  # how often the n-gram came before
     size: Tensor  # number of different tokens that followed it
-    next_count: Tensor  # how often the token that comes next here had followed it before
+    next_count: Tensor  # how often the token after this position had followed it before
     last: Tensor  # the token that followed it most recently
-    repeated: Tensor  # 1: that token had also followed the time before
+    repeated: Tensor  # 1: the same token followed the last two occurrences
 
 def run_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted values (..., T) -> where each one's run of equal values begins, and its rank there, (..., T)."""
@@ -4478,10 +4509,10 @@ def unsort(x: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, order, x)
 
 def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
-    """key, enough: from ngram_pairs(), stacked. after (B, T): the token after each place. Where the last one
-    of a row is not known, any will do: only next_count depends on it."""
+    """key, enough: from ngram_pairs(), stacked. after (B, T): the token after each position. If a row's
+    last one is unknown, any value will do: only next_count depends on it."""
     place = torch.arange(key.size(-1), device=key.device)
-    key = torch.where(enough, key, -1 - place)  # too few tokens: a key that nothing else has
+    key = torch.where(enough, key, -1 - place)  # too few tokens: a key of its own
     pair, order = (key * (1 << TOKEN_BITS) + after).sort(dim=-1, stable=True)
     _, rank = run_ranks(pair)
     count = unsort(rank, order)
@@ -4501,8 +4532,8 @@ def row_matches(key: Tensor, enough: Tensor, after: Tensor) -> RowMatches:
 
 def row_candidate(found: RowMatches) -> tuple[Tensor, Tensor, Tensor]:
     """Predicts the token that followed the longest n-gram match earlier in this row -> (is there a match, the
-    token, its class), each (1, B, T). Class 0 of an order: the n-gram came once before; 1: twice or more,
-    followed by another token the time before; 2: by the same token."""
+    token, its class), each (1, B, T). Classes of an order: 0: the n-gram occurred once before; 1: more often,
+    and the last two times different tokens followed; 2: the same token did."""
     sure = torch.where(found.total > 1, 1 + found.repeated, 0)
     sure += CLASSES * torch.arange(len(sure), device=sure.device).view(-1, 1, 1)
     matches = (found.total > 0).sum(0, keepdim=True)  # where an order matches, shorter ones match, too
@@ -4544,8 +4575,8 @@ def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     return first + torch.arange(total, device=sizes.device)
 
 def in_parts(sizes: Tensor, most: int = 1 << 22) -> list[slice]:
-    """Slices of the places (n,), each with about `most` tokens in total, so that memory stays bounded. The
-    last limit is at least the sum of sizes, so no place is left out."""
+    """Slices of sizes (n,), each summing to about `most` tokens, so that memory stays bounded. The last limit
+    is at least the sum of sizes, so none is left out."""
     ends = sizes.cumsum(0)
     limits = torch.arange(most, int(ends[-1]) + most, most, device=sizes.device)
     cuts = torch.searchsorted(ends, limits, right=True).tolist()
@@ -4574,7 +4605,7 @@ def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tens
     for order, rank, gate in zip(found.by_ngram, found.rank, gates):
         follows = tokens.roll(-1, 1).gather(-1, order).flatten()
         size = rank.flatten()
-        start = (row + column - rank).flatten()  # of the earlier occurrences, sorted as in `order`
+        start = (row + column - rank).flatten()  # where the earlier occurrences begin in `order`
         here = (row + order).flatten()
         share = gate.flatten()[here] / size.clamp(min=1)
         for part in in_parts(size):
@@ -4584,9 +4615,9 @@ def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tens
             mixed.view(-1).index_add_(0, place, share[part].repeat_interleave(n))
 
 def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
-    """scores (B, T, 1 + n), made from activations, and classes (B, T, n) -> logs of gates (B, T, 1 + n) that
-    sum to 1: the model's own and those of n distributions. class_scores (n * MIX_CLASSES,). Class 0, no
-    match, is masked out."""
+    """scores (B, T, 1 + n), computed from activations, and classes (B, T, n) -> log gates (B, T, 1 + n): the
+    model's own, then those of the n distributions; the gates sum to 1. class_scores (n * MIX_CLASSES,).
+    Class 0, no match, is masked out."""
     of_source = MIX_CLASSES * torch.arange(classes.size(-1), device=classes.device)
     by_class = torch.where(classes > 0, class_scores.float()[of_source + classes], -math.inf)
     return (scores + F.pad(by_class, (1, 0))).log_softmax(-1)
@@ -4594,7 +4625,7 @@ def log_gates(scores: Tensor, classes: Tensor, class_scores: Tensor) -> Tensor:
 def candidate_rows(found: list[tuple], vocab_size: int, classes: int) -> Tensor:
     """Row numbers (B, T, 2, sources) in the tables of candidates and of classes. Each source has rows of its
     own; the last row means no candidate. found: from text_candidates() and row_candidate(), each
-    (there, token, class) of shape (n, B, T). classes: of one source."""
+    (there, token, class) of shape (n, B, T). classes: how many a source has."""
     there = torch.cat([parts[0] for parts in found])
     token = torch.cat([parts[1] for parts in found])
     sure = torch.cat([parts[2] for parts in found])
@@ -4617,8 +4648,8 @@ def embed_candidates(rows: Tensor, embed: Tensor, class_embed: Tensor, class_sca
     return scaled + F.embedding_bag(sure, class_embed, mode="sum")
 
 class FusedTokenLosses(torch.autograd.Function):
-    """token_losses() whose logits become their gradient at once, as in FusedLoss: x (N, C), head (V, C),
-    targets (N,) -> (N,)."""
+    """token_losses() that turns the logits into their gradient in forward(), as FusedLoss does. x (N, C),
+    head (V, C), targets (N,) -> (N,)."""
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, cap: float) -> Tensor:
         head = head.to(x.dtype)
@@ -4639,7 +4670,7 @@ def fused_token_losses(x: Tensor, head: Tensor, targets: Tensor, cap: float) -> 
         return token_losses(x, head, targets, cap)
     return FusedTokenLosses.apply(x.flatten(0, 1), head, targets.flatten(), cap).view(targets.shape)
 
-def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callable, step: int) -> dict:
+def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Logger, step: int) -> dict:
     """Logs the mean loss of rows with about val_part tokens, evenly spaced over val and scored as in the
     final evaluation; ./run.sh sends it to LOGGER."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
@@ -4654,8 +4685,9 @@ def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callabl
 
 class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
+    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    windows: dict[str, int | Tensor]
     dtype: torch.dtype  # of activations
 
 class TinyBlock(nn.Module):
@@ -4679,7 +4711,7 @@ class TinyBlock(nn.Module):
         self.x0_lambda = parameter(C)
         self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
                 context: TinyContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
         value_embed (B, T, C), in layers that have one."""
@@ -4690,7 +4722,7 @@ class TinyBlock(nn.Module):
             x = x + attn_scale * self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: TinyContext) -> Tensor:
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: TinyContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
@@ -4707,8 +4739,8 @@ class TinyBlock(nn.Module):
 
 class TinyModel(CountingModel):
     """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
-    first half, the last one first (U-Net). The output mixes the model's own distribution of the next token
-    with those of the memory."""
+    first half in reverse order (U-Net). The output mixes the model's own next-token distribution with those
+    of the memory."""
     readable = WINDOWED
 
     def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
@@ -4732,7 +4764,7 @@ class TinyModel(CountingModel):
         self.class_scale = parameter(sources * self.classes + 1, on=sources)
         self.half = N // 2 if cfg.unet_skips else 0
         self.skip_weights = parameter(self.half, C, on=self.half)
-        others = 0  # distributions beside the model's own
+        others = 0  # distributions besides the model's own
         if cfg.mixture:
             others = counted + matched
         self.gate_weight = parameter(1 + others, C, on=others)
@@ -4776,8 +4808,8 @@ class TinyModel(CountingModel):
 
     def hidden(self, tokens: Tensor, context: TinyContext, activations: Callable | None = None) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C). With a mixture, fp32 (B, T, C + 1 + V):
-        beside them the log of the model's own gate and the sum of the other distributions, each times its
-        gate. activations: None or self.activations(), compiled."""
+        appended are the log of the model's own gate and the gate-weighted sum of the other distributions.
+        activations: None or self.activations(), compiled."""
         text, row = self.matches(tokens, tokens.roll(-1, 1))
         x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
         if self.gate_weight is None:
@@ -4830,7 +4862,7 @@ class TinyModel(CountingModel):
         return [candidate_rows(found, self.cfg.vocab_size, self.classes)] if found else []
 
     def match_classes(self, text: TextMatches | None, row: RowMatches | None) -> tuple[Tensor, Tensor]:
-        """The class of each distribution (B, T, n), and the row of gate_matches (B, T), which says how many
+        """The class of each distribution (B, T, n), and the row (B, T) of gate_matches that encodes how many
         kinds of context match in the text and how many n-grams in the row."""
         classes = []
         matches: Any = 0
@@ -4901,8 +4933,8 @@ class TinyModel(CountingModel):
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
         # Where n-grams predict well, the mixture passes almost no gradient to the model's own softmax, which
-        # would stay untrained. So own_loss times its cross-entropy is added, but for its gradient only: its
-        # value is subtracted again, so train_loss is the mixture's.
+        # would stay untrained. So add own_loss times its cross-entropy for the gradient only: its detached
+        # value is subtracted again, so that train_loss is the mixture's.
         own_loss = -self.cfg.own_loss * own.mean()
         return own_loss - own_loss.detach() - mixture.mean()
 
@@ -4914,7 +4946,7 @@ def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
 
 cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
 
-def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+def dense_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callable]:
     """Kernels of attention where every token sees all tokens before it."""
     if not on_gpu:
         return dict(attention=cpu_causal_attention)
@@ -4928,7 +4960,7 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Callable) -> dict[str, Calla
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
 @dataclass(frozen=True)
-class Golf(Config):
+class Golf(Config[Stage]):
     """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
     earlier tokens of its row, those of other documents too."""
     preset: str = option("golf", "the recipe", model=True)
@@ -4964,7 +4996,7 @@ class Golf(Config):
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
-    # length: the clock ends the run; warmdown_iters becomes time at the pace so far
+    # length: the clock ends the run; warmdown_iters is converted into time at the pace so far
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
@@ -5052,7 +5084,7 @@ class Golf(Config):
 
 class GolfContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
     dtype: torch.dtype  # of activations
 
 class GolfBlock(nn.Module):
@@ -5155,12 +5187,12 @@ class Shards(RankRows):
 @dataclass(frozen=True)
 class LoopStage(Stage):
     """A stage of a recipe with depth recurrence."""
-    loops: int = 0  # how many more times the looped layers run
+    loops: int = 0  # extra passes through the looped layers
 
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
 # Gains below are in bits per byte, as records of parameter-golf report them.
 @dataclass(frozen=True)
-class GolfPlus(Config):
+class GolfPlus(Config[LoopStage]):
     """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and GPTQ
     to 6 bits (8 for the embedding)."""
     preset: str = option("golf_plus", "the recipe", model=True)
@@ -5189,7 +5221,7 @@ class GolfPlus(Config):
     loop_layers: tuple = option((4, 5), "depth recurrence: first and last layer of the loop; 0: no loop", 0,
                                 1000, model=True)
     # overrides a column of stages(), one entry per stage; empty: as stages() has it
-    loop_schedule: tuple = option((), "extra runs of the loop, per stage; final scores: as in the last stage",
+    loop_schedule: tuple = option((), "extra loop passes per stage; final scores use the last stage's",
                                   0, 16, model=True, of=int)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_sp8192", "folder of token shards")
@@ -5215,8 +5247,8 @@ class GolfPlus(Config):
                                  "(MuonEq-R); 0: don't")
     weight_decay: float = optional(4.25, "Muon: decay per step is this * matrix_lr**2 * LR factor; 0: none",
                                    0, 1e6)
-    adam_weight_decay: float = optional(0.02, "Adam: decay, times LR; 4.25 times as high for the embedding; "
-                                        "0: none", 0, 1e6)
+    adam_weight_decay: float = optional(0.02, "Adam: weight decay, times LR; 4.25 times that for the "
+                                        "embedding; 0: none", 0, 1e6)
     beta1: float = option(0.9, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the corrected second moment", 1e-20, 1)
@@ -5230,8 +5262,8 @@ class GolfPlus(Config):
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
-    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / std of a row; 0: the row's "
-                                    "maximum / 31 is the step", 0, 10)
+    artifact_step: float = optional(12.85 / 31, "matrices: rounding step / row std; 0: step = row "
+                                    "maximum / 31", 0, 10)
     artifact_embed_step: float = optional(20 / 127, "the same for the embedding; 0: maximum / 127", 0, 10)
     gptq_batches: int = optional(64, "calibration batches for GPTQ; 0: round to nearest", 0, 10_000)
     gptq_seconds: float = optional(12.0, "seconds that calibration may take in a run with a cap; 0: no limit",
@@ -5254,13 +5286,13 @@ class GolfPlus(Config):
         B = self.train_batch_tokens
         T = self.train_seq_len
         return stage_rows(self, [
-            # begins at this fraction of iterations, tokens per step, tokens per row, further loops
+            # begins at this fraction of iterations, tokens per step, tokens per row, extra passes
             LoopStage(0.0, B, T, loops=0),
             LoopStage(0.5, B, T, loops=2),
         ], loops="loop_schedule")
 
     def parameter_table(self) -> dict[str, Row]:
-        """{kind: Row}. In the artifact matrices have 6 bits, the embedding has 8, scalars are fp16."""
+        """{kind: Row}. In the artifact, matrices are 6-bit, the embedding 8-bit, scalars fp16."""
         matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
                                    step=self.artifact_step)
         adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
@@ -5275,7 +5307,7 @@ class GolfPlus(Config):
             matrix("key",            decay=decay,  init="orthogonal", scale=1.0),
             matrix("value",          decay=decay,  init="orthogonal", scale=1.0),
             matrix("attn_proj",      decay=decay,  init="constant", scale=0.0),
-            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so half the decay shrinks it as much
+            # Muon doubles the LR of this tall matrix (at mlp_mult=4), so it gets half the weight decay
             matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
             matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
             embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
@@ -5318,7 +5350,7 @@ class GolfPlus(Config):
         order = looped_order(self.num_layers, self.loop_layers, stage.loops)
         return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
 
-    def calibrate(self, model: Model, data: "Data", team: "Team", log: Callable = print) -> dict:
+    def calibrate(self, model: Model, data: "Data", team: "Team", log: Logger = print) -> dict:
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
         if not self.gptq_batches:
             return {}
@@ -5334,7 +5366,7 @@ class GolfPlus(Config):
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
     def check_data(self, data: "Data") -> None:
-        """Refuses sliding rows that 8 H100 cannot score in the 600 s that the game gives them."""
+        """Refuses a sliding evaluation that 8 H100s cannot finish in the 600 s that the game allows."""
         if not self.eval_sliding or not self.artifact_bytes_limit:
             return
         count = self.val_tokens or len(data.val)
@@ -5343,16 +5375,17 @@ class GolfPlus(Config):
                 f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
                 "600: raise eval_sliding, or set artifact_bytes_limit=0")
 
-    def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
-        """Searches by the entropy of rounded weights: GPTQ takes seconds on a GPU, brotli half a minute."""
+    def wider_steps(self, model: Model, hessians: Hessians, coarser: float, size: float,
+                    most: float) -> float:
+        """Searches by entropy, not compressed size: GPTQ takes seconds on a GPU, brotli half a minute."""
         entropy = self.entropy(model, hessians, coarser)
-        aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % more: brotli's size falls less than entropy
+        aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % extra: brotli's size shrinks less than entropy
         while entropy > aim and coarser < 4:
             coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
             entropy = self.entropy(model, hessians, coarser)
         return coarser
 
-    def entropy(self, model: Model, hessians: dict | None, coarser: float) -> float:
+    def entropy(self, model: Model, hessians: Hessians | None, coarser: float) -> float:
         """Bytes that an ideal coder needs for the rounded weights."""
         table = self.parameter_table()
         total = 0.0
@@ -5372,7 +5405,7 @@ class GolfPlus(Config):
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA (arXiv:2603.09078): removes each head's output component along the token's own value, which the
     residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
-    y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value stand beside each other
+    y = y.unflatten(2, (v.size(2), -1))  # the H / KV heads that share a value are adjacent
     own = F.normalize(v, dim=-1)[:, :, :, None]
     y = y - (y * own).sum(-1, keepdim=True) * own
     return y.flatten(2, 3)
@@ -5382,7 +5415,7 @@ def ln_scale(layer: int) -> float:
     change the residual stream less."""
     return (layer + 1) ** -0.5
 
-def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
+def looped_order(num_layers: int, looped: tuple[int, ...], loops: int) -> list[int]:
     """Depth recurrence: the layers in the order in which they run. looped: the first and the last layer of
     the block that runs `loops` more times; (0,): none."""
     layers = list(range(num_layers))
@@ -5392,8 +5425,8 @@ def looped_order(num_layers: int, looped: tuple, loops: int) -> list[int]:
     return layers[:last + 1] + loops * layers[first:last + 1] + layers[last + 1:]
 
 def learned_lerp(skipped: Tensor, x: Tensor, mix: Tensor) -> Tensor:
-    """For each channel a point between a skip and the residual stream x, both (B, T, C); where sigmoid(mix)
-    is 0 it is the skip, where it is 1 the stream. mix (C,)."""
+    """Per-channel lerp from a skip to the residual stream x, both (B, T, C): sigmoid(mix) = 0 gives the skip,
+    1 the stream. mix (C,)."""
     return torch.lerp(skipped, x, torch.sigmoid(mix.to(x.dtype)))
 
 def normalize_rows(update: Tensor) -> Tensor:
@@ -5401,7 +5434,7 @@ def normalize_rows(update: Tensor) -> Tensor:
     (N, R, C)."""
     return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
 
-MOST_SCORING_PART = 0.5  # more than any scorer reaches
+MOST_SCORING_PART = 0.5  # fraction of peak FLOPS that no scoring run reaches
 
 def quantize_by_rms(w: Tensor, step: float, levels: float) -> tuple[Tensor, Tensor]:
     """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is step * its rms."""
@@ -5418,13 +5451,13 @@ def quantize_by_gptq(w: Tensor, step: float, levels: float, hessian: Tensor) -> 
     return rows.to(torch.int8).cpu(), scale.half()
 
 def row_scales(scale: Tensor) -> Tensor:
-    """Scales (R,) as they are once stored in fp16; never 0."""
+    """Scales (R,) after a round trip through fp16; never 0."""
     return scale.clamp_min(MIN_SCALE).half().float()
 
 def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
-    """GPTQ (arXiv:2210.17323): rounds w (R, C) to +-levels column by column, those that matter most first;
-    the columns that are left make up for each error. scale (R,). hessian (C, C): sum of x x' over the inputs
-    x, times any factor."""
+    """GPTQ (arXiv:2210.17323): rounds w (R, C) to +-levels column by column, the most important first; the
+    remaining columns compensate for each error. scale (R,). hessian (C, C): sum of x x' over the inputs x,
+    up to a constant factor."""
     w = w.clone()
     h = hessian.clone()
     unused = h.diagonal() == 0
@@ -5436,20 +5469,20 @@ def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
     h = h[order][:, order]
     rows = torch.zeros_like(w)
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    for i in range(len(h)):  # without a wait for the device
+    for i in range(len(h)):  # never waits for the device
         column = (w[:, i] / scale).round().clamp(-levels, levels)
         w[:, i:] -= ((w[:, i] - column * scale) / factor[i, i])[:, None] * factor[i, i:]
         rows[:, i] = column
     return rows[:, order.argsort()]
 
-CALIBRATION_TOKENS = 16_384  # at a time; they fit beside golf's models
+CALIBRATION_TOKENS = 16_384  # per forward pass; fits in memory beside golf's models
 
 @torch.no_grad()
 def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
-                   log: Callable) -> dict[str, Tensor]:
-    """{matrix: sum of x x' over its inputs x in a batch (C, C), mean of batches} for gptq(), on the device.
-    A batch is a rank's share of a step. Layers that run more than once add up their inputs. The ranks share
-    the batches and stop before one more might exceed this many seconds; 0: no limit. All ranks call it."""
+                   log: Logger) -> dict[str, Tensor]:
+    """{matrix: sum of x x' over its inputs x in a batch, averaged over batches (C, C)} for gptq(), on the
+    device. A batch is one rank's share of a step. Layers that run more than once sum over all passes. Ranks
+    share the batches and stop before one more might exceed `seconds`; 0: no limit. All ranks call it."""
     began = time.perf_counter()
     names = {p: name for name, p in model.named_parameters()}
     sums = {}
@@ -5485,7 +5518,7 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
     return {name: all_reduce(total) / (made * team.world_size) for name, total in sums.items()}
 
 def entropy_bytes(tensors: dict[str, Tensor]) -> float:
-    """What an ideal coder needs that knows the frequencies of each tensor's int8."""
+    """Bytes that an ideal coder needs if it knows the histogram of each int8 tensor."""
     total = 0.0
     for t in tensors.values():
         bits = 8.0 * t.element_size()
@@ -5497,9 +5530,9 @@ def entropy_bytes(tensors: dict[str, Tensor]) -> float:
 
 class GolfPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
     dtype: torch.dtype  # of activations
-    loops: int  # how many more times loop_layers run
+    loops: int  # extra passes through loop_layers
 
 class GolfPlusBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -5546,7 +5579,7 @@ class GolfPlusBlock(nn.Module):
 
 class GolfPlusModel(Model):
     """U-Net over the layers in the order in which they run, repeats included: the second half mixes in the
-    outputs of the first, the last one first."""
+    outputs of the first in reverse order."""
     def __init__(self, cfg: GolfPlus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         self.cfg = cfg
@@ -5672,15 +5705,15 @@ def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta
     root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
     return m / (1 - beta1**step) / root
 
-def fp8_head(x: Tensor, weight: Tensor, most: tuple = HEAD_MOST) -> Tensor:
+def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
     """linear() of lm_head in fp8, by fixed scales."""
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
-# modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps of 33.6, 60.1 and 88.1 ms in its stages.
-# A gain in seconds is the difference between two records of that board.
+# modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps at 33.6, 60.1 and 88.1 ms by stage.
+# A gain in seconds is the difference between two records on that leaderboard.
 @dataclass(frozen=True)
-class Speedrun(Config):
+class Speedrun(Config[WindowStage]):
     """Windows that grow from stage to stage and stay within a document, value embeddings, gated heads, a skip
     connection, backout; NorMuon, and Adam at every other step."""
     preset: str = option("speedrun", "the recipe", model=True)
@@ -5689,8 +5722,8 @@ class Speedrun(Config):
     model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(6, "heads of queries, keys and values", 1, 4096, model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
-    window_pattern: str = option("0SSSLSS-SSSL", "per layer: L long window, S short window, - no "
-                                 "attention, 0 neither attention nor MLP; repeated", model=True)
+    window_pattern: str = option("0SSSLSS-SSSL", "per layer (cycled): L long window, S short "
+                                 "window, - no attention, 0 neither attention nor MLP", model=True)
     window_schedule: tuple = option((), "long window per stage, in earlier tokens; 0: all; empty: as "
                                     "stages() has it", 0, 1 << 20, model=True, of=int)
     window_block: int = option(128, "windows are multiples of this many tokens", 1, model=True)
@@ -5702,7 +5735,7 @@ class Speedrun(Config):
     rope_base: float = optional(1024.0, "RoPE: 1 / the lowest frequency; 0: no RoPE", 0, 1e9, model=True)
     rope_fraction: float = option(0.5, "part of each head that rotates", 0, 1, model=True)
     value_embed_layers: tuple = option((0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 1, 2),
-                                       "per layer: number of its value embedding, 0: none; repeated", 0, 999,
+                                       "value embedding per layer (cycled), from 1; 0: none", 0, 999,
                                        model=True)
     # modded-nanogpt#117: -0.3 s
     attn_gate_dim: int = optional(12, "channels read by each head's output gate; 0: no gate", 0, 1 << 16,
@@ -5742,7 +5775,7 @@ class Speedrun(Config):
     muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at step 0 and at the end", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
-    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the start value; 0: no cooldown")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, in which momentum falls back; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     # modded-nanogpt#144: -0.8 s; with tuned rates modded-nanogpt#146: -1.9 s
     normuon_beta2: float = option(0.95, "NorMuon: decay of the mean squares", 0, 0.9999)
@@ -5750,7 +5783,7 @@ class Speedrun(Config):
     weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
                                    0, 1e6)
     # modded-nanogpt#136: -1.7 s, with a smaller batch
-    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
+    adam_every: int = option(2, "Adam: update every this many steps on summed gradients", 1, 1000)
     beta1: float = option(0.65, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-8, "Adam: added to the root of the uncorrected second moment", 1e-20, 1)
@@ -5853,7 +5886,7 @@ class Speedrun(Config):
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is its lr_schedule factor, blended linearly into lr_floor by the warmdown; weight decay follows.
-        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
+        Momentum warms up over the first steps and cools down over the last, estimated from the pace."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
         warmth = warmup_done(step, self.muon_momentum_warmup_steps)
@@ -5882,8 +5915,8 @@ class Speedrun(Config):
         return [Layer(window[kind], mlp_mult[kind]) for kind in kinds]
 
     def rope(self, window: int) -> tuple[Tensor, float]:
-        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, after the long
-        window has grown to this one; through all stages if none has this window (final scores)."""
+        """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, with YaRN
+        applied for each window growth up to this one, or for all growth if no stage has it (final scores)."""
         head_dim = self.model_dim // self.num_heads
         frequencies = rope_spectrum_to_base(head_dim, self.rope_base, self.rope_fraction)
         scale = self.attn_scale
@@ -5897,7 +5930,7 @@ class Speedrun(Config):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return linear, linear, fused_loss
         most = self.fp8_head_most
@@ -5914,9 +5947,10 @@ class Speedrun(Config):
 
 class SpeedrunContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
     attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    windows: dict[str, int | Tensor]
     dtype: torch.dtype  # of activations
 
 class SpeedrunBlock(nn.Module):
@@ -5940,7 +5974,7 @@ class SpeedrunBlock(nn.Module):
         self.resid_lambda = parameter(1, on=has_mlp)
         self.x0_lambda = parameter(1, on=has_mlp)
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
                 context: SpeedrunContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
         value_embed (B, T, C), in layers that have one."""
@@ -5950,7 +5984,7 @@ class SpeedrunBlock(nn.Module):
             x = x + self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: SpeedrunContext) -> Tensor:
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: SpeedrunContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
@@ -6030,7 +6064,7 @@ class SpeedrunModel(Model):
 
 # ---------- speedrun_plus: the same game as speedrun, its record of 3 August 2026
 class MuddGate(NamedTuple):
-    """A gate that MUDD makes: a few of the values that mudd() gives for each token."""
+    """A gate computed by MUDD: a slice of mudd()'s outputs for each token."""
     name: str
     layer: int  # where it is used
     width: int  # how many values it has
@@ -6039,8 +6073,8 @@ class MuddGate(NamedTuple):
 @dataclass(frozen=True)
 class TargetStage(WindowStage):
     """A stage of a recipe with windows and several targets per token."""
-    # weights of the losses on the next targets and of the loss on the target's prefix token, each at the
-    # stage's beginning and at its end, linear in between
+    # loss weights of the next targets and of the target's prefix token, each as (stage start, stage end),
+    # linear in between
     next_weights: tuple = ((1.0, 1.0),)
     prefix_weights: tuple = (0.0, 0.0)
 
@@ -6062,15 +6096,15 @@ class TargetStage(WindowStage):
 # 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
 # Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
 @dataclass(frozen=True)
-class SpeedrunPlus(Config):
+class SpeedrunPlus(Config[TargetStage]):
     """Eleven layers; the last one and the output mix earlier layers with weights that each token computes for
     itself (MUDD). Paired heads, three kinds of embeddings, losses on several targets, fp8."""
     preset: str = option("speedrun_plus", "the recipe", model=True)
     # size and topology
-    num_layers: int = option(11, "blocks; as many as window_pattern has", 1, 1000, model=True)
+    num_layers: int = option(11, "blocks; must equal window_pattern's length", 1, 1000, model=True)
     model_dim: int = option(768, "width of the residual stream", 2, 1 << 16, model=True)
     num_heads: int = option(6, "query heads", 1, 4096, model=True)
-    # modded-nanogpt#344: -3.8 s, narrower than values, together with fp8_qkv and the MLP's backward in fp8
+    # narrower than values: modded-nanogpt#344, -3.8 s with fp8_qkv and the MLP's backward pass in fp8
     qk_dim: int = option(96, "width of query and key heads; values have model_dim / num_heads", 4, 4096,
                          model=True)
     mlp_mult: int = option(4, "MLP width / model_dim", 1, 64, model=True)
@@ -6088,12 +6122,12 @@ class SpeedrunPlus(Config):
                                  "none", 0, 999, model=True)
     head_gate_layers: tuple = optional((3, 10), "layers with a gate on each head's output; empty: none",
                                        0, 999, model=True)
-    skip_layers: tuple = option((3, 6), "the second adds the output of the first in place of attention",
+    skip_layers: tuple = option((3, 6), "from, to: layer `to` adds `from`'s output in place of attention",
                                 0, 999, model=True)
     attn_source: int = option(7, "attention in later layers reads this layer's output "
                               "(modded-nanogpt#77: -0.7 s)", 0, 999, model=True)
-    gate_layer: int = option(4, "MUDD gates from this layer on read its input, those before it the "
-                             "embedding", 1, 999, model=True)
+    gate_layer: int = option(4, "MUDD gates of this and later layers read its input, those of earlier "
+                             "layers the embedding", 1, 999, model=True)
     # techniques
     key_offset: bool = option(True, "long layers: half of each key head from the token before "
                               "(modded-nanogpt#49: -1.4 s)", model=True)
@@ -6117,12 +6151,12 @@ class SpeedrunPlus(Config):
     # modded-nanogpt#54: -2.9 s; written there as 23 * sigmoid((logits + 5) / 7.5)
     logit_softcap: float = option(11.5, "logits = cap * tanh((logits + shift) / width)", 1e-3, 1e4,
                                   model=True)
-    logit_shift: float = optional(5.0, "shift; 0: symmetric", 0, 1e4, model=True)
-    logit_width: float = option(15.0, "width", 1e-3, 1e4, model=True)
+    logit_shift: float = optional(5.0, "shift in logit_softcap's formula; 0: symmetric", 0, 1e4, model=True)
+    logit_width: float = option(15.0, "width in logit_softcap's formula", 1e-3, 1e4, model=True)
     # modded-nanogpt#53: -2.9 s, together with untie_at
-    next_targets: int = option(3, "multi-token prediction: most targets of a token; 1: the next only", 1, 8)
-    prefix_weight: float = optional(0.25, "weight of the loss on the longest other token that the target "
-                                    "begins with (modded-nanogpt#88: -0.8 s); 0: no such loss", 0, 100)
+    next_targets: int = option(3, "multi-token prediction: maximum targets per token; 1: only the next", 1, 8)
+    prefix_weight: float = optional(0.25, "weight of the loss on the longest other token that is a prefix "
+                                    "of the target (modded-nanogpt#88: -0.8 s); 0: off", 0, 100)
     # data and batch
     data_path: str = option("data/datasets/fineweb10B_gpt2", "folder of token shards")
     vocab_path: str = option("data/tokenizers/gpt2_vocab.json", "GPT-2's vocabulary, for prefix tokens "
@@ -6155,23 +6189,23 @@ class SpeedrunPlus(Config):
     matrix_lr: float = option(0.023, "Muon: matrices of the blocks", 0, 10)
     embed_lr: float = option(0.6, "Adam: value and bigram embeddings", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head and embedding", 0, 10)
-    gate_lr: float = option(0.008, "Adam: gates, MUDD, post_lambdas, times a factor in the row", 0, 10)
+    gate_lr: float = option(0.008, "Adam: gates, MUDD, post_lambdas; scaled in parameter_table()", 0, 10)
     scalar_lr: float = option(0.04, "Adam: the other lambdas", 0, 10)
     muon_pairs: bool = option(True, "orthogonalize query and key two heads at a time "
                               "(modded-nanogpt#80: -0.3 s); 0: all heads together")
     muon_momentum: float = option(0.95, "Muon's momentum between warmup and cooldown", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "momentum at the first step and at the end", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
-    muon_momentum_cooldown_steps: int = optional(50, "last steps, back to the first value; 0: none")
+    muon_momentum_cooldown_steps: int = optional(50, "last steps, in which momentum falls back; 0: none")
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     polar_margin: float = option(1.02, "Polar Express: safety factor on a matrix's norm", 1, 2)
     normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
     weight_decay: float = optional(1.2, "Muon: cautious; decay per step is this * (matrix_lr * LR factor)**2",
                                    0, 1e6)
-    adam_weight_decay: float = optional(0.005, "Adam: cautious, times the squared LR and the factor in a row "
-                                        "(modded-nanogpt#50: -1.1 s)", 0, 1e6)
+    adam_weight_decay: float = optional(0.005, "Adam: cautious, times LR squared and a factor in "
+                                        "parameter_table() (modded-nanogpt#50: -1.1 s)", 0, 1e6)
     adam_eps: float = option(1e-10, "Adam: added to the root of the second moment", 1e-20, 1)
-    adam_every: int = option(2, "steps whose gradients are summed for one update by Adam", 1, 1000)
+    adam_every: int = option(2, "Adam: update every this many steps on summed gradients", 1, 1000)
     # length
     iterations: int = option(1270, "scheduled steps", 1, 10**9)
     extension_iterations: int = optional(45, "further steps in the last stage; 0: none", 0, 10**9)
@@ -6231,7 +6265,7 @@ class SpeedrunPlus(Config):
     packers = dict(documents=Documents, rows=Rows)
 
     def stages(self) -> list[TargetStage]:
-        """Three about equal parts of iterations, then the extension."""
+        """Three roughly equal parts of iterations, then the extension."""
         B = self.train_batch_tokens
         T = self.train_seq_len
         n = self.next_targets
@@ -6284,7 +6318,7 @@ class SpeedrunPlus(Config):
             table("bigram_embed", "value_embed"),
             gate("value_gate", "gate", gate_lr, decay=1),
             gate("smear_gate", "stream_gate", gate_lr * 0.01),
-            # MUDD; first_values() sets the last biases
+            # MUDD; first_values() sets the output biases
             mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
             mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
             mudd("mudd_b2", lr=gate_lr * 0.25),
@@ -6300,8 +6334,8 @@ class SpeedrunPlus(Config):
         ])
 
     def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The embedding starts as a copy of lm_head; sa_lambdas halve queries, keys and values; output biases
-        of MUDD set what its weights and gates start with."""
+        """The embedding starts as a copy of lm_head; sa_lambdas halve queries, keys and values; MUDD's
+        output biases set the initial values of its weights and gates."""
         values["embed"] = values["head"].clone()
         for layer in range(self.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
@@ -6331,7 +6365,7 @@ class SpeedrunPlus(Config):
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows.
-        Momentum warms up over the first steps and cools down over the last, counted by the pace so far."""
+        Momentum warms up over the first steps and cools down over the last, estimated from the pace."""
         scheduled = scheduled_progress(self, progress)
         done = warmdown_done(scheduled, self.warmdown_frac)
         lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
@@ -6359,7 +6393,7 @@ class SpeedrunPlus(Config):
 
     def rope(self, window: int | None = None) -> tuple[Tensor, float]:
         """Radians per token of each pair of channels that rotates (qk_dim / 4,) and the factor on q @ k,
-        after long windows have grown to this one; None: to that of the last stage."""
+        with YaRN applied for each growth of the long window up to this one; None: for every growth."""
         frequencies = rope_spectrum_to_base(self.qk_dim, self.rope_base, 0.5)[:self.qk_dim // 4]
         scale = self.attn_scale
         sizes = [stage.window for stage in self.stages()]
@@ -6387,9 +6421,9 @@ class SpeedrunPlus(Config):
         return early, late
 
     def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's first weights for the last layer and for the output, in the order that hidden() uses. Value
-        embeddings start at 2, the maximum of the other layers' gates; the factors start as in other layers.
-        The output starts as the stream minus half of that after attn_source."""
+        """MUDD's initial weights for the last layer and the output, in the order hidden() uses them. Value
+        embeddings start at 2, the maximum of the other layers' gates; other factors start as in other layers.
+        The output starts as the residual stream minus half of attn_source's output."""
         for_streams = [0.0] * 6
         for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
         for_mlp = [1.1**0.5, 1.0]
@@ -6423,10 +6457,10 @@ class SpeedrunPlus(Config):
         return part
 
     def fp8_sides(self) -> list[int]:
-        """Further sides of matrices for fp8_part() to check."""
+        """Further matrix dimensions for fp8_part() to check."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
         if part == "off" or not self.fp8_head:
             return linear, linear, fused_loss
@@ -6453,7 +6487,7 @@ class SpeedrunPlus(Config):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def attention_kernels(self, on_gpu: bool, log: Callable) -> dict[str, Callable]:
+    def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         return window_attention(self, on_gpu, log, pairs=2)
 
     def make_model(self, kernels: Kernels) -> Model:
@@ -6510,7 +6544,7 @@ def dynamic_mask(keys: int, documents: Tensor) -> Tensor:
     return window_mask(keys - 1, documents.size(1), documents, documents.device, width=keys)
 
 def mix_of_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (B, T, H) scaled to a mean square of 1 over the heads of each token."""
+    """x (B, T, H), RMS-normalized over the heads of each token."""
     return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(dtype)
 
 def query_blocks(x: Tensor, blocks: int, width: int) -> Tensor:
@@ -6524,7 +6558,7 @@ def with_block_before(x: Tensor) -> Tensor:
     return torch.cat((before, x), 2)
 
 def mudd(x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor, scale: float | Tensor) -> Tensor:
-    """A small MLP gives each token weights to mix streams and values with, or gates (MUDD,
+    """A small MLP computes per-token weights for mixing streams and values, or gates (MUDD,
     arXiv:2502.12170; modded-nanogpt#81: -2.6 s). x (B, T, C), w1 (hidden, C), w2 (n, hidden), bias (n,),
     scale: a number or (1,) -> (B, T, n)."""
     return (linear(F.gelu(linear(x, w1)), w2) + bias.to(x.dtype)) * scale
@@ -6552,9 +6586,9 @@ def gate_values(gates: list[MuddGate]) -> list[float]:
 
 def mudd_gates(x: Tensor, gates: list[MuddGate], w1: Tensor, w2: Tensor, bias: Tensor,
                scale: Tensor) -> dict[int, dict[str, Tensor]]:
-    """{layer: {name: gate (B, T, its width)}}, in place of learned factors and of gates that each layer makes
-    for itself (modded-nanogpt#85: -3.5 s with dynamic attention). One mudd() of x (B, T, C), with the first
-    rows of w2 and bias, gives them all, in the order of `gates`. scale (1,)."""
+    """{layer: {name: gate (B, T, its width)}}, in place of learned factors and per-layer gates
+    (modded-nanogpt#85: -3.5 s with dynamic attention). One mudd() call on x (B, T, C), with the first rows of
+    w2 and bias, computes them all, in the order of `gates`. scale (1,)."""
     n = len(gate_values(gates))
     values = mudd(x, w1, w2[:n], bias[:n], scale.to(x.dtype))
     found: dict[int, dict[str, Tensor]] = {}
@@ -6587,8 +6621,8 @@ def next_targets(targets: Tensor, n: int) -> Tensor:
     return torch.stack([F.pad(targets[:, k:], (0, k), value=-1) for k in range(n)], -1)
 
 def prefix_tokens(texts: list[bytes]) -> Tensor:
-    """int64 (V,): for each token the longest other token that its bytes begin with, -1 if there is none.
-    Targets of a further loss (modded-nanogpt#88: -0.8 s). texts: the bytes of each token, b"" for none."""
+    """int64 (V,): for each token the longest other token that is a prefix of it, -1 if there is none; the
+    targets of an extra loss (modded-nanogpt#88: -0.8 s). texts: the bytes of each token, b"" for none."""
     prefixes = [-1] * len(texts)
     stack = []  # tokens, each of which is a prefix of the next one
     for token in sorted(range(len(texts)), key=texts.__getitem__):
@@ -6603,22 +6637,23 @@ def prefix_tokens(texts: list[bytes]) -> Tensor:
     return torch.tensor(prefixes)
 
 def pair_heads(x: Tensor) -> Tensor:
-    """Paired heads: each token becomes two places of a row that is twice as long, so that its heads see each
-    other (modded-nanogpt#58: -3.5 s). (B, T, H, D) -> (B, 2 T, H / 2, D); place 2 t + s has head s H / 2 + j
-    of token t as its j-th."""
+    """Paired heads: each token becomes two positions of a row twice as long, so that its heads attend to each
+    other (modded-nanogpt#58: -3.5 s). (B, T, H, D) -> (B, 2 T, H / 2, D); the j-th head at position 2 t + s
+    is head s H / 2 + j of token t."""
     return x.unflatten(2, (2, -1)).flatten(1, 2)
 
 def unpair_heads(x: Tensor) -> Tensor:
     """The inverse: (B, 2 T, H / 2, D) -> (B, T, H, D)."""
     return x.unflatten(1, (-1, 2)).flatten(2, 3)
 
-def pair_mask(window: int | Tensor, documents: Tensor, kernel: Callable) -> object:
+def pair_mask(window: int | Tensor, documents: Tensor, kernel: Kernel) -> object:
     """The mask of attend_in_pairs(). window: in places of rows of 2 T. documents (B, T): the number of each
     token's document. kernel: Kernels.window_mask."""
     T = documents.size(1)
     return kernel(window, 2 * T, documents.repeat_interleave(2, 1), documents.device)
 
-def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple, mask: object, kernel: Callable) -> Tensor:
+def attend_in_pairs(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], mask: Mask,
+                    kernel: Kernel) -> Tensor:
     """Attention of paired heads. q (B, T, H, D), already scaled, and k (B, T, H, D), both before RoPE,
     v (B, T, H, E) -> (B, T, H, E). rope: from pair_rope_tables(). mask: from pair_mask()."""
     q = rotate_adjacent(q.unflatten(2, (-1, 2)), *rope).flatten(2, 3)
@@ -6646,8 +6681,8 @@ def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
 class SeveralTargets(Model):
     """A model whose training loss has several targets per token: the next ones and the target's prefix token.
     It needs TargetStages, contexts with next_targets, prefixes and loss_weights, and cfg.loss_weights(),
-    which gives the weights of the losses at a progress."""
-    def __init__(self, cfg: Any) -> None:
+    which returns the loss weights at a given progress."""
+    def __init__(self, cfg: "SpeedrunPlus") -> None:
         super().__init__()
         self.cfg = cfg
         # each token's prefix token; -1: none
@@ -6694,19 +6729,18 @@ class SeveralTargets(Model):
                                  context.loss_weights)
 
 class DelayedScales:
-    """Scales of fp8_mlp for each layer, from the largest magnitudes in the step before; each rank has its
-    own. The backward pass returns these magnitudes as the gradient of `values`."""
+    """Delayed scaling for fp8_mlp: each layer's scales come from its amax in the step before; each rank has
+    its own. The backward pass returns the new amax as the gradient of `values`."""
     NAME = "fp8 scales"  # in checkpoints
-    FIRST = (8.0, 16.0, 1.0)  # assumed for the first step: input, activations, gradient of fc's output
-    FLOORS = (1e-6, 1e-6, 1e-7)  # least scales, so that nothing is divided by almost 0
-    MARGIN = 1.25  # for what grows from one step to the next
+    FIRST = (8.0, 16.0, 1.0)  # amax assumed for the first step: input, activations, gradient of fc's output
+    FLOORS = (1e-6, 1e-6, 1e-7)  # minimum scales, to avoid dividing by almost 0
+    MARGIN = 1.25  # headroom for growth from one step to the next
 
     def __init__(self, layers: int):
-        # largest magnitudes / E4M3_MAX (layers, 3), 16 bytes apart: cuBLAS refuses a scale at an address that
-        # is no multiple of 16
+        # amax / E4M3_MAX (layers, 3), 16 bytes apart: cuBLAS requires scales to be 16-byte aligned
         self.values = torch.empty(layers, 3, 4)[..., 0].requires_grad_()
         self.floors = torch.tensor(self.FLOORS)
-        self.largest = None  # magnitudes in the last micro-step (layers, 3)
+        self.largest: Tensor | None = None  # amax in the last micro-step (layers, 3)
         self.reset()
 
     @torch.no_grad()
@@ -6715,8 +6749,9 @@ class DelayedScales:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """After a step: adopts the magnitudes that it measured."""
-        self.values.copy_((self.MARGIN / E4M3_MAX * self.largest).maximum(self.floors))
+        """Sets the scales from the amax that the last step measured."""
+        scales = torch.maximum(self.MARGIN / E4M3_MAX * self.largest, self.floors)
+        self.values.copy_(scales)
 
     def of_ranks(self, ranks: int) -> Tensor:
         """(ranks, layers, 3), on the CPU. All ranks call it together."""
@@ -6728,8 +6763,8 @@ class DelayedScales:
 
     @torch.no_grad()
     def restore(self, stored: Tensor | None, team: "Team") -> None:
-        """Takes the scales of a checkpoint, which rank 0 has as of_ranks() made them: each rank its own, or
-        the largest of all if there were more or fewer ranks. None: those before the first step."""
+        """Restores a checkpoint's scales, which rank 0 holds as of_ranks() returned them: each rank's own, or
+        the maximum over ranks if their number has changed. None: the initial scales."""
         self.reset()
         whole = self.values.detach().repeat(team.world_size, 1, 1)
         if stored is not None:
@@ -6739,7 +6774,7 @@ class DelayedScales:
         self.values.copy_(whole[team.rank])
 
 class ScaledOptimizer(Optimizer):
-    """The model's delayed scales, if it has some, follow what each step measures."""
+    """Also updates the model's delayed scales, if it has any, after each step."""
     def __init__(self, model: "SpeedrunPlusModel", *args: Any, **options: Any):
         super().__init__(model, *args, **options)
         self.scales = model.scales
@@ -6777,9 +6812,9 @@ class ScaledOptimizer(Optimizer):
 class Fp8MLP(torch.autograd.Function):
     """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
     output's gradient are scaled by their own maximum, everything else by scales (3,), see DelayedScales. The
-    activations are kept in fp8 only. transpose: of what has a row per token, in fp8."""
+    activations are saved in fp8 only. transpose: transposes fp8 matrices that have a row per token."""
     @staticmethod
-    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Kernel) -> Tensor:
         scale_x, scale_post, scale_pre = scales.unbind()
         x8, _ = to_fp8(x, scale_x, torch.float8_e4m3fn)
         fc8, scale_fc = to_fp8(fc, None, torch.float8_e4m3fn)
@@ -6798,16 +6833,16 @@ class Fp8MLP(torch.autograd.Function):
         scale_x, scale_post, scale_pre = scales.unbind()
         grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
         grad_proj = scaled_mm(t(grad8), t(post8), scale_grad, scale_post)
-        root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu of fc's product, once more
-        pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of that product
+        root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu(x @ fc.T), recomputed
+        pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of x @ fc.T
         pre8, _ = to_fp8(pre, scale_pre, torch.float8_e4m3fn)
         grad_fc = scaled_mm(t(pre8), t(x8), scale_pre, scale_x)
         grad_x = scaled_mm(pre8, fc8.t(), scale_pre, scale_fc)
         largest = torch.cat((largest, pre.abs().amax().float()[None]))
         return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest, None
 
-def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Callable = torch.t) -> Tensor:
-    """unscaled_mlp() in fp8; without gradients, as in scoring, mlp() itself."""
+def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Kernel = torch.t) -> Tensor:
+    """unscaled_mlp() in fp8; if gradients are off, as in scoring, plain mlp()."""
     if not torch.is_grad_enabled():
         return mlp(x, fc, proj)
     return Fp8MLP.apply(x.flatten(0, -2), fc, proj, scales, transpose).to(x.dtype).view(x.shape)
@@ -6840,13 +6875,13 @@ class Fp8QKV(torch.autograd.Function):
         return grad_x.to(grads[0].dtype), *(factor * grad_w).split(ctx.sizes), grad_factor
 
 def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Sequence[Tensor]:
-    """qkv_linear() in fp8; without gradients, as in scoring, qkv_linear() itself."""
+    """qkv_linear() in fp8; if gradients are off, as in scoring, plain qkv_linear()."""
     if not torch.is_grad_enabled():
         return qkv_linear(x, query, key, value, factor)
     products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
     return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
 
-MUDD_SCALE = 0.1  # factor on MUDD's output, by which first_values() divides its biases
+MUDD_SCALE = 0.1  # factor on MUDD's output; first_values() divides the biases by it
 LAST_MUDD = 14  # MUDD weights for the last layer
 END_MUDD = 5  # MUDD weights for the output
 
@@ -6857,7 +6892,7 @@ def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Ten
     return F.linear(x, packed).split([len(query), len(key), len(value)], -1)
 
 def unscaled_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> Tensor:
-    """mlp() with the arguments of fp8_mlp(); its delayed scales (3,) are not needed here."""
+    """mlp() with the signature of fp8_mlp(); the delayed scales (3,) are ignored."""
     return mlp(x, fc, proj)
 
 def no_scales(layers: int) -> None:
@@ -6866,15 +6901,16 @@ def no_scales(layers: int) -> None:
 
 class SpeedrunPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, qk_dim / 4)
-    pair_rope: tuple  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, qk_dim / 4)
+    pair_rope: tuple[Tensor, Tensor]  # the same for paired heads, each (T, 1, 2, qk_dim / 4)
     attn_scale: Tensor  # factor on q @ k, 0-dim
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    windows: dict[str, int | Tensor]
     pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
     dtype: torch.dtype  # of activations
     # in training only
     next_targets: int = 1  # targets per token
-    prefixes: bool = False  # is the target's prefix token a further target?
+    prefixes: bool = False  # also predict the target's prefix token
     loss_weights: Tensor | None = None  # (n,), one per target; None: the next token alone
 
 class SpeedrunPlusBlock(nn.Module):
@@ -6897,8 +6933,8 @@ class SpeedrunPlusBlock(nn.Module):
         self.resid_lambdas = parameter(2)  # on the residual stream before attention and MLP are added
         self.post_lambdas = parameter(2)  # on the outputs of attention and MLP
 
-    def attend(self, h: Tensor, further_values: Tensor | None, gates: dict, masks: dict,
-               context: SpeedrunPlusContext) -> Tensor:
+    def attend(self, h: Tensor, further_values: Tensor | None, gates: dict[str, Tensor],
+               masks: dict[str, Mask], context: SpeedrunPlusContext) -> Tensor:
         """h (B, T, C), normalized -> attention's output (B, T, C). further_values (B, T, H, D) are added to
         the layer's own. gates: those of this layer, {name: (B, T, width)}. masks: {kind of layer: its mask}
         and "dynamic"."""
@@ -7089,6 +7125,8 @@ CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_ORDER_SEED = 1337  # order of a task's examples
 CORE_SHOTS_SEED = 1234  # plus i: the shots of example i
 
+Encode = Callable[[list[str]], list[list[int]]]  # texts -> their tokens
+
 class Task(NamedTuple):
     label: str
     kind: str  # one of CORE_KINDS
@@ -7156,7 +7194,7 @@ def read_tasks(folder: str | Path, most: int = 0) -> list[Task]:
                 f"{task.shots} examples as shots, so give more than {task.shots}, or 0 for all")
     return tasks
 
-def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) -> list[tuple]:
+def prompt_rows(task: Task, i: int, encode: Encode, bos: int, longest: int) -> list[tuple]:
     """Example i of a task -> (ids, first) for each option; ids[first:] are scored. A prompt is BOS, the
     shots, drawn from all other examples, and the question, with a blank line between them. Scoring begins
     at the first token that differs between the options; in a schema, at their longest common end; in language
@@ -7180,7 +7218,7 @@ def prompt_rows(task: Task, i: int, encode: Callable, bos: int, longest: int) ->
         found.append((tuple(row[cut:]), max(1, first - cut)))
     return found
 
-def pick_options(model: Model, cfg: Config, task: Task, encode: Callable, bos: int,
+def pick_options(model: Model, cfg: Config, task: Task, encode: Encode, bos: int,
                  team: "Team") -> dict[int, int]:
     """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
     or -1 if no option has a token to score. In language modeling it is 0 if every token is the likeliest at
@@ -7206,7 +7244,7 @@ def pick_options(model: Model, cfg: Config, task: Task, encode: Callable, bos: i
         picks[i] = best if wins[numbers[best]] else -1
     return picks
 
-def core_metric(model: Model, cfg: Config, data: Data, team: "Team", log: Callable,
+def core_metric(model: Model, cfg: "GPT2 | GPT2Plus", data: Data, team: "Team", log: Logger,
                 tasks: list[Task] | None = None) -> dict:
     """{core: mean centered accuracy, or None for fewer than all tasks, whose mean is core_partial;
     core_tasks: {label: accuracy, centered, n, seconds}}. All ranks work on it together. Raises Refused."""
@@ -7238,33 +7276,32 @@ def prompt_characters(task: Task) -> int:
     """About how many characters of prompts a task has, its shots included."""
     return (1 + task.shots) * sum([len(text) for item in task.items for text in item.texts])
 
-def check_core(cfg: Config, data: Data) -> None:
+def check_core(cfg: "GPT2 | GPT2Plus", data: Data) -> None:
     """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""
     if cfg.core or cfg.core_metric_every:
         read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
         require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
 
-def core_evaluations(cfg: Config, step: int | None) -> list[Callable]:
+def core_evaluations(cfg: "GPT2 | GPT2Plus", step: int | None) -> list[Callable]:
     """[core_metric] if it is due at this step, None: at the end; else []."""
     if step is None:
-        due = cfg.core
-    else:
-        due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
+        return [core_metric] if cfg.core else []
+    due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
     return [core_metric] if due else []
 
-def check_window_pattern(cfg: Any) -> None:
+def check_window_pattern(cfg: "GPT2 | GPT2Plus") -> None:
     """Raises Refused for a pattern that has anything but L and S."""
     if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
         raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
 
-# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state their rates and decay for a model
-# of this depth and width, trained with this many tokens per step:
+# The depth dial of github.com/karpathy/nanochat. Recipes with a depth give learning rates and weight decay
+# for this depth, width and batch size in tokens:
 REFERENCE_DEPTH = 12
 REFERENCE_WIDTH = 768
 REFERENCE_BATCH = 2**19
 CHANNELS_PER_LAYER = 64
 HEAD_DIM = 128
-BATCH_POWER = 0.383  # the best batch grows with this power of a run's tokens (arXiv:2505.13738)
+BATCH_POWER = 0.383  # the optimal batch grows as this power of training tokens (arXiv:2505.13738)
 HORIZONS = ("iterations", "target_param_data_ratio", "target_flops")
 
 def depth_size(depth: int) -> dict:
@@ -7281,9 +7318,9 @@ def depth_size(depth: int) -> dict:
     return dict(num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_pattern=pattern,
                 value_embed_layers=tuple(value_embed_layers))
 
-def check_horizons(cfg: Any) -> None:
-    """Raises Refused if the depth dial lacks something that it needs, or something needs the dial and it is
-    off."""
+def check_horizons(cfg: "GPT2 | GPT2Plus") -> None:
+    """Raises Refused if the depth dial lacks a constant that it needs, or if a constant needs the dial but
+    the dial is off."""
     if cfg.depth and not cfg.vocab_size:
         raise Refused(f"depth={cfg.depth} needs vocab_size")
     if not cfg.depth and (cfg.target_param_data_ratio or cfg.target_flops):
@@ -7292,7 +7329,7 @@ def check_horizons(cfg: Any) -> None:
     if not cfg.train_batch_tokens:
         raise Refused("train_batch_tokens=0 needs depth")
 
-def depth_dial(cfg: Any, given: dict) -> Any:
+def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
     """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
     Refused."""
     # 1. The length of the run, by one of HORIZONS; a given one replaces the preset's.
@@ -7308,11 +7345,11 @@ def depth_dial(cfg: Any, given: dict) -> Any:
     # 3. Batch, unless given: a power of the tokens, which grow as the weights do, rounded to a power of 2.
     batch = cfg.train_batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_POWER))
     # 4. Steps: until the FLOPs are spent, or target_param_data_ratio tokens per weight (arXiv:2203.15556).
-    derived = {}
+    derived: dict[str, Any] = {}
     tokens = cfg.target_flops / flops_per_token(cfg) or cfg.target_param_data_ratio * weights
     if tokens:
         derived["iterations"] = max(1, int(tokens / batch))
-    # Iterations may stand beside another horizon that comes to the same number, as in a record's command.
+    # iterations may be given with another horizon if both yield the same number, as in a record's command.
     repeated = len(horizons) == 2 and derived.get("iterations") == given.get("iterations")
     if len(horizons) > 1 and not repeated:
         raise Refused(f"{' and '.join(horizons)} are two horizons: give one")
@@ -7336,7 +7373,7 @@ HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 # size, learning rates, weight decay and length, and the batch if train_batch_tokens=0: see depth_dial(). The
 # rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
-class GPT2(Config):
+class GPT2(Config[WindowStage]):
     """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
     preset: str = option("gpt2", "the recipe", model=True)
     # the dial
@@ -7355,15 +7392,15 @@ class GPT2(Config):
     window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
     window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
                                     0, 1 << 20, model=True)
-    short_window: float = option(0.5, "short window / long one", 0, 1, model=True)
-    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
+    short_window: float = option(0.5, "short window / long window", 0, 1, model=True)
+    value_embed_layers: tuple = option((0,), "value embedding per layer (cycled), from 1; 0: none",
                                        0, 999, model=True)
-    value_gate_dim: int = option(32, "channels that gate value embeddings", 1, 1 << 16, model=True)
-    value_gate_factor: float = option(2.0, "a value embedding's factor when its gate is open",
+    value_gate_dim: int = option(32, "channels read by the gates on value embeddings", 1, 1 << 16, model=True)
+    value_gate_factor: float = option(2.0, "factor on value embeddings when the gate is open",
                                       0, 100, model=True)
     # data and batch
     data_path: str = option("data/datasets/fineweb_edu", "folder of token shards")
-    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
+    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's (needs depth=0)", 0, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = optional(524_288, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
     packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
@@ -7377,7 +7414,7 @@ class GPT2(Config):
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks, gates", 0, 10)
     embed_lr: float = option(0.3, "Adam: embedding, value embeddings", 0, 10)
     head_lr: float = option(0.004, "Adam: lm_head", 0, 10)
-    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
+    scalar_lr: float = option(0.5, "Adam: x0_lambda; resid_lambda gets a hundredth of it", 0, 10)
     muon_momentum: float = option(0.95, "Muon's momentum after its warmup", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(300, "steps of that warmup; 0: none")
@@ -7388,7 +7425,7 @@ class GPT2(Config):
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length
-    iterations: int = option(12_700, "steps at most; by the dial where a horizon is set", 1, 10**9)
+    iterations: int = option(12_700, "maximum steps; set by the dial if a horizon is given", 1, 10**9)
     warmdown_frac: float = option(0.5, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.0, "LR factor at the end of the warmdown", 0, 1)
     # scores
@@ -7404,8 +7441,8 @@ class GPT2(Config):
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
     @classmethod
-    def of(cls, preset: str, given: dict) -> Config:
-        cfg: Config = cls(**given)
+    def of(cls, preset: str, given: dict[str, Any]) -> Config:
+        cfg = cls(**given)
         check_ranges(cfg)
         check_window_pattern(cfg)
         if cfg.depth:
@@ -7490,7 +7527,7 @@ class GPT2(Config):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return linear, linear, fused_loss
         return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
@@ -7512,8 +7549,9 @@ class GPT2(Config):
 
 class GPT2Context(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
+    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    windows: dict[str, int | Tensor]
     dtype: torch.dtype  # of activations
 
 class GPT2Block(nn.Module):
@@ -7535,7 +7573,7 @@ class GPT2Block(nn.Module):
         self.resid_lambda = parameter(1)
         self.x0_lambda = parameter(1)
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
                 context: GPT2Context) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
         value_embed (B, T, KV, D), in layers that have one."""
@@ -7544,7 +7582,7 @@ class GPT2Block(nn.Module):
         x = x + self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2Context) -> Tensor:
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2Context) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
@@ -7601,9 +7639,9 @@ class GPT2Model(Model):
 # gate and backout are those of nanochat's fix of 13 April 2026; at a825e63 they were never set. The learning
 # rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
-class GPT2Plus(Config):
-    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay falls as a cosine,
-    momentum with LR."""
+class GPT2Plus(Config[WindowStage]):
+    """gpt2 plus smear, backout and sharper attention; LR warmup, cosine schedule for weight decay, momentum
+    that falls with LR."""
     preset: str = option("gpt2_plus", "the recipe", model=True)
     # the dial
     depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
@@ -7623,11 +7661,11 @@ class GPT2Plus(Config):
     window_pattern: str = option("L", "window per layer: L long, S short; repeated", model=True)
     window_schedule: tuple = option((0,), "long window per stage, in earlier tokens; 0: train_seq_len",
                                     0, 1 << 20, model=True)
-    short_window: float = option(0.25, "short window / long one", 0, 1, model=True)
-    value_embed_layers: tuple = option((0,), "per layer: number of its value embedding, 0: none; repeated",
+    short_window: float = option(0.25, "short window / long window", 0, 1, model=True)
+    value_embed_layers: tuple = option((0,), "value embedding per layer (cycled), from 1; 0: none",
                                        0, 999, model=True)
-    value_gate_dim: int = option(12, "channels that gate value embeddings", 1, 1 << 16, model=True)
-    value_gate_factor: float = option(3.0, "a value embedding's factor when its gate is open",
+    value_gate_dim: int = option(12, "channels read by the gates on value embeddings", 1, 1 << 16, model=True)
+    value_gate_factor: float = option(3.0, "factor on value embeddings when the gate is open",
                                       0, 100, model=True)
     smear_dim: int = optional(24, "channels read by the gate that adds the previous token; 0: no smear",
                               0, 1 << 16, model=True)
@@ -7635,7 +7673,7 @@ class GPT2Plus(Config):
                                   0, 1000, model=True)
     # data and batch
     data_path: str = option("data/datasets/climbmix", "folder of token shards")
-    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's, without the dial", 0, 65_536, model=True)
+    vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's (needs depth=0)", 0, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = optional(0, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
     packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
@@ -7647,26 +7685,26 @@ class GPT2Plus(Config):
                       choices=("off", "all", "auto-all"))
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks, value gates", 0, 10)
-    embed_lr: float = option(0.3, "Adam: embedding; half of it: value embeddings", 0, 10)
+    embed_lr: float = option(0.3, "Adam: embedding; value embeddings get half of it", 0, 10)
     head_lr: float = option(0.008, "Adam: lm_head", 0, 10)
-    scalar_lr: float = option(0.5, "Adam: x0_lambda; a hundredth of it: resid_lambda", 0, 10)
-    gate_lr: float = option(0.2, "Adam: smear, its gate, backout; the same at any depth", 0, 10)
+    scalar_lr: float = option(0.5, "Adam: x0_lambda; resid_lambda gets a hundredth of it", 0, 10)
+    gate_lr: float = option(0.2, "Adam: smear, its gate, backout; not scaled by the dial", 0, 10)
     muon_momentum: float = option(0.97, "Muon's momentum between warmup and warmdown", 0, 0.9999)
     muon_momentum_warmup_start: float = option(0.85, "Muon's momentum at step 0", 0, 0.9999)
     muon_momentum_warmup_steps: int = optional(400, "steps of that warmup; 0: none")
-    muon_momentum_end: float = optional(0.9, "momentum at the end of LR's warmdown; 0: it does not fall", 0,
+    muon_momentum_end: float = optional(0.9, "momentum at the end of the LR warmdown; 0: constant", 0,
                                         0.9999)
     muon_backend_steps: int = option(5, "Polar Express iterations", 1, 20)
     polar_margin: float = option(1.01, "Polar Express: safety factor on a matrix's norm", 1, 2)
     normuon_beta2: float = option(0.9, "NorMuon: decay of the mean squares", 0, 0.9999)
     weight_decay: float = optional(14.0, "Muon: cautious, times matrix_lr; falls as a cosine to 0", 0, 1e6)
-    adam_weight_decay: float = optional(0.01, "Adam: decay, times LR and a row's factor; 0: none", 0, 1e6)
+    adam_weight_decay: float = optional(0.01, "Adam: decay, times LR and a factor per kind; 0: none", 0, 1e6)
     beta1: float = option(0.8, "Adam: decay of the first moment", 0, 0.9999)
     beta2: float = option(0.95, "Adam: decay of the second moment", 0, 0.99999)
     adam_eps: float = option(1e-10, "Adam: added to the root of the corrected second moment", 1e-20, 1)
     # length
-    iterations: int = option(5568, "steps at most; by the dial where a horizon is set", 1, 10**9)
-    lr_warmup_steps: int = optional(40, "first steps, in which LR grows; 0: none")
+    iterations: int = option(5568, "maximum steps; set by the dial if a horizon is given", 1, 10**9)
+    lr_warmup_steps: int = optional(40, "LR warmup steps; 0: none")
     warmdown_frac: float = option(0.65, "last fraction of the run, in which LR falls", 0, 1)
     lr_floor: float = option(0.05, "LR factor at the end of the warmdown", 0, 1)
     # scores
@@ -7682,8 +7720,8 @@ class GPT2Plus(Config):
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
     @classmethod
-    def of(cls, preset: str, given: dict) -> Config:
-        cfg: Config = cls(**given)
+    def of(cls, preset: str, given: dict[str, Any]) -> Config:
+        cfg = cls(**given)
         check_ranges(cfg)
         check_window_pattern(cfg)
         if cfg.depth:
@@ -7761,8 +7799,8 @@ class GPT2Plus(Config):
         p.sub_(lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay falls as a
-        cosine to 0. Momentum warms up, then falls with LR."""
+        """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay
+        follows a cosine to 0. Momentum warms up, then falls with LR."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = 1 - done + self.lr_floor * done
         if self.lr_warmup_steps:
@@ -7791,7 +7829,7 @@ class GPT2Plus(Config):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu: bool, log: Callable) -> tuple[Callable, Callable, Callable]:
+    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return linear, linear, fused_loss
         return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
@@ -7813,8 +7851,9 @@ class GPT2Plus(Config):
 
 class GPT2PlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
-    rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
+    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    windows: dict[str, int | Tensor]
     dtype: torch.dtype  # of activations
 
 class GPT2PlusBlock(nn.Module):
@@ -7837,7 +7876,7 @@ class GPT2PlusBlock(nn.Module):
         self.resid_lambda = parameter(1)
         self.x0_lambda = parameter(1)
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: object,
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
                 context: GPT2PlusContext) -> Tensor:
         """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
         value_embed (B, T, KV, D), in layers that have one."""
@@ -7846,7 +7885,7 @@ class GPT2PlusBlock(nn.Module):
         x = x + self.attend(rms_norm(x), value_embed, mask, context)
         return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: object, context: GPT2PlusContext) -> Tensor:
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2PlusContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
@@ -7915,11 +7954,11 @@ KNOWN = known_fields()
 NAMES = known_names()
 
 # ---------- 15 lab
-# Help for people, which no result depends on. The rest of the file calls it through the table at the end of
-# this section.
+# Conveniences for users; no result depends on them. The rest of the file calls them through the table at the
+# end of this section.
 def check_foreign(preset: str, name: str, text: str) -> None:
     """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
-    game's public script has, unless it has the value that this recipe stands for."""
+    game's public script has, unless its value is the one built into this recipe."""
     unused = recipe_of(preset).unused
     if name in unused:
         wanted = unused[name]
@@ -7948,7 +7987,7 @@ def off_values(f: Field) -> list:
     return []
 
 def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
-    """[(a name that is no constant, the constant that it is one slip away from)]"""
+    """[(a name that is not a constant, the constant that it is probably a typo of)]"""
     found = []
     for typed in names:
         if typed in NAMES:
@@ -7970,8 +8009,8 @@ def refuse_unknown(preset: str, name: str, text: str) -> None:
     nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
     raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
 
-def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
-    """Logs what was given and has no effect."""
+def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Logger) -> None:
+    """Warns about settings that were given but have no effect."""
     for name in sorted(given_names(env, argv) & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
@@ -7980,8 +8019,8 @@ def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Callable) -> None:
         log("warning: LOGGER works only through ./run.sh")
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """The preset that an environment and a command line name, whatever else they hold; the default one if
-    they name none that is known."""
+    """The preset named on the command line or in the environment, whatever else they hold; the default one if
+    they name no known one."""
     words = ["", *argv]
     named = [after for word, after in zip(words, [*argv, ""]) if word == "--preset"]
     named += [word.removeprefix("--preset=") for word in argv if word.startswith("--preset=")]
@@ -7992,7 +8031,7 @@ def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     return default_preset()
 
 def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Prints the constants of the preset that is named and no others."""
+    """Prints the constants of the named preset only."""
     preset = preset_of(env, argv)
     cfg = preset_config(preset)
     print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
@@ -8014,8 +8053,8 @@ ENTRY_BYTES = 64  # a tensor's name and place, compressed
 TRAINED_PART = 0.9965
 
 def planned_bytes(cfg: Config) -> int | None:
-    """Estimate of the artifact's bytes: some 65,536 random normal weights per kind and shape are compressed;
-    trained ones take TRAINED_PART of that. None if the artifact holds the training text as well."""
+    """Estimates the artifact's bytes by compressing about 65,536 random normal weights per kind and shape;
+    trained ones take TRAINED_PART of that. None if the artifact also holds the training text."""
     if cfg.state_bytes():
         return None
     table = cfg.parameter_table()
@@ -8081,7 +8120,7 @@ def warmdown_text(cfg: Config) -> str:
     return f"in the last {constants.get('warmdown_frac', 0):.0%} of {whole} lr_factor falls to {floor:g}"
 
 def stage_lines(cfg: Config) -> Iterator[str]:
-    """Yields the table of stages, with a row wherever a column changes, by steps as if there were no cap."""
+    """Yields the table of stages, with a row wherever a column changes; steps assume no time cap."""
     last = total_steps(cfg)
     T = cfg.train_seq_len
     rows = [(step, stage_at(cfg, step / last), lr) for step, lr in lr_marks(cfg).items()]
@@ -8105,14 +8144,14 @@ def stage_lines(cfg: Config) -> Iterator[str]:
     sizes = cfg.windows(None, cfg.eval_context or T)
     yield f"{line}, {listed(sizes)}" if sizes else line
 
-def log_plan(cfg: Config, team: Team, micro: int, log: Callable) -> None:
+def log_plan(cfg: Config, team: Team, micro: int, log: Logger) -> None:
     log(*plan_lines(cfg, team, micro))
 
 @torch.no_grad()
 def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
              dtype: torch.dtype | None = None) -> list[int]:
-    """The prompt and `count` further tokens, each drawn from the top_k likeliest, 0: from all; temperature 0:
-    always the likeliest."""
+    """The prompt and `count` sampled tokens, each from the top_k likeliest (0: from all); temperature 0:
+    greedy."""
     ids = [*prompt]
     device = model.embed.device
     for _ in range(count):
@@ -8124,7 +8163,7 @@ def generate(model: Model, prompt: list[int], count: int, temperature: float, to
         ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
     return ids
 
-def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Callable) -> None:
+def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Logger) -> None:
     """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
     sp = data.tokenizer
     if not sp:
@@ -8145,8 +8184,8 @@ def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Calla
         whole_lines = said.rpartition("\n")[0]
         log(f"sample {i}: {text}»{whole_lines or said}")
 
-def plot_curves(curves: dict, title: str, path: Path, log: Callable) -> None:
-    """Draws loss.png of {split: [(step, training seconds, loss)]}. Without matplotlib a line says so."""
+def plot_curves(curves: dict[str, Curve], title: str, path: Path, log: Logger) -> None:
+    """Plots {split: [(step, training seconds, loss)]} to loss.png; if it cannot (no matplotlib), logs why."""
     try:
         from matplotlib.figure import Figure
         figure = Figure(figsize=(8, 4.5), layout="constrained")
