@@ -1193,16 +1193,16 @@ class Optimizer:
             self.scales.largest = gradients[-1]
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float, decay_factor: float = 1.0, tied: bool = False) -> None:
-        """Averages the gradients over ranks and updates the weights. tied: embedding and lm_head are one
-        matrix, which learns from both gradients. A bank whose row has every=n is updated at every n-th step
-        only, with the sum of its gradients since the last update."""
+    def step(self, schedule: "Schedule") -> None:
+        """Averages the gradients over ranks and updates the weights. While embedding and lm_head are tied,
+        their one matrix learns from both gradients. A bank whose row has every=n is updated at every n-th
+        step only, with the sum of its gradients since the last update."""
         self.step_count += 1
         cfg = self.cfg
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
         # 1. While tied, lm_head takes in the embedding's gradients; phase 5 makes the embedding its copy.
         head = embed = None
-        if tied:
+        if schedule.tied:
             for bank in banks:
                 if "head" in bank.names:
                     head = bank
@@ -1228,9 +1228,9 @@ class Optimizer:
             if job:
                 job.wait()
             if bank.row.optimizer == "muon":
-                self.muon_step(*self.muon_args(bank, grad_scale, momentum, lr_factor, decay_factor))
+                self.muon_step(*self.muon_args(bank, grad_scale, schedule))
             else:
-                self.adam_step(*self.adam_args(bank, grad_scale, lr_factor))
+                self.adam_step(*self.adam_args(bank, grad_scale, schedule))
             if bank.master is not bank.my_data:
                 bank.my_data.copy_(bank.master)
             bank.fresh = True
@@ -1251,31 +1251,31 @@ class Optimizer:
         if self.scales:
             self.scales.follow()
 
-    def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
-                  decay_factor: float) -> tuple[MuonState, MuonHyperparameters]:
+    def muon_args(self, bank: Bank, grad_scale: float | Tensor,
+                  schedule: "Schedule") -> tuple[MuonState, MuonHyperparameters]:
         """Arguments of the recipe's muon_step(). A tall matrix gets a higher learning rate, so its rows move
         as far as those of a square."""
         R, C = bank.unit
         hyper = MuonHyperparameters(
             grad_scale=torch.as_tensor(grad_scale),
-            momentum=torch.as_tensor(momentum),
-            lr=torch.as_tensor(bank.row.lr * lr_factor * max(1, R / C) ** 0.5),
-            decay=torch.as_tensor(bank.row.decay * decay_factor),
+            momentum=torch.as_tensor(schedule.momentum),
+            lr=torch.as_tensor(bank.row.lr * schedule.lr * max(1, R / C) ** 0.5),
+            decay=torch.as_tensor(bank.row.decay * schedule.decay),
             dtype=self.muon_dtype)
         buffer, second = bank.state[:2]
         return MuonState(bank.master, bank.my_grad, buffer, second), hyper
 
     def adam_args(self, bank: Bank, grad_scale: float | Tensor,
-                  lr_factor: float) -> tuple[AdamState, AdamHyperparameters]:
+                  schedule: "Schedule") -> tuple[AdamState, AdamHyperparameters]:
         """Arguments of the recipe's adam_step(). Its step counts the updates of this bank."""
         row = bank.row
         decay = None
         if row.decay:
-            decay = torch.as_tensor(row.decay * lr_factor if row.decay_with_lr else row.decay)
+            decay = torch.as_tensor(row.decay * schedule.lr if row.decay_with_lr else row.decay)
         hyper = AdamHyperparameters(
             grad_scale=torch.as_tensor(grad_scale),
             step=torch.as_tensor(float(self.step_count // row.every)),
-            lr=torch.as_tensor(row.lr * lr_factor),
+            lr=torch.as_tensor(row.lr * schedule.lr),
             decay=decay,
             beta1=row.beta1,
             beta2=row.beta2,
@@ -3595,10 +3595,9 @@ class Clock:
         return step > 0 and 0 < self.cap <= self.then + reserve
 
 def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context: tuple,
-               grad_factor: float, *schedule: float) -> Tensor:
+               grad_factor: float, schedule: Schedule) -> Tensor:
     """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time.
-    grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
-    rank's mean loss."""
+    grad_factor: 1 for gradients of the mean loss. Returns this rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
     total = 0.0
@@ -3606,7 +3605,7 @@ def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int
         loss = loss_fn(tokens, targets, context, *inputs) / len(parts)
         optimizer.backward(loss * grad_factor, len(parts) == 1)
         total = total + loss.detach()
-    optimizer.step(*schedule)
+    optimizer.step(schedule)
     return total
 
 def rows_at_once(rows: int, most: int) -> int:
@@ -3721,7 +3720,7 @@ def rehearse_stages(run: Run) -> float:
             elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
             raise problem or elsewhere
         if step < cfg.warmup_steps:
-            run.optimizer.step(1.0, cfg.schedule(0, 0.0).momentum)
+            run.optimizer.step(Schedule(1.0, cfg.schedule(0, 0.0).momentum))
             team.wait()
         if step >= len(table):
             slowest = max(slowest, (time.perf_counter() - began) * share / rows)
@@ -3799,7 +3798,7 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
         schedule = cfg.schedule(step, progress)
         grad_factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, *schedule)
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, schedule)
         recent += loss
         state.loss_steps += 1
         if team.on_gpu and clock.cap:
