@@ -141,17 +141,12 @@ class Recipe(Generic[Stages]):
         """The model, its parameters not yet filled."""
         raise NotImplementedError
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Updates matrices p (N, R, C), their momentum buffer and NorMuon's second moments in place. The
-        gradient is grad (N, R, C) times grad_scale. grad_scale, momentum, lr and decay are 0-dim, so that one
-        compiled graph serves all steps; dtype is that of the matrix products."""
+    def muon_step(self, state: "MuonState", hyper: "MuonHyperparameters") -> None:
+        """Updates matrices, their momentum buffer and NorMuon's mean squares in place."""
         raise NotImplementedError
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Updates p and both moments, all of one shape, in place. step counts from 1. grad_scale, step, lr
-        and decay are 0-dim; decay is None where the parameter table has 0."""
+    def adam_step(self, state: "AdamState", hyper: "AdamHyperparameters") -> None:
+        """Updates parameters and both moments in place."""
         raise NotImplementedError
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -984,24 +979,61 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
     """{kind: its row of the parameter table}"""
     return {row.kind: row for row in rows}
 
-def nesterov_of_mean(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
-    """Nesterov momentum; buffer, a running mean of gradients, changes in place. All (N, R, C)."""
-    buffer.lerp_(grad, 1 - momentum)
-    return grad.lerp(buffer, momentum)
+class MuonState(NamedTuple):
+    """What a recipe's muon_step() works on: N matrices, or blocks of their rows."""
+    p: Tensor  # weights, fp32 (N, R, C)
+    grad: Tensor  # (N, R, C), times MuonHyperparameters.grad_scale; stays as it is
+    buffer: Tensor  # momentum: a running mean or a decaying sum of gradients (N, R, C)
+    second: Tensor  # NorMuon's mean squares, of rows (N, R, 1) or of columns (N, 1, C)
+
+class MuonHyperparameters(NamedTuple):
+    """The numbers of a step of Muon. They are 0-dim tensors, so that one compiled graph serves all steps."""
+    grad_scale: Tensor  # factor on the gradient: mean over ranks, and clipping
+    momentum: Tensor
+    lr: Tensor
+    decay: Tensor  # weight decay, times lr
+    dtype: torch.dtype  # of the matrix products
+
+class AdamState(NamedTuple):
+    """What a recipe's adam_step() works on, all of one shape."""
+    p: Tensor  # weights, fp32
+    grad: Tensor  # times AdamHyperparameters.grad_scale; stays as it is
+    m: Tensor  # first moment
+    v: Tensor  # second moment
+
+class AdamHyperparameters(NamedTuple):
+    """The numbers of a step of Adam; those that change from step to step are 0-dim tensors."""
+    grad_scale: Tensor  # factor on the gradient: mean over ranks, and clipping
+    step: Tensor  # counts the updates from 1
+    lr: Tensor
+    decay: Tensor | None  # weight decay, times lr; None where the parameter table has 0
+    beta1: float
+    beta2: float
+    eps: float
+
+def nesterov_of_mean(state: MuonState, hyper: MuonHyperparameters) -> Tensor:
+    """Nesterov momentum (N, R, C) where the buffer is a running mean of gradients, which changes in place."""
+    grad = state.grad.to(state.p.dtype) * hyper.grad_scale
+    state.buffer.lerp_(grad, 1 - hyper.momentum)
+    return grad.lerp(state.buffer, hyper.momentum)
 
 def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
     """Weight decay, only where the update shrinks the weight as well (arXiv:2411.16085). p (N, R, C) changes
     in place."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
-def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
-                eps: float) -> Tensor:
+def adam_moments(state: AdamState, hyper: AdamHyperparameters) -> None:
+    """Takes the gradient into both moments, which are running means, in place."""
+    grad = state.grad.to(state.p.dtype) * hyper.grad_scale
+    state.m.lerp_(grad, 1 - hyper.beta1)
+    state.v.lerp_(grad.square(), 1 - hyper.beta2)
+
+def adam_update(state: AdamState, hyper: AdamHyperparameters) -> Tensor:
     """Adam's update (arXiv:1412.6980) before the learning rate. As in torch, eps is added to the root of the
-    corrected second moment. step counts from 1. grad, m and v have one shape; m and v change in place."""
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    root = (v / (1 - beta2**step)).sqrt() + eps
-    return m / (1 - beta1**step) / root
+    corrected second moment. The moments change in place."""
+    adam_moments(state, hyper)
+    root = (state.v / (1 - hyper.beta2**hyper.step)).sqrt() + hyper.eps
+    return state.m / (1 - hyper.beta1**hyper.step) / root
 
 class Bank:
     """All parameters with one update rule, as views of one flat buffer, so that one collective serves them
@@ -1154,16 +1186,16 @@ class Optimizer:
             place = end
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float, decay_factor: float = 1.0, tied: bool = False) -> None:
-        """Averages the gradients over ranks and updates the weights. tied: embedding and lm_head are one
-        matrix, which learns from both gradients. A bank whose row has every=n is updated at every n-th step
-        only, with the sum of its gradients since the last update."""
+    def step(self, schedule: "Schedule") -> None:
+        """Averages the gradients over ranks and updates the weights. While embedding and lm_head are tied,
+        their one matrix learns from both gradients. A bank whose row has every=n is updated at every n-th
+        step only, with the sum of its gradients since the last update."""
         self.step_count += 1
         cfg = self.cfg
         banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
         # 1. While tied, lm_head's bank also takes the embedding's gradients; phase 5 copies the result back.
         head = embed = None
-        if tied:
+        if schedule.tied:
             for bank in banks:
                 if "head" in bank.names:
                     head = bank
@@ -1189,9 +1221,9 @@ class Optimizer:
             if job:
                 job.wait()
             if bank.row.optimizer == "muon":
-                self.muon_step(*self.muon_args(bank, grad_scale, momentum, lr_factor, decay_factor))
+                self.muon_step(*self.muon_args(bank, grad_scale, schedule))
             else:
-                self.adam_step(*self.adam_args(bank, grad_scale, lr_factor))
+                self.adam_step(*self.adam_args(bank, grad_scale, schedule))
             if bank.master is not bank.my_data:
                 bank.my_data.copy_(bank.master)
             bank.fresh = True
@@ -1210,27 +1242,37 @@ class Optimizer:
             for bank in self.banks:
                 bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
 
-    def muon_args(self, bank: Bank, grad_scale: float | Tensor, momentum: float, lr_factor: float,
-                  decay_factor: float) -> tuple:
-        """Arguments of the recipe's muon_step(). Numbers are 0-dim tensors, so that one compiled graph serves
-        all steps. A tall matrix gets a higher learning rate, so its rows move as far as those of a square."""
+    def muon_args(self, bank: Bank, grad_scale: float | Tensor,
+                  schedule: "Schedule") -> tuple[MuonState, MuonHyperparameters]:
+        """Arguments of the recipe's muon_step(). A tall matrix gets a higher learning rate, so its rows move
+        as far as those of a square."""
         R, C = bank.unit
-        lr = bank.row.lr * lr_factor * max(1, R / C) ** 0.5
-        decay = bank.row.decay * decay_factor
-        numbers = [torch.as_tensor(number) for number in (grad_scale, momentum, lr, decay)]
+        hyper = MuonHyperparameters(
+            grad_scale=torch.as_tensor(grad_scale),
+            momentum=torch.as_tensor(schedule.momentum),
+            lr=torch.as_tensor(bank.row.lr * schedule.lr * max(1, R / C) ** 0.5),
+            decay=torch.as_tensor(bank.row.decay * schedule.decay),
+            dtype=self.muon_dtype)
         buffer, second = bank.state[:2]
-        return bank.master, bank.my_grad, buffer, second, *numbers, self.muon_dtype
+        return MuonState(bank.master, bank.my_grad, buffer, second), hyper
 
-    def adam_args(self, bank: Bank, grad_scale: float | Tensor, lr_factor: float) -> tuple:
+    def adam_args(self, bank: Bank, grad_scale: float | Tensor,
+                  schedule: "Schedule") -> tuple[AdamState, AdamHyperparameters]:
         """Arguments of the recipe's adam_step(). Its step counts the updates of this bank."""
         row = bank.row
         decay = None
         if row.decay:
-            decay = torch.as_tensor(row.decay * lr_factor if row.decay_with_lr else row.decay)
-        updates = float(self.step_count // row.every)
-        numbers = [torch.as_tensor(number) for number in (grad_scale, updates, row.lr * lr_factor)]
+            decay = torch.as_tensor(row.decay * schedule.lr if row.decay_with_lr else row.decay)
+        hyper = AdamHyperparameters(
+            grad_scale=torch.as_tensor(grad_scale),
+            step=torch.as_tensor(float(self.step_count // row.every)),
+            lr=torch.as_tensor(row.lr * schedule.lr),
+            decay=decay,
+            beta1=row.beta1,
+            beta2=row.beta2,
+            eps=row.eps)
         m, v = bank.state[:2]
-        return bank.master, bank.my_grad, m, v, *numbers, decay, row.beta1, row.beta2, row.eps
+        return AdamState(bank.master, bank.my_grad, m, v), hyper
 
     @torch.no_grad()
     def take_mean(self) -> None:
@@ -3264,10 +3306,9 @@ class Clock:
         return step > 0 and 0 < self.cap <= self.then + reserve
 
 def train_step(loss_fn: Kernel, optimizer: Optimizer, batch: tuple[Tensor, ...], micro: int, context: Any,
-               grad_factor: float, *schedule: float) -> Tensor:
+               grad_factor: float, schedule: Schedule) -> Tensor:
     """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time.
-    grad_factor: 1 for gradients of the mean loss. schedule: arguments of Optimizer.step(). Returns this
-    rank's mean loss."""
+    grad_factor: 1 for gradients of the mean loss. Returns this rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
     total = 0.0
@@ -3275,7 +3316,7 @@ def train_step(loss_fn: Kernel, optimizer: Optimizer, batch: tuple[Tensor, ...],
         loss = loss_fn(tokens, targets, context, *inputs) / len(parts)
         optimizer.backward(loss * grad_factor, len(parts) == 1)
         total = total + loss.detach()
-    optimizer.step(*schedule)
+    optimizer.step(schedule)
     return total
 
 def rows_at_once(rows: int, most: int) -> int:
@@ -3387,7 +3428,7 @@ def rehearse_stages(run: Run) -> float:
             elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
             raise problem or elsewhere
         if step < cfg.warmup_steps:
-            run.optimizer.step(1.0, cfg.schedule(0, 0.0).momentum)
+            run.optimizer.step(Schedule(1.0, cfg.schedule(0, 0.0).momentum))
             team.wait()
         if step >= len(table):
             slowest = max(slowest, (time.perf_counter() - began) * share / rows)
@@ -3468,7 +3509,7 @@ def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_
         schedule = cfg.schedule(step, progress)
         grad_factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, *schedule)
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, schedule)
         recent += loss
         state.loss_steps += 1
         if team.on_gpu and clock.cap:
@@ -4021,16 +4062,15 @@ class Tiny(Config[WindowStage]):
             scalar("gate_matches",   init="constant", scale=0.0),
         ])
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. Changes p (N, R, C) and buffer, a running mean of gradients, in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """Muon. Changes the weights and the buffer, a running mean of gradients, in place."""
+        update = nesterov_of_mean(state, hyper)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam. Changes weights and moments in place."""
+        state.p.sub_(hyper.lr * adam_update(state, hyper))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor."""
@@ -4939,10 +4979,11 @@ class TinyModel(CountingModel):
         return own_loss - own_loss.detach() - mixture.mean()
 
 # ---------- golf and golf_plus: what both use
-def nesterov_of_sum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
-    """Nesterov momentum; buffer, a decaying sum of gradients, changes in place. All (N, R, C)."""
-    buffer.mul_(momentum).add_(grad)
-    return grad + momentum * buffer
+def nesterov_of_sum(state: MuonState, hyper: MuonHyperparameters) -> Tensor:
+    """Nesterov momentum (N, R, C) where the buffer is a decaying sum of gradients, which changes in place."""
+    grad = state.grad.to(state.p.dtype) * hyper.grad_scale
+    state.buffer.mul_(hyper.momentum).add_(grad)
+    return grad + hyper.momentum * state.buffer
 
 cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
 
@@ -5040,16 +5081,15 @@ class Golf(Config[Stage]):
             scalar("skip_weights",   init="constant", scale=1.0),
         ])
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
-        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        p.sub_(lr * orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype))
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """Muon. Changes the weights and the buffer, a decaying sum of gradients, in place."""
+        update = nesterov_of_sum(state, hyper)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam. Changes weights and moments in place."""
+        state.p.sub_(hyper.lr * adam_update(state, hyper))
 
     def progress(self, step: int, seconds: float) -> float:
         """With a cap and a warmdown, progress is seconds / cap, as in the public script. So if iterations end
@@ -5320,23 +5360,21 @@ class GolfPlus(Config[LoopStage]):
             scalar("skip_mix",       init="constant", scale=0.0),
         ])
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """Muon. Changes p (N, R, C) and buffer, a decaying sum of gradients, in place."""
-        update = nesterov_of_sum(grad.to(p.dtype) * grad_scale, buffer, momentum)
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """Muon. Changes the weights and the buffer, a decaying sum of gradients, in place."""
+        update = nesterov_of_sum(state, hyper)
         if self.muon_row_norm:
             update = normalize_rows(update)
-        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, dtype)
-        p.sub_(lr * decay * p)  # decoupled (arXiv:1711.05101)
-        p.sub_(lr * update)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
+        state.p.sub_(hyper.lr * hyper.decay * state.p)  # decoupled (arXiv:1711.05101)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam with decoupled weight decay. Changes p, m and v in place."""
-        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
-        if decay is not None:
-            update = update + decay * p  # decoupled (arXiv:1711.05101)
-        p.sub_(lr * update)
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam with decoupled weight decay. Changes weights and moments in place."""
+        update = adam_update(state, hyper)
+        if hyper.decay is not None:
+            update = update + hyper.decay * state.p  # decoupled (arXiv:1711.05101)
+        state.p.sub_(hyper.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
@@ -5697,13 +5735,11 @@ def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor,
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
 
-def adam_update_early_eps(grad: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float,
-                          eps: float) -> Tensor:
+def adam_update_early_eps(state: AdamState, hyper: AdamHyperparameters) -> Tensor:
     """adam_update(), but eps is added to the root before the correction (modded-nanogpt)."""
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    root = (v.sqrt() + eps) / (1 - beta2**step) ** 0.5
-    return m / (1 - beta1**step) / root
+    adam_moments(state, hyper)
+    root = (state.v.sqrt() + hyper.eps) / (1 - hyper.beta2**hyper.step) ** 0.5
+    return state.m / (1 - hyper.beta1**hyper.step) / root
 
 def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
     """linear() of lm_head in fp8, by fixed scales."""
@@ -5864,19 +5900,18 @@ class Speedrun(Config[WindowStage]):
             scalar("backout",      init="constant", scale=0.5),
         ])
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
+        place."""
+        update = nesterov_of_mean(state, hyper)
+        update = polar_express(update, self.muon_backend_steps, hyper.dtype)
+        update = normuon_scale(update, state.second, self.normuon_beta2)
+        cautious_decay(state.p, update, hyper.lr, hyper.decay)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam. Changes weights and moments in place."""
+        state.p.sub_(hyper.lr * adam_update_early_eps(state, hyper))
 
     def top_lr(self, progress: float) -> float:
         """LR factor before the warmdown; larger batches allow larger steps."""
@@ -6346,22 +6381,21 @@ class SpeedrunPlus(Config[TargetStage]):
             values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
         return values
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
+        place."""
+        update = nesterov_of_mean(state, hyper)
+        update = polar_express(update, self.muon_backend_steps, hyper.dtype, self.polar_margin)
+        update = normuon_scale(update, state.second, self.normuon_beta2)
+        cautious_decay(state.p, update, hyper.lr, hyper.decay)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam with cautious decay. Changes p, m and v in place."""
-        update = adam_update_early_eps(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
-        if decay is not None:
-            update = update + decay * p * (update * p > 0)
-        p.sub_(lr * update)
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam with cautious decay. Changes weights and moments in place."""
+        update = adam_update_early_eps(state, hyper)
+        if hyper.decay is not None:
+            update = update + hyper.decay * state.p * (update * state.p > 0)
+        state.p.sub_(hyper.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows.
@@ -6788,8 +6822,8 @@ class ScaledOptimizer(Optimizer):
         self.add(gradients, alone)
         self.scales.largest = largest
 
-    def step(self, *schedule: Any, **options: Any) -> None:
-        super().step(*schedule, **options)
+    def step(self, schedule: Schedule) -> None:
+        super().step(schedule)
         if self.scales:
             self.scales.follow()
 
@@ -7488,19 +7522,18 @@ class GPT2(Config[WindowStage]):
             scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
         ])
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
+        place."""
+        update = nesterov_of_mean(state, hyper)
+        update = polar_express(update, self.muon_backend_steps, hyper.dtype)
+        update = normuon_scale(update, state.second, self.normuon_beta2)
+        cautious_decay(state.p, update, hyper.lr, hyper.decay)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        p.sub_(lr * adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps))
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam. Changes weights and moments in place."""
+        state.p.sub_(hyper.lr * adam_update(state, hyper))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
@@ -7781,22 +7814,21 @@ class GPT2Plus(Config[WindowStage]):
             scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
         ])
 
-    def muon_step(self, p: Tensor, grad: Tensor, buffer: Tensor, second: Tensor, grad_scale: Tensor,
-                  momentum: Tensor, lr: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
-        """NorMuon. Changes p (N, R, C), buffer (a running mean of gradients) and second in place."""
-        update = nesterov_of_mean(grad.to(p.dtype) * grad_scale, buffer, momentum)
-        update = polar_express(update, self.muon_backend_steps, dtype, self.polar_margin)
-        update = normuon_scale(update, second, self.normuon_beta2)
-        cautious_decay(p, update, lr, decay)
-        p.sub_(lr * update)
+    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
+        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
+        place."""
+        update = nesterov_of_mean(state, hyper)
+        update = polar_express(update, self.muon_backend_steps, hyper.dtype, self.polar_margin)
+        update = normuon_scale(update, state.second, self.normuon_beta2)
+        cautious_decay(state.p, update, hyper.lr, hyper.decay)
+        state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: Tensor, step: Tensor,
-                  lr: Tensor, decay: Tensor | None, beta1: float, beta2: float, eps: float) -> None:
-        """Adam. Changes p, m and v in place."""
-        update = adam_update(grad.to(p.dtype) * grad_scale, m, v, step, beta1, beta2, eps)
-        if decay is not None:
-            update = update + decay * p
-        p.sub_(lr * update)
+    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
+        """Adam. Changes weights and moments in place."""
+        update = adam_update(state, hyper)
+        if hyper.decay is not None:
+            update = update + hyper.decay * state.p
+        state.p.sub_(hyper.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay

@@ -92,12 +92,13 @@ def make_optimizer(model, cfg, first_step):
 def step_on_gradients(optimizer, gradients, now):
     """A step on {name: gradient} at `now`, which is of Schedule.at."""
     add_gradients(optimizer, gradients)
-    optimizer.step(now.lr, now.momentum, now.decay_factor, now.tied)
+    optimizer.step(train_gpt.Schedule(now.lr, now.momentum, now.decay_factor, now.tied))
 
 
 def step_on_batch(model, optimizer, batch, rows, context, grad_factor, lr, momentum, decay_factor):
     """A training step, at most so many rows at a time."""
-    train_gpt.train_step(model, optimizer, batch, rows, context, grad_factor, lr, momentum, decay_factor)
+    schedule = train_gpt.Schedule(lr, momentum, decay_factor)
+    train_gpt.train_step(model, optimizer, batch, rows, context, grad_factor, schedule)
 
 
 def adam_alone(p, grads, lr, betas, eps, cfg):
@@ -107,7 +108,8 @@ def adam_alone(p, grads, lr, betas, eps, cfg):
     v = torch.zeros_like(p)
     for step, grad in enumerate(grads, 1):
         numbers = [torch.tensor(x) for x in (1.0, float(step), lr)]
-        cfg.adam_step(p, grad, m, v, *numbers, None, *betas, eps)
+        hyper = train_gpt.AdamHyperparameters(*numbers, None, *betas, eps)
+        cfg.adam_step(train_gpt.AdamState(p, grad, m, v), hyper)
     return p
 
 
@@ -122,7 +124,7 @@ def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
     optimizer = cfg.optimizer()(module, cfg)
     for grad, momentum in zip(grads, momenta):
         add_gradients(optimizer, {kind: grad})
-        optimizer.step(1.0, momentum)
+        optimizer.step(train_gpt.Schedule(1.0, momentum))
     return module.get_parameter(kind).detach()
 
 

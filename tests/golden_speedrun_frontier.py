@@ -272,7 +272,7 @@ def test_frontier_training(speedrun_frontier):
             loss = model(tokens[place:place + 1], targets[place:place + 1], context)
             assert loss.item() == pytest.approx(losses[k, row], rel=TRAIN_LOSS), (k, row)
             optimizer.backward(loss * tokens.size(1) / golden.full.loss_sum_ranks)
-        optimizer.step(now.lr, now.momentum, now.decay_factor, now.tied)
+        optimizer.step(train_gpt.Schedule(now.lr, now.momentum, now.decay_factor, now.tied))
     now = golden.theirs(dict(model.named_parameters()))
     moved = {name: now[name] - before[name] for name in now}
     check_tensors(golden, "train.dw6.", "train.w6digest.", moved, UPDATE, WEIGHT_DIGEST, digested=now)

@@ -444,7 +444,7 @@ def test_a_step_trains_on_them():
     inputs = model.candidates(*batch)
     rows = inputs[0]
     context = make_context(model, 24)
-    train_gpt.train_step(model, optimizer, (*batch, *inputs), 2, context, 1, 0.7, 0.9)
+    train_gpt.train_step(model, optimizer, (*batch, *inputs), 2, context, 1, train_gpt.Schedule(0.7, 0.9))
     assert all(p.any() for p in (model.gate_weight, model.gate_class, model.gate_matches))
     touched = (model.candidate_embed - before).abs().sum(1) > 1e-6
     assert touched.nonzero()[:, 0].tolist() == rows[:, :, 0].unique().tolist()

@@ -672,9 +672,9 @@ def test_each_stage_has_one_context(train, monkeypatch):
     """Its tables go to the device once: a GPU's host would wait for them at every step."""
     real, tables = train_gpt.train_step, []
 
-    def step(loss_fn, optimizer, batch, micro, context, *factors):
+    def step(loss_fn, optimizer, batch, micro, context, *more):
         tables.append(context.rope[0])
-        return real(loss_fn, optimizer, batch, micro, context, *factors)
+        return real(loss_fn, optimizer, batch, micro, context, *more)
 
     monkeypatch.setattr(train_gpt, "train_step", step)
     done = train(TOY, ITERATIONS="6", WINDOW_SCHEDULE="16,32", BATCH_SCHEDULE="1,2", VAL_LOSS_EVERY="2")

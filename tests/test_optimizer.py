@@ -12,7 +12,7 @@ import fork_server
 import train_gpt
 from helpers import ROOT, add_gradients
 from test_model import close, randomised, small, values
-from train_gpt import Optimizer, Refused, kind_of
+from train_gpt import Optimizer, Refused, Schedule, kind_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = dict(vocab_size=70, model_dim=24, num_heads=4, mlp_mult=2)
@@ -50,7 +50,7 @@ def some_gradients(model, step):
 def take_step(model, optimizer, step, factor=1.0, momentum=0.9, *more):
     """Gradients are added, as a backward does: what a step leaves behind stays in."""
     add_gradients(optimizer, some_gradients(model, step))
-    optimizer.step(factor, momentum, *more)
+    optimizer.step(Schedule(factor, momentum, *more))
 
 
 def muon_names(cfg, model):
@@ -183,11 +183,11 @@ def test_muon_may_add_gradients_up():
     for step, gradient in enumerate(gradients):
         before = values(model)
         add_gradients(optimizer, gradient)
-        optimizer.step(1.0, 0.9)
+        optimizer.step(Schedule(1.0, 0.9))
         fc = [name for name in before if kind_of(name) == "fc"]
         assert all(torch.equal(before[name], values(model)[name]) != step for name in fc)
     add_gradients(plain, {name: gradients[0][name] + g for name, g in gradients[1].items()})
-    plain.step(1.0, 0.9)
+    plain.step(Schedule(1.0, 0.9))
     assert all(torch.equal(values(model)[name], values(twin)[name]) for name in fc)
 
 
@@ -202,13 +202,15 @@ def test_adam_corrects_its_start_before_eps_or_after(update):
         first, second = 1 - 0.8**step, math.sqrt(1 - 0.95**step)
         early = update is train_gpt.adam_update_early_eps
         divisor = (square.sqrt() + eps) / second if early else square.sqrt() / second + eps
-        close(update(g, m, v, torch.tensor(float(step)), 0.8, 0.95, eps), mean / first / divisor, 1e-6)
+        hyper = train_gpt.AdamHyperparameters(1.0, torch.tensor(float(step)), 1.0, None, 0.8, 0.95, eps)
+        close(update(train_gpt.AdamState(g, g, m, v), hyper), mean / first / divisor, 1e-6)
 
 
 def muon_alone(cfg, g, buffer, momentum, second=None):
     """What Muon subtracts at LR 1, of one step of a matrix or several; buffer and second change."""
     p, numbers = torch.zeros_like(g), [torch.tensor(x) for x in (1.0, momentum, 1.0, 0.0)]
-    cfg.muon_step(p, g, buffer, second, *numbers, torch.float32)
+    hyper = train_gpt.MuonHyperparameters(*numbers, torch.float32)
+    cfg.muon_step(train_gpt.MuonState(p, g, buffer, second), hyper)
     return -p
 
 
@@ -269,7 +271,7 @@ def test_a_weight_without_gradient_decays():
     cfg = replace(SPEEDRUN, weight_decay=5.0)
     model = randomised(cfg)
     optimizer, before = Optimizer(model, cfg), values(model)
-    optimizer.step(0.5, 0.9, 0.7)
+    optimizer.step(Schedule(0.5, 0.9, 0.7))
     for name, p in values(model).items():
         decay = 0.0
         if name in muon_names(cfg, model):
@@ -472,7 +474,7 @@ def test_clipping_equals_torch(limit):
             twin.get_parameter(name).grad = gradient
         torch.nn.utils.clip_grad_norm_(twin.parameters(), limit)
         add_gradients(plain, {name: p.grad for name, p in twin.named_parameters()})
-        plain.step(1.0, 0.9)
+        plain.step(Schedule(1.0, 0.9))
     for name, p in values(twin).items():
         close(values(model)[name], p, 1e-6)
 
@@ -502,14 +504,14 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     model = randomised(TINY)
     optimizer = Optimizer(model, TINY, 0, 2, "G")
     optimizer.muon_step, optimizer.adam_step = noted(optimizer.muon_step), noted(optimizer.adam_step)
-    optimizer.step(1.0, 0.9)
+    optimizer.step(Schedule(1.0, 0.9))
     sizes = [f"{len(bank.data)} G" for bank in optimizer.banks]
     each = [[f"wait reduce {n}", "update", f"gather {n}"] for n in sizes]
     assert len(sizes) > 3 and events[:len(sizes) * 4] == [*[f"reduce {n}" for n in sizes], *sum(each, [])]
     assert {f"wait gather {n}" for n in sizes} <= {*events[len(sizes) * 4:]}
     groups = []
     monkeypatch.setattr(train_gpt, "all_reduce", lambda tensor, group: groups.append(group) or tensor)
-    Optimizer(model, replace(TINY, grad_clip_norm=1.0), 0, 2, "G").step(1.0, 0.9)
+    Optimizer(model, replace(TINY, grad_clip_norm=1.0), 0, 2, "G").step(Schedule(1.0, 0.9))
     assert groups == ["G"]
 
 
@@ -549,7 +551,8 @@ def test_a_step_of_one_micro_step_says_so(parts, monkeypatch):
     said = []
     optimizer = SimpleNamespace(backward=lambda loss, alone: said.append(alone), step=lambda *_: None)
     batch = (torch.zeros(4, 8), torch.zeros(4, 8))
-    train_gpt.train_step(lambda *_: torch.zeros(()), optimizer, batch, 4 // parts, (), 1.0)
+    schedule = Schedule(1.0, 0.9)
+    train_gpt.train_step(lambda *_: torch.zeros(()), optimizer, batch, 4 // parts, (), 1.0, schedule)
     assert said == [parts == 1] * parts
 
 
@@ -581,7 +584,7 @@ def test_collectives_of_a_step_run_once_before_the_clock(monkeypatch):
     after = [tensor for bank in optimizer.banks for tensor in (bank.data, bank.grad, bank.master)]
     assert all(map(torch.equal, before, after))
     connected, seen = seen, set()
-    optimizer.step(1.0, 0.9)
+    optimizer.step(Schedule(1.0, 0.9))
     assert {kind for kind, *_ in seen} == {"reduce_scatter", "all_gather", "all"}
     assert len(seen) > 3 and seen <= connected
 
@@ -607,7 +610,7 @@ def rank_main(folder, rank, world_size):
             for _ in range(2):  # micro-steps
                 parts = [(p * gradients[name]).sum() for name, p in model.named_parameters()]
                 optimizer.backward(sum(parts) * factor / 2)
-            optimizer.step(1 - 0.05 * step, 0.9)
+            optimizer.step(Schedule(1 - 0.05 * step, 0.9))
         padding = sum(float(bank.data[outside(model, bank)].abs().sum()) for bank in optimizer.banks)
         torch.save((values(model), padding), f"{folder}/{world_size}_{rank}_{i}.pt")
     if world_size > 1:

@@ -110,11 +110,11 @@ def test_tied_means_one_parameter():
     for step in range(4):
         grads = {name: torch.randn(p.shape, generator=draw) for name, p in models[0].named_parameters()}
         add_gradients(optimizers[0], grads)
-        optimizers[0].step(1.0, 0.9, 1.0, tied=step < 3)
+        optimizers[0].step(train_gpt.Schedule(1.0, 0.9, 1.0, tied=step < 3))
         if step < 3:
             grads = grads | {"head": grads["head"] + grads["embed"], "embed": grads["head"] + grads["embed"]}
         add_gradients(optimizers[1], grads)
-        optimizers[1].step(1.0, 0.9)
+        optimizers[1].step(train_gpt.Schedule(1.0, 0.9))
     for name in ("embed", "head"):
         torch.testing.assert_close(models[0].get_parameter(name), models[1].get_parameter(name))
 

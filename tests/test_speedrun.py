@@ -140,9 +140,9 @@ def test_the_scaled_run(root, train, monkeypatch):
     steps, contexts = [], []
     real_step, real_context = train_gpt.train_step, train_gpt.SpeedrunModel.context
 
-    def train_step(loss_fn, optimizer, batch, micro, context, *factors):
-        steps.append((batch[0].shape, context.windows["L"], context.windows["S"], *factors))
-        return real_step(loss_fn, optimizer, batch, micro, context, *factors)
+    def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, schedule):
+        steps.append((batch[0].shape, context.windows["L"], context.windows["S"], grad_factor, *schedule))
+        return real_step(loss_fn, optimizer, batch, micro, context, grad_factor, schedule)
 
     def noted_context(*args):
         context = real_context(*args)

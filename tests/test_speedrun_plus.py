@@ -265,7 +265,7 @@ def test_a_part_can_be_turned_off(settings):
         for step in range(2):
             loss = model(*some_tokens(), context)
             optimizer.backward(loss)
-            optimizer.step(*some.schedule(step, some.progress(step, 0)))
+            optimizer.step(some.schedule(step, some.progress(step, 0)))
             losses.append(loss.item())
         weights = torch.cat([w.flatten() for w in optimizer.weights().values()])
         assert weights.isfinite().all()
@@ -424,12 +424,12 @@ def test_scales_follow_the_last_micro_step():
         for seed in (1, 2):
             optimizer.backward(model(*some_tokens(seed=seed), context))
     assert all(torch.equal(scales, first[i % 11]) for i, (_, scales) in enumerate(inputs))
-    optimizer.step(1.0, 0.9)
+    optimizer.step(train_gpt.Schedule(1.0, 0.9))
     now = model.scales.values.detach()
     assert now[:, 0].tolist() == pytest.approx([1.25 / 448 * largest for largest, _ in inputs[11:]], rel=1e-5)
     assert (now > 0).all() and not torch.equal(now, first)
     optimizer.backward(model(*some_tokens(), context) * 0)
-    optimizer.step(1.0, 0.9)
+    optimizer.step(train_gpt.Schedule(1.0, 0.9))
     assert model.scales.values[:, 2].tolist() == pytest.approx([1e-7] * 11)
     model.scales.reset()
     assert torch.equal(model.scales.values, first)

@@ -352,7 +352,7 @@ SMALL = (
     "TRAIN_BATCH_TOKENS=131072",
     "WARMUP_STEPS=1",
 )
-STEP = "    optimizer.step(*schedule)\n"
+STEP = "    optimizer.step(schedule)\n"
 PLANTED = {
     "nothing": (None, None, None),
     "a wait": (STEP, STEP + "    total.item()\n", "waits"),

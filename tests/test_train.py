@@ -297,7 +297,8 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
                         optimizer=optimizer)
     context = model.training_context(cfg.train_seq_len, team.device, torch.float32, cfg.stages()[0])
     for _ in range(6):      # until no momentum or second moment is zero
-        train_gpt.train_step(model, optimizer, loader.next(cfg.train_batch_tokens), 16, context, 1, 1.0, 0.9)
+        train_gpt.train_step(model, optimizer, loader.next(cfg.train_batch_tokens), 16, context, 1,
+                             train_gpt.Schedule(1.0, 0.9))
     still = [bank.names for bank in optimizer.banks if not all(t.any() for t in (bank.data, *bank.state))]
     assert still == []
 

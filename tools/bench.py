@@ -316,12 +316,15 @@ def step_function(trainer, run, stage=None):
         return older_step(trainer, run)
     stage = stage or cfg.stages()[0]
     micro = run.micro * cfg.train_seq_len // stage.row_tokens
+    schedule = (1.0, momentum, 1.0)  # of an older checkout
+    if hasattr(trainer, "MuonState"):
+        schedule = (trainer.Schedule(1.0, momentum),)
 
     def step(batch):
         context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
         batch = *batch, *run.model.candidates(*batch)
         factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
-        trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, 1.0, momentum, 1.0)
+        trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
     return step
 
 
@@ -528,7 +531,8 @@ def stage_parts(run, stage, repeats, loads, say):
     micro_steps = len(batch[0]) // rows_at_once
     rows = {part: micro_steps * sum(layers * median_seconds(team, call, repeats) for layers, call in calls)
             for part, calls in parts_of(run, stage, rows_at_once).items()}
-    rows["optimizer"] = median_seconds(team, lambda: optimizer.step(0.0, cfg.muon_momentum), repeats)
+    schedule = train_gpt.Schedule(0.0, cfg.muon_momentum)
+    rows["optimizer"] = median_seconds(team, lambda: optimizer.step(schedule), repeats)
     rows["the rest"] = whole - sum(rows.values())
     inside = {"communication": collective_seconds(run, repeats) if ranks > 1 else 0.0,
               "host": statistics.median(hosts)}

@@ -638,7 +638,7 @@ def train_steps(subject: Subject, run: Any, loss_fn: Callable, steps: int) -> li
         schedule = cfg.schedule(step, step / STEPS)
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
         losses.append(
-            subject.trainer.train_step(loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
+            subject.trainer.train_step(loss_fn, run.optimizer, batch, micro, context, factor, schedule)
         )
     return [float(loss) for loss in losses]
 
@@ -1122,7 +1122,8 @@ def loop(subject: Subject, run: Any) -> None:
                 p99=times[int(len(times) * 0.99)],
             )
         )
-    optimizer_ms = 1e3 * subject.bench.median_seconds(run.team, lambda: run.optimizer.step(0.0, 0.9), 10)
+    schedule = subject.trainer.Schedule(0.0, 0.9)
+    optimizer_ms = 1e3 * subject.bench.median_seconds(run.team, lambda: run.optimizer.step(schedule), 10)
     for row in rows:
         text = f"{row['tokens']:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
         report.say("note", text, optimizer_ms=optimizer_ms, **row)

@@ -32,8 +32,9 @@ import torch  # noqa: E402
 import train_gpt  # noqa: E402
 from train_gpt import (  # noqa: E402
     CHANNELS_PER_LAYER, GPT2, HEAD_DIM, NAMES, REFERENCE_WIDTH, GPT2Plus, Golf, GolfPlus, Refused,
-    Speedrun, SpeedrunPlus, Team, choose_kernels, first_values, horizon_weights, load_config, parse_flags,
-    parse_value, planned_tokens, preset_config, preset_of, read_text, show, total_steps, train_step)
+    Schedule, Speedrun, SpeedrunPlus, Team, choose_kernels, first_values, horizon_weights, load_config,
+    parse_flags, parse_value, planned_tokens, preset_config, preset_of, read_text, show, total_steps,
+    train_step)
 
 PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
 PROXY_STEPS = 0.25  # steps of a proxy / steps of its recipe, at any width
@@ -409,8 +410,8 @@ def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
     times = []
     for step in range(3):
         began = time.perf_counter()
-        train_step(model, optimizer, (tokens, tokens.clone()), rows, context, 1.0, 0.0,
-                   cfg.schedule(0, 0.0).momentum)
+        schedule = Schedule(0.0, cfg.schedule(0, 0.0).momentum)
+        train_step(model, optimizer, (tokens, tokens.clone()), rows, context, 1.0, schedule)
         team.wait()
         times.append(time.perf_counter() - began)
     return min(times) * planned_tokens(cfg) / stage.batch_tokens

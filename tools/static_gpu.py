@@ -430,10 +430,13 @@ class Subject:
             batch += run.model.candidates(*batch)
         micro = self.trainer.rows_at_once(rows, run.micro * cfg.train_seq_len // T)
         every = max(bank.row.every for bank in run.optimizer.banks)
+        schedule = (1.0, 0.95, 1.0)  # of another checkout
+        if hasattr(self.trainer, "MuonState"):
+            schedule = (self.trainer.Schedule(1.0, 0.95),)
 
         def steps():
             for _ in range(every):
-                self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, 1.0, 0.95, 1.0)
+                self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, *schedule)
 
         from torch._dynamo.utils import counters
 
