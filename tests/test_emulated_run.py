@@ -32,6 +32,9 @@ PLANTED = {
     "a table without its first blocks": (
         "blocks.clamp(max=n - 1).int()]", "blocks.clamp(max=n - 1).int()[..., 1:].contiguous()]",
         "speedrun", STEPS, "off from fp32"),
+    "lists of whole blocks that begin one block late": (
+        "whole_keys = (own - first_whole, first_whole + i)",
+        "whole_keys = (own - first_whole, first_whole + i + 1)", "speedrun", STEPS, "off from fp32"),
     "a token beyond the embedding": (
         "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)",
         "tiny", STEPS, "index out of"),

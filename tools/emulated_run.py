@@ -62,9 +62,11 @@ TOYS = dict(
     golf=dict(NUM_LAYERS="3", NUM_KV_HEADS="1", WARMDOWN_ITERS="2", EVAL_SLIDING="128"),
     golf_plus=dict(NUM_LAYERS="5", NUM_KV_HEADS="1", LOOP_LAYERS="1,2", EMA_DECAY="0.9", GPTQ_BATCHES="1",
                    EVAL_SLIDING="128"),
-    # rows of three blocks, and a window that holds one of them whole
+    # rows of three blocks, and a window that holds one of them whole; a large scale, by which the gradients
+    # depend on where each token looks
     speedrun=PLUS | dict(NUM_LAYERS="5", WINDOW_PATTERN="0SL-S", SKIP_LAYERS="1,3", BACKOUT_LAYER="3",
                          VALUE_EMBED_LAYERS="0,1,0,0,1", TRAIN_SEQ_LEN="384", TRAIN_BATCH_TOKENS="768",
+                         ATTN_SCALE="0.6",
                          MAX_DOC_LEN="384", EVAL_CONTEXT="384", WINDOW_SCHEDULE="288,288,320,320",
                          EVAL_WINDOW="320"),
     speedrun_plus=PLUS | dict(QK_DIM="16", DOC_SCHEDULE="64,128,128,128", BIGRAM_ROWS="64",
