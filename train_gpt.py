@@ -209,7 +209,8 @@ class Recipe(Generic[Stages]):
         return []
 
     def calibrate(self, model: "Model", data: "Data", team: "Team", log: Logger = print) -> dict:
-        """{parameter: hessian for quantize()} from training data; its time counts as training."""
+        """{parameter: hessian for quantize()} from training data. Its time counts as training, so a recipe
+        that calibrates has a lower cap."""
         return {}
 
     def wider_steps(self, model: "Model", hessians: Hessians, coarser: float, size: float,
@@ -257,7 +258,7 @@ class Config(Recipe[Stages]):
     sample_temperature: float = option(0.8, "0: greedy", 0, 10)
     sample_top_k: int = optional(0, "sample from the k likeliest tokens; 0: from all", 0, 65_536)
     train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: every 100")
-    val_loss_every: int = optional(0, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(0, "steps between validations, from step 0 on; 0: at the end only")
     # data and batch
     data_path: str = option("", "folder of token shards")
     tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
@@ -1630,7 +1631,7 @@ class Rows(Packer):
 class Spans(Packer):
     """A step reads consecutive spans of the stream, which run on across shards and start over at its end. A
     span holds one token more than it trains on; its rows overlap by one token. The position is in tokens."""
-    SPANS = 8  # at most, per step
+    SPANS = 8  # per step, at most: one for each rank of the public script
     any_length = True
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
@@ -2080,7 +2081,8 @@ def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: He
     write_atomically(path, partial(torch.save, to_payload(cfg, stored(model), model.trained_on)))
     if cfg.score_artifact:
         kind = codec(cfg)
-        packed = fitting_artifact(model, limit and limit - code, log, hessians)
+        most = max(1, limit - code) if limit else 0
+        packed = fitting_artifact(model, most, log, hessians)
         path = folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
     size = path.stat().st_size
@@ -2197,7 +2199,7 @@ def after_restart(cfg: Config, team: "Team", log: Logger) -> Config:
     return cfg
 
 @torch.no_grad()
-def restore(run: "Run", checkpoint: dict[str, Any]) -> "TrainState":
+def restore_run(run: "Run", checkpoint: dict[str, Any]) -> "TrainState":
     """Continues a run, on any number of ranks, from a checkpoint, of which rank 0 has the tensors."""
     team = run.team
     progress = checkpoint["progress"]
@@ -3045,7 +3047,8 @@ class Team:
         device_module.set_device(self.device)
         self.wait = device_module.synchronize  # until the device has done everything
         self.cache_note = choose_cache()
-        torch.use_deterministic_algorithms(not self.on_gpu)  # for compiled embedding gradients
+        # else compiled code on a CPU adds up an embedding's gradients in any order
+        torch.use_deterministic_algorithms(not self.on_gpu)
         torch.utils.deterministic.fill_uninitialized_memory = False
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
@@ -3346,10 +3349,10 @@ def compile_step(run: Run, compiled: bool) -> None:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 def rehearse(run: Run) -> float:
-    """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, then
-    draws the first values. Fallbacks, the same on all ranks: a smaller micro-batch if memory runs out,
-    torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the optimizer's rules; returns the
-    seconds of the slowest step that was compiled already."""
+    """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, which
+    cost no time to draw, then draws the first values. Fallbacks, the same on all ranks: a smaller micro-batch
+    if memory runs out, torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the
+    optimizer's rules; returns the seconds of the slowest step that was compiled already."""
     optimizer = run.optimizer
     compiled = run.cfg.compile
     if compiled and run.team.cache_note:
@@ -3551,8 +3554,9 @@ def evaluate_further(run: Run, further: list[Callable]) -> None:
     run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
 
 def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None) -> Score:
-    """val_loss, off the clock, with the windows and loops of `stage` (None: those of evaluation). done: why
-    no step follows, or None."""
+    """val_loss, off the clock, with the windows and loops of `stage` (None: those of evaluation), by the
+    weights that the steps read: on a GPU those are bf16, while files hold the fp32 masters. done: why no step
+    follows, or None."""
     cfg = run.cfg
     log = run.log
     step = state.step
@@ -3703,7 +3707,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     compile_ms = round(1e3 * (time.perf_counter() - ready))
     run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
     # 3. training
-    state = restore(run, checkpoint) if checkpoint else TrainState()
+    state = restore_run(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.optimizer.connect()
@@ -4999,7 +5003,8 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callabl
     return dict(attention=partial(flash_attention, attend=attend))
 
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
-# parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394 steps of 71.47 ms.
+# The public record parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394
+# steps of 71.47 ms.
 @dataclass(frozen=True)
 class Golf(Config[Stage]):
     """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
@@ -5023,7 +5028,7 @@ class Golf(Config[Stage]):
     train_batch_tokens: int = option(393_216, "tokens per step over all ranks", 1, 1 << 30)
     packing: str = option("spans", "how training rows are cut from the stream: see Spans", choices=("spans",))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
-    val_loss_every: int = optional(1000, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(1000, "steps between validations, from step 0 on; 0: at the end only")
     train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
@@ -5272,7 +5277,7 @@ class GolfPlus(Config[LoopStage]):
     packing: str = option("shards", "how training rows are cut: see Shards, Spans and Rows",
                           choices=("shards", "spans", "rows"))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
-    val_loss_every: int = optional(4000, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(4000, "steps between validations, from step 0 on; 0: at the end only")
     train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)
@@ -5795,7 +5800,7 @@ class Speedrun(Config[WindowStage]):
     max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
     val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(250, "steps between validations, from step 0 on; 0: at the end only")
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     fp8: str = option("auto-head", "lm_head in fp8 in training; auto-head: if the GPU has it",
@@ -6206,7 +6211,7 @@ class SpeedrunPlus(Config[TargetStage]):
                           choices=("documents", "rows"))
     max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
     val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(250, "steps between validations, from step 0 on; 0: at the end only")
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
     eval_context: int = optional(262_144, "tokens per row in evaluation; 0: train_seq_len")
     # fp8, in training only
@@ -7440,7 +7445,7 @@ class GPT2(Config[WindowStage]):
     packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(250, "steps between validations, from step 0 on; 0: at the end only")
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
@@ -7712,7 +7717,7 @@ class GPT2Plus(Config[WindowStage]):
     packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
-    val_loss_every: int = optional(250, "steps between validations; 0: at the end only")
+    val_loss_every: int = optional(250, "steps between validations, from step 0 on; 0: at the end only")
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     fp8: str = option("auto-all", "training matmuls in fp8; auto-all: if the GPU has it (+17 % tok/s)",
                       choices=("off", "all", "auto-all"))
