@@ -1361,6 +1361,18 @@ def warmup_done(step: int, steps: int) -> float:
     """How much of a warmup of this many steps is done, 0 to 1; 1 if there is none (steps 0)."""
     return min(1.0, step / steps) if steps else 1.0
 
+def momentum_at(cfg: Any, warmth: float) -> float:
+    """Muon's momentum: muon_momentum_warmup_start at a warmth of 0, muon_momentum at 1, linear in between."""
+    start = cfg.muon_momentum_warmup_start
+    return start + (cfg.muon_momentum - start) * warmth
+
+def grad_factor(cfg: Config, stage: Stage) -> float:
+    """Factor on the gradients of a step's mean loss. With loss_sum_ranks n they are those of the loss that is
+    summed over the tokens of a batch, divided by n."""
+    if not cfg.loss_sum_ranks:
+        return 1.0
+    return stage.batch_tokens / cfg.loss_sum_ranks
+
 def warmdown_done(progress: float, part: float) -> float:
     """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
@@ -3595,15 +3607,15 @@ class Clock:
         return step > 0 and 0 < self.cap <= self.then + reserve
 
 def train_step(loss_fn: Callable, optimizer: Optimizer, batch: tuple, micro: int, context: tuple,
-               grad_factor: float, schedule: Schedule) -> Tensor:
-    """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time.
-    grad_factor: 1 for gradients of the mean loss. Returns this rank's mean loss."""
+               factor: float, schedule: Schedule) -> Tensor:
+    """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time. factor:
+    from grad_factor(). Returns this rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
     total = 0.0
     for tokens, targets, *inputs in parts:
         loss = loss_fn(tokens, targets, context, *inputs) / len(parts)
-        optimizer.backward(loss * grad_factor, len(parts) == 1)
+        optimizer.backward(loss * factor, len(parts) == 1)
         total = total + loss.detach()
     optimizer.step(schedule)
     return total
@@ -3796,9 +3808,9 @@ def train(run: Run, state: TrainState, counter: Callable = time.perf_counter) ->
             context = run.model.training_context(batch[0].size(1), team.device, team.dtype, stage)
         run.model.update_context(context, progress)
         schedule = cfg.schedule(step, progress)
-        grad_factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        factor = grad_factor(cfg, stage)
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, schedule)
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, schedule)
         recent += loss
         state.loss_steps += 1
         if team.on_gpu and clock.cap:
@@ -4363,10 +4375,9 @@ class Tiny(Config):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        start = self.muon_momentum_warmup_start
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done,
-                        momentum=start + (self.muon_momentum - start) * warmup)
+                        momentum=momentum_at(self, warmth))
 
     def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
@@ -5400,9 +5411,8 @@ class Golf(Config):
         lr = 1.0
         if warmdown:
             lr = min(1.0, (1 - progress) / warmdown)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(lr, momentum=momentum_at(self, warmth))
 
     def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_iters} steps lr_factor falls to 0"
@@ -5656,9 +5666,8 @@ class GolfPlus(Config):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(1 - done, momentum=momentum_at(self, warmth))
 
     def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to 0"
@@ -6153,8 +6162,7 @@ class Speedrun(Config):
         if self.muon_momentum_cooldown_steps and progress:
             steps_left = (1 - progress) * step / progress
             warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
+        return Schedule(lr, momentum=momentum_at(self, warmth), decay=lr)
 
     def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
@@ -6640,10 +6648,8 @@ class SpeedrunPlus(Config):
         if self.muon_momentum_cooldown_steps and progress:
             steps_left = (1 - progress) * step / progress
             warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        start = self.muon_momentum_warmup_start
-        momentum = start + (self.muon_momentum - start) * warmth
         tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
-        return Schedule(lr, momentum, decay=lr, tied=tied)
+        return Schedule(lr, momentum_at(self, warmth), decay=lr, tied=tied)
 
     def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of iterations lr_factor falls to {self.lr_floor:g}"
@@ -7516,10 +7522,9 @@ class GPT2(Config):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        start = self.muon_momentum_warmup_start
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
-                        momentum=start + (self.muon_momentum - start) * warmup)
+                        momentum=momentum_at(self, warmth))
 
     def warmdown_text(self) -> str:
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
@@ -7819,9 +7824,7 @@ class GPT2Plus(Config):
         lr = 1 - done + self.lr_floor * done
         if self.lr_warmup_steps:
             lr *= min(1.0, (step + 1) / self.lr_warmup_steps)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        momentum = start + (self.muon_momentum - start) * warmup
+        momentum = momentum_at(self, warmup_done(step, self.muon_momentum_warmup_steps))
         if self.muon_momentum_end:
             momentum += (self.muon_momentum_end - momentum) * done
         return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
