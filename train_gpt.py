@@ -6345,6 +6345,39 @@ class MuddGate(NamedTuple):
     width: int  # how many values it has
     first: float  # initial value of each
 
+class LastMudd(NamedTuple):
+    """MUDD's weights for the last layer, each (B, T, 1), in the order of their rows in mudd_w2. The numbers
+    are what they start with: 2 for value embeddings is the maximum of the other layers' gates, and the
+    factors start as in other layers."""
+    # added to attention's values
+    value_first: Any = 0.0  # the first stream
+    value_attn_in: Any = 0.0  # the stream after attn_source
+    value_x: Any = 0.0  # the residual stream
+    # added to the residual stream
+    stream_first: Any = 0.0
+    stream_attn_in: Any = 0.0
+    stream_x: Any = 0.0
+    # on the value embedding
+    embed_low: Any = 2.0  # in the first half of the heads
+    embed_high: Any = 2.0  # in the second half
+    # on the sum after attention
+    attn_resid: Any = 1.1**0.5  # the residual stream
+    attn_out: Any = 1.0  # attention's output
+    attn_first: Any = 0.0
+    attn_bigrams: Any = 0.05
+    # on the sum after the MLP
+    mlp_resid: Any = 1.1**0.5
+    mlp_out: Any = 1.0
+
+class EndMudd(NamedTuple):
+    """MUDD's weights for what is added to the last stream, each (B, T, 1), in the order of their rows in
+    mudd_w2. The output starts as that stream minus half of the one after attn_source."""
+    first: Any = 0.0  # the first stream
+    attn_in: Any = -0.5  # the stream after attn_source
+    before: Any = 0.0  # the stream before the last layer
+    value_embed: Any = 0.0  # that of layer 1
+    skipped: Any = 0.0  # the output of the layer where the skip connection begins
+
 @dataclass(frozen=True)
 class TargetStage(WindowStage):
     """A stage of a recipe with windows and several targets per token."""
@@ -6615,7 +6648,7 @@ class SpeedrunPlus(Config):
         values["embed"] = values["head"].clone()
         for layer in range(self.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        for place, weights in enumerate(self.first_mudd()):
+        for place, weights in enumerate((LastMudd(), EndMudd())):
             values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
         for half, gates in enumerate(self.gate_tables()):
             first = torch.tensor(gate_values(gates))
@@ -6698,15 +6731,6 @@ class SpeedrunPlus(Config):
         early = [g for g in gates if g.layer < self.gate_layer]
         late = [g for g in gates if g.layer >= self.gate_layer]
         return early, late
-
-    def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's first weights for the last layer and for the output, in the order that hidden() uses. Value
-        embeddings start at 2, the maximum of the other layers' gates; the factors start as in other layers.
-        The output starts as the stream minus half of that after attn_source."""
-        for_streams = [0.0] * 6
-        for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
-        for_mlp = [1.1**0.5, 1.0]
-        return for_streams + [2.0, 2.0] + for_attention + for_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
 
     def loss_weights(self, progress: float) -> list[float]:
         """Loss weights at this progress: one per next target, then one for the prefix loss if the stage has
@@ -6847,11 +6871,12 @@ def mudd_parameters(width: int, hidden: int, rows: list[int]) -> tuple:
     n = max(rows)
     return parameter(places, hidden, width), parameter(places, n, hidden), parameter(places, n)
 
-def mudd_weights(x: Tensor, n: int, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """n weights (B, T, 1) with which each token of x (B, T, C) mixes streams: mudd() with the first n rows of
-    w2 and bias."""
+def mudd_weights(x: Tensor, kind: Any, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> Any:
+    """The weights with which each token of x (B, T, C) mixes streams, as a `kind`, which is LastMudd or
+    EndMudd: mudd() with the first rows of w2 and bias."""
+    n = len(kind._fields)
     values = mudd(x, w1, w2[:n], bias[:n], scale)
-    return values.split(1, -1)
+    return kind(*values.split(1, -1))
 
 def gate_values(gates: list[MuddGate]) -> list[float]:
     """The initial values of all these gates, one after the other (n,)."""
@@ -7121,8 +7146,6 @@ def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor
     return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
 
 MUDD_SCALE = 0.1  # factor on MUDD's output, by which first_values() divides its biases
-LAST_MUDD = 14  # MUDD weights for the last layer
-END_MUDD = 5  # MUDD weights for the output
 
 def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
     """x (B, T, C) -> queries, keys and values, each (B, T, n), by one product with their matrices (n, C),
@@ -7217,7 +7240,8 @@ class SpeedrunPlusModel(SeveralTargets):
         self.smear_gate = parameter(1, cfg.smear_dim)
         self.skip_lambda = parameter(1)
         # index 0: for the last layer, 1: for the output
-        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, [LAST_MUDD, END_MUDD])
+        sizes = [len(LastMudd._fields), len(EndMudd._fields)]
+        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, sizes)
         # index 0: from the embedding, 1: from gate_layer's input
         self.gate_tables = cfg.gate_tables()
         rows = [len(gate_values(gates)) for gates in self.gate_tables]
@@ -7291,18 +7315,19 @@ class SpeedrunPlusModel(SeveralTargets):
         attn_in = outputs[cfg.attn_source]
         # the last layer: MUDD's weights replace the learned factors and mix in earlier streams
         block = self.blocks[last]
-        mu = mudd_weights(x, LAST_MUDD, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
-        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
-        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
+        mu = mudd_weights(x, LastMudd, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
+        values = mu.value_first * first + mu.value_attn_in * attn_in + mu.value_x * x
+        x = (1 + mu.stream_x) * x + mu.stream_first * first + mu.stream_attn_in * attn_in
         # each half of the heads has its own weight
-        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(H // 2, -1)
+        halves = torch.cat((mu.embed_low, mu.embed_high), -1).repeat_interleave(H // 2, -1)
         values = split_heads(values, cfg.model_dim // H) + halves[..., None] * value_embeds[last]
         y = block.attend(rms_norm(attn_in), values, gates.get(last, {}), masks, context)
-        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
-        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
-        mu = mudd_weights(x, END_MUDD, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
-        x = x + mu[0] * first + mu[1] * attn_in + mu[2] * before
-        x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
+        x = mu.attn_resid * x + mu.attn_out * y + mu.attn_first * first + mu.attn_bigrams * bigrams
+        resid = mu.mlp_resid * x
+        x = resid + mu.mlp_out * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
+        end = mudd_weights(x, EndMudd, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
+        x = x + end.first * first + end.attn_in * attn_in + end.before * before
+        x = x + end.value_embed * value_embeds[1].flatten(2) + end.skipped * outputs[skip_from]
         return rms_norm(x)
 
 # ---------- gpt2 and gpt2_plus: what both use
