@@ -1379,6 +1379,18 @@ def warmup_done(step: int, steps: int) -> float:
     """How much of a warmup of this many steps is done, 0 to 1; 1 if there is none (steps 0)."""
     return min(1.0, step / steps) if steps else 1.0
 
+def momentum_at(cfg: Any, warmth: float) -> float:
+    """Muon's momentum: muon_momentum_warmup_start at a warmth of 0, muon_momentum at 1, linear in between."""
+    start = cfg.muon_momentum_warmup_start
+    return start + (cfg.muon_momentum - start) * warmth
+
+def grad_factor(cfg: Config, stage: Stage) -> float:
+    """Factor on the gradients of a step's mean loss. With loss_sum_ranks n they are those of the loss that is
+    summed over the tokens of a batch, divided by n."""
+    if not cfg.loss_sum_ranks:
+        return 1.0
+    return stage.batch_tokens / cfg.loss_sum_ranks
+
 def warmdown_done(progress: float, part: float) -> float:
     """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
@@ -3309,15 +3321,15 @@ class Clock:
         return step > 0 and 0 < self.cap <= self.then + reserve
 
 def train_step(loss_fn: Kernel, optimizer: Optimizer, batch: tuple[Tensor, ...], micro: int, context: Any,
-               grad_factor: float, schedule: Schedule) -> Tensor:
-    """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time.
-    grad_factor: 1 for gradients of the mean loss. Returns this rank's mean loss."""
+               factor: float, schedule: Schedule) -> Tensor:
+    """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time. factor:
+    from grad_factor(). Returns this rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
     total = 0.0
     for tokens, targets, *inputs in parts:
         loss = loss_fn(tokens, targets, context, *inputs) / len(parts)
-        optimizer.backward(loss * grad_factor, len(parts) == 1)
+        optimizer.backward(loss * factor, len(parts) == 1)
         total = total + loss.detach()
     optimizer.step(schedule)
     return total
@@ -3510,9 +3522,9 @@ def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_
             context = run.model.training_context(batch[0].size(1), team.device, team.dtype, stage)
         run.model.update_context(context, progress)
         schedule = cfg.schedule(step, progress)
-        grad_factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+        factor = grad_factor(cfg, stage)
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, grad_factor, schedule)
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, schedule)
         recent += loss
         state.loss_steps += 1
         if team.on_gpu and clock.cap:
@@ -4079,10 +4091,9 @@ class Tiny(Config[WindowStage]):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        start = self.muon_momentum_warmup_start
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done,
-                        momentum=start + (self.muon_momentum - start) * warmup)
+                        momentum=momentum_at(self, warmth))
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window
@@ -5110,9 +5121,8 @@ class Golf(Config[Stage]):
         lr = 1.0
         if warmdown:
             lr = min(1.0, (1 - progress) / warmdown)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmup)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(lr, momentum=momentum_at(self, warmth))
 
     def layers(self, stage: Stage | None = None) -> list[Layer]:
         T = self.train_seq_len if stage is None else stage.row_tokens
@@ -5384,9 +5394,8 @@ class GolfPlus(Config[LoopStage]):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(1 - done, momentum=start + (self.muon_momentum - start) * warmup)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(1 - done, momentum=momentum_at(self, warmth))
 
     def layers(self, stage: LoopStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
@@ -5933,8 +5942,7 @@ class Speedrun(Config[WindowStage]):
         if self.muon_momentum_cooldown_steps and progress:
             steps_left = (1 - progress) * step / progress
             warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        start = self.muon_momentum_warmup_start
-        return Schedule(lr, momentum=start + (self.muon_momentum - start) * warmth, decay=lr)
+        return Schedule(lr, momentum=momentum_at(self, warmth), decay=lr)
 
     def scoring_window(self) -> int:
         return self.eval_window or self.stages()[-1].window
@@ -6109,6 +6117,39 @@ class MuddGate(NamedTuple):
     layer: int  # where it is used
     width: int  # how many values it has
     first: float  # initial value of each
+
+class LastMudd(NamedTuple):
+    """MUDD's weights for the last layer, each (B, T, 1), in the order of their rows in mudd_w2. The numbers
+    are what they start with: 2 for value embeddings is the maximum of the other layers' gates, and the
+    factors start as in other layers."""
+    # added to attention's values
+    value_first: Any = 0.0  # the first stream
+    value_attn_in: Any = 0.0  # the stream after attn_source
+    value_x: Any = 0.0  # the residual stream
+    # added to the residual stream
+    stream_first: Any = 0.0
+    stream_attn_in: Any = 0.0
+    stream_x: Any = 0.0
+    # on the value embedding
+    embed_low: Any = 2.0  # in the first half of the heads
+    embed_high: Any = 2.0  # in the second half
+    # on the sum after attention
+    attn_resid: Any = 1.1**0.5  # the residual stream
+    attn_out: Any = 1.0  # attention's output
+    attn_first: Any = 0.0
+    attn_bigrams: Any = 0.05
+    # on the sum after the MLP
+    mlp_resid: Any = 1.1**0.5
+    mlp_out: Any = 1.0
+
+class EndMudd(NamedTuple):
+    """MUDD's weights for what is added to the last stream, each (B, T, 1), in the order of their rows in
+    mudd_w2. The output starts as that stream minus half of the one after attn_source."""
+    first: Any = 0.0  # the first stream
+    attn_in: Any = -0.5  # the stream after attn_source
+    before: Any = 0.0  # the stream before the last layer
+    value_embed: Any = 0.0  # that of layer 1
+    skipped: Any = 0.0  # the output of the layer where the skip connection begins
 
 @dataclass(frozen=True)
 class TargetStage(WindowStage):
@@ -6379,7 +6420,7 @@ class SpeedrunPlus(Config[TargetStage]):
         values["embed"] = values["head"].clone()
         for layer in range(self.num_layers):
             values[f"blocks.{layer}.sa_lambdas"] = torch.tensor([0.5, 1.0])
-        for place, weights in enumerate(self.first_mudd()):
+        for place, weights in enumerate((LastMudd(), EndMudd())):
             values["mudd_b2"][place, :len(weights)] = torch.tensor(weights) / MUDD_SCALE
         for half, gates in enumerate(self.gate_tables()):
             first = torch.tensor(gate_values(gates))
@@ -6412,10 +6453,8 @@ class SpeedrunPlus(Config[TargetStage]):
         if self.muon_momentum_cooldown_steps and progress:
             steps_left = (1 - progress) * step / progress
             warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        start = self.muon_momentum_warmup_start
-        momentum = start + (self.muon_momentum - start) * warmth
         tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
-        return Schedule(lr, momentum, decay=lr, tied=tied)
+        return Schedule(lr, momentum_at(self, warmth), decay=lr, tied=tied)
 
     def windows(self, stage: TargetStage | None, T: int) -> dict[str, int]:
         last = self.stages()[-1]
@@ -6458,15 +6497,6 @@ class SpeedrunPlus(Config[TargetStage]):
         early = [g for g in gates if g.layer < self.gate_layer]
         late = [g for g in gates if g.layer >= self.gate_layer]
         return early, late
-
-    def first_mudd(self) -> tuple[list[float], list[float]]:
-        """MUDD's initial weights for the last layer and the output, in the order hidden() uses them. Value
-        embeddings start at 2, the maximum of the other layers' gates; other factors start as in other layers.
-        The output starts as the residual stream minus half of attn_source's output."""
-        for_streams = [0.0] * 6
-        for_attention = [1.1**0.5, 1.0, 0.0, 0.05]  # residual stream, output, first stream, bigrams
-        for_mlp = [1.1**0.5, 1.0]
-        return for_streams + [2.0, 2.0] + for_attention + for_mlp, [0.0, -0.5, 0.0, 0.0, 0.0]
 
     def loss_weights(self, progress: float) -> list[float]:
         """Loss weights at this progress: one per next target, then one for the prefix loss if the stage has
@@ -6610,11 +6640,12 @@ def mudd_parameters(width: int, hidden: int, rows: list[int]) -> tuple:
     n = max(rows)
     return parameter(places, hidden, width), parameter(places, n, hidden), parameter(places, n)
 
-def mudd_weights(x: Tensor, n: int, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """n weights (B, T, 1) with which each token of x (B, T, C) mixes streams: mudd() with the first n rows of
-    w2 and bias."""
+def mudd_weights(x: Tensor, kind: Any, w1: Tensor, w2: Tensor, bias: Tensor, scale: float) -> Any:
+    """The weights with which each token of x (B, T, C) mixes streams, as a `kind`, which is LastMudd or
+    EndMudd: mudd() with the first rows of w2 and bias."""
+    n = len(kind._fields)
     values = mudd(x, w1, w2[:n], bias[:n], scale)
-    return values.split(1, -1)
+    return kind(*values.split(1, -1))
 
 def gate_values(gates: list[MuddGate]) -> list[float]:
     """The initial values of all these gates, one after the other (n,)."""
@@ -6921,8 +6952,6 @@ def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor
     return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
 
 MUDD_SCALE = 0.1  # factor on MUDD's output; first_values() divides the biases by it
-LAST_MUDD = 14  # MUDD weights for the last layer
-END_MUDD = 5  # MUDD weights for the output
 
 def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
     """x (B, T, C) -> queries, keys and values, each (B, T, n), by one product with their matrices (n, C),
@@ -7018,7 +7047,8 @@ class SpeedrunPlusModel(SeveralTargets):
         self.smear_gate = parameter(1, cfg.smear_dim)
         self.skip_lambda = parameter(1)
         # index 0: for the last layer, 1: for the output
-        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, [LAST_MUDD, END_MUDD])
+        sizes = [len(LastMudd._fields), len(EndMudd._fields)]
+        self.mudd_w1, self.mudd_w2, self.mudd_b2 = mudd_parameters(C, cfg.mudd_dim, sizes)
         # index 0: from the embedding, 1: from gate_layer's input
         self.gate_tables = cfg.gate_tables()
         rows = [len(gate_values(gates)) for gates in self.gate_tables]
@@ -7092,18 +7122,19 @@ class SpeedrunPlusModel(SeveralTargets):
         attn_in = outputs[cfg.attn_source]
         # the last layer: MUDD's weights replace the learned factors and mix in earlier streams
         block = self.blocks[last]
-        mu = mudd_weights(x, LAST_MUDD, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
-        values = mu[0] * first + mu[1] * attn_in + mu[2] * x
-        x = (1 + mu[5]) * x + mu[3] * first + mu[4] * attn_in
+        mu = mudd_weights(x, LastMudd, self.mudd_w1[0], self.mudd_w2[0], self.mudd_b2[0], MUDD_SCALE)
+        values = mu.value_first * first + mu.value_attn_in * attn_in + mu.value_x * x
+        x = (1 + mu.stream_x) * x + mu.stream_first * first + mu.stream_attn_in * attn_in
         # each half of the heads has its own weight
-        halves = torch.cat((mu[6], mu[7]), -1).repeat_interleave(H // 2, -1)
+        halves = torch.cat((mu.embed_low, mu.embed_high), -1).repeat_interleave(H // 2, -1)
         values = split_heads(values, cfg.model_dim // H) + halves[..., None] * value_embeds[last]
         y = block.attend(rms_norm(attn_in), values, gates.get(last, {}), masks, context)
-        x = mu[8] * x + mu[9] * y + mu[10] * first + mu[11] * bigrams
-        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
-        mu = mudd_weights(x, END_MUDD, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
-        x = x + mu[0] * first + mu[1] * attn_in + mu[2] * before
-        x = x + mu[3] * value_embeds[1].flatten(2) + mu[4] * outputs[skip_from]
+        x = mu.attn_resid * x + mu.attn_out * y + mu.attn_first * first + mu.attn_bigrams * bigrams
+        resid = mu.mlp_resid * x
+        x = resid + mu.mlp_out * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[last])
+        end = mudd_weights(x, EndMudd, self.mudd_w1[1], self.mudd_w2[1], self.mudd_b2[1], MUDD_SCALE)
+        x = x + end.first * first + end.attn_in * attn_in + end.before * before
+        x = x + end.value_embed * value_embeds[1].flatten(2) + end.skipped * outputs[skip_from]
         return rms_norm(x)
 
 # ---------- gpt2 and gpt2_plus: what both use
@@ -7543,10 +7574,9 @@ class GPT2(Config[WindowStage]):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        start = self.muon_momentum_warmup_start
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
-                        momentum=start + (self.muon_momentum - start) * warmup)
+                        momentum=momentum_at(self, warmth))
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window or self.train_seq_len
@@ -7842,9 +7872,7 @@ class GPT2Plus(Config[WindowStage]):
         lr = 1 - done + self.lr_floor * done
         if self.lr_warmup_steps:
             lr *= min(1.0, (step + 1) / self.lr_warmup_steps)
-        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
-        start = self.muon_momentum_warmup_start
-        momentum = start + (self.muon_momentum - start) * warmup
+        momentum = momentum_at(self, warmup_done(step, self.muon_momentum_warmup_steps))
         if self.muon_momentum_end:
             momentum += (self.muon_momentum_end - momentum) * done
         return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)

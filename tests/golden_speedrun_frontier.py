@@ -334,9 +334,9 @@ def test_frontier_mudd(speedrun_frontier):
     golden, model = speedrun_frontier, speedrun_frontier.model()
     x = golden.tensor("unit.x")[None]
     with torch.no_grad():
-        for place, n in enumerate((train_gpt.LAST_MUDD, train_gpt.END_MUDD)):
+        for place, kind in enumerate((train_gpt.LastMudd, train_gpt.EndMudd)):
             weights = model.mudd_w1[place], model.mudd_w2[place], model.mudd_b2[place]
-            ours = torch.cat(train_gpt.mudd_weights(x, n, *weights, train_gpt.MUDD_SCALE), -1)
+            ours = torch.cat(train_gpt.mudd_weights(x, kind, *weights, train_gpt.MUDD_SCALE), -1)
             assert difference(ours[0], golden.tensor(f"unit.mudd_{place}")) < UNIT
         for half, table in enumerate(golden.cfg.gate_tables()):
             weights = model.mudd_gate_w1[half], model.mudd_gate_w2[half], model.mudd_gate_b2[half]

@@ -629,7 +629,7 @@ def train_steps(subject: Subject, run: Any, loss_fn: Callable, steps: int) -> li
     cfg = run.cfg
     stage = cfg.stages()[0]
     context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
-    factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
+    factor = subject.trainer.grad_factor(cfg, stage)
     losses = []
     for step in range(steps):
         batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
