@@ -6260,14 +6260,19 @@ class SpeedrunBlock(nn.Module):
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         own, embedded = self.value_lambdas.to(v.dtype)
-        v = own * v
         if value_embed is not None:
-            v = v + embedded * split_heads(value_embed, self.head_dim)
+            v = own * v + embedded * split_heads(value_embed, self.head_dim)
         q = rotate(rms_norm(q) * context.attn_scale, *context.rope)
         k = rotate(rms_norm(k), *context.rope)
         y = attend_heads(q, k, v, mask, self.kernels.attention)
+        factor = None
         if self.attn_gate is not None:
-            y = y * gate(h, self.attn_gate)[..., None]
+            factor = gate(h, self.attn_gate)[..., None]
+        if value_embed is None:
+            # attention is linear in v: with the gate its factor costs no pass over v, and none over v's gradient
+            factor = own if factor is None else own * factor
+        if factor is not None:
+            y = y * factor
         return linear(y.flatten(2), self.attn_proj)
 
 class SpeedrunModel(Model):
