@@ -1043,9 +1043,9 @@ class Bank:
 
     data: the weights the model reads; every rank holds all of them. master: this rank's share in fp32; it
     shares data's memory if data is fp32. grad: the sum over micro-steps, in fp32 (embedding tables: in the
-    dtype of data). sent: replaces Muon's grad, in the dtype of data, when a step is one micro-step on
-    several ranks; else None. my_data, my_grad: this rank's share. state: first and second moments, then the
-    weights' EMA. fresh: the next gradients overwrite grad instead of adding to it."""
+    dtype of data). parts: on several ranks, the gradients of steps of one micro-step as autograd made them, a
+    list per step, in place of grad. my_data, my_grad: this rank's share. state: first and second moments,
+    then the weights' EMA. fresh: there are no gradients yet, and the next ones overwrite grad."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
@@ -1053,14 +1053,15 @@ class Bank:
         self.rank = rank
         self.world_size = world_size
         self.state = []
+        self.parts: list = []
         self.fresh = True
-        self.sent: Tensor | None = None
         self.unit: tuple = (64,)
         if row.optimizer == "muon":
             self.unit = (row.unit_rows or len(params[0]), params[0].size(1))
         size = math.prod(self.unit)
         self.shapes = [p.shape for p in params]
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
+        self.dense = self.places[-1] == sum([p.numel() for p in params])  # no padding between parameters
         self.units = int(self.places[-1]) // size  # without the padding of shares
         total = math.ceil(self.units / world_size) * world_size * size
         is_embedding = row.group in ("embed", "value_embed")
@@ -1104,24 +1105,60 @@ class Bank:
         whole = torch.zeros_like(self.data, dtype=torch.float32)
         for name, view in zip(self.names, self.views(whole)):
             view.copy_(values[name])
-        self.fresh = True  # the gradients so far belong to other values
+        self.clear()  # the gradients so far belong to other values
         self.data.copy_(whole)
         for mine in (self.master, *self.state[2:]):
             mine.copy_(self.share(whole))
 
+    def clear(self) -> None:
+        """Drops the gradients."""
+        self.parts = []
+        self.fresh = True
+
     def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
         """Adds the gradients of a micro-step. alone: it is the only one of its step."""
-        self.sent = None
-        narrow = self.data.dtype != self.grad.dtype and self.world_size > 1
-        # Muon only: while tied, step() adds embed.grad to head.grad, so those gradients must be in grad
-        if alone and narrow and self.row.optimizer == "muon" and self.row.every == 1:
-            self.sent = torch.zeros_like(self.data)
-            torch._foreach_copy_(self.views(self.sent), gradients)
-        elif self.fresh:
+        unsummed = self.fresh or len(self.parts) > 0
+        if alone and unsummed and self.world_size > 1 and len(self.parts) < self.row.every <= 2:
+            self.parts.append(gradients)
+            self.fresh = False
+        else:
+            self.sum_parts()
+            self.add_to_sum(gradients)
+
+    def add_to_sum(self, gradients: Sequence[Tensor]) -> None:
+        """grad takes in gradients."""
+        if self.fresh:
             torch._foreach_copy_(self.grads, gradients)
         else:
             torch._foreach_add_(self.grads, gradients)
         self.fresh = False
+
+    def sum_parts(self) -> None:
+        """Moves parts, if there are any, to grad."""
+        parts = self.parts
+        if parts:
+            self.clear()
+        for gradients in parts:
+            self.add_to_sum(gradients)
+
+    def joined_parts(self) -> Tensor:
+        """The sum of parts, one list or two, in the dtype of data and flat. As bf16 + bf16 is the fp32 sum,
+        rounded, it is what grad would round to, with half the memory traffic."""
+        if self.grad.dtype == self.data.dtype:
+            whole = self.grad
+        elif self.dense:
+            whole = torch.empty_like(self.data)
+            whole[self.places[-1]:].zero_()
+        else:
+            whole = torch.zeros_like(self.data)
+        views = self.views(whole)
+        if len(self.parts) == 1:
+            torch._foreach_copy_(views, self.parts[0])
+        else:
+            for first, second, view in zip(*self.parts, views):
+                torch.add(first, second, out=view)
+        self.parts = []
+        return whole
 
     def reduce(self, group: dist.ProcessGroup | None) -> "dist.Work | None":
         """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
@@ -1129,8 +1166,7 @@ class Bank:
             self.grad.zero_()
         if self.world_size == 1:
             return None
-        whole = self.grad.to(self.data.dtype) if self.sent is None else self.sent
-        self.sent = None
+        whole = self.joined_parts() if self.parts else self.grad.to(self.data.dtype)
         return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
 
 class Optimizer:
@@ -1203,6 +1239,8 @@ class Optimizer:
                 elif "embed" in bank.names:
                     embed = bank
         if head:
+            for bank in (head, embed):
+                bank.sum_parts()
             head.grad.add_(embed.grad)
             banks.remove(embed)
         # 2. All reductions start at once.
@@ -1227,7 +1265,7 @@ class Optimizer:
                 self.adam_step(*self.adam_args(bank, grad_scale, schedule))
             if bank.master is not bank.my_data:
                 bank.my_data.copy_(bank.master)
-            bank.fresh = True
+            bank.clear()
             if job:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
         for gather in gathers:
@@ -1237,7 +1275,7 @@ class Optimizer:
             embed.data.copy_(head.data)
             for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
                 mine.copy_(other)
-            embed.fresh = True
+            embed.clear()
         # 6. the EMA of the weights
         if cfg.ema_decay:
             for bank in self.banks:
@@ -3420,8 +3458,9 @@ def rehearse_stages(run: Run) -> float:
     for step in range(max(cfg.warmup_steps, len(table))):
         began = time.perf_counter()
         stage = table[step % len(table)]
-        for bank in run.optimizer.banks:
-            bank.sent = None  # left by a stage that took no step
+        if step == 0 or step > cfg.warmup_steps:  # left by a try that failed, or by a stage without a step
+            for bank in run.optimizer.banks:
+                bank.clear()
         T = stage.row_tokens
         share = stage.batch_tokens // T // team.world_size
         rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
@@ -6037,14 +6076,19 @@ class SpeedrunBlock(nn.Module):
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
         own, embedded = self.value_lambdas.to(v.dtype)
-        v = own * v
         if value_embed is not None:
-            v = v + embedded * split_heads(value_embed, self.head_dim)
+            v = own * v + embedded * split_heads(value_embed, self.head_dim)
         q = rotate(rms_norm(q) * context.attn_scale, *context.rope)
         k = rotate(rms_norm(k), *context.rope)
         y = attend_heads(q, k, v, mask, self.kernels.attention)
+        factor = None
         if self.attn_gate is not None:
-            y = y * gate(h, self.attn_gate)[..., None]
+            factor = gate(h, self.attn_gate)[..., None]
+        if value_embed is None:
+            # attention is linear in v, so v's factor can wait for the gate, which spares a pass over v
+            factor = own if factor is None else own * factor
+        if factor is not None:
+            y = y * factor
         return linear(y.flatten(2), self.attn_proj)
 
 class SpeedrunModel(Model):

@@ -515,34 +515,43 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     assert groups == ["G"]
 
 
-def test_a_single_micro_step_sends_its_gradients_as_they_are(monkeypatch):
-    """In bf16, those of Muon's matrices without a copy in fp32; what is sent is the same. Several micro-steps
-    are summed in fp32, and one rank needs no copy for others."""
+@pytest.mark.parametrize("every", [1, 2])
+def test_single_micro_steps_send_their_gradients_as_they_are(every, monkeypatch):
+    """In bf16, without a copy in fp32, also the sum of two steps for one update; what is sent is the same, to
+    the bit. Several micro-steps are summed in fp32, and one rank needs no copy for others."""
     sent = []
     monkeypatch.setattr(train_gpt, "reduce_scatter", lambda _, whole, **__: sent.append(whole.clone()))
-    model = randomised(TINY)
-    gradients = some_gradients(model, 0)
+    cfg = with_rows(TINY, lambda row: row._replace(every=every))
+    model = randomised(cfg)
 
-    def copied(world_size, alone):
-        """[(optimizer of a bank, was its sum written?)] after two steps, the first with other gradients."""
-        optimizer = Optimizer(model, TINY, 0, world_size, dtype=torch.bfloat16)
-        add_gradients(optimizer, some_gradients(model, 1), alone)
+    def copied(world_size, *alone):
+        """{was the sum written?, for each bank with an fp32 sum} after an update by other gradients and the
+        steps of another."""
+        optimizer = Optimizer(model, cfg, 0, world_size, dtype=torch.bfloat16)
+        for step, single in enumerate((*alone, *alone)):
+            if step == len(alone):
+                for bank in optimizer.banks:
+                    bank.reduce(None)
+                    bank.clear()
+                    for grad in bank.grads:
+                        grad.fill_(7.0)
+                sent.clear()
+            add_gradients(optimizer, some_gradients(model, step), single)
         for bank in optimizer.banks:
             bank.reduce(None)
-            bank.fresh = True
-            for grad in bank.grads:
-                grad.fill_(7.0)
-        sent.clear()
-        add_gradients(optimizer, gradients, alone)
-        for bank in optimizer.banks:
-            bank.reduce(None)
-        return {(bank.row.optimizer, bool((bank.grads[0] != 7).any())) for bank in optimizer.banks}
+        wide = [bank for bank in optimizer.banks if bank.grad.dtype == torch.float32]
+        assert {bank.row.optimizer for bank in wide} == {"muon", "adam"}
+        return {bool((bank.grads[0] != 7).any()) for bank in wide}
 
-    assert copied(2, alone=True) == {("muon", False), ("adam", True)}
+    assert copied(2, *[True] * every) == {False}
     as_they_are = [*sent]
-    assert copied(2, alone=False) == {("muon", True), ("adam", True)} == copied(1, alone=True)
+    assert copied(2, *[False] * every) == {True} == copied(1, *[True] * every)
     assert {whole.dtype for whole in as_they_are} == {torch.bfloat16}
-    assert copied(2, alone=False) and all(map(torch.equal, as_they_are, sent)) and len(sent) > 3
+    assert copied(2, *[False] * every) and all(map(torch.equal, as_they_are, sent)) and len(sent) > 3
+    # a stage with more micro-steps begins between two steps of one update
+    assert copied(2, True, False) == {True} and len(sent) > 3
+    after_one = [*sent]
+    assert copied(2, False, False) == {True} and all(map(torch.equal, after_one, sent))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -607,9 +616,10 @@ def rank_main(folder, rank, world_size):
         optimizer = Optimizer(model, cfg, rank, world_size, group)
         for step in range(10):  # each rank has another gradient; their mean is the same for any world_size
             gradients, factor = some_gradients(model, step), 2 * (rank + 1) / (world_size + 1)
-            for _ in range(2):  # micro-steps
+            micro = 1 if step in (2, 3, 5, 8) else 2  # both steps of an update, its second, its first
+            for _ in range(micro):
                 parts = [(p * gradients[name]).sum() for name, p in model.named_parameters()]
-                optimizer.backward(sum(parts) * factor / 2)
+                optimizer.backward(sum(parts) * factor / micro, micro == 1)
             optimizer.step(Schedule(1 - 0.05 * step, 0.9))
         padding = sum(float(bank.data[outside(model, bank)].abs().sum()) for bank in optimizer.banks)
         torch.save((values(model), padding), f"{folder}/{world_size}_{rank}_{i}.pt")

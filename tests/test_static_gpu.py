@@ -210,14 +210,36 @@ LINES = [
 
 @pytest.mark.parametrize("function, want", [
     (lambda x, y: x.add_(y), 3 * 4096), (lambda x, y: x.to(torch.float32), 0),
-    (lambda x, y: x.half(), 2048 + 2 * 4096),
+    (lambda x, y: x.half(), 2048 + 4096), (lambda x, y: x.copy_(y), 2 * 4096), (lambda x, y: x.zero_(), 4096),
+    (lambda x, y: torch.add(x, y, out=y), 3 * 4096), (lambda x, y: torch.add(x, y), 3 * 4096),
     (lambda x, y: torch.cat([x, y]), 2 * 2 * 2048), (lambda x, y: x.view(-1), 0)])
 def test_bytes_of_torch_s_own_kernels(function, want):
-    """Inputs and the largest again; a `to` that changes nothing moves nothing. Lists that are concatenated
-    count as bf16."""
+    """Inputs and the largest again; what is overwritten is not read; a `to` that changes nothing moves
+    nothing. Lists that are concatenated count as bf16."""
     x, y = torch.ones(32, 32), torch.ones(32, 32)
     found = static_gpu.eager_bytes(torch, lambda: function(x, y))
     assert found == want
+
+
+def test_copies_of_the_fake_process_group_do_not_count():
+    """On a GPU NCCL's kernels move what a collective moves, which is counted apart."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        whole, mine = torch.ones(4096), torch.ones(1024)
+
+        def collectives():
+            train_gpt.reduce_scatter(mine, whole)
+            mine.copy_(whole[:1024])
+            train_gpt.all_gather(whole, mine, async_op=True).wait()
+
+        assert static_gpu.eager_bytes(torch, collectives) == 2 * 4096
+    finally:
+        torch.distributed.destroy_process_group()
+    copy = ["copy", "4096", "device->device"]
+    lines = [copy, ["collective", "all_gather", "4096"], copy, copy, ["collected"], copy]
+    assert static_gpu.without_stand_ins(lines) == [copy, ["collective", "all_gather", "4096"], copy]
 
 
 def test_bytes_of_tensor_lists():

@@ -188,7 +188,22 @@ class Recorder:
         finally:
             self.library.static_record(None)
         with open(self.file.name) as file:
-            return value, [line.rstrip("\n").split("\t") for line in file], [*self.waits]
+            lines = [line.rstrip("\n").split("\t") for line in file]
+        return value, without_stand_ins(lines), [*self.waits]
+
+
+def without_stand_ins(lines):
+    """lines without the copies by which the fake process group stands for NCCL's kernels."""
+    kept = []
+    inside = False
+    for line in lines:
+        if line[0] == "collective":
+            inside = True
+        if line[0] == "collected":
+            inside = False
+        elif not inside or line[0] != "copy":
+            kept.append(line)
+    return kept
 
 
 def replace_attention(torch, note):
@@ -220,9 +235,9 @@ def replace_attention(torch, note):
 
 @contextmanager
 def count_bytes(torch, note, width, order=False):
-    """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table at most `width`: what
-    is looked up. order: generated ones also note the bytes that they walk against the order in memory; -1 if
-    that is unknown."""
+    """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table in which they look up
+    or scatter rows, at most `width`: those rows. order: generated ones also note the bytes that they walk
+    against the order in memory; -1 if that is unknown."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     real = CachingAutotuner.run
@@ -232,11 +247,9 @@ def count_bytes(torch, note, width, order=False):
         """CachingAutotuner.run(), which notes what it launches."""
         tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
         name = self.fn.__name__
-        note(
-            "bytes",
-            name,
-            sum(min(x.nbytes, width) if "embedding" in name and x.dim() == 2 else x.nbytes for x in tensors),
-        )
+        by_row = "embedding" in name and any(x.dtype == torch.int64 for x in tensors)  # it reads tokens
+        sizes = [min(x.nbytes, width) if by_row and x.dim() == 2 else x.nbytes for x in tensors]
+        note("bytes", name, sum(sizes))
         if not order:
             return real(self, *args, **kwargs)
         result = real(self, *args, **kwargs)  # now it has its configurations
@@ -290,18 +303,37 @@ def list_bytes(torch):
             setattr(torch, name, call)
 
 
+def moved_bytes(name, sizes):
+    """Bytes that an operator reads and writes. sizes: of its tensors, in order."""
+    if name in ("copy_", "fill_", "zero_"):
+        return sum(sizes)  # what the first tensor held isn't read
+    if name == "add" and len(sizes) == 4 and sizes[3]:
+        return sum(sizes)  # the last one is the result: out=
+    return sum(sizes) + max(sizes, default=0)
+
+
 def eager_bytes(torch, function):
-    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again; of
-    tensor lists that are concatenated, as bf16."""
+    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again as
+    its result; of tensor lists that are concatenated, as bf16. Without collectives."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
         function()
-    events = [event for event in found.profiler.kineto_results.events() if event.name().startswith("aten::")]
+    events = [
+        event
+        for event in found.profiler.kineto_results.events()
+        if event.name().startswith(("aten::", "c10d::"))
+    ]
     events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
     total = 0
+    collective = {}  # {thread: end of its last collective}
     for event, after in zip(events, [*events[1:], None]):
         end = event.start_ns() + event.duration_ns()
+        thread = event.start_thread_id()
+        if event.name().startswith("c10d::"):
+            collective[thread] = max(end, collective.get(thread, 0))
+        if event.start_ns() < collective.get(thread, 0):
+            continue  # the copies by which the fake process group stands for NCCL
         inner = after and after.start_thread_id() == event.start_thread_id() and after.start_ns() < end
         name = event.name()[6:]
         of_lists = noted[name].popleft() if noted.get(name) else 0
@@ -315,7 +347,7 @@ def eager_bytes(torch, function):
         for shape, dtype in zip(shapes(), event.dtypes()):
             many = shape if shape and isinstance(shape[0], list) else [shape]
             sizes.append(sum(DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one))
-        total += sum(sizes) + max(sizes, default=0)
+        total += moved_bytes(name, sizes)
     return total
 
 
@@ -376,7 +408,9 @@ class Subject:
 
         def call(out, inp, **kwargs):
             note("collective", name, max(out.nbytes, inp.nbytes))
-            return real(out, inp, **kwargs)
+            job = real(out, inp, **kwargs)
+            note("collected")
+            return job
 
         setattr(self.trainer, name, call)
 
