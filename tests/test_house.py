@@ -50,7 +50,8 @@ def untidy_text(text):
 
 def odd_indentation(text):
     """Blocks that are not 4 spaces further in than what they belong to."""
-    depth, found = 0, []
+    depth = 0
+    found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.INDENT:
             depth += 1
@@ -124,7 +125,8 @@ def recipe_names(nodes):
 def preset_names(text):
     """(names, lines on which one stands as a string, apart from the constant `preset` of each recipe)"""
     nodes = nodes_of(text)
-    names, allowed = recipe_names(nodes), set()
+    names = recipe_names(nodes)
+    allowed = set()
     for node in nodes:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "preset":
             allowed |= {id(part) for part in ast.walk(node)}
@@ -141,7 +143,8 @@ def asks_for_a_preset(text):
 def foreign_imports(text):
     """What a copy in an empty folder would lack: all but the standard library, torch, numpy, and, not at the
     top level, five that only some runs need, and triton, which a CUDA build of torch brings along."""
-    found, top_level = [], set(nodes_of(text)[0].body)
+    found = []
+    top_level = set(nodes_of(text)[0].body)
     for node in nodes_of(text):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -319,7 +322,7 @@ PACKED = ("bench.py", "gpu_plan.py", "static_gpu.py")
 UNTYPED = (*PACKED, "emulated_run.py", "gpu_parts.py", "kernel_costs.py", "mutation.py")
 
 
-@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in PACKED], ids=name_of)
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name not in PACKED], ids=name_of)
 def test_one_assignment_a_line(path):
     assert packed_assignments(path.read_text(encoding="utf-8")) == []
 
@@ -414,7 +417,8 @@ def repository_files():
 
 def test_nothing_left_to_do_and_no_machine_path():
     """In any text file of the repository."""
-    found, files = [], repository_files()
+    found = []
+    files = repository_files()
     assert SCRIPT in files
     for path in files:
         raw = path.read_bytes()
