@@ -157,16 +157,38 @@ def foreign_imports(text):
     return found
 
 
+def arguments_of(node):
+    """All of a function but self and cls."""
+    args = node.args
+    found = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    return [one for one in found if one and one.arg not in ("self", "cls")]
+
+
 def without_hints(text):
-    """Functions of a module and methods of its classes with an argument, or a result, without a type hint."""
+    """Functions with an argument, or a result, without a type hint."""
     found = []
-    for owner in [node for node in nodes_of(text) if isinstance(node, ast.Module | ast.ClassDef)]:
-        for node in owner.body:
-            if isinstance(node, ast.FunctionDef):
-                arguments = [*node.args.args, *node.args.kwonlyargs]
-                bare = [one.arg for one in arguments if one.annotation is None]
-                if node.returns is None or set(bare) - {"self", "cls"}:
-                    found.append(node.name)
+    for node in functions_of(text):
+        if node.returns is None or any(one.annotation is None for one in arguments_of(node)):
+            found.append(node.name)
+    return found
+
+
+# What says nothing in a hint unless it says of what
+CONTAINERS = {"dict", "list", "tuple", "set", "Callable", "Iterable", "Iterator", "Sequence", "Mapping",
+              "Counter", "Generator"}
+
+
+def vague_hints(text):
+    """`dict` for dict[str, int], `Callable` for Callable[[int], str], in hints of functions and variables."""
+    hints = [node.annotation for node in nodes_of(text) if isinstance(node, ast.AnnAssign)]
+    for node in functions_of(text):
+        hints += [node.returns, *[one.annotation for one in arguments_of(node)]]
+    found = []
+    for hint in filter(None, hints):
+        parts = list(ast.walk(hint))
+        told = [part.value for part in parts if isinstance(part, ast.Subscript)]
+        found += [f"line {part.lineno}: {part.id}" for part in parts
+                  if isinstance(part, ast.Name) and part.id in CONTAINERS and part not in told]
     return found
 
 
@@ -177,17 +199,20 @@ def packed_assignments(text):
             and any(isinstance(target, ast.Tuple) for target in node.targets)]
 
 
+def path_edits(nodes):
+    return [f"line {node.lineno}: sys.path" for node in nodes if isinstance(node, ast.Attribute)
+            and (ast.unparse(node.value), node.attr) == ("sys", "path")]
+
+
 def acts_when_imported(text):
     """Statements of a module's top level that do something: a call by itself, a loop; an edit of sys.path
-    anywhere. A module is looked for where its program says once."""
+    anywhere."""
     found = []
     for node in nodes_of(text)[0].body:
         words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Delete) and not words:
             found.append(f"line {node.lineno}")
-    paths = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)
-             and (ast.unparse(node.value), node.attr) == ("sys", "path")]
-    return found + [f"line {node.lineno}: sys.path" for node in paths]
+    return found + path_edits(nodes_of(text))
 
 
 def imports_tests(text):
@@ -266,9 +291,13 @@ PLANTED = [
         "from sys import modules\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
-    (without_hints, "def f(a: int) -> str:\n    def g(x):\n        x\n" + METHOD.replace("a)", "a: int)"), [
+    (without_hints, "def f(a: int) -> str:\n    return lambda x: x\n" + METHOD.replace("a)", "a: int)"), [
         "def f(a) -> int:\n    pass\n", "def f(a: int):\n    pass\n", METHOD,
-        "def f(*, a) -> int:\n    pass\n"]),
+        "def f(*, a) -> int:\n    pass\n", "def f(*a) -> int:\n    pass\n",
+        "def f() -> int:\n    def g(x) -> int:\n        pass\n"]),
+    (vague_hints, "def f(a: Callable[[int], list[str]], *b: Any) -> None:\n    c: set[int] = set()\n", [
+        "def f(a: dict) -> int:\n    pass\n", "def f() -> tuple[dict, int]:\n    pass\n",
+        "def f(*a: list | None) -> int:\n    pass\n", "a: dict[str, Callable] = {}\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
         "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
     (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
@@ -317,19 +346,19 @@ def test_a_forbidden_arrow_is_named(place, call, named):
     assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
 
 
-# What a part of the project still packs, and where hints are missing; the rest packs nothing and has them
-PACKED = ("bench.py", "gpu_plan.py", "static_gpu.py")
-UNTYPED = (*PACKED, "emulated_run.py", "gpu_parts.py", "kernel_costs.py", "mutation.py")
-
-
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name not in PACKED], ids=name_of)
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_one_assignment_a_line(path):
     assert packed_assignments(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in UNTYPED], ids=name_of)
+@pytest.mark.parametrize("path", TOOLS, ids=name_of)
 def test_functions_have_type_hints(path):
     assert without_hints(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sources("data", "tools"), ids=name_of)
+def test_hints_say_what_is_in_a_container(path):
+    assert vague_hints(path.read_text(encoding="utf-8")) == []
 
 
 def test_modules_of_records_do_nothing_when_imported():

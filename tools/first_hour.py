@@ -97,7 +97,7 @@ def fill(page: str, home: Path, env: dict[str, str]) -> float:
     text = (ROOT / page).read_text(encoding="utf-8")
     began = time.time()
 
-    def run(found):
+    def run(found: re.Match) -> str:
         lines = step(found[1].replace("\\\n", " "), home, env)[2]
         return f"```sh\n{found[1]}```\n\n```\n" + "\n".join(shown(lines)) + "\n```\n"
 

@@ -53,7 +53,8 @@ def say(good: bool, *words: object) -> bool:
     return good
 
 
-def loss_row(V: int, cap: tuple, dtype: torch.dtype, many: int, row: int, missing: bool) -> bool:
+def loss_row(V: int, cap: tuple[float, float, float], dtype: torch.dtype, many: int, row: int,
+             missing: bool) -> bool:  # fmt: skip
     """One row by the kernel and by row_losses(). missing: its last target is none."""
     draw = torch.Generator().manual_seed(row)
     logits = (12 * torch.randn(ROWS, V, generator=draw)).bfloat16()

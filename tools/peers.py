@@ -322,7 +322,8 @@ class Bench:
         self.machine = machine()
         self.script = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
-    def measured(self, key: dict[str, Any], what: str, function: Callable[[], dict]) -> dict[str, Any]:
+    def measured(self, key: dict[str, Any], what: str,
+                 function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The row of that key, from the file or from function(), without its key."""
         key = dict(text=self.text.key, machine=self.machine, **key)
         row = self.kept.find(key)
