@@ -45,7 +45,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(Path(__file__).resolve().parent))
 import inputs  # noqa: E402
 
 if TYPE_CHECKING:  # imported where they are needed: without them, this says what to install

@@ -59,7 +59,8 @@ try:
 except ImportError as error:
     sys.exit(f"prepare: the package {error.name} is missing: ./run.sh setup")
 
-sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(Path(__file__).resolve().parent))
 import inputs  # noqa: E402
 
 VOCAB_SIZE = 1024  # default; a small model has to learn the embedding within its two minutes

@@ -199,9 +199,23 @@ def packed_assignments(text):
             and any(isinstance(target, ast.Tuple) for target in node.targets)]
 
 
+def is_of_a_program(node):
+    """`if __name__ == "__main__":`"""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
 def path_edits(nodes):
     return [f"line {node.lineno}: sys.path" for node in nodes if isinstance(node, ast.Attribute)
             and (ast.unparse(node.value), node.attr) == ("sys", "path")]
+
+
+def paths_beside_a_program(text):
+    """Edits of sys.path, but for one of a file that is started as a program, where that begins: a module is
+    looked for where its program says."""
+    body = nodes_of(text)[0].body
+    inside = [path_edits(ast.walk(node)) for node in body if is_of_a_program(node)]
+    elsewhere = [edit for node in body if not is_of_a_program(node) for edit in path_edits(ast.walk(node))]
+    return elsewhere + sum(inside, [])[1:]
 
 
 def acts_when_imported(text):
@@ -298,6 +312,10 @@ PLANTED = [
     (vague_hints, "def f(a: Callable[[int], list[str]], *b: Any) -> None:\n    c: set[int] = set()\n", [
         "def f(a: dict) -> int:\n    pass\n", "def f() -> tuple[dict, int]:\n    pass\n",
         "def f(*a: list | None) -> int:\n    pass\n", "a: dict[str, Callable] = {}\n"]),
+    (paths_beside_a_program, "if __name__ == '__main__':\n    sys.path.insert(0, x)\nimport y\nprint(y)\n", [
+        "sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n",
+        "if __name__ == '__main__':\n    sys.path.append(x)\n    sys.path.append(y)\n",
+        2 * "if __name__ == '__main__':\n    sys.path += x\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
         "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
     (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
@@ -359,6 +377,14 @@ def test_functions_have_type_hints(path):
 @pytest.mark.parametrize("path", sources("data", "tools"), ids=name_of)
 def test_hints_say_what_is_in_a_container(path):
     assert vague_hints(path.read_text(encoding="utf-8")) == []
+
+
+def test_programs_say_where_modules_are():
+    """In one place each. What bench does for files that old checkouts import beside them apart."""
+    found = {name_of(path): paths_beside_a_program(path.read_text(encoding="utf-8"))
+             for path in sources("data", "tools")}
+    assert [edit.split(": ")[1] for edit in found.pop("tools/bench.py")] == 2 * ["sys.path"]
+    assert not any(found.values()), found
 
 
 def test_modules_of_records_do_nothing_when_imported():

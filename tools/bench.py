@@ -59,7 +59,8 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 
 if TYPE_CHECKING:  # gpu-report imports this beside a train_gpt.py of any age

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 from screens import CHROMIUM, on_terminal  # noqa: E402
 

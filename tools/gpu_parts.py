@@ -41,7 +41,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(ROOT / "tools"))
 import seen_on_gpu  # noqa: E402
 from gpu_plan import LINES_SHOWN, last_lines, start_process, stop_process  # noqa: E402
 

@@ -45,7 +45,8 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(ROOT / "tools"))
 import gpu_plan  # noqa: E402
 from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  # noqa: E402
 

@@ -49,7 +49,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))    # which isolated modes of Python leave out
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 from line_trace import TRACE  # noqa: E402
 from mutants import KINDS, Finder, Mutant, draw  # noqa: E402
 

@@ -37,7 +37,8 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from judge.trials import last_line  # noqa: E402

@@ -47,7 +47,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(HERE))
 import kernel_costs  # noqa: E402
 import seen_on_gpu  # noqa: E402
 

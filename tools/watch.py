@@ -31,8 +31,8 @@ try:
 except ImportError:
     sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "records"))
-sys.path.append(str(ROOT / "data"))
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "records"), str(ROOT / "data")]
 import inputs  # noqa: E402
 from judge.runs import STEP  # noqa: E402
 from judge.trials import draw_run  # noqa: E402
