@@ -3530,10 +3530,7 @@ def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_
         elif step == last:
             done = "iterations"
         # 2. a checkpoint; the last step's is off the clock
-        stop = clock.stop_asked
-        if team.world_size == 1:  # nobody to agree with
-            stop = stop or saver.signals
-        if saver.due(step, state.seconds, stop, done):
+        if saver.due(step, state.seconds, clock.stop_asked or (team.world_size == 1 and saver.signals), done):
             state.loss_sum = mean_of_ranks(recent, team)
             saver.save(state)
             if done:

@@ -42,11 +42,16 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(Path(__file__).resolve().parent))
 import inputs  # noqa: E402
+
+if TYPE_CHECKING:  # imported where they are needed: without them, this says what to install
+    import numpy as np
+    from sentencepiece import SentencePieceProcessor
 
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
@@ -154,10 +159,10 @@ class Server:
         self.delay = delay
         self.timeout = timeout
 
-    def headers(self) -> dict:
+    def headers(self) -> dict[str, str]:
         return {}
 
-    def retry(self, what: str, action: Callable) -> Any:
+    def retry(self, what: str, action: Callable[[], Any]) -> Any:
         """action(), again after longer and longer waits where that may help; raises Failed in the end."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
         for trial in range(self.tries):
@@ -228,7 +233,7 @@ class Hub(Server):
         super().__init__(tries, delay, timeout)
         self.api = HfApi(endpoint=endpoint)
 
-    def headers(self) -> dict:
+    def headers(self) -> dict[str, str]:
         from huggingface_hub.utils import build_hf_headers
         return build_hf_headers()
 
@@ -246,10 +251,10 @@ class Hub(Server):
                          f"({type(error).__name__})") from None
 
 
-def select(source: Source, listing: list, train_shards: int, out: Path) -> list[File]:
+def select(source: Source, listing: list[Any], train_shards: int, out: Path) -> list[File]:
     """The tokenizer if there is one, the first `train_shards` train shards (0: all) and all val shards, each
     sorted by name; of parquet shards the last one is val."""
-    def matching(pattern, split, folder):
+    def matching(pattern: str, split: str, folder: Path) -> list[File]:
         items = [item for item in listing if re.fullmatch(pattern, item.rfilename)]
         return [File(item.rfilename, folder / Path(item.rfilename).name, split, item.size,
                      item.lfs.sha256 if item.lfs else None, item.blob_id)
@@ -325,7 +330,7 @@ def download(hub: Hub, source: Source, revision: str | None, files: list[File]) 
         url = hf_hub_url(source.repo, file.remote, repo_type="dataset", revision=revision,
                          endpoint=hub.api.endpoint)
 
-        def attempt():
+        def attempt() -> str:
             hub.fetch(url, file.part, file.size, progress)
             try:
                 return verify(file.part, file)
@@ -352,7 +357,7 @@ def shard_tokens(path: Path) -> int:
     return count
 
 
-def decoded_bytes(sp: Any, tokens: Any, bos_id: int) -> int:
+def decoded_bytes(sp: SentencePieceProcessor, tokens: np.ndarray, bos_id: int) -> int:
     """UTF-8 bytes of the text of `tokens`, each document decoded by itself. BOS starts a document and counts
     no bytes. `tokens` may be a memory map: about DECODE_TOKENS of them are decoded at a time."""
     import numpy as np
@@ -371,7 +376,8 @@ def decoded_bytes(sp: Any, tokens: Any, bos_id: int) -> int:
     return total
 
 
-def count_val(sp: Any, shards: list[Path], vocab_size: int, bos_id: int) -> tuple[int | None, int]:
+def count_val(sp: SentencePieceProcessor | None, shards: list[Path], vocab_size: int,
+              bos_id: int) -> tuple[int | None, int]:
     """(bytes, documents) of the val shards, read as one stream of tokens; bytes is None without sp."""
     import numpy as np
     parts = [np.memmap(path, "<u2", "r", HEADER_BYTES) for path in shards if shard_tokens(path)]
@@ -388,7 +394,8 @@ def count_val(sp: Any, shards: list[Path], vocab_size: int, bos_id: int) -> tupl
     return decoded_bytes(sp, tokens, bos_id) if sp else None, int(documents)
 
 
-def read_tokenizer(file: File, digests: dict[File, str], folder: Path) -> tuple[Any, dict[str, Any]]:
+def read_tokenizer(file: File, digests: dict[File, str],
+                   folder: Path) -> tuple[SentencePieceProcessor, dict[str, Any]]:
     """(SentencePieceProcessor, its entry for the manifest in `folder`); raises Failed."""
     import sentencepiece
     try:
@@ -401,7 +408,8 @@ def read_tokenizer(file: File, digests: dict[File, str], folder: Path) -> tuple[
                 "vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "lossless": False}
 
 
-def write_manifest(path: Path, source: Source, revision: str | None, digests: dict[File, str]) -> dict:
+def write_manifest(path: Path, source: Source, revision: str | None,
+                   digests: dict[File, str]) -> dict[str, Any]:
     """Write manifest.json in one step; the first of `digests` is the tokenizer, if there is one."""
     shards = [file for file in digests if file.split != "tokenizer"]
     files = [{"path": file.local.name, "split": file.split, "tokens": shard_tokens(file.local),
@@ -595,7 +603,7 @@ def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
         if not part.exists() and zipfile.is_zipfile(folder / "eval_bundle.zip"):
             shutil.copyfile(folder / "eval_bundle.zip", part)
 
-        def attempt():
+        def attempt() -> None:
             if not zipfile.is_zipfile(part):     # incomplete
                 server.fetch(url, part, None, progress)
             for path in partial.iterdir():       # left by an earlier try
@@ -638,7 +646,7 @@ def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
     def is_whole(file: Path) -> bool:
         return file.is_file() and hashlib.sha256(inputs.read_bytes(file)).hexdigest() == GPT2_VOCAB_SHA256
 
-    def attempt():
+    def attempt() -> None:
         server.fetch(url, part, None, progress)
         if not is_whole(part):
             part.unlink()

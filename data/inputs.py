@@ -18,7 +18,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 # The mark of UTF-32, little-endian, begins with that of UTF-16
 MARKS = [(codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -244,10 +244,10 @@ def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
     """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
     and folders are passed over, and those that desktops and archives add. A linked folder or file is there
     once, wherever else it is linked or lies; without `follow` what linked folders hold isn't."""
-    def refuse(error):
+    def refuse(error: OSError) -> NoReturn:
         raise error
 
-    def key(path):
+    def key(path: Path | str) -> tuple[int, int]:
         about = os.stat(path)
         return about.st_dev, about.st_ino
 

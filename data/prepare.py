@@ -59,7 +59,8 @@ try:
 except ImportError as error:
     sys.exit(f"prepare: the package {error.name} is missing: ./run.sh setup")
 
-sys.path.append(str(Path(__file__).resolve().parent))       # which isolated modes of Python leave out
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(Path(__file__).resolve().parent))
 import inputs  # noqa: E402
 
 VOCAB_SIZE = 1024  # default; a small model has to learn the embedding within its two minutes
@@ -107,11 +108,11 @@ class Stopped(Exception):
 class Request:
     """What to build. `files` and `val_files` are lists of (path, kind), kind a key of READERS."""
     name: str
-    source: list  # where the text comes from, for the manifest
-    files: list
+    source: list[str]  # where the text comes from, for the manifest
+    files: list[tuple[Path, str]]
     vocab_size: int = VOCAB_SIZE
     val_bytes: int = VAL_BYTES  # not used where there are val_files, unless they are parquet
-    val_files: list | None = None
+    val_files: list[tuple[Path, str]] | None = None
 
 
 class Progress:
@@ -165,7 +166,8 @@ def split_pieces(raw: BinaryIO, target: int) -> Iterator[bytes]:
         start = stop
 
 
-def read_text_file(raw: BinaryIO, path: Path, counts: Counter, target: int = TEXT_PIECE) -> Iterator[str]:
+def read_text_file(raw: BinaryIO, path: Path, counts: Counter[str],
+                   target: int = TEXT_PIECE) -> Iterator[str]:
     line = 1
     for piece in split_pieces(inputs.text_stream(raw), target):
         try:
@@ -176,7 +178,7 @@ def read_text_file(raw: BinaryIO, path: Path, counts: Counter, target: int = TEX
         line += piece.count(b"\n")
 
 
-def read_folder_file(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
+def read_folder_file(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
     """Like read_text_file, but a file that is no text is skipped, and only a long one is cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     stream = inputs.text_stream(raw)
@@ -209,7 +211,7 @@ def json_values(line: bytes) -> Iterator[Any]:
         at = len(text) - len(text[end:].lstrip())
 
 
-def text_of(row: Any, counts: Counter) -> str:
+def text_of(row: Any, counts: Counter[str]) -> str | None:
     """The `text` of an object, lone surrogates replaced. Raises KeyError, TypeError or AttributeError."""
     text = row["text"]
     if text is None:
@@ -226,7 +228,7 @@ TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or l
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
-def read_jsonl(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
+def read_jsonl(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str | None]:
     """The `text` of every line."""
     for number, line in enumerate(inputs.text_stream(raw), 1):
         try:
@@ -238,7 +240,7 @@ def read_jsonl(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
         yield from texts
 
 
-def read_json(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
+def read_json(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str | None]:
     """The `text` of every object of a list, or of a single one; the file is held in memory."""
     try:
         rows = JSON.decode(inputs.text_stream(raw).read().decode().removeprefix("\ufeff"))
@@ -266,7 +268,7 @@ def csv_rows(raw: BinaryIO, path: Path) -> tuple[Any, list[str]]:
     return None, []
 
 
-def read_csv(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
+def read_csv(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
     """The column `text` of a table whose first line names the columns."""
     rows, header = csv_rows(raw, path)
     if rows is None:
@@ -289,14 +291,14 @@ def read_csv(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
         raise DataError(f"{path}: the text after line {rows.line_num} is not UTF-8") from None
 
 
-def read_python(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
+def read_python(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
     try:
         yield clean_source(inputs.decode(raw.read()))
     except UnicodeDecodeError:
         counts["binary"] += 1
 
 
-def read_parquet(raw: BinaryIO, path: Path, counts: Counter) -> Iterator[str]:
+def read_parquet(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str | None]:
     """The column `text`, a few rows at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -318,7 +320,7 @@ READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jso
            "csv": read_csv, "python": read_python, "parquet": read_parquet}
 
 
-def documents(files: list[tuple[Path, str]], counts: Counter) -> Iterator[str]:
+def documents(files: list[tuple[Path, str]], counts: Counter[str]) -> Iterator[str]:
     """The text of every document in `files`, empty ones left out. `counts`, a Counter, collects `binary`
     (files skipped), `empty` (rows and files without text), `surrogates` (lone ones replaced) and `read`
     (bytes of files read so far)."""
@@ -545,8 +547,8 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(files: list[tuple[Path, str]], counts: Counter,
-                   update: Callable = lambda: None) -> tuple[np.ndarray, np.ndarray]:
+def hash_documents(files: list[tuple[Path, str]], counts: Counter[str],
+                   update: Callable[[], None] = lambda: None) -> tuple[np.ndarray, np.ndarray]:
     """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order; calls update() after each."""
     hashes = array("Q")
     sizes = array("q")
@@ -557,7 +559,7 @@ def hash_documents(files: list[tuple[Path, str]], counts: Counter,
     return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
-def scan(files: list[tuple[Path, str]], counts: Counter) -> tuple[np.ndarray, np.ndarray]:
+def scan(files: list[tuple[Path, str]], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
     """hash_documents with a progress line; DataError if there are no documents."""
     progress = Progress("reading", sum(path.stat().st_size for path, _ in files))
     before = counts["read"]
@@ -798,7 +800,7 @@ def reread(files: list[tuple[Path, str]], hashes: np.ndarray) -> Iterator[tuple[
 
 
 def batches_of(files: list[tuple[Path, str]], hashes: np.ndarray, sizes: np.ndarray,
-               keep: np.ndarray) -> Iterator[tuple[np.ndarray, list[str]]]:
+               keep: np.ndarray) -> Iterator[dict[int, str]]:
     """{index: text} of the documents that are kept, in reading order, about BATCH_BYTES at a time."""
     last = np.flatnonzero(keep)[-1]
     batch = {}
@@ -813,7 +815,8 @@ def batches_of(files: list[tuple[Path, str]], hashes: np.ndarray, sizes: np.ndar
             batch_bytes = 0
 
 
-def encoded(sp: spm.SentencePieceProcessor, batches: Iterable) -> Iterator:
+def encoded(sp: spm.SentencePieceProcessor,
+            batches: Iterable[dict[int, str]]) -> Iterator[tuple[dict[int, str], list[list[int]]]]:
     """(batch, tokens of each of its texts, as lists). The next batch is encoded meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         waiting = []
@@ -861,8 +864,9 @@ def file_sha256(path: Path) -> str:
 
 
 def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.ndarray],
-                 shard_tokens: int = SHARD_TOKENS, done: Sequence[dict] = (),
-                 on_shard: Callable | None = None) -> list[dict[str, Any]]:
+                 shard_tokens: int = SHARD_TOKENS, done: Sequence[dict[str, Any]] = (),
+                 on_shard: Callable[[dict[str, Any], int | None], None] | None = None
+                 ) -> list[dict[str, Any]]:
     """Write uint16 arrays, one per document, as numbered shards -> manifest entries. A document that does
     not fit into the open shard starts the next one; only a document longer than a shard is split. `done`
     are the entries of shards written before, which come first. After each complete shard
@@ -871,7 +875,7 @@ def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.
     shard = None
     count = 0
 
-    def close(documents):
+    def close(documents: int | None) -> None:
         shard.seek(0)
         shard.write(np.array([20240520, 1, count], "<i4").tobytes())  # magic, version; the rest is 0
         shard.close()
@@ -928,7 +932,7 @@ def write_dataset(request: Request, folder: Path, files: list[tuple[Path, str]],
         entries = []
         written = np.concatenate([[0], length[order].cumsum()])
 
-        def tokens_of(first, stop):
+        def tokens_of(first: int, stop: int) -> Iterator[np.ndarray]:
             for place in range(first, stop):
                 scratch.seek(2 * int(start[order[place]]))
                 yield np.frombuffer(scratch.read(2 * int(length[order[place]])), "<u2")
@@ -1025,7 +1029,7 @@ def remove_leftovers(partial: Path, old: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request: Request, manifest: dict[str, Any], documents_read: int, counts: Counter,
+def report(request: Request, manifest: dict[str, Any], documents_read: int, counts: Counter[str],
            *also_dropped: str) -> None:
     """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
@@ -1095,7 +1099,8 @@ def start_worker() -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def parallel_map(function: Callable, jobs: Iterable, processes: int) -> Generator:
+def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
+                 processes: int) -> Generator[Any, None, None]:
     """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
     if processes == 1:
         yield from itertools.starmap(function, jobs)
@@ -1113,7 +1118,7 @@ def parallel_map(function: Callable, jobs: Iterable, processes: int) -> Generato
         pool.shutdown(cancel_futures=True)
 
 
-def hash_file(path: Path, kind: str) -> tuple[np.ndarray, np.ndarray, Counter]:
+def hash_file(path: Path, kind: str) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
     """What hash_documents gives of a file, and its counts."""
     counts = Counter()
     return *hash_documents([(path, kind)], counts), counts
@@ -1224,7 +1229,7 @@ class Corpus:
         progress.close()
         return [texts[place] for place in np.searchsorted(wanted, order)]
 
-    def batches(self, chosen: np.ndarray) -> Iterator[tuple]:
+    def batches(self, chosen: np.ndarray) -> Iterator[tuple[list[str], np.ndarray]]:
         """(texts, hashes) of the documents with these ascending indices, about PARQUET_BATCH bytes each."""
         for file, part, places in self.by_file(chosen):
             texts = []
@@ -1309,7 +1314,7 @@ def write_parquet_dataset(request: Request, corpus: Corpus, partial: Path, token
     jobs = ((str(partial / "tokenizer.model"), sha256, texts, hashes, split == "val")
             for split in left for texts, hashes in corpus.batches(left[split]))
 
-    def with_progress(results):
+    def with_progress(results: Iterable[list[np.ndarray]]) -> Iterator[np.ndarray]:
         sizes = corpus.sizes[np.concatenate([*left.values()])].cumsum()
         progress = Progress("encoding", int(sizes[-1]) if len(sizes) else 0)
         number = 0
@@ -1323,7 +1328,7 @@ def write_parquet_dataset(request: Request, corpus: Corpus, partial: Path, token
         arrays = with_progress(results)
         entries = []
         for split in kept:
-            def save_progress(entry, documents):
+            def save_progress(entry: dict[str, Any], documents: int | None) -> None:
                 if documents is not None:
                     documents += before[split]
                 shards.append(entry | {"documents": documents})

@@ -33,6 +33,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 try:
     import numpy  # noqa: F401
@@ -68,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
 
-    def add(name, *options):
+    def add(name: str, *options: tuple[str, dict[str, Any]]) -> None:
         sub = commands.add_parser(name)
         for flags, settings in options:
             sub.add_argument(*flags.split(), **settings)
@@ -153,7 +154,7 @@ def main(argv: list[str]) -> int:
     inputs.print_any_name()
     stream = sys.stderr if getattr(args, "json", False) else sys.stdout
 
-    def say(*lines):
+    def say(*lines: str) -> None:
         for line in lines:
             print(line, file=stream, flush=True)
 

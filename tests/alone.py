@@ -132,14 +132,18 @@ def report_of(item, code, text, seconds):
     outcome = "passed"
     longrepr = None
     if code is None:
-        outcome, longrepr = "failed", f"no end in {LIMIT:.0f} s\n{text}"
+        outcome = "failed"
+        longrepr = f"no end in {LIMIT:.0f} s\n{text}"
     elif code < 0:
-        outcome, longrepr = "failed", f"its process ended by {signal.Signals(-code).name}\n{text}"
+        outcome = "failed"
+        longrepr = f"its process ended by {signal.Signals(-code).name}\n{text}"
     elif code != 0:
-        outcome, longrepr = "failed", text
+        outcome = "failed"
+        longrepr = text
     elif re.search(r"^1 skipped", text, re.M):
         why = re.search(r"^SKIPPED .*?: (.*)$", text, re.M)
-        outcome, longrepr = "skipped", (str(item.path), 0, f"Skipped: {why[1] if why else ''}")
+        outcome = "skipped"
+        longrepr = (str(item.path), 0, f"Skipped: {why[1] if why else ''}")
     keywords = {name: 1 for name in item.keywords}
     return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, "call",
                              duration=seconds)

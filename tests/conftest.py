@@ -111,7 +111,8 @@ class SimulatedClock:
     """For train(): a counter that stands still but where a test lets time pass; and the Run of it."""
 
     def __init__(self):
-        self.now, self.run = 0.0, None
+        self.now = 0.0
+        self.run = None
 
     def __call__(self):
         return self.now
@@ -129,7 +130,8 @@ def clock(monkeypatch):
     """The clock of runs in this process."""
     import train_gpt
 
-    clock, real = SimulatedClock(), train_gpt.train
+    clock = SimulatedClock()
+    real = train_gpt.train
 
     def train(run, state):
         clock.run = run
@@ -158,7 +160,8 @@ def exit_codes(processes, timeout, grace):
     failed = False
     while any([process.poll() is None for process in processes]) and time.monotonic() < ends:     # polls all
         if not failed and any(process.returncode for process in processes):
-            failed, ends = True, min(ends, time.monotonic() + grace)
+            failed = True
+            ends = min(ends, time.monotonic() + grace)
         time.sleep(0.02)
     late = [process for process in processes if process.poll() is None]
     for process in late:

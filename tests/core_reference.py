@@ -22,7 +22,8 @@ COLUMNS = ["Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "
 def write_bundle(folder, tasks):
     """core.yaml, eval_meta_data.csv and eval_data/ of tasks: dicts of label, kind, items and, if not the
     default, shots, base, delimiter (None: not written), blank_lines at the end of the file."""
-    folder, lines = Path(folder), ["# A small bundle in the layout of the published one.", "icl_tasks:"]
+    folder = Path(folder)
+    lines = ["# A small bundle in the layout of the published one.", "icl_tasks:"]
     rows = [COLUMNS, ["not_in_core", "none", "question answering", 3, 1000, "", "", "Has no baseline."]]
     for task in tasks:
         path = folder / "eval_data" / "some_category" / f"{task['label']}.jsonl"
@@ -142,10 +143,12 @@ def pick_of(model, cfg, sp, bos, task, items, i):
         scores, targets = span_log_probs(model, cfg, tokens, start)
         right = [int(scores[p].argmax()) == token for p, token in enumerate(targets)]
         return 0 if right and all(right) else -1
-    best, pick = float("inf"), -1
+    best = float("inf")
+    pick = -1
     for option, loss in enumerate(mean_losses(model, cfg, sp, bos, task, items, i)):
         if loss is not None and loss < best:
-            best, pick = loss, option
+            best = loss
+            pick = option
     return pick
 
 
@@ -164,7 +167,8 @@ def reference_core(model, cfg, sp, bos, folder, most=0):
         items = shuffled(task["items"], most)
         picks = reference_picks(model, cfg, sp, bos, task, most)
         right = sum(pick == item.get("gold", 0) for pick, item in zip(picks, items))
-        accuracy, base = right / len(items), task["base"] / 100
+        accuracy = right / len(items)
+        base = task["base"] / 100
         found[task["label"]] = dict(accuracy=accuracy, centered=(accuracy - base) / (1 - base), n=len(items))
     mean = sum(one["centered"] for one in found.values()) / len(found)
     return mean if set(found) == set(LABELS) else None, mean, found

@@ -32,7 +32,8 @@ MATRICES = ("query", "key", "value", "attn_proj", "fc", "mlp_proj")
 
 # ---------------------------------------------------------------- the trainer
 CPU = torch.device("cpu")
-load_config, replace = train_gpt.load_config, train_gpt.replace
+load_config = train_gpt.load_config
+replace = train_gpt.replace
 kind_of = train_gpt.kind_of
 
 
@@ -137,7 +138,9 @@ class Schedule:
     """Of a run at full size. attn_scale: a function of (Config, stage)."""
 
     def __init__(self, cfg, attn_scale):
-        self.cfg, self.attn_scale, self.seen = cfg, attn_scale, {}
+        self.cfg = cfg
+        self.attn_scale = attn_scale
+        self.seen = {}
 
     def at(self, step, seconds=0.0, progress=None):
         """lr, momentum, decay_factor, tied: what a step takes. progress, stage, and of it tokens (of a
@@ -219,7 +222,8 @@ class GoldenSet:
     it serves weights, gradients and updates alike."""
 
     def __init__(self, npz):
-        self.npz, self.arrays = npz, {}
+        self.npz = npz
+        self.arrays = {}
         self.names = {*npz.files}
 
     def array(self, name):
@@ -305,7 +309,9 @@ class Seed(GoldenSet):
     """A set of golden/README.md. A recipe may also name SCALARS, kinds that are one tensor there for all
     layers and are compared as one, with the tolerance SCALAR_GRADIENT, and TABLES, whose tiny gradients
     change sign."""
-    SCALARS, SCALAR_GRADIENT, TABLES = (), 8e-6, ()
+    SCALARS = ()
+    SCALAR_GRADIENT = 8e-6
+    TABLES = ()
 
     def __init__(self, npz):
         super().__init__(npz)

@@ -7,7 +7,8 @@ from golden_common import Seed, replace, set_fixture
 
 
 class Golf(Seed):
-    FILE, RATES_OF_TALL = "golf.npz", False
+    FILE = "golf.npz"
+    RATES_OF_TALL = False
     SCALARS = ()
 
     def ours(self, w):

@@ -14,7 +14,9 @@ from golden_common import (MATRICES, Later, difference, fake_team, kind_of, loss
 
 
 class GolfPlus(Later):
-    FILE, PRESET, RATES_OF_TALL = "plus/golf_plus.npz", "golf_plus", False
+    FILE = "plus/golf_plus.npz"
+    PRESET = "golf_plus"
+    RATES_OF_TALL = False
     # {kind of our parameter: theirs, by which `init` has it}
     NAMES = {"layer_scale": "attn_scale", "resid_lambda": "residual_mix", "x0_lambda": "residual_mix",
              "skip_mix": "skip_gates"}
@@ -39,8 +41,10 @@ class GolfPlus(Later):
 
     def ours(self, w):
         """Their heads rotate the first channels, ours the first ones of both halves."""
-        D, rotated = self.meta["head_dim"], self.meta["rope_dims"]
-        n, fixed = rotated // 2, (D - rotated) // 2
+        D = self.meta["head_dim"]
+        rotated = self.meta["rope_dims"]
+        n = rotated // 2
+        fixed = (D - rotated) // 2
         order = [*range(n), *range(rotated, rotated + fixed), *range(n, rotated), *range(rotated + fixed, D)]
         found = {"embed": w["embed"], "skip_weights": w["skip_weights"], "skip_mix": w["skip_gates"]}
         for i in range(self.meta["layers"]):
@@ -58,7 +62,8 @@ class GolfPlus(Later):
 
     def settings(self):
         """Before and after the loops begin."""
-        meta, found = self.meta, []
+        meta = self.meta
+        found = []
         assert self.context(meta["seq"], 0).loops == meta["num_loops"]
         for name, losses in zip(self.json("loss_columns"), self.array("loss").T, strict=True):
             loops = {"plain": 0, "loop": meta["num_loops"]}[name]
@@ -100,7 +105,8 @@ def test_golf_plus_schedule(golf_plus):
 
 
 def test_golf_plus_at_full_size(golf_plus):
-    cfg, full = golf_plus.full, golf_plus.json("full_size")
+    cfg = golf_plus.full
+    full = golf_plus.json("full_size")
     for ours, theirs in ({name: name for name in golf_plus.SAME} | golf_plus.CONSTANTS).items():
         assert getattr(cfg, ours) == full[theirs], ours
     assert cfg.loop_layers == (full["loop_start"], full["loop_end"])
@@ -116,13 +122,16 @@ def test_golf_plus_at_full_size(golf_plus):
 
 def test_golf_plus_rows(golf_plus, tmp_path):
     """Of each rank's shards in random order."""
-    about, meta = golf_plus.json("packing"), golf_plus.meta
+    about = golf_plus.json("packing")
+    meta = golf_plus.meta
     parts = []
     for k, size in enumerate(about["shard_sizes"]):
         draw = np.random.default_rng(meta["seed"] + 10 + k)     # as the set's note says
         parts.append(draw.integers(0, meta["vocab"], size))
     shards = open_shards(tmp_path, parts)
-    ranks, rows, T = about["world"], about["rows_a_step_and_rank"], about["seq"]
+    ranks = about["world"]
+    rows = about["rows_a_step_and_rank"]
+    T = about["seq"]
     cfg = replace(golf_plus.cfg, train_seq_len=T, train_batch_tokens=ranks * rows * T)
     for rank in range(ranks):
         loader = make_loader(cfg, shards, golf_plus.cfg.bos_id, ranks, rank)
@@ -133,7 +142,8 @@ def test_golf_plus_rows(golf_plus, tmp_path):
 
 def test_golf_plus_validation(golf_plus):
     """Nats of plain and of overlapping rows, of which each row's scored part is theirs."""
-    model, tokens = golf_plus.model(), golf_plus.array("validation.tokens").astype(np.int64)
+    model = golf_plus.model()
+    tokens = golf_plus.array("validation.tokens").astype(np.int64)
     edges = golf_plus.array("validation.sliding_edges")
     plain = replace(golf_plus.cfg, eval_stride=0)
     sliding = replace(plain, eval_stride=int(edges[1, 0]))
@@ -163,16 +173,19 @@ def test_golf_plus_mean_of_weights(golf_plus):
 
 def test_golf_plus_rounding(golf_plus):
     """GPTQ of a matrix, in every setting that they tried; what full size uses."""
-    w, hessian = golf_plus.tensor("quant.W"), golf_plus.tensor("quant.H")
+    w = golf_plus.tensor("quant.W")
+    hessian = golf_plus.tensor("quant.H")
     tried = golf_plus.matches(r"quant\.(.*)\.info")
     assert tried
     for name in tried:
         about = golf_plus.json(f"quant.{name}.info")
-        step, most = about["clip_sigmas"] / about["clip_range"], about["clip_range"]
+        step = about["clip_sigmas"] / about["clip_range"]
+        most = about["clip_range"]
         rows, scale = train_gpt.quantize_by_gptq(w, step, most, hessian)
         assert (rows.numpy() == golf_plus.array(f"quant.{name}.q")).all(), name
         assert (scale.numpy() == golf_plus.array(f"quant.{name}.scale")).all(), name
-    full, table = golf_plus.json("full_size"), parameter_rows(golf_plus.full)
+    full = golf_plus.json("full_size")
+    table = parameter_rows(golf_plus.full)
     for kind, prefix in [(kind, "matrix") for kind in MATRICES] + [("embed", "embed")]:
         most = 2 ** (full[f"{prefix}_bits"] - 1) - 1
         assert table[kind].artifact_most == most

@@ -11,13 +11,16 @@ from golden_common import (Seed, WithWindows, load_config, make_loader, nats_of,
 
 
 class GPT2(WithWindows, Seed):
-    FILE, RATES_OF_TALL = "gpt2.npz", True
-    SCALARS, SCALAR_GRADIENT = ("resid_lambda", "x0_lambda"), 2e-5
+    FILE = "gpt2.npz"
+    RATES_OF_TALL = True
+    SCALARS = ("resid_lambda", "x0_lambda")
+    SCALAR_GRADIENT = 2e-5
 
     def ours(self, w):
         found = {"embed": w["transformer.wte.weight"], "head": w["lm_head.weight"]}
         for i in range(len(w["resid_lambdas"])):
-            block, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+            block = f"blocks.{i}."
+            theirs = f"transformer.h.{i}."
             found |= {
                 block + "query": w[theirs + "attn.c_q.weight"],
                 block + "key": w[theirs + "attn.c_k.weight"],
@@ -54,11 +57,15 @@ def window_sizes(cfg):
 
 def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
     """Best fit from a buffer; documents here are numbers, so that a row says which it holds."""
-    about, lengths, groups = gpt2.json("packing"), gpt2.array("packing.lengths"), gpt2.array("packing.groups")
+    about = gpt2.json("packing")
+    lengths = gpt2.array("packing.lengths")
+    groups = gpt2.array("packing.groups")
     columns = about["groups_columns"]
     file, group = (groups[:, columns.index(name)] for name in ("file", "row_group"))
     bos, texts = documents(lengths, gpt2.cfg)
-    numbers, parts, sizes = [], [], []
+    numbers = []
+    parts = []
+    sizes = []
     for one in sorted({*file.tolist()})[:-1]:       # the last one is val
         mine = np.flatnonzero(file == one)
         numbers += mine.tolist()
@@ -67,7 +74,8 @@ def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
     shards = open_shards(tmp_path, parts)
     monkeypatch.setattr(train_gpt.BestFit, "BUFFER", about["buffer_size"])
     monkeypatch.setattr(train_gpt.BestFit, "READ", about["tokenizer_batch_size"])
-    T, order = about["row_tokens"], ("rank", "step", "micro_step", "row")
+    T = about["row_tokens"]
+    order = ("rank", "step", "micro_step", "row")
     counts = gpt2.matches(r"packing\.rows(\d+)")
     assert counts
     for ranks in map(int, counts):
@@ -100,7 +108,9 @@ def test_gpt2_validation_rows(gpt2):
 
 def test_derived_constants_of_gpt2(gpt2):
     """Size, batch, steps and decay of this and other depths, as the public code derives them."""
-    derived, cfg, full = gpt2.json("derived"), gpt2.full, gpt2.json("overrides_full")
+    derived = gpt2.json("derived")
+    cfg = gpt2.full
+    full = gpt2.json("overrides_full")
     assert (cfg.model_dim, cfg.num_heads) == (derived["model_dim"], derived["num_heads"])
     sizes = window_sizes(cfg)
     assert [sizes[kind] for kind in cfg.window_pattern] == derived["windows"]

@@ -14,14 +14,18 @@ from golden_gpt2 import documents, window_sizes
 
 
 class GPT2Plus(WithWindows, Later):
-    FILE, PRESET, RATES_OF_TALL = "plus/gpt2_plus.npz", "gpt2_plus", True
+    FILE = "plus/gpt2_plus.npz"
+    PRESET = "gpt2_plus"
+    RATES_OF_TALL = True
     # {kind of our parameter: theirs, by which `init` has it}
     NAMES = {"resid_lambda": "resid_lambdas", "x0_lambda": "x0_lambdas", "smear": "smear_lambda",
              "backout": "backout_lambda"}
 
     def toy(self):
         """Rates are those of full size, but that Adam's have the factor of the toy's width."""
-        meta, size, init = self.meta, self.json("full_size"), self.json("init")
+        meta = self.meta
+        size = self.json("full_size")
+        init = self.json("init")
         width = (size["model_dim"] / meta["model_dim"]) ** 0.5
         matrix_lr = self.entry("query")["lr"]
         kinds = "".join("L" if window == meta["seq"] else "S" for window in meta["windows"])
@@ -76,7 +80,8 @@ gpt2_plus = set_fixture(GPT2Plus)
 
 def test_gpt2_plus_at_full_size(gpt2_plus):
     """Every row of its schedule, derived constants of this and other depths."""
-    cfg, full = gpt2_plus.full, gpt2_plus.json("full_size")
+    cfg = gpt2_plus.full
+    full = gpt2_plus.json("full_size")
     decay = cfg.weight_decay * cfg.matrix_lr
     for row in gpt2_plus.rows("schedule"):
         now = gpt2_plus.schedule.at(int(row["step"]))

@@ -9,7 +9,8 @@ from golden_common import Seed, WithWindows, replace, set_fixture
 
 
 class Speedrun(WithWindows, Seed):
-    FILE, RATES_OF_TALL = "speedrun.npz", True
+    FILE = "speedrun.npz"
+    RATES_OF_TALL = True
     SCALARS = ("resid_lambda", "x0_lambda", "value_lambdas")
     TABLES = ("embed", "value_embeds", "head")
     # ours are counted from the first layer that has one: theirs of our first, second, third
@@ -18,7 +19,8 @@ class Speedrun(WithWindows, Seed):
 
     def ours(self, w):
         N = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("blocks."))
-        C, scalars = w["embed.weight"].size(1), w["scalars"]
+        C = w["embed.weight"].size(1)
+        scalars = w["scalars"]
         mixes = scalars[N:3 * N].view(N, 2)
         factors = scalars[3 * N:5 * N].view(N, 2)
         found = {
@@ -107,7 +109,8 @@ speedrun = set_fixture(Speedrun)
 
 def test_speedrun_evaluation_windows(speedrun):
     """Those of the last validation at full size, with the last stage's RoPE."""
-    about, cfg = speedrun.json("evaluation"), speedrun.full
+    about = speedrun.json("evaluation")
+    cfg = speedrun.full
     sizes = cfg.windows(None, cfg.eval_context)
     assert (sizes["long_window"], sizes["short_window"]) == (about["window_long"], about["window_short"])
     assert cfg.rope(cfg.scoring_window())[1] == pytest.approx(about["attn_scale"], rel=1e-6)

@@ -18,13 +18,23 @@ from golden_common import (
 from helpers import ROOT
 from train_gpt import window_mask
 
-LOSS, TRAIN_LOSS, NATS, XDIGEST, GRADIENT, GRADIENT_DIGEST = 1e-6, 1e-5, 1e-4, 1e-4, 5e-4, 2e-3
-UPDATE, WEIGHT_DIGEST, UNIT, FP8 = 1e-3, 1e-3, 2e-4, 5e-3
+LOSS = 1e-6
+TRAIN_LOSS = 1e-5
+NATS = 1e-4
+XDIGEST = 1e-4
+GRADIENT = 5e-4
+GRADIENT_DIGEST = 2e-3
+UPDATE = 1e-3
+WEIGHT_DIGEST = 1e-3
+UNIT = 2e-4
+FP8 = 5e-3
 UNIT_STEP = 1000    # of unit.attention_*
 
 
 class SpeedrunFrontier(Later):
-    FILE, PRESET, RATES_OF_TALL = "frontier/speedrun_frontier.npz", "speedrun_plus", True
+    FILE = "frontier/speedrun_frontier.npz"
+    PRESET = "speedrun_plus"
+    RATES_OF_TALL = True
     NAMES = {}
 
     @classmethod
@@ -72,7 +82,8 @@ class SpeedrunFrontier(Later):
         return train_gpt.stage_at(self.cfg, self.cfg.progress(step, 0.0))
 
     def context_at(self, step, training=True):
-        model, T = self.model(), self.meta["tokens"]
+        model = self.model()
+        T = self.meta["tokens"]
         if not training:
             return model.context(T, CPU, torch.float32)
         context = model.training_context(T, CPU, torch.float32, self.stage_of(step))
@@ -170,7 +181,8 @@ def test_frontier_nats(speedrun_frontier):
     for setting in speedrun_frontier.settings():
         if f"nats.{setting.name}" not in speedrun_frontier.names:
             continue
-        model, context = speedrun_frontier.model_of(setting), setting.context
+        model = speedrun_frontier.model_of(setting)
+        context = setting.context
         tokens, targets = speedrun_frontier.batch(0)
         several = train_gpt.next_targets(targets, context.next_targets)
         if context.prefixes:
@@ -193,7 +205,8 @@ def test_frontier_streams(speedrun_frontier):
     for setting in speedrun_frontier.settings():
         if f"xdigest.{setting.name}" not in speedrun_frontier.names:
             continue
-        model, streams = speedrun_frontier.model_of(setting), []
+        model = speedrun_frontier.model_of(setting)
+        streams = []
         norm = train_gpt.rms_norm
 
         def recorded(x, streams=streams):
@@ -204,7 +217,8 @@ def test_frontier_streams(speedrun_frontier):
         with mock.patch.object(train_gpt, "rms_norm", recorded), torch.no_grad():
             model.hidden(speedrun_frontier.batch(0)[0], setting.context)
         # the embedding; attention and MLP of each layer, MLP alone where there is no attention; the end
-        wanted, rest = [streams[0]], iter(streams[1:])
+        wanted = [streams[0]]
+        rest = iter(streams[1:])
         for block in model.blocks:
             if block.kind != "-":
                 next(rest)
@@ -238,7 +252,8 @@ def test_frontier_updates(series, one_thread):
     """Weights after one and after five steps on given gradients, no optimizer state before."""
     golden = open_set(SpeedrunFrontier)
     about = golden.json("tags")[series]
-    model, after = golden.model(), [1, 1 + about["steps"][1] - about["steps"][0]]
+    model = golden.model()
+    after = [1, 1 + about["steps"][1] - about["steps"][0]]
     first = golden.first_step(series, after[-1])
     optimizer = make_optimizer(model, golden.cfg, first)
     if about["tied_at_start"]:
@@ -257,16 +272,20 @@ def test_frontier_updates(series, one_thread):
 
 def test_frontier_training(speedrun_frontier):
     """The record's own steps across a change of stage, tied, two rows a step: losses, weights."""
-    golden, cfg = speedrun_frontier, speedrun_frontier.cfg
-    model, losses = golden.model(), golden.array("train.loss")
+    golden = speedrun_frontier
+    cfg = speedrun_frontier.cfg
+    model = golden.model()
+    losses = golden.array("train.loss")
     tie(model)
     steps, rows = losses.shape
     first = golden.full.stages()[1].first_step - 3
     optimizer = make_optimizer(model, cfg, first)
     before = golden.theirs({name: p.detach().clone() for name, p in model.named_parameters()})
-    tokens, targets = golden.tensor("train.tokens").long(), golden.tensor("train.targets")
+    tokens = golden.tensor("train.tokens").long()
+    targets = golden.tensor("train.targets")
     for k in range(steps):
-        now, context = golden.schedule.at(first + k), golden.context_at(first + k)
+        now = golden.schedule.at(first + k)
+        context = golden.context_at(first + k)
         for row in range(rows):
             place = k * rows + row
             loss = model(tokens[place:place + 1], targets[place:place + 1], context)
@@ -283,9 +302,12 @@ def test_frontier_attention_alone(speedrun_frontier):
     """A layer with heads in pairs and value embeddings; XSA; the key offset and a gate on heads; dynamic
     attention."""
     golden = speedrun_frontier
-    model, (tokens, _) = golden.model(), golden.batch(0)
-    context, cfg = golden.context_at(UNIT_STEP), golden.cfg
-    documents, x = (tokens == cfg.bos_id).cumsum(1), golden.tensor("unit.x")[None]
+    model = golden.model()
+    tokens, _ = golden.batch(0)
+    context = golden.context_at(UNIT_STEP)
+    cfg = golden.cfg
+    documents = (tokens == cfg.bos_id).cumsum(1)
+    x = golden.tensor("unit.x")[None]
     masks = train_gpt.layer_masks(context.windows, tokens, documents, window_mask)
     masks["P"] = train_gpt.pair_mask(context.pair_window, documents, window_mask)
     masks["dynamic"] = train_gpt.dynamic_mask(cfg.dc_window, documents)
@@ -313,7 +335,9 @@ def test_frontier_norms_and_rope(speedrun_frontier):
     """Queries and keys after norm and RoPE, plain, with the key offset and in pairs; norms of tiny rows."""
     golden = speedrun_frontier
     both = golden.tensor("unit.qknorm.in")[None]
-    T, H, D = both.size(1), golden.meta["heads"], golden.meta["qk_dim"]
+    T = both.size(1)
+    H = golden.meta["heads"]
+    D = golden.meta["qk_dim"]
     frequencies = replace(golden.full, qk_dim=D).rope(golden.full.stages()[0].window)[0]
     rope = train_gpt.rope_tables(T, frequencies, CPU, torch.float32)
     pair_rope = train_gpt.pair_rope_tables(T, frequencies, CPU, torch.float32)
@@ -331,7 +355,8 @@ def test_frontier_norms_and_rope(speedrun_frontier):
 
 
 def test_frontier_mudd(speedrun_frontier):
-    golden, model = speedrun_frontier, speedrun_frontier.model()
+    golden = speedrun_frontier
+    model = speedrun_frontier.model()
     x = golden.tensor("unit.x")[None]
     with torch.no_grad():
         for place, kind in enumerate((train_gpt.LastMudd, train_gpt.EndMudd)):
@@ -360,8 +385,10 @@ def test_frontier_polar_express(speedrun_frontier):
 def test_frontier_loss_and_its_gradient(speedrun_frontier):
     """Losses on the next targets and on the prefix, by lm_loss and by the fast kernels' definition. The
     gradient is the true one, where the public kernel's has the weights of targets that a row lacks."""
-    golden, cfg = speedrun_frontier, speedrun_frontier.full
-    logits, weights = golden.tensor("unit.ce.logits"), golden.json("unit.ce.weights")
+    golden = speedrun_frontier
+    cfg = speedrun_frontier.full
+    logits = golden.tensor("unit.ce.logits")
+    weights = golden.json("unit.ce.weights")
     targets = train_gpt.next_targets(golden.tensor("unit.ce.targets")[None], len(weights["mtp"]))
     targets = torch.cat((targets, golden.tensor("unit.ce.prefix")[None, :, None]), -1)
     weights = torch.tensor([*weights["mtp"], weights["prefix"]])
@@ -379,7 +406,8 @@ def test_frontier_loss_and_its_gradient(speedrun_frontier):
 
 def test_frontier_bigrams(speedrun_frontier):
     """Rows of the table and of the signs."""
-    golden, full = speedrun_frontier, speedrun_frontier.full
+    golden = speedrun_frontier
+    full = speedrun_frontier.full
     tokens = golden.tensor("packing.hash_tokens")[None]
     assert train_gpt.bigram_ids(tokens, full.bigram_rows)[0].tolist() == \
         golden.array("packing.hash_rows_full_size").tolist()
@@ -389,11 +417,13 @@ def test_frontier_bigrams(speedrun_frontier):
     for k in range(golden.batches()):
         ours = train_gpt.bigram_ids(golden.batch(k)[0], golden.cfg.bigram_rows)
         assert ours[0].tolist() == golden.array(f"bigram_{k}").tolist()
-    tokens, table = golden.batch(0)[0], golden.tensor("bigram_signs")
+    tokens = golden.batch(0)[0]
+    table = golden.tensor("bigram_signs")
     numbered = torch.arange(len(table))[:, None]
     ours = train_gpt.bigram_signs(tokens, numbered)[0, :, 0]
     assert ours.tolist() == golden.array("unit.sign_rows").tolist()
-    model, wanted = golden.model(), golden.tensor("unit.sign_out")
+    model = golden.model()
+    wanted = golden.tensor("unit.sign_out")
     bigrams = F.embedding(train_gpt.bigram_ids(tokens, golden.cfg.bigram_rows), model.bigram_embed)
     ours = bigrams * train_gpt.bigram_signs(tokens, model.signs)
     assert difference(ours[0, :len(wanted)].detach(), wanted) < UNIT
@@ -432,14 +462,16 @@ def test_frontier_prefixes_at_full_size(speedrun_frontier):
 # ---------------------------------------------------------------- full size
 def test_frontier_schedule(speedrun_frontier):
     """Every step: rates, batch, windows, cut of documents, weights of the losses, tying."""
-    cfg, schedule = speedrun_frontier.full, speedrun_frontier.schedule
+    cfg = speedrun_frontier.full
+    schedule = speedrun_frontier.schedule
     columns = speedrun_frontier.json("schedule_columns")
     table = speedrun_frontier.array("schedule")
     notes = speedrun_frontier.json("schedule_notes")
     found = {name: [] for name in columns}
     for row in table:
         step = int(row[0])
-        now, stage = schedule.at(step), train_gpt.stage_at(cfg, cfg.progress(step, 0.0))
+        now = schedule.at(step)
+        stage = train_gpt.stage_at(cfg, cfg.progress(step, 0.0))
         weights = cfg.loss_weights(now.progress)
         prefix = weights.pop() if any(stage.prefix_weights) else 0.0
         weights += [0.0, 0.0]
@@ -461,7 +493,8 @@ def test_frontier_schedule(speedrun_frontier):
 
 
 def test_frontier_rope(speedrun_frontier):
-    golden, cfg = speedrun_frontier, speedrun_frontier.full
+    golden = speedrun_frontier
+    cfg = speedrun_frontier.full
     scales = golden.json("rope.attn_scale")
     assert sorted(map(int, scales)) == [stage.window for stage in cfg.stages()]
     for stage in [*cfg.stages(), None]:     # None: scoring
@@ -484,9 +517,11 @@ def test_frontier_rope(speedrun_frontier):
 def test_frontier_rows(speedrun_frontier, tmp_path):
     """Heads of documents, of another length in each stage, for two ranks; what ends a shard is dropped."""
     golden = speedrun_frontier
-    calls, stream = golden.json("packing.calls"), golden.array("packing.stream")
+    calls = golden.json("packing.calls")
+    stream = golden.array("packing.stream")
     shards = open_shards(tmp_path, [stream])
-    ranks, T = len(calls[0]["starts"]), calls[0]["row_tokens"]
+    ranks = len(calls[0]["starts"])
+    T = calls[0]["row_tokens"]
     stages = golden.cfg.stages()
     cuts = sorted({call["max_doc"] for call in calls})
     schedule = (cuts * len(stages))[:len(stages)]
@@ -510,7 +545,8 @@ def test_frontier_rows(speedrun_frontier, tmp_path):
 
 def test_frontier_sizes(speedrun_frontier):
     """Sizes and parameters at full size."""
-    cfg, size = speedrun_frontier.full, speedrun_frontier.json("full_size")
+    cfg = speedrun_frontier.full
+    size = speedrun_frontier.json("full_size")
     ours = dict(
         layers=cfg.num_layers, model_dim=cfg.model_dim, heads=cfg.num_heads, qk_dim=cfg.qk_dim,
         v_dim=cfg.model_dim // cfg.num_heads, mlp_hidden=cfg.mlp_mult * cfg.model_dim, vocab=cfg.vocab_size,
@@ -541,8 +577,10 @@ def entry_of(golden, kind):
 
 def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     """Of every kind of parameter at full size."""
-    golden, cfg = speedrun_frontier, speedrun_frontier.full
-    rows, table = parameter_rows(cfg), cfg.parameter_table()
+    golden = speedrun_frontier
+    cfg = speedrun_frontier.full
+    rows = parameter_rows(cfg)
+    table = cfg.parameter_table()
     with torch.device("meta"):
         model = cfg.make_model(train_gpt.Kernels())
     shapes = {train_gpt.kind_of(name): p.shape for name, p in model.named_parameters()}
@@ -550,12 +588,15 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     values = {name: torch.full(p.shape, float(table[train_gpt.kind_of(name)].scale))
               if p.numel() < 1e6 else torch.empty(0) for name, p in model.named_parameters()}
     values["head"] = torch.ones(1)
-    values["mudd_b2"], values["mudd_gate_b2"] = torch.zeros(2, 14), torch.zeros(2, 41)
+    values["mudd_b2"] = torch.zeros(2, 14)
+    values["mudd_gate_b2"] = torch.zeros(2, 41)
     values = cfg.first_values(values)
     assert torch.equal(values["embed"], values["head"])
     for kind, shape in shapes.items():
-        row, about = rows[kind], entry_of(golden, kind)
-        muon, lr = row.optimizer == "muon", row.lr
+        row = rows[kind]
+        about = entry_of(golden, kind)
+        muon = row.optimizer == "muon"
+        lr = row.lr
         if muon:
             lr *= max(1, (table[kind].unit_rows or shape[0]) / shape[1]) ** 0.5
         assert muon == ("muon" in about["optimizer"]), kind
@@ -587,7 +628,8 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     gates[:, 12:18] = 2.5
     gates[0, [19, 21, 23, 25]] = 0.5
     gates[1, [19, 21, 23, 25, 27]] = 0.5
-    gates[1, 28], gates[1, 29:35] = 5, 10
+    gates[1, 28] = 5
+    gates[1, 29:35] = 10
     torch.testing.assert_close(values["mudd_gate_b2"], gates)
 
 
@@ -599,7 +641,8 @@ def test_frontier_matrices_that_muon_updates_apart(speedrun_frontier):
     for bank in optimizer.banks:
         for name in bank.names:
             found[train_gpt.kind_of(name)] = bank.unit, bank.state[1].shape[1:]
-    C, pair = cfg.model_dim, 2 * cfg.qk_dim
+    C = cfg.model_dim
+    pair = 2 * cfg.qk_dim
     assert {kind: found[kind] for kind in MATRICES} == dict(
         query=((pair, C), (1, C)), key=((pair, C), (1, C)), value=((C, C), (C, 1)),
         attn_proj=((C, C), (1, C)), fc=((cfg.mlp_mult * C, C), (cfg.mlp_mult * C, 1)),
@@ -620,7 +663,8 @@ def cut(x, like):
 
 def test_frontier_fp8_mlp(speedrun_frontier):
     """Output, gradients, scales now and for the step after."""
-    golden, about = speedrun_frontier, speedrun_frontier.json("unit.fp8_mlp.digests")
+    golden = speedrun_frontier
+    about = speedrun_frontier.json("unit.fp8_mlp.digests")
     weights = golden.weights("w0")
     block = re.search(r"blocks\.\d+\.", about["weights"])[0]
     fc, proj = (bf16(weights[block + name]).requires_grad_() for name in ("fc", "mlp_proj"))
@@ -648,8 +692,10 @@ def test_frontier_fp8_mlp(speedrun_frontier):
 
 
 def test_frontier_fp8_qkv(speedrun_frontier):
-    golden, about = speedrun_frontier, speedrun_frontier.json("unit.fp8_qkv.scales")
-    weights, block = golden.weights("w0"), f"blocks.{about['layer']}."
+    golden = speedrun_frontier
+    about = speedrun_frontier.json("unit.fp8_qkv.scales")
+    weights = golden.weights("w0")
+    block = f"blocks.{about['layer']}."
     matrices = [bf16(weights[block + name]) for name in ("query", "key", "value")]
     x = bf16(golden.tensor("unit.fp8_mlp.x"))
     factor = torch.tensor([about["lambda0"]], requires_grad=True)

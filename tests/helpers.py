@@ -53,7 +53,8 @@ def slow_but(few, cases):
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """A .bin shard; magic, version and count can be made to lie. Returns its manifest entry, less split."""
-    path, tokens = Path(path), np.asarray(tokens, "<u2")
+    path = Path(path)
+    tokens = np.asarray(tokens, "<u2")
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,8 @@ def write_toy_data(root):
     documents = list(library_documents(400_000))
     model = train_tokenizer(documents[:60])
     sp = spm.SentencePieceProcessor(model_proto=model)
-    val, rest = documents[:10], documents[20:]
+    val = documents[:10]
+    rest = documents[20:]
     train = tokens_of(sp, rest)[:120_000]
     assert len(train) == 120_000
     write_dataset(root, "toy", model, np.split(train, [44_001, 80_002]), tokens_of(sp, val),

@@ -78,11 +78,13 @@ class Fault:
     """One of those that FAULT names; counts how often its place was met."""
 
     def __init__(self, text):
-        self.text, self.count = text, 0
+        self.text = text
+        self.count = 0
         self.what, place, *rank = text.split("@")
         place, n = place.split(":")
         self.place, _, self.file = place.partition("/")
-        self.n, self.rank = int(n), rank[0] if rank else None
+        self.n = int(n)
+        self.rank = rank[0] if rank else None
 
     def meet(self, file):
         """Its name if this is the n-th time, after what it does."""
@@ -98,7 +100,10 @@ class Writes:
     """A file of that name, whose n-th write meets the fault."""
 
     def __init__(self, file, fault, name):
-        self.file, self.fault, self.name, self.flush = file, fault, str(name), file.flush
+        self.file = file
+        self.fault = fault
+        self.name = str(name)
+        self.flush = file.flush
 
     def write(self, content):
         self.fault.meet(self.name)

@@ -229,7 +229,8 @@ def test_flags_are_banned_since_a_date_and_on_one_track(tool, tmp_path, track, d
 
 def test_lists_are_compared_with_all_logs_and_in_fp32(tool, tmp_path):
     """The runs of two scripts, losses and times in two orders, what torch prints in fp32."""
-    losses, times = [3.2789, 3.2792, 3.2796, 3.2776], [148.617, 148.580, 148.569, 148.653]
+    losses = [3.2789, 3.2792, 3.2796, 3.2776]
+    times = [148.617, 148.580, 148.569, 148.653]
     speedrun_logs(tmp_path / "a", losses[:2], times[:2])
     speedrun_logs(tmp_path / "a" / "more", losses[2:], times[2:], source=SOURCE + "# more\n")
     page = (f"accs = {losses}\ntimes = {times[::-1]}\nprint(torch.std_mean(torch.tensor(accs)))\n"

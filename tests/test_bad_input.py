@@ -18,7 +18,8 @@ import helpers
 import train_gpt
 from helpers import TOY, run_cli, toy_config, toy_of, write_shard
 
-DATA, MODEL = Path("data/datasets/toy"), Path("data/tokenizers/toy.model")
+DATA = Path("data/datasets/toy")
+MODEL = Path("data/tokenizers/toy.model")
 MANIFEST = DATA / "manifest.json"
 VAL, TRAIN, LATER = (DATA / f"toy_{name}.bin" for name in ("val_000000", "train_000000", "train_000001"))
 
@@ -309,7 +310,8 @@ def failed(capsys, env, words):
 @pytest.mark.parametrize("value, only_once", [(torch.nan, False), (torch.inf, False), (torch.nan, True)])
 def test_a_loss_that_is_not_finite_ends_the_run(value, only_once, workplace, monkeypatch, capsys):
     """Of step 13, logged at 20: the run ends there, 80 steps early, even if the losses after it are fine."""
-    steps, train_step = [], train_gpt.train_step
+    steps = []
+    train_step = train_gpt.train_step
 
     def breaking(*args):
         steps.append(0)
@@ -537,7 +539,8 @@ def test_a_file_system_without_locks(stopped, capsys, monkeypatch):
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_training_saves_a_checkpoint(sent, workplace, capsys, monkeypatch):
     """USR1 is what Slurm can send before a job's time is up."""
-    steps, step = [], train_gpt.train_step
+    steps = []
+    step = train_gpt.train_step
 
     def train_step(*args):
         steps.append(1)

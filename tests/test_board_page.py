@@ -49,7 +49,10 @@ class Reader(HTMLParser):
     """Tables as lists of rows of cells, links, and whatever would load something from elsewhere."""
     def __init__(self, text):
         super().__init__()
-        self.tables, self.links, self.loads, self.in_cell = [], [], [], False
+        self.tables = []
+        self.links = []
+        self.loads = []
+        self.in_cell = False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):

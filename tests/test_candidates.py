@@ -49,7 +49,8 @@ def expected_count(after, own, target):
     ranked = sorted(counts, key=lambda token: (counts[token], token))[:-3:-1]
     left = {token: counts[token] - (own >= 0 and token == target) for token in ranked}
     token = max(left, key=lambda token: (left[token], token))
-    count, total = left[token], sum(counts.values()) - (own >= 0)
+    count = left[token]
+    total = sum(counts.values()) - (own >= 0)
     share = count / total if total else 0
     sure = 4 * sum(count > least for least in (1, 3, 15)) + sum(share >= part for part in (0.4, 0.7, 0.999))
     return (token, sure) if count else None
@@ -100,7 +101,8 @@ def test_counts_are_those_of_documents(training):
     for context_at, given in zip(contexts, found):
         after = documents_after(text, context_at, BOS)
         for t in range(len(other) - 1):
-            context, own = context_at(other.tolist(), t), int(document[t]) if training else -1
+            context = context_at(other.tolist(), t)
+            own = int(document[t]) if training else -1
             wanted = expected_count(after[context], own, int(other[t + 1])) if context in after else None
             assert given[t] == wanted, (context, t)
 
@@ -131,7 +133,9 @@ def test_lists_are_those_of_documents(training):
         for t in range(len(other) - 1):
             context = context_at(other.tolist(), t)
             expected = {token: len(documents) for token, documents in after.get(context, {}).items()}
-            start, size, target = int(found.start[i, 0, t]), int(found.size[i, 0, t]), int(targets[0, t])
+            start = int(found.start[i, 0, t])
+            size = int(found.size[i, 0, t])
+            target = int(targets[0, t])
             pairs = counts.lists[start:start + size].tolist()
             assert {pair & 0xFFFF: pair >> 16 for pair in pairs} == expected
             assert (int(found.total[i, 0, t]), int(having[i, 0, t])) == (
@@ -155,8 +159,12 @@ def test_keys_tell_words_apart():
     (word, _), = train_gpt.word_keys(rows, starts, (1,))
     assert len(word[:, 3].unique()) == 1e6
     long = torch.arange(70) % 100
-    swapped, early, other = long.clone(), long.clone(), long.clone()
-    swapped[[65, 66]], early[[3, 4]], other[69] = long[[66, 65]], long[[4, 3]], 101
+    swapped = long.clone()
+    early = long.clone()
+    other = long.clone()
+    swapped[[65, 66]] = long[[66, 65]]
+    early[[3, 4]] = long[[4, 3]]
+    other[69] = 101
     (word, enough), = train_gpt.word_keys(torch.stack((long, swapped, early, other)), starts, (1,))
     assert enough.all() and len(word[:2, 69].unique()) == 1 and len(word[1:, 69].unique()) == 3
     pairs = torch.tensor([[0, 5, 0, 6, 0, 7], [0, 6, 0, 5, 0, 7], [0, 5, 0, 6, 7, 0]])
@@ -313,18 +321,22 @@ def test_a_full_table_says_nothing_wrong():
 def test_rows_and_their_embedding():
     """Each context that is counted is a source, the longest of the copies another one: vocab_size rows of one
     table and CLASSES for each order of the other; the last row: no candidate."""
-    model, tokens = randomised(CFG), some_tokens(CFG, 2, 24)
+    model = randomised(CFG)
+    tokens = some_tokens(CFG, 2, 24)
     model.counts.count(some_text())
     text, row = model.matches(tokens, tokens.roll(-1, 1))
     rows, = model.candidate_rows(text, row)
     found = [train_gpt.text_candidates(text), train_gpt.row_candidate(row)]
     sources = [[x[i] for x in source] for source in found for i in range(len(source[0]))]
     assert rows.shape == (2, 24, 2, 7) and model.classes == 2 * CLASSES
-    total, kinds = torch.zeros(2, 24, CFG.model_dim), Counter()
+    total = torch.zeros(2, 24, CFG.model_dim)
+    kinds = Counter()
     for (i, (there, token, sure)), b, t in itertools.product(enumerate(sources), range(2), range(24)):
-        a, c = 7 * CFG.vocab_size, 7 * model.classes
+        a = 7 * CFG.vocab_size
+        c = 7 * model.classes
         if there[b, t]:
-            a, c = i * CFG.vocab_size + int(token[b, t]), i * model.classes + int(sure[b, t])
+            a = i * CFG.vocab_size + int(token[b, t])
+            c = i * model.classes + int(sure[b, t])
         assert rows[b, t, :, i].tolist() == [a, c]
         total[b, t] += model.candidate_embed[a] * model.class_scale[c] + model.class_embed[c]
         kinds[c // 16] += 1
@@ -335,7 +347,8 @@ def test_rows_and_their_embedding():
 
 
 def test_no_candidate_depends_on_what_comes():
-    model, tokens = randomised(CFG), some_tokens(CFG, 1, 24)
+    model = randomised(CFG)
+    tokens = some_tokens(CFG, 1, 24)
     model.counts.count(some_text())
     whole = log_probs(model, tokens)
     for t in range(1, 24):
@@ -354,7 +367,8 @@ def test_without_orders_nothing_is_there():
 @torch.no_grad()
 def test_the_mixture_is_its_definition():
     """From the text and the row alone; and the loss, which knows what comes next."""
-    model, row = randomised(CFG), some_text(150, seed=5).astype(np.int64)
+    model = randomised(CFG)
+    row = some_text(150, seed=5).astype(np.int64)
     model.counts.count(some_text())
     tokens = torch.from_numpy(row)[None]
     context = make_context(model, len(row))
@@ -383,7 +397,8 @@ def test_in_training_the_own_document_does_not_count():
     for counted_text in (text, np.concatenate([some_text(), others])):
         model = randomised(cfg)
         model.counts.count(counted_text)
-        tokens, targets = document[:, :-1], document[:, 1:]
+        tokens = document[:, :-1]
+        targets = document[:, 1:]
         inputs = model.candidates(tokens, targets) if len(counted_text) == len(text) else ()
         losses.append(model(tokens, targets, make_context(model, tokens.size(1)), *inputs).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -410,7 +425,8 @@ def test_the_own_distribution_has_a_loss_of_its_own():
 
 @torch.no_grad()
 def test_without_a_mixture():
-    model, tokens = randomised(replace(CFG, mixture=False)), some_tokens(CFG, 1, 24)
+    model = randomised(replace(CFG, mixture=False))
+    tokens = some_tokens(CFG, 1, 24)
     model.counts.count(some_text())
     assert model.hidden(tokens, make_context(model, 24)).shape == (1, 24, CFG.model_dim)
     assert len(model.candidates(tokens, tokens)) == 1 and model.gate_weight is None
@@ -420,7 +436,8 @@ def test_without_a_mixture():
 def test_a_compiled_model_is_the_same(backend, monkeypatch):
     """As GPUs score: all but the n-grams and the mixture is a compiled graph."""
     cfg = small("tiny", num_layers=2, count_orders=(2,), copy_orders=(1, 2), window_schedule=(8,))
-    model, tokens = randomised(cfg), some_tokens(cfg, 2, 24) % 7
+    model = randomised(cfg)
+    tokens = some_tokens(cfg, 2, 24) % 7
     model.counts.count(some_text() % 7)
     context = make_context(model, 24)
     made = []
@@ -438,7 +455,8 @@ def test_a_compiled_model_is_the_same(backend, monkeypatch):
 def test_a_step_trains_on_them():
     model = randomised(CFG)
     model.counts.count(some_text())
-    optimizer, before = Optimizer(model, CFG), model.candidate_embed.clone()
+    optimizer = Optimizer(model, CFG)
+    before = model.candidate_embed.clone()
     tokens = torch.from_numpy(some_text()[:97].astype(np.int64))
     batch = tokens[:-1].view(4, 24), tokens[1:].view(4, 24)
     inputs = model.candidates(*batch)
@@ -453,7 +471,8 @@ def test_a_step_trains_on_them():
 # ------------------------------------------------------------ runs
 def test_a_run_counts_on_the_clock_and_its_files_know(train, monkeypatch):
     """The artifact, scored again, has the score of the run; damaged text is refused."""
-    done, plain = train(TOY, **COUNTED), train(TOY, COUNT_ORDERS="0", COUNT_WORDS="0", COPY_ORDERS="0")
+    done = train(TOY, **COUNTED)
+    plain = train(TOY, COUNT_ORDERS="0", COUNT_WORDS="0", COPY_ORDERS="0")
     assert done.code == plain.code == 0
     assert done.result["trained"]["val_loss"] != plain.result["trained"]["val_loss"]
     seconds = float(re.search(r"n-grams of \d+ tokens counted in (\S+) s", done.log)[1])
@@ -476,7 +495,8 @@ def test_a_run_counts_on_the_clock_and_its_files_know(train, monkeypatch):
 
 
 def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
-    model, path = randomised(CFG), tmp_path / "model.pt"
+    model = randomised(CFG)
+    path = tmp_path / "model.pt"
     model.counts.count(some_text())
     whole = train_gpt.stored(model)
     raw = bytes(whole["counts.text"].numpy())
@@ -521,10 +541,12 @@ def test_fused_losses_are_the_plain_ones(dtype):
 def test_memory_for_rows_that_repeat_is_bounded(monkeypatch):
     """A row of one token has as many earlier occurrences as it has places: they are taken in parts, with the
     same result."""
-    model, tokens = randomised(CFG), torch.full((2, 40), 5)
+    model = randomised(CFG)
+    tokens = torch.full((2, 40), 5)
     model.counts.count(some_text())
     whole = log_probs(model, tokens)
-    in_parts, made = train_gpt.in_parts, []
+    in_parts = train_gpt.in_parts
+    made = []
 
     def small_parts(sizes):
         parts = in_parts(sizes, 50)

@@ -17,7 +17,9 @@ from helpers import TOY, tokens_of, toy_of, write_dataset, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEP, PAUSE = 0.125, 16.0       # seconds on the simulated clock, exact in binary
+# seconds on the simulated clock, exact in binary
+STEP = 0.125
+PAUSE = 16.0
 SIX = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1")
 CAPPED = TOY | dict(ITERATIONS="100000", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="500", SAMPLE_TOKENS="0")
 
@@ -102,7 +104,8 @@ NOT_COUNTED = {
 @pytest.mark.parametrize("what", [*COUNTED, *NOT_COUNTED])
 def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monkeypatch):
     place, name, when, settings = (COUNTED | NOT_COUNTED)[what]
-    clock, paused = paced(), PAUSE * (what in COUNTED)
+    clock = paced()
+    paused = PAUSE * (what in COUNTED)
     if what == "CORE":      # no bundle is needed to see when it is asked for
         monkeypatch.setattr(train_gpt, "read_tasks", ever)
         monkeypatch.setattr(train_gpt, "core_metric", lambda *_: {})
@@ -136,7 +139,8 @@ def test_a_part_of_val_is_scored_on_the_way(train):
     (256, [1, 2817, 5377, 7937, 10497, 13057, 15617, 18177], "2.4444")])
 def test_a_part_of_val_comes_from_all_of_it(monkeypatch, stride, firsts, loss):
     """Rows of 512 tokens, evenly spaced: 4 of 40; 8 of 79 where each but the first scores 256 targets."""
-    scored, said = [], []
+    scored = []
+    said = []
 
     def score_share(nats, rows, *_, compiled):
         scored.extend(rows)
@@ -153,8 +157,11 @@ def test_a_part_of_val_comes_from_all_of_it(monkeypatch, stride, firsts, loss):
 
 def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):
     """The writer of step 2's waits for the fourth step: it would wait in vain if training waited for it."""
-    later, write, step = threading.Event(), train_gpt.write_checkpoint, train_gpt.train_step
-    heard, steps = [], []
+    later = threading.Event()
+    write = train_gpt.write_checkpoint
+    step = train_gpt.train_step
+    heard = []
+    steps = []
 
     def write_checkpoint(*args):
         heard.append(later.wait(60))
@@ -250,7 +257,8 @@ def test_mean_loss_goes_on_in_a_resumed_run(train, interrupted):
 
 def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
     """It runs at validations, and as before once training is over or has failed."""
-    step, when = train_gpt.train_step, []
+    step = train_gpt.train_step
+    when = []
 
     def train_step(*args):
         when.append(gc.isenabled() or not gc.get_freeze_count())
@@ -269,7 +277,10 @@ def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
     dict(VAL_LOSS_EVERY="3"), dict(VAL_PART_EVERY="3"), dict(SAMPLE_EVERY="3")])
 def test_garbage_is_collected_in_every_pause(settings, train, monkeypatch):
     """After a validation, a part of val and samples, in the middle of the run."""
-    step, collect, made, collected = train_gpt.train_step, gc.collect, [], []
+    step = train_gpt.train_step
+    collect = gc.collect
+    made = []
+    collected = []
     monkeypatch.setattr(train_gpt, "train_step", lambda *args: made.append(1) or step(*args))
     monkeypatch.setattr(gc, "collect", lambda *args: collected.append(len(made)) or collect(*args))
     assert train(SIX, **settings).code == 0 and 3 in collected
@@ -280,7 +291,8 @@ def test_garbage_is_collected_in_every_pause(settings, train, monkeypatch):
 
 def test_checkpoints_by_the_clock(train, paced, monkeypatch):
     """After each second of training, which is eight steps, and at the end."""
-    write, written = train_gpt.write_checkpoint, []
+    write = train_gpt.write_checkpoint
+    written = []
 
     def write_checkpoint(folder, payload):
         written.append(payload["progress"]["step"])
@@ -296,12 +308,19 @@ def test_checkpoints_by_the_clock(train, paced, monkeypatch):
 class Device:
     """Makes steps of seconds(step, batch multiple). The host of a GPU runs ahead, it needs 1 ms for each; a
     CPU is its own host. skew: what its counter starts at."""
-    rank, world_size, dtype, group, device = 0, 1, torch.float32, None, torch.device("cpu")
+    rank = 0
+    world_size = 1
+    dtype = torch.float32
+    group = None
+    device = torch.device("cpu")
 
     def __init__(self, seconds, on_gpu=True, skew=0.0):
-        self.seconds, self.on_gpu, self.skew = seconds, on_gpu, skew
+        self.seconds = seconds
+        self.on_gpu = on_gpu
+        self.skew = skew
         self.clock = self.free = 0.0
-        self.steps, self.waits = 0, []
+        self.steps = 0
+        self.waits = []
 
     def counter(self):
         return self.clock + self.skew
@@ -321,7 +340,8 @@ class Device:
         self.clock = max(self.clock, self.free)
 
     def record_event(self):
-        end, step = self.free, self.steps
+        end = self.free
+        step = self.steps
 
         def synchronize():
             self.waits.append((step, self.steps))
@@ -334,7 +354,8 @@ def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **setting
     agree on. save(): makes the last checkpoint."""
     env = toy_of(preset, WINDOW_SCHEDULE="0", EVAL_WINDOW="0")
     cfg = train_gpt.replace(train_gpt.load_config(env), vocab_size=512, train_log_every=100, **settings)
-    seen, schedule = [], type(cfg).schedule
+    seen = []
+    schedule = type(cfg).schedule
 
     def noted(cfg, step, progress):
         now = schedule(cfg, step, progress)
@@ -379,7 +400,8 @@ def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **setting
 
 def test_ranks_with_unequal_devices_decide_alike(monkeypatch):
     """One device has done its steps, another one has three to do: time, pace and the end are the same."""
-    told, agreed = [], None
+    told = []
+    agreed = None
 
     def all_reduce(mine, op, group):
         told.append(mine.tolist())
@@ -431,7 +453,8 @@ def test_the_cap_holds(pattern, on_gpu, monkeypatch):
     report, seen = run_on(Device(seconds, on_gpu), monkeypatch, max_wallclock_seconds=60.0, iterations=10**6,
                           **stages)
     assert report["stop_reason"] == "wallclock_cap"
-    left, slow = 60 - report["train_time_ms"] / 1e3, report["step_ms"]["max"] / 1e3
+    left = 60 - report["train_time_ms"] / 1e3
+    slow = report["step_ms"]["max"] / 1e3
     assert 0 <= left < (4 * slow + 0.3 if on_gpu else 2 * slow), left
     assert seen[-1][1] > 0.7 and report["steps"] == len(seen)
 
@@ -467,7 +490,8 @@ def test_slow_steps_that_come_back_are_no_pauses(every, monkeypatch):
 def test_learning_rates_follow_the_time(slowdown, monkeypatch):
     """Slower hardware gets fewer steps, not another schedule: whole for half of the budget, then down to 0;
     larger batches at once have larger ones."""
-    cap, lap = 2.7, 0.05 * slowdown
+    cap = 2.7
+    lap = 0.05 * slowdown
     settings = dict(max_wallclock_seconds=cap, iterations=10**5)
     _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, **settings)
     factors = [factor for *_, factor in seen]
@@ -487,7 +511,8 @@ def test_learning_rates_follow_the_time(slowdown, monkeypatch):
 def test_a_warmdown_in_steps_follows_the_clock(warmdown, iterations, monkeypatch):
     """... and not the number of steps: LR is the part of the warmdown for which there is time at the pace so
     far; all of them fall if that is more than the run has."""
-    cap, lap = 3.0, 0.0625
+    cap = 3.0
+    lap = 0.0625
     _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, preset="golf", warmdown_iters=warmdown,
                      max_wallclock_seconds=cap, iterations=iterations)
     assert len(seen) > 40 and seen[0][2] == 1.0, "nothing is known of the pace"
@@ -528,7 +553,8 @@ def test_a_gpu_run_that_waits_for_its_host(monkeypatch):
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_ranks_follow_what_they_agreed_on(on_gpu, monkeypatch):
     """Two ranks with clocks of their own take the same schedule and stop at the same step."""
-    said, settings = [], dict(max_wallclock_seconds=20.0, iterations=10**6)
+    said = []
+    settings = dict(max_wallclock_seconds=20.0, iterations=10**6)
 
     def note(mine):
         said.append(mine)
@@ -553,9 +579,13 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
     rng = np.random.default_rng(0)
     write_shard(tmp_path / "x_train_000000.bin", rng.integers(0, 100, 20_000))
     write_shard(tmp_path / "x_val_000000.bin", rng.integers(100, 200, 3_000))
-    model, step = train_gpt.TinyModel, train_gpt.Optimizer.step
-    forward, hidden = model.forward, model.hidden
-    seen, scored, optimized = [], [], []
+    model = train_gpt.TinyModel
+    step = train_gpt.Optimizer.step
+    forward = model.forward
+    hidden = model.hidden
+    seen = []
+    scored = []
+    optimized = []
 
     def spy_forward(self, tokens, targets, context, *candidates):
         assert torch.is_grad_enabled()
@@ -577,7 +607,9 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
     done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="200", VAL_TOKENS="0", ITERATIONS="8",
                  VAL_LOSS_EVERY="2", WARMUP_STEPS="2", SAVE_EVERY="3", DEVICE_BATCH_SIZE="8")
     assert done.code == 0, done.err
-    rehearsed, steps, micro_steps = 2, 8, 2
+    rehearsed = 2
+    steps = 8
+    micro_steps = 2
     assert len(seen) == rehearsed + steps * micro_steps
     assert all(batch.max() < 100 for batch in seen[rehearsed:])
     assert optimized == [1, 2, *range(4, 19, 2)]
@@ -588,12 +620,15 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
 def test_documents_in_train_and_val_are_refused(both, train, tiny_data, tmp_path):
     """By the hashes beside the manifest, where there are any."""
     cfg = train_gpt.load_config(TOY | {"DATA_PATH": str(tiny_data / TOY["DATA_PATH"])})
-    sp, texts = train_gpt.open_data(cfg).tokenizer, ["def one(): return 1\n" * 400, "x = [1, 2]\n" * 300]
+    sp = train_gpt.open_data(cfg).tokenizer
+    texts = ["def one(): return 1\n" * 400, "x = [1, 2]\n" * 300]
     model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
-    train_tokens, val_tokens = tokens_of(sp, texts * 4), tokens_of(sp, texts)
+    train_tokens = tokens_of(sp, texts * 4)
+    val_tokens = tokens_of(sp, texts)
     val_bytes = sum(len(text.encode()) for text in texts)
     folder = write_dataset(tmp_path, "toy", model, [train_tokens], val_tokens, val_bytes)
-    val_hashes, train_hashes = np.arange(4), np.arange(4 - both, 40)
+    val_hashes = np.arange(4)
+    train_hashes = np.arange(4 - both, 40)
     np.concatenate([val_hashes, train_hashes]).astype("<u8").tofile(folder / "document_hashes.bin")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["document_hashes"] = dict(path="document_hashes.bin", val=4, train=len(train_hashes))
@@ -613,7 +648,9 @@ def anonymous_memory():
 @pytest.mark.faults
 def test_memory_does_not_grow_with_the_steps(train, monkeypatch, report):
     """Under 50 MB from step 200 to step 2,200, with checkpoints, validation and several epochs on the way."""
-    grown, began, plain = {}, time.monotonic(), train_gpt.train_step
+    grown = {}
+    began = time.monotonic()
+    plain = train_gpt.train_step
 
     def step(loss_fn, optimizer, *more):
         loss = plain(loss_fn, optimizer, *more)

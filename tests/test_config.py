@@ -154,7 +154,8 @@ def flag(name):
 
 def other_value(name):
     """A legal value other than the default, for an unchanged rest of the defaults."""
-    f, special = FIELDS[name], dict(
+    f = FIELDS[name]
+    special = dict(
         preset="speedrun", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
         batch_schedule=(2, 3), seq_schedule=(1, 2), packing="spans", shuffle=False, train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2, val_tokens=2,
@@ -334,7 +335,8 @@ def test_the_loops_of_golf_plus():
             found.append(order)
         return found
 
-    once, looped = list(range(11)), [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 6, 7, 8, 9, 10]
+    once = list(range(11))
+    looped = [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 6, 7, 8, 9, 10]
     assert orders() == [once, looped]
     assert orders(LOOP_LAYERS="0") == orders(LOOP_SCHEDULE="0") == [once, once]
     assert orders(LOOP_LAYERS="3,3", LOOP_SCHEDULE="1") == 2 * [[0, 1, 2, 3, 3, *range(4, 11)]]
@@ -381,7 +383,8 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
 # -------------------------------------------------------------------------------- where values come from
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in DIAL])
 def test_environment_flag_and_edit_are_the_same_config(name):
-    value, others = other_value(name), COMPANIONS.get(name, {})
+    value = other_value(name)
+    others = COMPANIONS.get(name, {})
     env = {key.upper(): show(companion) for key, companion in others.items()}
     plain = by_owner(name)
     by_edit = dataclasses.replace(plain, **others | {name: value})
@@ -421,7 +424,8 @@ def test_default_preset_environment_flag():
     assert (cfg.preset, cfg.seed, cfg.iterations, cfg.num_layers, cfg.beta2) == ("golf", 7, 30, 9, 0.95)
     # a flag that says what the preset says still wins over the environment
     assert load_config(golf | {"NUM_LAYERS": "3"}, ["--num-layers=9"]) == load_config(golf)
-    env, argv = {"MATRIX_LR": "0.05", "PATH": "x"}, ["--seed", "3", "--compile"]
+    env = {"MATRIX_LR": "0.05", "PATH": "x"}
+    argv = ["--seed", "3", "--compile"]
     load_config(env, argv)
     assert env == {"MATRIX_LR": "0.05", "PATH": "x"} and argv == ["--seed", "3", "--compile"]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -430,7 +434,8 @@ def test_default_preset_environment_flag():
 
 @pytest.mark.parametrize("alias, name", ALIASES.items())
 def test_aliases(alias, name):
-    value, third = show(other_value(name)), {"train_batch_tokens": "2048", "iterations": "77"}.get(name, "b")
+    value = show(other_value(name))
+    third = {"train_batch_tokens": "2048", "iterations": "77"}.get(name, "b")
     wanted = load_config({name.upper(): value})
     assert load_config({alias.upper(): value}) == load_config({}, [f"{flag(alias)}={value}"]) == wanted
     assert load_config({}, [flag(alias), value]) == wanted and alias not in FIELDS
@@ -482,7 +487,9 @@ def test_orders_that_cannot_be():
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_are_finite_and_keep_to_their_range(name):
-    default, least, most = FIELDS[name].default, *map(FIELDS[name].metadata.get, ("least", "most"))
+    default = FIELDS[name].default
+    least = FIELDS[name].metadata.get("least")
+    most = FIELDS[name].metadata.get("most")
     assert -math.inf < least <= default <= most < math.inf
     outside = ["", "x", "1,2", "0x10", "1e", "--", "1 2", "nan", "inf", "-inf", "1e999", most * 1000 + 1]
     if type(default) is int:
@@ -601,15 +608,19 @@ HTTPS_PROXY NO_PROXY PYTEST_CURRENT_TEST PYTHON PRESS DEVEL DATA MODEL CC CXX CF
 
 def one_slip(rng, name):
     """name with one letter lost, doubled, replaced, added or swapped with its neighbour."""
-    i, letter = rng.randrange(1, len(name) - 1), rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ_")
-    before, here, after = name[:i], name[i], name[i + 1:]
+    i = rng.randrange(1, len(name) - 1)
+    letter = rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+    before = name[:i]
+    here = name[i]
+    after = name[i + 1:]
     return rng.choice([before + after, before + here + here + after, before + letter + after,
                        before + letter + here + after, before[:-1] + here + before[-1] + after])
 
 
 def test_near_misses():
     """One slip in a name is reported, ordinary variables are not. Names of three letters resemble many."""
-    rng, known = random.Random(4), {name.upper() for name in (*FIELDS, *ALIASES)}
+    rng = random.Random(4)
+    known = {name.upper() for name in (*FIELDS, *ALIASES)}
     assert near_misses(ORDINARY) == near_misses(known) == []
     for name in sorted(name for name in known if len(name) > 3) * 3:
         typo = one_slip(rng, name)

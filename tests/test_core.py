@@ -52,7 +52,8 @@ class Told:
     def __init__(self, probabilities, train_seq_len=8, size=12):
         base = dict(vocab_size=size, model_dim=4, num_heads=1)
         self.cfg = replace(train_gpt.GPT2(), **base, train_seq_len=train_seq_len)
-        self.embed, self.asked = torch.zeros(1), []
+        self.embed = torch.zeros(1)
+        self.asked = []
         self.table = torch.full((size, size), 1e-9)
         for (token, after), p in probabilities.items():
             self.table[token, after] = p
@@ -70,7 +71,10 @@ class Told:
         return self.table[x].log()
 
 
-Q, A, B, SPACE = 2, 3, 4, 5
+Q = 2
+A = 3
+B = 4
+SPACE = 5
 LETTERS = Pieces("Q", "a", "b", " ")
 
 
@@ -85,14 +89,16 @@ def choice(query, *choices):
 
 def ours(task):
     """The same task as train_gpt has it, its items in the same order."""
-    kind, gap = task["kind"], task["delimiter"]
+    kind = task["kind"]
+    gap = task["delimiter"]
     items = [train_gpt.read_item(kind, json.dumps(item), gap) for item in task["items"]]
     return train_gpt.Task(task["label"], kind, task["shots"], task["base"], items)
 
 
 def check_by_hand(model, task, pick, spans=None, sp=LETTERS):
     """Reference and trainer give this pick and, of an example that is not cropped, score these spans."""
-    cfg, longest = model.cfg, 10 * model.cfg.train_seq_len
+    cfg = model.cfg
+    longest = 10 * model.cfg.train_seq_len
     found = example_spans(sp, 1, task, task["items"], 0)
     rows = prompt_rows(ours(task), 0, sp.encode, 1, longest)
     assert rows == [(tuple(row), first) for row, first in (crop(*span, longest) for span in found)]
@@ -104,7 +110,8 @@ def check_by_hand(model, task, pick, spans=None, sp=LETTERS):
 @pytest.mark.parametrize("b_after_b, pick", [(0.25, 1), (0.2, 0)])
 def test_the_lowest_mean_is_picked(b_after_b, pick):
     """The sum would take "a" both times. One option at a time, after BOS."""
-    model, task = Told({(SPACE, A): 0.3, (SPACE, B): 0.4, (B, B): b_after_b}), choice("Q", "a", "bb")
+    model = Told({(SPACE, A): 0.3, (SPACE, B): 0.4, (B, B): b_after_b})
+    task = choice("Q", "a", "bb")
     want = [-math.log(0.3), -(math.log(0.4) + math.log(b_after_b)) / 2]
     assert mean_losses(model, model.cfg, LETTERS, 1, task, task["items"], 0) == pytest.approx(want, rel=1e-6)
     assert model.asked == [[1, Q, SPACE, A], [1, Q, SPACE, B, B]]
@@ -144,7 +151,9 @@ def test_language_modeling(a_after_a, pick):
 
 def test_a_question_with_other_tokens_alone():
     """"Q." and "a" make "Q" and ".a": scored from the first token that differs."""
-    sp, dot, dot_a = Pieces("Q", "a", ".", ".a"), 4, 5
+    sp = Pieces("Q", "a", ".", ".a")
+    dot = 4
+    dot_a = 5
     task = single("language_modeling", ".", context="Q", continuation="aa")
     spans = [([1, Q, dot_a, A], 2)]
     check_by_hand(Told({(Q, dot_a): 0.9, (dot_a, A): 0.9}), task, 0, spans, sp)
@@ -179,7 +188,8 @@ def test_order_and_shots(tmp_path):
         dict(label="three", kind="schema", shots=2, delimiter=" ", base=0, items=[
             dict(context_options=[f"{c}1", f"{c}2"], continuation="z", gold=int(c < "c")) for c in "abcde"])]
     write_bundle(tmp_path, tasks)
-    found, asked = {}, []
+    found = {}
+    asked = []
 
     def encode(texts):
         asked.append(texts)
@@ -246,7 +256,9 @@ def hard_tasks():
     def say(context, end):
         return dict(context=context, continuation=end)
 
-    a, b, question = some(1, 2), some(3, 4), some(3, 8)
+    a = some(1, 2)
+    b = some(3, 4)
+    question = some(3, 8)
     options = [
         (a, b, a, b), (b, a, a), (b, b, b, a), ("the list", "the list of"), ("the list of", "the list", "no"),
         ("x", "x y", "x y z"), ("same", "same"), ("only one",), ("", "something", ""), ("", ""),
@@ -312,7 +324,8 @@ MODELS = {  # (preset, constants)
 
 def random_model(cfg, seed):
     """First values, and noise on every parameter."""
-    model, generator = cfg.make_model(train_gpt.Kernels()), torch.Generator().manual_seed(seed)
+    model = cfg.make_model(train_gpt.Kernels())
+    generator = torch.Generator().manual_seed(seed)
     init_parameters(model, seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -323,14 +336,16 @@ def random_model(cfg, seed):
 def taught_model(cfg, seed, toy, tasks, most=0):
     """A random model that has learnt the continuations of every other example of language modelling, from the
     last 80 tokens of prompts, so that it gets some right and some wrong."""
-    model, batch = random_model(cfg, seed), []
+    model = random_model(cfg, seed)
+    batch = []
     for task in tasks:
         items = shuffled(task["items"], most)
         for i in range(0, len(items) if task["kind"] == "language_modeling" else 0, 2):
             ((tokens, start),) = example_spans(toy.sp, toy.bos, task, items, i)
             batch.append(crop(tokens, start, min(80, 10 * cfg.train_seq_len)))
     T = max((len(tokens) for tokens, _ in batch), default=0)
-    inputs, targets = torch.zeros(len(batch), T, dtype=torch.int64), torch.full((len(batch), T), -100)
+    inputs = torch.zeros(len(batch), T, dtype=torch.int64)
+    targets = torch.full((len(batch), T), -100)
     for row, (tokens, start) in enumerate(batch):
         inputs[row, :len(tokens)] = torch.tensor(tokens)
         targets[row, start - 1:len(tokens) - 1] = inputs[row, start:len(tokens)]
@@ -360,7 +375,8 @@ def test_picks_equal_the_reference(toy, bundle, name):
     preset, settings = MODELS[name]
     cfg = toy.config(preset, **settings)
     tasks = read_bundle(bundle)
-    model, picked = taught_model(cfg, 7, toy, tasks), {}
+    model = taught_model(cfg, 7, toy, tasks)
+    picked = {}
     ranks = 1 + [*MODELS].index(name)
     for mine, task in zip(read_tasks(bundle), tasks, strict=True):
         picked[task["label"]] = set(assert_same_picks(toy, model, mine, task, ranks=ranks))
@@ -397,7 +413,8 @@ def test_picks_on_real_tasks(toy):
 # -------------------------------------------------------------------------------- the metric
 def small_tasks(labels, size=6):
     """Two choices, two contexts or one word each, in turn; some with shots, some with a high baseline."""
-    rng, tasks = random.Random(8), []
+    rng = random.Random(8)
+    tasks = []
     for k, label in enumerate(labels):
         pairs = [(" ".join(rng.choices(WORDS, k=4)), rng.sample(WORDS, 2), i % 2)
                  for i in range(size + k % 3)]
@@ -487,7 +504,8 @@ def test_fewer_examples_than_shots(copy):
     assert {len(task.items) for task in read_tasks(".", 4)} == {4}
 
 
-COPA, TABLE = "eval_data/some_category/copa.jsonl", "eval_meta_data.csv"
+COPA = "eval_data/some_category/copa.jsonl"
+TABLE = "eval_meta_data.csv"
 BAD_BUNDLES = {  # what happens to a good one: words of the sentence
     "no core.yaml": (lambda: Path("core.yaml").unlink(), ["core.yaml"]),
     "no tasks": (lambda: Path("core.yaml").write_text("icl_tasks: []\n"), ["core.yaml"]),

@@ -49,7 +49,8 @@ def test_the_toy_dataset(tiny_data):
 
 def test_order_with_and_without_a_manifest(tmp_path):
     """The manifest's order and choice, whatever else it says; without one, every shard by name."""
-    folder, val_parts = tmp_path / "some", np.split(np.arange(300) % 200, [100, 150])
+    folder = tmp_path / "some"
+    val_parts = np.split(np.arange(300) % 200, [100, 150])
     files = [write_shard(folder / f"a_train_{i:06d}.bin", np.full(100, i)) for i in range(5)]
     val = [write_shard(folder / f"a_val_{i:06d}.bin", part) for i, part in enumerate(val_parts)]
     write_shard(folder / "unrelated.bin", np.arange(100))
@@ -120,7 +121,8 @@ def test_files_of_desktops_beside_shards(tmp_path, name):
 
 
 # -------------------------------------------------------------------------------- the loader
-BOS, SIZES = 60_000, (101, 7, 50, 1, 64)
+BOS = 60_000
+SIZES = (101, 7, 50, 1, 64)
 DOCUMENTS = (3, 1, 9, 2, 2, 40, 5, 8, 1, 1, 30, 4, 17, 6, 1, 90, 3)
 
 
@@ -183,7 +185,8 @@ def test_val_documents_in_train_are_found_without_hashes(shared, documents, refu
         rows = [[BOS, *[2 + number % 90, 2 + number // 90] * 32][:train_gpt.BEGINNING] for number in numbers]
         return np.array(rows, np.uint16).reshape(-1)
 
-    train, val = {"shard": texts(range(documents))}, texts([*range(shared), *range(1000, 1100)])
+    train = {"shard": texts(range(documents))}
+    val = texts([*range(shared), *range(1000, 1100)])
     if not refused:
         return train_gpt.refuse_val_in_train(train, val, BOS, "x")
     with pytest.raises(Refused, match=f"{shared} of {documents} documents sampled from train shard shard"):
@@ -206,13 +209,16 @@ def document_steps(data, longest, world_size, n):
     step = []
     while True:
         for documents in shards:
-            unit, row = [], []
+            unit = []
+            row = []
             for document in documents:
                 row = row + document
                 if len(row) > T:
-                    unit, row = [*unit, row[:T + 1]], []
+                    unit = [*unit, row[:T + 1]]
+                    row = []
                 if len(unit) == world_size:
-                    step, unit = step + unit, []
+                    step = step + unit
+                    unit = []
                 if len(step) == n:
                     yield step
                     step = []
@@ -228,15 +234,18 @@ def test_batches_are_the_same_rows_for_any_world_size(which, shuffle):
     """Every row once an epoch, in one order, across the ends of shards and epochs. position, in rows, is the
     whole state: it may jump, and what was read ahead is then not used."""
     data = STREAMS[which]()
-    rows, settings = cut_rows(data), dict(shuffle=shuffle)
-    single, rng = loader_of(data, **settings), random.Random(0)
+    rows = cut_rows(data)
+    settings = dict(shuffle=shuffle)
+    single = loader_of(data, **settings)
+    rng = random.Random(0)
     ordered = [rows[int(i)] for i in single.packer.order]
     assert single.rows == len(rows) > 0 and sorted(ordered) == sorted(rows)
     assert ordered == rows or shuffle and sum(a != b for a, b in zip(ordered, rows)) > len(rows) / 2 - 1
     for world_size in (1, 2, 6):
         loaders = [loader_of(data, rank, world_size, **settings) for rank in range(world_size)]
         for _ in range(15):
-            position, n = loaders[0].position, world_size * rng.choice([1, 2, 7])
+            position = loaders[0].position
+            n = world_size * rng.choice([1, 2, 7])
             if rng.random() < 0.3:
                 position = rng.choice([0, 1, len(rows) - 1, 10**12 * len(rows), rng.randrange(10_000)])
             for loader in loaders:
@@ -254,7 +263,8 @@ def test_batches_are_the_same_rows_for_any_world_size(which, shuffle):
 @pytest.mark.parametrize("before, longest", [(0, 1), (5, 2), (0, 7), (5, T), (0, T + 1), (5, 12), (0, 1000)])
 def test_documents_fill_rows(before, longest, world_size):
     """In order, through shards and epochs; from any position that a step ended at, a new loader goes on."""
-    data, n = documents_data(before, sizes=(90, 70)), 2 * world_size
+    data = documents_data(before, sizes=(90, 70))
+    n = 2 * world_size
     settings = dict(packing="documents", max_doc_len=longest, bos_id=BOS)
     steps = document_steps(data, longest, world_size, n)
     try:
@@ -302,7 +312,8 @@ def test_spans_of_a_step_are_the_same_for_any_world_size():
 
 def test_best_fit_goes_on_from_a_position():
     """A new loader at the position of another one packs the same rows; each row is full."""
-    data, settings = documents_data(sizes=(90, 70)), dict(packing="best_fit", bos_id=BOS)
+    data = documents_data(sizes=(90, 70))
+    settings = dict(packing="best_fit", bos_id=BOS)
     loader = loader_of(data, **settings)
     steps = [loader.next(4 * T) for _ in range(5)]
     other = loader_of(data, **settings)
@@ -327,10 +338,13 @@ def test_best_fit_refuses_ranks_without_a_group():
 def test_shards_deals_whole_shards_to_ranks():
     """Each rank's rows are of its own shards, cut from one place of each, every row once an epoch, not in
     order; a new loader at the position of another one goes on alike."""
-    sizes, low, seen = (4 * T + 9, 6 * T + 3, 5 * T + 1, 3 * T + 8), 0, []
+    sizes = (4 * T + 9, 6 * T + 3, 5 * T + 1, 3 * T + 8)
+    low = 0
+    seen = []
     own = []                # first and last token of each shard
     for size in sizes:
-        own, low = [*own, (low, low + size - 1)], low + size
+        own = [*own, (low, low + size - 1)]
+        low = low + size
     for rank in range(2):
         settings = dict(rank=rank, world_size=2, packing="shards")
         loader = loader_of(stream_data(sizes), **settings)
@@ -370,7 +384,8 @@ def test_a_single_row_has_the_strides_of_a_new_tensor():
 
 
 def test_read_at_every_place():
-    loader, total = loader_of(), sum(SIZES)
+    loader = loader_of()
+    total = sum(SIZES)
     for start in range(total):
         for count in (1, 2, 60, total):
             count = min(count, total - start)
@@ -383,7 +398,8 @@ def test_read_at_every_place():
 @pytest.mark.parametrize("rank, world_size", [(0, 1), (1, 2)])
 def test_the_next_step_is_read_meanwhile(rank, world_size):
     """next returns while a thread reads on, and the read-ahead is what the step after takes."""
-    loader, reads = loader_of(stream_data((400,)), rank, world_size), queue.Queue()
+    loader = loader_of(stream_data((400,)), rank, world_size)
+    reads = queue.Queue()
     read = loader.read
 
     def noting(start, count):
@@ -409,7 +425,9 @@ def test_a_bad_shard_is_refused_before_the_clock(packing):
 
 
 def test_every_token_of_every_shard_is_checked(monkeypatch):
-    seen, check, vocab_size = Counter(), train_gpt.check_tokens, 65_000
+    seen = Counter()
+    check = train_gpt.check_tokens
+    vocab_size = 65_000
 
     def spy(tokens, *args):
         seen[args[1]] += len(tokens)
@@ -556,7 +574,8 @@ def test_val_bytes_of_a_dataset(case, tmp_path):
     with its tokens. Without a tokenizer there are no bytes."""
     folder = write_dataset(tmp_path, "words", case.model, [case.tokens], case.tokens, case.text_bytes,
                            case.lossless)
-    cfg, path = toy_config(".", data_path=str(folder), val_tokens=0), folder / "manifest.json"
+    cfg = toy_config(".", data_path=str(folder), val_tokens=0)
+    path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
 
     def opened(cfg):

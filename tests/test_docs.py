@@ -160,7 +160,8 @@ def anchors_of(text):
 
 def broken_links(page):
     """Links of a page to files that are not there, or to headings that their page does not have."""
-    text, found = page.read_text(encoding="utf-8"), []
+    text = page.read_text(encoding="utf-8")
+    found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
         if link.startswith("http"):
             continue

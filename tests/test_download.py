@@ -35,7 +35,8 @@ from helpers import train_tokenizer
 from test_prepare import make_texts, read_documents
 
 SCRIPT = Path(download.__file__).resolve()
-REPO, ROOT = "willdepueoai/parameter-golf", "datasets/datasets/fineweb10B_sp1024"
+REPO = "willdepueoai/parameter-golf"
+ROOT = "datasets/datasets/fineweb10B_sp1024"
 TOKENIZER = "datasets/tokenizers/fineweb_1024_bpe.model"
 TRAIN = [f"{ROOT}/fineweb_train_{i:06d}.bin" for i in range(4)]
 VAL = [f"{ROOT}/fineweb_val_{i:06d}.bin" for i in range(2)]
@@ -67,7 +68,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def do_GET(self):
-        hub, path = self.server.hub, unquote(urlsplit(self.path).path)
+        hub = self.server.hub
+        path = unquote(urlsplit(self.path).path)
         hub.authorized.append("Authorization" in self.headers)
         resolve = f"/datasets/{hub.repo}/resolve/{hub.revision}/"
         name = path.removeprefix(resolve).removeprefix("/cdn/").lstrip("/")
@@ -88,7 +90,9 @@ class Handler(BaseHTTPRequestHandler):
             self.content(hub, fault, hub.files[name])
 
     def content(self, hub, fault, data):
-        start, total, headers = 0, len(data), {"Connection": "close"}
+        start = 0
+        total = len(data)
+        headers = {"Connection": "close"}
         if fault == "corrupt":
             data = data[:-1] + bytes([data[-1] ^ 1])
         if fault == "long":
@@ -108,11 +112,18 @@ class Hub:
     """The repository `files`; faults[name] lists the faults of the next requests, [fault, "*"] lasts."""
 
     def __init__(self, files, repo=REPO):
-        self.repo, self.files, self.revision, self.ranges = repo, dict(files), "a" * 40, True
-        self.faults, self.requests, self.authorized = {}, [], []
-        self.stalled, self.closed = threading.Event(), threading.Event()
+        self.repo = repo
+        self.files = dict(files)
+        self.revision = "a" * 40
+        self.ranges = True
+        self.faults = {}
+        self.requests = []
+        self.authorized = []
+        self.stalled = threading.Event()
+        self.closed = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.hub, self.server.daemon_threads = self, True
+        self.server.hub = self
+        self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -141,7 +152,8 @@ class Hub:
 @pytest.fixture(scope="session")
 def repository():
     """(files, sp): four train shards, two val shards that cut a document (and a character) in two."""
-    rng, texts = random.Random(5), make_texts(120, seed=5)
+    rng = random.Random(5)
+    texts = make_texts(120, seed=5)
     model = train_tokenizer(texts, 400, character_coverage=0.99, add_dummy_prefix=True,
                             normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -245,7 +257,8 @@ def check_manifest(folder, files, sp, train, revision="a" * 40):
         if token == 1 or not documents:
             documents.append([])
         documents[-1] += [token] * (token != 1)
-    names, sha = TRAIN[:train] + VAL, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    names = TRAIN[:train] + VAL
+    sha = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     expected = {
         "version": 1, "name": "fineweb10B_sp1024", "source": REPO, "revision": revision,
         "tokenizer": {"path": "../../tokenizers/fineweb_1024_bpe.model", "sha256": sha[TOKENIZER],
@@ -277,7 +290,8 @@ def test_download_again_and_extend(hub, call, repository, tmp_path):
     check_manifest(tmp_path, hub.files, repository[1], 1, revision="b" * 40)
 
 
-TRIES, FINAL = 3, [404, 401, 403, 400]
+TRIES = 3
+FINAL = [404, 401, 403, 400]
 FAULTS = FINAL + 2 * ["cut", "short", "long", "corrupt", 503, 429, 416]
 
 
@@ -302,18 +316,21 @@ def damage(path, rng):
 def test_any_faults_in_any_order(hub, call, repository, tmp_path, seed):
     """Whole files are kept, part files continued, and a file that is right gets its name; a manifest never
     lists what is not there, and after a run without a failure it is right."""
-    rng, whole = random.Random(seed), set()
+    rng = random.Random(seed)
+    whole = set()
     place = {name: tmp_path / DATASET / Path(name).name for name in TRAIN + VAL}
     place[TOKENIZER] = tmp_path / "data/tokenizers" / Path(TOKENIZER).name
     part = {name: path.with_name(path.name + ".part") for name, path in place.items()}
     for _ in range(5):
-        train, hub.ranges = rng.randint(1, 4), rng.random() < 0.7
+        train = rng.randint(1, 4)
+        hub.ranges = rng.random() < 0.7
         wanted = [TOKENIZER, *TRAIN[:train], *VAL]
         hub.faults = {name: rng.choices(FAULTS, k=rng.choice([0, 0, 1, 1, 2, 5])) for name in wanted}
         for name in rng.sample(sorted(whole & {*wanted}), min(1, len(whole & {*wanted}))):
             damage(place[name], rng)
             whole.remove(name)
-        expected, failed = [], None
+        expected = []
+        failed = None
         for name in wanted:
             if name not in whole and not failed:
                 requests, comes = outcome(hub.faults[name])
@@ -438,7 +455,8 @@ def test_commands_of_their_own(tmp_path):
 
 def test_gpt2s_vocabulary(hub, call, tmp_path, monkeypatch):
     """Fetched once, again where it is damaged; other bytes than GPT-2's are refused."""
-    data, name = json.dumps({"!": 0, "a": 1}).encode(), "encoder.json"
+    data = json.dumps({"!": 0, "a": 1}).encode()
+    name = "encoder.json"
     path = tmp_path / "data/tokenizers/gpt2_vocab.json"
     hub.files[name] = data
     monkeypatch.setenv("GPT2_VOCAB_URL", f"{hub.endpoint}/{name}")
@@ -490,7 +508,8 @@ def test_val_of_unknown_text_is_refused(new_hub, repository, call):
 @pytest.mark.parametrize("batch", [1, 7, 1 << 20])
 def test_decoded_bytes(repository, monkeypatch, batch):
     monkeypatch.setattr(download, "DECODE_TOKENS", batch)
-    rng, sp = random.Random(batch), repository[1]
+    rng = random.Random(batch)
+    sp = repository[1]
     byte = [sp.piece_to_id(f"<0x{value:02X}>") for value in "日é".encode()]
     for tokens in ([], [1], [1, 1, 1], sp.encode("no beginning"), sp.encode("x") + [1, 1, byte[0], 1, *byte],
                    [1, *sp.encode("  two  spaces"), 1, *byte, 1], rng.choices(range(400), k=3000)):
@@ -504,7 +523,8 @@ def test_decoded_bytes(repository, monkeypatch, batch):
 @pytest.fixture
 def climbmix(new_hub, call, monkeypatch):
     """(call, hub, texts by shard), with a vocabulary of 400 and one process."""
-    texts, files = {}, {"README.md": b"x", "shard_9.parquet": b"x"}
+    texts = {}
+    files = {"README.md": b"x", "shard_9.parquet": b"x"}
     for i in range(5):
         name = f"shard_{i:05d}.parquet"
         texts[name] = make_texts(60, seed=10 + i)

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def randomised(cfg, seed=0):
     """A model with no parameter at zero: first values would hide half of the arithmetic."""
-    model, generator = cfg.make_model(train_gpt.Kernels()), torch.Generator().manual_seed(seed)
+    model = cfg.make_model(train_gpt.Kernels())
+    generator = torch.Generator().manual_seed(seed)
     table = cfg.parameter_table()
     for name, p in model.named_parameters():
         group = table[kind_of(name)].group
@@ -71,7 +72,8 @@ def reference_nats(model, tokens):
     """Nats of every target, one forward for each: the exact context that the rows of evaluation give it."""
     cfg = model.cfg
     longest = cfg.eval_context or cfg.train_seq_len
-    stride, nats = cfg.eval_stride or longest, []
+    stride = cfg.eval_stride or longest
+    nats = []
     context = model.context(longest, CPU)
     for i in range(len(tokens) - 1):  # tokens[i] predicts tokens[i + 1]
         row = 0 if i < longest else math.ceil((i - longest + 1) / stride)
@@ -108,8 +110,10 @@ def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     does where ranks share the rows, in batches of any size, and where the logits of a batch are made in
     parts. Targets that begin a document can be left out of the nats, not of the bytes."""
     cfg = toy.config(**settings)
-    model, data = randomised(cfg), toy.data._replace(val=toy.data.val[:tokens])
-    nats, bits = reference_nats(model, data.val), math.log(2) * data.val_bytes
+    model = randomised(cfg)
+    data = toy.data._replace(val=toy.data.val[:tokens])
+    nats = reference_nats(model, data.val)
+    bits = math.log(2) * data.val_bytes
     without_bos = nats[data.val[1:] != data.bos].sum()
     assert without_bos < nats.sum() or tokens < 61
     for size in (1, 65, 100_000):
@@ -127,7 +131,8 @@ def test_score_of_a_uniform_guess(toy):
     cfg = replace(toy.cfg, mixture=False)
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 0)
-    before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
     score = evaluate(model, cfg, toy.data, fake_team())
     assert score.val_loss == pytest.approx(math.log(512), rel=1e-6)
     assert score.val_bpb == pytest.approx(9 * 210 / 400, rel=1e-6)
@@ -151,7 +156,8 @@ def test_part_of_the_split_has_no_bpb(toy):
 def test_samples(toy):
     """Greedy ones are the argmax, also once the text is longer than the model's context: each token sees
     train_seq_len of them. Others are drawn by the seed, among the top_k."""
-    model, prompt = randomised(toy.cfg), toy.data.val[:5].tolist()
+    model = randomised(toy.cfg)
+    prompt = toy.data.val[:5].tolist()
     ids = list(prompt)
     for _ in range(20):
         context = model.context(len(ids), CPU)
@@ -185,7 +191,9 @@ def test_quantize_rows_equals_numpy(rows, columns, step, floor):
     many sizes, one of zeros, one below fp16's range, an outlier."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((rows, columns)) * np.exp(rng.uniform(-8, 3, (rows, 1)))
-    w[0], w[1], w[2, columns // 2] = 0, 1e-9, -9.0
+    w[0] = 0
+    w[1] = 1e-9
+    w[2, columns // 2] = -9.0
     w = w.astype(np.float32)
     q, scale = (t.numpy() for t in quantized(torch.from_numpy(w), step, floor))
     assert q.dtype == np.int8 and scale.dtype == np.float16 and scale.shape == (rows,)
@@ -230,16 +238,19 @@ def test_what_an_artifact_holds(preset, settings, tmp_path):
     tensors = torch.load(io.BytesIO(raw), weights_only=True)["tensors"]
     widths = [t.element_size() for t in tensors.values()]
     assert widths == sorted(widths)
-    path, model = tmp_path / "model.ptz", randomised(cfg)
+    path = tmp_path / "model.ptz"
+    model = randomised(cfg)
     path.write_bytes(packed)
     loaded, known = train_gpt.load_model(path)
     assert all(getattr(known, name) == getattr(cfg, name) for name in cfg.model_fields())
     if cfg.state_bytes():
         for name, tensor in model.counts.stored().items():
             assert torch.equal(tensors.pop(name), tensor)
-    floor, table = vars(cfg).get("artifact_scale_floor", 0.0), cfg.parameter_table()
+    floor = vars(cfg).get("artifact_scale_floor", 0.0)
+    table = cfg.parameter_table()
     for name, p in model.named_parameters():
-        row, back = table[kind_of(name)], loaded.get_parameter(name)
+        row = table[kind_of(name)]
+        back = loaded.get_parameter(name)
         if row.precision == "fp32":
             assert torch.equal(tensors.pop(name), p) and torch.equal(back, p)
         elif row.precision == "fp16" or p.numel() <= cfg.artifact_keep:
@@ -266,7 +277,8 @@ def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
                   seq_schedule=(1, 3))
     train_gpt.check_config(cfg)
     assert own.train_batch_tokens % 100
-    model, path = cfg.make_model(train_gpt.Kernels()), tmp_path / "model.ptz"
+    model = cfg.make_model(train_gpt.Kernels())
+    path = tmp_path / "model.ptz"
     init_parameters(model, 0)
     path.write_bytes(pack_artifact(model))
     for base in (None, own, cfg, Tiny()):
@@ -289,7 +301,8 @@ def test_sizes_and_limits_of_artifacts(tmp_path):
         assert report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
     for model, size, share in (models[0], sizes[0], 0.9999), (models[2], sizes[2], 0.8):
         limit = int(share * size) + 50
-        model.cfg, said = replace(model.cfg, artifact_bytes_limit=limit), []
+        model.cfg = replace(model.cfg, artifact_bytes_limit=limit)
+        said = []
         report = train_gpt.write_model(model, tmp_path, 50, lambda *lines: said.extend(lines))
         assert 0.95 * limit < report["bytes_total"] <= limit and report["artifact_within_limit"]
         assert said[0].startswith(f"artifact: {size + 50 - limit} bytes over the limit; steps ")
@@ -340,7 +353,8 @@ TAG = "final_int8_zlib_roundtrip"
 @pytest.fixture(scope="module")
 def first(root):
     """A run of 25 steps through the command line, with the data at an absolute path."""
-    source, data = SCRIPT.read_bytes(), (root / TOY["DATA_PATH"]).resolve()
+    source = SCRIPT.read_bytes()
+    data = (root / TOY["DATA_PATH"]).resolve()
     done = run_cli(root, env=RUN | {"DATA_PATH": str(data)}, timeout=600)
     assert done.code == 0, done.err
     assert {path.name for path in root.iterdir()} == {"data", "logs"}
@@ -362,7 +376,8 @@ def test_run_folder(first):
     assert (first.folder / "train_gpt.py").read_bytes() == first.source
     assert (first.folder / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert all(word in first.machine for word in ("python 3.", f"torch {torch.__version__}", "hardware:"))
-    text, user = first.machine + first.log + json.dumps(first.result), getpass.getuser()
+    text = first.machine + first.log + json.dumps(first.result)
+    user = getpass.getuser()
     secrets = first.folder.parents[1], ROOT, f"{Path.home()}/", platform.node(), f"/{user}/", f"{user}@"
     assert not [secret for secret in map(str, secrets) if len(secret) > 3 and secret in text]
     assert not re.search(r"/(tmp|home|work|usr|Users|var)/", text)
@@ -370,7 +385,8 @@ def test_run_folder(first):
 
 def test_log_lines(first):
     """What other people's parsers read."""
-    number, time = r"(\d+\.\d{4})", r"train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    number = r"(\d+\.\d{4})"
+    time = r"train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
     train = find(first, rf"step:(\d+)/25 train_loss:{number} {time}.*")
     val = find(first, rf"step:(\d+)/25 val_loss:{number} val_bpb:{number} {time}")
     assert [int(step) for step, *_ in train] == [*range(1, 11), 15, 20, 25]
@@ -422,7 +438,8 @@ def test_the_file_scores_what_the_run_said(first, root, train, go):
     """On one rank and on two, in other batches: the exact line of the run; the sliding score, whose rows the
     ranks share, in the log and in the result."""
     asked = AGAIN | dict(EVAL_FROM=FILE, EVAL_SLIDING="32")
-    one, two = train(asked), go(asked | {"VAL_BATCH_SIZE": "1000"}, ranks=2)
+    one = train(asked)
+    two = go(asked | {"VAL_BATCH_SIZE": "1000"}, ranks=2)
     keys = ["val_loss", "val_bpb", "val_loss_sliding", "val_bpb_sliding"]
     for done in (one, two):
         assert done.code == 0, done.err

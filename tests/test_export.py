@@ -131,7 +131,8 @@ def test_its_model_gives_the_same_log_probs(exported, one_thread, name):
 @cache
 def segments(path):
     """{name, or class.method: its lines} of a module's functions, classes without methods apart."""
-    text, found = path.read_text(encoding="utf-8"), {}
+    text = path.read_text(encoding="utf-8")
+    found = {}
     lines = text.splitlines()
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
@@ -146,8 +147,8 @@ def segments(path):
 @pytest.mark.parametrize("preset", slow_but(FEW, train_gpt.RECIPES))
 def test_model_py_is_the_trainers_text(exported, preset):
     """Verbatim, apart from the constants and load(); neither training nor fast kernels come along."""
-    known, found = segments(SCRIPT) | segments(ROOT / "tools/model_loader.py"), segments(
-        exported(preset) / "model.py")
+    known = segments(SCRIPT) | segments(ROOT / "tools/model_loader.py")
+    found = segments(exported(preset) / "model.py")
     recipe = train_gpt.RECIPES[preset].__name__
     logits = "TinyModel.logits" if preset == "tiny" else "Model.logits"     # the others have the base class's
     assert {f"{recipe}Model.hidden", logits, "log_probs", "read_safetensors"} <= {*found}
@@ -174,7 +175,8 @@ def test_the_counts_of_model_py_are_the_trainers(one_thread):
                                      COUNT_WORDS="5"))
     for vocabulary, size in ((6, 3000), (400, 70_000), (65_535, 3000)):
         text = torch.randint(vocabulary, (size,), generator=torch.Generator().manual_seed(size))
-        ours, theirs = train_gpt.NgramCounts(cfg), train_gpt.NgramCounts(cfg)
+        ours = train_gpt.NgramCounts(cfg)
+        theirs = train_gpt.NgramCounts(cfg)
         theirs.starts[::4] = False
         theirs.count(text.numpy().astype("uint16"))
         model_loader.fill_counts(ours, text.to(torch.int16), theirs.starts.byte())

@@ -166,11 +166,14 @@ def strike(folder, number, draw, latest):
 @pytest.mark.parametrize("what, number", [("kill", signal.SIGKILL), ("term", signal.SIGTERM)])
 def test_at_twenty_moments(what, number, go, root, whole, report):
     """14 places and 6 times by the clock, drawn with a seed that the report has; each resumed to the end."""
-    began, seed = time.monotonic(), random.randrange(10**6)
+    began = time.monotonic()
+    seed = random.randrange(10**6)
     draw = random.Random(seed)
-    wrong, struck = through(go, whole, what, draw.sample(PLACED, 14)), 0
+    wrong = through(go, whole, what, draw.sample(PLACED, 14))
+    struck = 0
     for attempt in range(200):
-        settings, run_id = draw.choice([PLAIN, STAGES, AVERAGED]), f"{what}{attempt}"
+        settings = draw.choice([PLAIN, STAGES, AVERAGED])
+        run_id = f"{what}{attempt}"
         act = strike(root / "logs" / run_id, number, draw, whole(settings).seconds / 2)
         done = go(settings, act=act, RUN_ID=run_id)
         if done.code == 0:      # it had ended before
@@ -192,7 +195,8 @@ def test_the_launcher_changes_nothing(whole, root):
     """train_gpt.py itself ends with the same bits as the uninterrupted runs here."""
     done = run_cli(root, env=STAGES | {"RUN_ID": "itself"})
     assert done.code == 0, done.err
-    itself, want = look(root / "logs/itself"), whole(STAGES)
+    itself = look(root / "logs/itself")
+    want = whole(STAGES)
     assert (itself.weights, itself.artifact, itself.losses) == (want.weights, want.artifact, want.losses)
 
 
@@ -336,7 +340,8 @@ def test_two_ranks_of_which_one_fails(fault, sentence, go, whole, report):
 @pytest.mark.slow
 def test_two_ranks_with_one_killed_at_each_place(go, whole, report):
     """Rank 0 at each of the places, rank 1 at those that it comes to; each resumed to the end."""
-    began, both = time.monotonic(), ("step", "update", "read", "save", "evaluate")
+    began = time.monotonic()
+    both = ("step", "update", "read", "save", "evaluate")
     other = [row for row in PLACED if row[0].split(":")[0] in both]
     wrong = through(go, whole, "kill", PLACED, 2, 0) + through(go, whole, "kill", other, 2, 1)
     moments = len(PLACED) + len(other)
@@ -454,7 +459,9 @@ def tensors_of(payload):
 
 def test_every_flipped_byte_is_found(copy):
     """At 30 places, the ends among them; or it is one that means nothing."""
-    raw, draw, found = (copy / "checkpoint.pt").read_bytes(), random.Random(0), 0
+    raw = (copy / "checkpoint.pt").read_bytes()
+    draw = random.Random(0)
+    found = 0
     want = tensors_of(read_checkpoint(copy)[0])
     for place in [0, 1, 2, 3, 4, 5, len(raw) - 1, len(raw) - 4, *draw.sample(range(len(raw)), 22)]:
         (copy / "checkpoint.pt").write_bytes(flipped(raw, place, 1 << draw.randrange(8)))
@@ -533,7 +540,8 @@ def test_resume_after_train_gpt_changed(copy, go, report):
 
 def test_a_run_that_is_still_going(go, root, report):
     """A second run with its id does not touch it."""
-    folder, seen = root / "logs/going", {}
+    folder = root / "logs/going"
+    seen = {}
 
     def act(process):
         wait_for("step:8/12", folder / "train.log", process)
@@ -658,7 +666,8 @@ def test_a_folder_that_is_removed(go, report):
 def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data, report):
     """A small file system: room for the log and for so many checkpoints. What it holds is whole, the reason
     is the log's last line, and with more room a run that has a checkpoint goes on."""
-    logs, checkpoint = tmp_path / "logs", (killed.folder / "checkpoint.pt").stat().st_size
+    logs = tmp_path / "logs"
+    checkpoint = (killed.folder / "checkpoint.pt").stat().st_size
     logs.mkdir()
     (tmp_path / "data").symlink_to(tiny_data / "data")
     size = 2 * len(train_gpt.script_source()) + 64 * 1024 + int(room * checkpoint)
@@ -698,7 +707,8 @@ def test_a_shard_that_turns_unreadable(fault, sentence, go, whole, tiny_data, tm
     """One sentence; with the shard back the run goes on. One that is deleted is held open."""
     ordered = PLAIN | {"SHUFFLE": "0"}      # so that the first shard is read
     shutil.copytree(tiny_data / "data", tmp_path / "data")
-    done, want = go(ordered, fault, cwd=tmp_path), whole(ordered)
+    done = go(ordered, fault, cwd=tmp_path)
+    want = whole(ordered)
     if sentence:
         said = one_sentence(done)
         assert sentence in said
@@ -716,7 +726,8 @@ def test_a_shard_that_turns_unreadable(fault, sentence, go, whole, tiny_data, tm
 @pytest.mark.ci
 def test_a_checkpoint_can_be_scored(go, whole):
     """EVAL_FROM=checkpoint.pt gives the loss that the run had with those weights, to the last digit."""
-    run, want = go(PLAIN | {"SAVE_EVERY": "5"}, "term@artifact:1"), whole(PLAIN)
+    run = go(PLAIN | {"SAVE_EVERY": "5"}, "term@artifact:1")
+    want = whole(PLAIN)
     assert want.result["trained"]["val_loss"] != want.result["artifact"]["val_loss"]
     done = go(PLAIN, EVAL_FROM=f"logs/{run.run_id}/checkpoint.pt")
     assert done.code == 0 and done.result["trained"] == want.result["trained"], done.err

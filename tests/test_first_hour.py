@@ -175,7 +175,8 @@ def test_an_old_python_by_hand(tmp_path):
 def test_shards_of_a_known_dataset_without_a_manifest(tiny_data, tmp_path):
     """They load, as published ones do, but a download may have been cut short; others are their owner's."""
     for name, command in (("fineweb10B_sp1024", "`./run.sh data sp1024 -n 80`"), ("mine", "")):
-        folder, said = tmp_path / name, []
+        folder = tmp_path / name
+        said = []
         shutil.copytree(tiny_data / TOY["DATA_PATH"], folder)
         (folder / "manifest.json").unlink()
         cfg = train_gpt.load_config(TOY | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))

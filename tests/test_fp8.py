@@ -14,9 +14,12 @@ from test_kernels import SMALL
 from train_gpt import (RECIPES, Kernels, Refused, fp8_head, fp8_linear, linear, preset_config, scaled_mm,
                        to_fp8)
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 GRID = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # mantissa bits, least exponent, largest value
-T, C, V = 256, 256, 192
+T = 256
+C = 256
+V = 192
 LAYERS = {  # with the scales of x, weight and gradient; None: by the maximum
     "dynamic": (fp8_linear, (None, None, None)), "head": (fp8_head, (C**0.5 / 448, 2**-9, 1 / 448 / T))}
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,19 +44,22 @@ def scale_of(x, scale, dtype):
 
 def near(got, want):
     """Relative error and cosine."""
-    got, want = got.double().flatten(), want.double().flatten()
+    got = got.double().flatten()
+    want = want.double().flatten()
     return (got - want).norm() < 8e-2 * want.norm() and F.cosine_similarity(got, want, dim=0) > 0.99
 
 
 def within_bf16(got, a, b, scale):
     """got is the float64 product of a and b, up to one rounding to bf16 and the accumulation."""
-    want, most = (a @ b) * scale.double(), (a.abs() @ b.abs()) * scale.double()
+    want = (a @ b) * scale.double()
+    most = (a.abs() @ b.abs()) * scale.double()
     return bool(((got.double() - want).abs() <= 2**-8 * want.abs() + 1e-6 * most).all())
 
 
 def run(layer, x, w, loss):
     """-> y, grad_x, grad_w"""
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    w = w.clone().requires_grad_()
     y = layer(x, w)
     return y.detach(), *torch.autograd.grad(loss(y), (x, w))
 
@@ -61,7 +67,8 @@ def run(layer, x, w, loss):
 @pytest.fixture
 def calls(monkeypatch):
     """What each torch._scaled_mm to come is given: a, b, their scales, fast accumulation."""
-    calls, real = [], torch._scaled_mm
+    calls = []
+    real = torch._scaled_mm
 
     def spied(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
         calls.append((a, b, scale_a.reshape(()), scale_b.reshape(()), use_fast_accum))
@@ -97,14 +104,17 @@ def test_the_heads_gradient_scale_follows_the_number_of_tokens(head, calls):
     x, w, loss = head
     run(fp8_head, x, w, loss)
     run(fp8_head, torch.cat((x, x)), w, lambda y: (loss(y[:T]) + loss(y[T:])) / 2)
-    once, twice = calls[1][0].double(), calls[4][0].double()
+    once = calls[1][0].double()
+    twice = calls[4][0].double()
     assert torch.equal(torch.cat((once, once)), twice) and calls[1][2] == 2 * calls[4][2]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_to_fp8_is_bit_exact(dtype):
     """All values of the type, the ties between them and their neighbours; saturation; nan stays nan."""
-    top, inf, nan = GRID[dtype][2], float("inf"), float("nan")
+    top = GRID[dtype][2]
+    inf = float("inf")
+    nan = float("nan")
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     every = every[every.isfinite()].sort().values
     ties = (every[1:] + every[:-1]) / 2
@@ -142,7 +152,8 @@ def test_a_layer_is_the_emulated_one(head, layer, size, calls):
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("zero", ["x", "w", "grad", "all"])
 def test_zeros(layer, zero):
-    generator, sizes = torch.Generator().manual_seed(2), {"x": (32, 64), "w": (48, 64), "grad": (32, 48)}
+    generator = torch.Generator().manual_seed(2)
+    sizes = {"x": (32, 64), "w": (48, 64), "grad": (32, 48)}
     x, w, g = (torch.randn(s, generator=generator) * (zero not in (n, "all")) for n, s in sizes.items())
     y, gx, gw = run(LAYERS[layer][0], x, w, lambda y: (y * g).sum())
     for got, factors in ((y, "xw"), (gx, "gw"), (gw, "gx")):
@@ -151,7 +162,8 @@ def test_zeros(layer, zero):
 
 # ------------------------------------------------------------ what CUDA asks for
 def test_any_strides_are_taken_and_alignment_is_asserted(calls):
-    generator, one = torch.Generator().manual_seed(3), torch.ones(())
+    generator = torch.Generator().manual_seed(3)
+    one = torch.ones(())
     x = torch.randn(64, 8, 6, generator=generator).permute(2, 1, 0)
     w = torch.randn(64, 32, generator=generator).t()
     got, want = (run(layer, x, w, lambda y: y.sum()) for layer in (fp8_linear, F.linear))
@@ -193,7 +205,8 @@ PRESETS = {"head": "speedrun", "all": "gpt2"}   # a recipe for each part that ma
 
 def choose(part, on_gpu=False, **settings):
     """(products of the blocks and of the head, what each line in the log says that fp8 is)"""
-    lines, cfg = [], replace(preset_config(PRESETS[part]), **settings)
+    lines = []
+    cfg = replace(preset_config(PRESETS[part]), **settings)
     kernels = train_gpt.choose_kernels(cfg, on_gpu, lines.append)
     products = tuple(getattr(product, "func", product) for product in kernels[:2])
     return products, [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
@@ -205,7 +218,8 @@ def test_the_scales_of_speedrun_plus():
     most = cfg.fp8_head_most
     assert train_gpt.head_scales(768, 10, most) == (100 / 448, 1.6 / 448, 0.75 / 448 / 10)
     head = train_gpt.choose_kernels(cfg, False, print).head_linear
-    x, weight = torch.ones(16, 16, requires_grad=True), torch.full((16, 16), 1.5)
+    x = torch.ones(16, 16, requires_grad=True)
+    weight = torch.full((16, 16), 1.5)
     assert head(x, weight).mean().item() == pytest.approx(24, rel=0.1)
     assert fp8_head(x, weight).mean().item() == pytest.approx(14, rel=0.1)
 

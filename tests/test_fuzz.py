@@ -47,8 +47,10 @@ OTHER_WORDS = ("--zzz=1", "golf", "-x", "--", "---", "--matrx-lr=0.1", "=", "", 
 
 def value_of(rng, f):
     """A value of the type and range of a constant: at the ends, near them, the default, or anywhere."""
-    default, limits = f.default, f.metadata
-    least, most = limits["least"], limits["most"]
+    default = f.default
+    limits = f.metadata
+    least = limits["least"]
+    most = limits["most"]
     if isinstance(default, bool):
         return rng.random() < 0.5
     if isinstance(default, int):
@@ -64,7 +66,8 @@ def value_of(rng, f):
 
 def spelled(rng, texts):
     """{constant: text} -> (argv, env), each on one of the ways."""
-    argv, env = [], {}
+    argv = []
+    env = {}
     for name, text in texts.items():
         flag = "--" + rng.choice((name, name.replace("_", "-")))
         if not isinstance(text, str) or rng.random() < 0.5:
@@ -103,7 +106,8 @@ def logged_again(cfg):
 @pytest.mark.parametrize("preset", RECIPES)
 def test_a_config_repeats_itself(preset):
     """The preset as it is, and with constants drawn: of texts also what a log shows in one line."""
-    rng, own = random.Random(preset), fields_of(RECIPES[preset])
+    rng = random.Random(preset)
+    own = fields_of(RECIPES[preset])
     assert logged_again(load_config({"PRESET": preset})) == load_config({"PRESET": preset})
     texts = [name for name in ("sample", "core_bundle", "eval_from") if name in own]
     accepted = 0
@@ -147,11 +151,13 @@ def test_a_preset_that_is_no_text(preset):
 def smallest(rng):
     """Of every game, so that a step takes milliseconds. What costs time or memory is never drawn large: the
     trainer believes who asks for more than a machine holds."""
-    heads, T = rng.choice((1, 2, 4)), rng.choice((2, 8, 32, 64))
+    heads = rng.choice((1, 2, 4))
+    T = rng.choice((2, 8, 32, 64))
     preset = rng.choice([*RECIPES])
     layers = rng.randint(1, 4)
     if preset == "speedrun_plus":       # pairs of heads, layers that name each other
-        heads, layers = 2, 11
+        heads = 2
+        layers = 11
     return dict(
         preset=preset, data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="", device="cpu",
         compile=False, vocab_size=0, num_layers=layers, model_dim=16 * heads, num_heads=heads,
@@ -171,7 +177,8 @@ def smallest(rng):
 
 def drawn_together(rng, preset, T):
     """[constants that only go together]"""
-    own, rows = fields_of(RECIPES[preset]), len(RECIPES[preset]().stages())
+    own = fields_of(RECIPES[preset])
+    rows = len(RECIPES[preset]().stages())
     n = rng.randint(1, 3) if rows == 1 else rng.choice((1, rows))
     block = rng.choice((1, 1, 2, 16))
     least = own["window_schedule"].metadata["least"] if "window_schedule" in own else 0
@@ -230,7 +237,8 @@ def drawn_run(number):
     recipe drawn."""
     rng = random.Random(f"run {number}")
     cfg = smallest(rng)
-    preset, own = cfg["preset"], fields_of(RECIPES[cfg["preset"]])
+    preset = cfg["preset"]
+    own = fields_of(RECIPES[cfg["preset"]])
     groups = drawn_together(rng, preset, cfg["train_seq_len"])
     elsewhere = {*cfg, *(name for group in groups for name in group)}
     free = [name for name in own if name not in elsewhere or name in DRAWN_FROM]
@@ -254,7 +262,8 @@ def drawn_run(number):
 
 def call_main(argv, env):
     """train_gpt.main -> exit code, out, err, which is one sentence if it failed."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = train_gpt.main(argv, env)
     err = err.getvalue()
@@ -377,7 +386,8 @@ def test_corpora_decode_to_themselves(times, tmp_path):
 
 def prepared(words):
     """(exit code, stderr) of prepare.py with these words."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = prepare.main([str(word) for word in words])
     assert err.getvalue().count("prepare: ") == (1 if code else 0), err.getvalue()
@@ -385,8 +395,11 @@ def prepared(words):
 
 
 # -------------------------------------------------------------------------------- damaged files
-DATA, MODEL, RUN = Path("data/datasets/small"), Path("data/tokenizers/small.model"), Path("logs/run")
-MANIFEST, VAL = DATA / "manifest.json", DATA / "small_val_000000.bin"
+DATA = Path("data/datasets/small")
+MODEL = Path("data/tokenizers/small.model")
+RUN = Path("logs/run")
+MANIFEST = DATA / "manifest.json"
+VAL = DATA / "small_val_000000.bin"
 TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
 SMALL = TOY | dict(
     DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
@@ -408,7 +421,8 @@ def spots(tree, path=()):
 def edit(rng, tree, junk=JUNK):
     """A value of the tree replaced, deleted, doubled or moved by a little."""
     *way, last = rng.choice([*spots(tree)])
-    at, kind = tree, rng.random()
+    at = tree
+    kind = rng.random()
     for key in way:
         at = at[key]
     if kind < 0.2:
@@ -434,8 +448,11 @@ def edit_tensors(rng, tensors):
 def scramble(rng, path):
     """Bytes of a file flipped, zeroed, moved, cut off or added; never as it was."""
     raw = path.read_bytes()
-    new, n, kind = bytearray(raw), len(raw), rng.randrange(7)
-    here, size = rng.randrange(n), rng.choice((1, 8, 512, 4096))
+    new = bytearray(raw)
+    n = len(raw)
+    kind = rng.randrange(7)
+    here = rng.randrange(n)
+    size = rng.choice((1, 8, 512, 4096))
     if kind == 0:
         new = new[:rng.choice((0, 1, 5, here, n - 1))]
     elif kind == 1:
@@ -508,7 +525,8 @@ def manifest_without_tokenizer(rng):
 
 def artifact_inside(rng):
     """Sound checksums over other tensors, other constants, or what is no model."""
-    path, kind = Path("model.ptz"), rng.randrange(5)
+    path = Path("model.ptz")
+    kind = rng.randrange(5)
     payload = payload_of(path.read_bytes())
     if kind < 2:
         edit_tensors(rng, payload["tensors"])
@@ -605,7 +623,8 @@ def whole(tiny_data, tmp_path_factory):
     """A folder with everything that is damaged, whole, and {what scores it: the score}."""
     folder = tmp_path_factory.mktemp("fuzz") / "whole"
     folder.mkdir()
-    kept, write_checkpoint = [], train_gpt.write_checkpoint
+    kept = []
+    write_checkpoint = train_gpt.write_checkpoint
 
     def keeping(folder, payload):
         write_checkpoint(folder, payload)
@@ -617,7 +636,8 @@ def whole(tiny_data, tmp_path_factory):
         sp = spm.SentencePieceProcessor(model_proto=model)
         text = [document[i:i + 300] for document in helpers.library_documents(12_000)
                 for i in range(0, len(document), 300)]
-        train, val = helpers.tokens_of(sp, text[20:]), helpers.tokens_of(sp, text[:20])
+        train = helpers.tokens_of(sp, text[20:])
+        val = helpers.tokens_of(sp, text[:20])
         val_bytes = sum(len(document.encode()) for document in text[:20])
         helpers.write_dataset(".", "small", model, np.split(train, [700, 1500]), val, val_bytes)
         np.arange(len(text), dtype="<u8").tofile(DATA / "document_hashes.bin")
@@ -648,7 +668,8 @@ def copied(whole, tmp_path, monkeypatch):
 @sample_or_all
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
-    (folder, scores), (damage, score_of, cases) = whole, DAMAGES[name]
+    folder, scores = whole
+    damage, score_of, cases = DAMAGES[name]
     monkeypatch.setitem(train_gpt.LAB, "picture", lambda *_: None)
     for case in range(cases * times if times > 1 else -(-cases // 2)):
         print(f"case {case} of {name}")

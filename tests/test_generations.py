@@ -29,7 +29,8 @@ LATER = WHOLE.replace('matrix_lr: float = option(0.02, "Muon: matrices of the bl
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     """(folder, its commits): train_gpt.py and tools/ of today, then with another rate of the two golfs."""
-    folder, commits = tmp_path_factory.mktemp("repository"), []
+    folder = tmp_path_factory.mktemp("repository")
+    commits = []
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
 
     def git(*words):
@@ -147,7 +148,8 @@ def test_a_record_of_one_recipe_after_a_whole_one(tool, home, here):
     first = make(tool, "First", *THREE)
     made = of("tiny")
     for run in (home / "logs/b0", home / "logs/b1"):
-        result, log = json.loads((run / "result.json").read_text()), (run / "train.log").read_bytes()
+        result = json.loads((run / "result.json").read_text())
+        log = (run / "train.log").read_bytes()
         old = (run / "train_gpt.py").read_bytes()
         total = result["bytes_model"] + len(made)
         for words, others in ((f"Code size: {len(old)}", f"Code size: {len(made)}"),
@@ -186,7 +188,8 @@ def trained(request, few_data, tmp_path_factory):
     """A script's folder, a run of it in a process of its own, and what the tools ask of a record."""
     root = tmp_path_factory.mktemp("generation")
     (root / "data").symlink_to(few_data / "data")
-    source, env = GENERATIONS[request.param], dict(ENVIRONMENT)
+    source = GENERATIONS[request.param]
+    env = dict(ENVIRONMENT)
     if source == "tiny":
         shutil.copy(SCRIPT, root)
     elif source == "golf":

@@ -40,9 +40,17 @@ LATER = (GolfPlus, GPT2Plus)                    # of that of golden/plus/README.
 SETS = {recipe.FILE: recipe for recipe in (*SEEDS, *LATER, SpeedrunFrontier)}
 
 # Tolerances of golden/README.md, but those that a recipe has; relative and Euclidean
-LOSS, NATS, GRADIENT, UPDATE, TABLE_UPDATE, UNIT = 5e-7, 1e-6, 8e-6, 1e-4, 1e-3, 3e-5
+LOSS = 5e-7
+NATS = 1e-6
+GRADIENT = 8e-6
+UPDATE = 1e-4
+TABLE_UPDATE = 1e-3
+UNIT = 3e-5
 # Those of golden/plus/README.md
-LATER_LOSS, LATER_NATS, LATER_GRADIENT, LATER_UPDATE = 1e-6, 1e-5, 2e-4, 1e-3
+LATER_LOSS = 1e-6
+LATER_NATS = 1e-5
+LATER_GRADIENT = 2e-4
+LATER_UPDATE = 1e-3
 
 
 def name_of(value):
@@ -85,7 +93,8 @@ def test_the_folder_holds_a_set():
 def test_constants_that_a_set_states(seed):
     """All are accepted, together and those of full size also alone. A constant that the recipe lacks stands
     at its off-value, which changes nothing."""
-    full, toy = seed.json("overrides_full"), seed.json("overrides")
+    full = seed.json("overrides_full")
+    toy = seed.json("overrides")
     assert full["PRESET"] == toy["PRESET"]
     for name, text in full.items():
         load_config({"PRESET": full["PRESET"], name: text})
@@ -172,10 +181,14 @@ def test_updates(recipe, series, one_thread):
 
 def updates_off(seed, series, after, dtype):
     """{(steps done, parameter)} where what the steps up to this one have added differs from theirs."""
-    model, cfg, schedule = seed.model().to(dtype), seed.cfg, seed.rows(f"{series}/table")
+    model = seed.model().to(dtype)
+    cfg = seed.cfg
+    schedule = seed.rows(f"{series}/table")
     optimizer = make_optimizer(model, cfg, int(schedule[0]["step"]))
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
-    their_first, prefix, found = seed.weights("w0"), seed.prefix(series), set()
+    their_first = seed.weights("w0")
+    prefix = seed.prefix(series)
+    found = set()
     for k, row in enumerate(schedule[:max(after)]):
         batch = seed.batch(k, prefix)
         context = seed.context(batch[0].size(1), int(row["window_long"]), dtype)
@@ -215,7 +228,8 @@ def unit_alone(seed, name, about, p, grads, momenta):
     matrices = p.reshape(parts, len(p), -1)
     grads = grads.reshape(len(grads), parts, len(p), -1)
     if transposed:
-        matrices, grads = matrices.mT, grads.mT
+        matrices = matrices.mT
+        grads = grads.mT
     done = torch.stack([muon_alone(kind, matrices[i], grads[:, i], momenta, about["lr"],
                                    seed.unit_decay(about), seed.cfg) for i in range(parts)])
     return (done.mT if transposed else done).reshape(p.shape)
@@ -254,7 +268,9 @@ def test_rope(seed, size, prefix):
 
 def test_first_values_optimizers_and_rates_at_full_size(seed):
     """Of every parameter: shape, distribution of first values, optimizer, LR, decay, betas and eps."""
-    init, rows, shapes = seed.json("init"), parameter_rows(seed.full), full_size_shapes(seed.full)
+    init = seed.json("init")
+    rows = parameter_rows(seed.full)
+    shapes = full_size_shapes(seed.full)
     entries = list(init.values())
     numbers = {name: torch.tensor(float(n)).expand(init[name]["shape"]) for n, name in enumerate(init)}
     numbers = seed.ours(numbers)
@@ -271,7 +287,8 @@ def test_first_values_optimizers_and_rates_at_full_size(seed):
             assert row.decay == pytest.approx(seed.stated_decay(about), rel=1e-6), name
             if row.optimizer == "adam":
                 assert [*row.betas, row.eps] == [*about["betas"], about["eps"]], name
-            values, law = distinct(firsts[name]), about["init"]
+            values = distinct(firsts[name])
+            law = about["init"]
             if values != [torch.inf]:
                 assert (row.init, row.change, values) == ("constant", 0, [pytest.approx(row.scale)]), name
             elif "std" in law:
@@ -285,7 +302,8 @@ def test_first_values_optimizers_and_rates_at_full_size(seed):
 @pytest.mark.parametrize("recipe", [Golf, Speedrun], ids=name_of)
 def test_rows_of_a_token_stream(recipe, tmp_path, one_thread):
     seed = open_set(recipe)
-    about, stream = seed.json("packing"), seed.array("packing.tokens")
+    about = seed.json("packing")
+    stream = seed.array("packing.tokens")
     edges = seed.array("packing.shard_edges")
     shards = open_shards(tmp_path, [stream[low:high] for low, high in zip(edges, edges[1:])])
     counts = seed.matches(r"packing\.rows(\d+)")
@@ -299,7 +317,8 @@ def test_rows_of_a_token_stream(recipe, tmp_path, one_thread):
             piece = stream[np.arange(named["start"], named["start"] + length) % len(stream)]
             wanted.setdefault(tuple(named[key] for key in keys), []).append(piece)
         wanted = {key: np.concatenate(pieces).tolist() for key, pieces in wanted.items()}
-        cfg, bos = seed.packing_config(about), about.get("bos", seed.cfg.bos_id)
+        cfg = seed.packing_config(about)
+        bos = about.get("bos", seed.cfg.bos_id)
         loaders = [make_loader(cfg, shards, bos, ranks, rank) for rank in range(ranks)]
         for step in range(1 + max(key[0] for key in wanted)):
             for rank, loader in enumerate(loaders):
@@ -312,7 +331,8 @@ def test_rows_of_a_token_stream(recipe, tmp_path, one_thread):
 def test_validation_rows(recipe, one_thread):
     """Score of their rows with their weights by evaluate, with its windows."""
     seed = open_set(recipe)
-    rows, targets = seed.array("validation.rows"), seed.array("validation.targets")
+    rows = seed.array("validation.rows")
+    targets = seed.array("validation.targets")
     context = int(rows[0][-1]) - 1
     assert rows[:, -2].tolist() == list(range(0, len(rows) * context, context))
     cfg = seed.validation_config(context, int(targets[-1]))
@@ -342,7 +362,8 @@ def test_later_losses_and_nats(later):
             assert loss == pytest.approx(expected, rel=LATER_LOSS), setting.prefix
         kept = f"nats.{setting.prefix}".rstrip(".")
         if kept in later.names:
-            nats, theirs = nats_of_first_batch(later, model, setting), later.tensor(kept).double().flatten()
+            nats = nats_of_first_batch(later, model, setting)
+            theirs = later.tensor(kept).double().flatten()
             assert difference(nats, theirs) < LATER_NATS, kept
             assert (nats - theirs).abs().max() < 10 * LATER_NATS, kept
             seen += 1
@@ -351,13 +372,16 @@ def test_later_losses_and_nats(later):
 
 def nats_of_first_batch(later, model, setting):
     """Of each token; with several targets those of all of them, weighted."""
-    (tokens, targets), several = later.batch(0), setting.mtp
+    tokens, targets = later.batch(0)
+    several = setting.mtp
     with torch.no_grad():
         scores = logits_of(model, tokens, setting.context).double()
     picked = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
     if several is None:
         return picked
-    T, norm, total = targets.size(1), scores.logsumexp(-1), 0
+    T = targets.size(1)
+    norm = scores.logsumexp(-1)
+    total = 0
     for k, weight in enumerate(several):
         after = scores[:, :T - k].gather(-1, targets[:, k:, None])[..., 0]
         total = total + weight * F.pad(norm[:, :T - k] - after, (0, k))
@@ -385,7 +409,8 @@ def test_later_gradients(later):
 def test_later_updates(recipe, series, one_thread):
     """Weights after one and five steps on given gradients, no optimizer state before."""
     later = open_set(recipe)
-    model, after = later.model(), sorted(map(int, later.matches(series + r"\.dw(\d+)\..*")))
+    model = later.model()
+    after = sorted(map(int, later.matches(series + r"\.dw(\d+)\..*")))
     first = later.first_step(series, max(after))
     optimizer = make_optimizer(model, later.cfg, first)
     if later.schedule.at(first).tied:       # as it begins
@@ -403,7 +428,8 @@ def compare(later, prefix, digest, before, after, tolerance):
     """What was added to each of their tensors where they kept it, and the digest of every tensor."""
     seen = Counter()
     for name in before:
-        moved, there = after[name] - before[name], ~after[name].isnan()
+        moved = after[name] - before[name]
+        there = ~after[name].isnan()
         if prefix + name in later.names:
             theirs = later.tensor(prefix + name).double()
             assert difference(moved[there], theirs[there]) < tolerance, prefix + name
@@ -423,12 +449,15 @@ def compare(later, prefix, digest, before, after, tolerance):
 
 def test_later_first_values_optimizers_and_rates(later):
     """Of every kind of parameter at full size."""
-    rows, shapes = parameter_rows(later.full), {}
+    rows = parameter_rows(later.full)
+    shapes = {}
     for name, shape in full_size_shapes(later.full).items():
         shapes[kind_of(name)] = shape
     for kind, shape in shapes.items():
-        row, about = rows[kind], later.entry(kind)
-        muon, lr = row.optimizer == "muon", row.lr
+        row = rows[kind]
+        about = later.entry(kind)
+        muon = row.optimizer == "muon"
+        lr = row.lr
         if muon and later.RATES_OF_TALL:
             lr *= max(1, shape[0] / shape[1]) ** 0.5
         assert muon == ("muon" in about["optimizer"]), kind

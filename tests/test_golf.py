@@ -16,7 +16,9 @@ from train_gpt import log_probs, preset_config
 from verify import leak_probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-T, V, BOS = 16, 64, 1
+T = 16
+V = 64
+BOS = 1
 PROTOCOLS = {"plain": {}, "sliding": dict(eval_sliding=4)}
 
 
@@ -140,8 +142,10 @@ def test_rows(cfg, stream, name, settings):
     """Every target once, in order. A row holds the context and has at least context - stride tokens before
     its targets, unless the text begins there. Where it begins does not depend on the end of the text."""
     cfg = replace(cfg, **settings)
-    longest, stride = cfg.eval_context or T, settings.get("eval_sliding", T)
-    targets, views = [], {}
+    longest = cfg.eval_context or T
+    stride = settings.get("eval_sliding", T)
+    targets = []
+    views = {}
     for row in rows_of(cfg, name, len(stream)):
         targets += range(row.first, row.last + 1)
         assert row.low >= 0 and row.last - row.low <= longest
@@ -166,7 +170,8 @@ def test_rows_of_several_settings(cfg, stream):
 @pytest.mark.parametrize("settings", [
     {}, dict(window_pattern="SL", window_schedule=(8,)), dict(val_batch_size=1)])
 def test_nats_are_those_of_single_forwards(cfg, stream, settings):
-    cfg, stream = replace(cfg, **PROTOCOLS["sliding"], **settings), stream[:120]
+    cfg = replace(cfg, **PROTOCOLS["sliding"], **settings)
+    stream = stream[:120]
     model = randomised(cfg)
     want = one_by_one(cfg, model, stream, rows_of(cfg, "sliding", len(stream)))
     assert np.allclose(nats_of(cfg, model, stream, "sliding"), want, rtol=1e-5, atol=1e-6)

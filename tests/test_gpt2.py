@@ -164,7 +164,8 @@ def bundle(root):
 def test_a_run(train, clock, monkeypatch):
     """Trains, scores CORE on the way and at the end, samples each prompt, all of it off the clock; without
     all that it trains to the same weights."""
-    calls, core_metric = [], clock.passes(train_gpt.core_metric, 1000)
+    calls = []
+    core_metric = clock.passes(train_gpt.core_metric, 1000)
 
     def counted(*args):
         calls.append(args)
@@ -217,7 +218,8 @@ def test_one_file_runs_alone(root, tmp_path):
     shutil.copy(SCRIPT, tmp_path)
     env = SMALL | {"DATA_PATH": str(root / TOY["DATA_PATH"]), "CORE_BUNDLE": str(root / "bundle"),
                    "VAL_TOKENS": "4096", "SCORE_ARTIFACT": "1", "PICTURE": "0"}
-    folder, results = tmp_path / "logs/first", []
+    folder = tmp_path / "logs/first"
+    results = []
     for more in ({"RUN_ID": "first", "SAVE_EVERY": "2"}, {"RESUME": "first"}):
         done = run_cli(tmp_path, env=env | more, script=tmp_path / "train_gpt.py", timeout=600)
         assert done.code == 0 and len(re.findall(r"^sample \d: ", done.out, re.M)) == 2, done.err

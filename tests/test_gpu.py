@@ -56,7 +56,8 @@ def near(got, want, tolerance=2e-2):
 
 # ------------------------------------------------------------ runs
 def test_bf16_on_the_gpu_trains_like_fp32_on_the_cpu(train):
-    gpu, cpu = train(GPU), train(CPU)
+    gpu = train(GPU)
+    cpu = train(CPU)
     assert gpu.code == cpu.code == 0, gpu.err
     assert "MiB" in gpu.result["peak_memory"]
     near(gpu, cpu)
@@ -65,7 +66,8 @@ def test_bf16_on_the_gpu_trains_like_fp32_on_the_cpu(train):
 
 def test_fp32_on_the_gpu(train):
     """Only Muon's orthogonalization stays bf16 there."""
-    gpu, cpu = train(GPU, DTYPE="float32"), train(CPU)
+    gpu = train(GPU, DTYPE="float32")
+    cpu = train(CPU)
     assert gpu.code == 0, gpu.err
     near(gpu, cpu, 1e-2)
     assert gpu.losses[1] == pytest.approx(cpu.losses[1], abs=1e-3)
@@ -76,7 +78,8 @@ def test_fp32_on_the_gpu(train):
                          EVAL_CONTEXT="256")], ids=["tiny", "speedrun"])
 def test_compiled(settings, train):
     """Also with rows long enough for flex attention, which only compiled steps use."""
-    compiled, eager = train(settings, **COMPILED), train(settings)
+    compiled = train(settings, **COMPILED)
+    eager = train(settings)
     assert compiled.code == 0 and compiled.result["compiled"], compiled.err
     near(compiled, eager)
 
@@ -85,7 +88,8 @@ def test_compiled(settings, train):
                          ids=["speedrun", "gpt2"])
 def test_fp8(settings, fp8, train):
     """Where the GPU can do it: near the same losses as without, but not the same."""
-    plain, got = train(settings), train(settings, FP8=fp8, VAL_LOSS_EVERY="10")
+    plain = train(settings)
+    got = train(settings, FP8=fp8, VAL_LOSS_EVERY="10")
     assert plain.code == got.code == 0, got.err
     near(got, plain)
     assert (got.losses != plain.losses) == (torch.cuda.get_device_capability() >= (8, 9))
@@ -104,7 +108,8 @@ def test_under_torchrun(train, root):
 def test_no_synchronisation_between_log_lines(settings, compile, train, monkeypatch):
     """From the start of step 12 to the end of step 19 any wait of the host for the device is an error: steps,
     loader, schedules. Steps 1 to 10 and step 20 have a log line; the last stage begins before."""
-    real, count = train_gpt.train_step, itertools.count(1)
+    real = train_gpt.train_step
+    count = itertools.count(1)
 
     def step(*args):
         n = next(count)
@@ -128,7 +133,8 @@ def test_no_synchronisation_between_log_lines(settings, compile, train, monkeypa
 @pytest.mark.structure
 def test_nothing_compiles_on_the_clock(train, monkeypatch):
     """Not for a stage, a window, a validation in between, or the last batch of val, which is shorter."""
-    real, graphs = train_gpt.train_step, []
+    real = train_gpt.train_step
+    graphs = []
 
     def step(*args):
         loss = real(*args)
@@ -145,7 +151,8 @@ def test_nothing_compiles_on_the_clock(train, monkeypatch):
 @pytest.mark.structure
 def test_the_plan_knows_the_memory_of_a_step(train, monkeypatch):
     """Within 15 per cent, at a size where the model counts."""
-    real, peaks = train_gpt.train_step, []
+    real = train_gpt.train_step
+    peaks = []
 
     def step(*args):
         torch.cuda.reset_peak_memory_stats()
@@ -195,7 +202,8 @@ def test_the_cap(train, clock, monkeypatch):
 def test_compiled_attention_equals_the_reference(window, with_documents):
     """flex attention for windows and documents, flash attention for the whole past: values and gradients,
     with half as many key and value heads."""
-    T, draw = 1024, torch.Generator("cuda").manual_seed(0)
+    T = 1024
+    draw = torch.Generator("cuda").manual_seed(0)
     documents = two_rows(T).cuda() if with_documents else None
     kind = dict(device="cuda", generator=draw, dtype=torch.bfloat16, requires_grad=True)
     inputs = [torch.randn(2, heads, T, 64, **kind) for heads in (4, 2, 2)]
@@ -219,7 +227,10 @@ def test_compiled_loss_equals_the_reference(product):
     """Of logits' size nothing but they themselves and what fp8 makes of their gradient; never fp32."""
     if product is train_gpt.fp8_head and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 here")
-    tokens, C, V, draw = 4096, 256, 32768, torch.Generator("cuda").manual_seed(0)
+    tokens = 4096
+    C = 256
+    V = 32768
+    draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(1, tokens, C, device="cuda", generator=draw, dtype=torch.bfloat16)
     x = torch.nn.functional.rms_norm(x, (C,)).requires_grad_()
     head = (0.1 * torch.randn(V, C, device="cuda", generator=draw)).requires_grad_()

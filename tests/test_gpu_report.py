@@ -508,7 +508,8 @@ def test_first_values_are_drawn_once_in_a_process(monkeypatch):
     drawn = []
     trainer = SimpleNamespace(first_values=lambda model, seed: drawn.append((model, seed)) or [seed])
     gpu_parts.values_drawn_once(trainer)
-    model, other = SimpleNamespace(), SimpleNamespace()
+    model = SimpleNamespace()
+    other = SimpleNamespace()
     assert trainer.first_values(model, 1) is trainer.first_values(model, 1)
     trainer.first_values(model, 2)
     trainer.first_values(other, 2)
@@ -809,7 +810,9 @@ def test_the_page_in_docs_is_what_the_tool_makes():
 
 def test_a_report_is_added_with_what_it_lacks(tmp_path, capsys):
     """Its machine from the screen of another command. What is no report leaves nothing."""
-    file, screen, folder = tmp_path / "report.json", tmp_path / "screen.txt", tmp_path / "results"
+    file = tmp_path / "report.json"
+    screen = tmp_path / "screen.txt"
+    folder = tmp_path / "results"
     folder.mkdir()
     file.write_text(json.dumps(result(machine={}, commit="")))
     line = "ok             NVIDIA Card, driver 1.2, torch 2.11.0+cu130, cuDNN 9, Triton 3"
@@ -844,7 +847,8 @@ def test_what_ran_is_seen_and_nothing_else(tmp_path):
     attention = "attention 8x64, by triton_tem_fused_flex_attention_2: off from fp32 by 1%"
     report["verdicts"][0]["text"] = attention
     report["verdicts"][3]["figures"] = dict(kernels=[dict(name="triton_poi_fused_add_3", ms=1.0, launches=1)])
-    file, table = tmp_path / "r.json", tmp_path / "seen.tsv"
+    file = tmp_path / "r.json"
+    table = tmp_path / "seen.tsv"
     file.write_text(json.dumps(report))
     folder = tmp_path / "results"
     folder.mkdir()

@@ -50,7 +50,8 @@ def untidy_text(text):
 
 def odd_indentation(text):
     """Blocks that are not 4 spaces further in than what they belong to."""
-    depth, found = 0, []
+    depth = 0
+    found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.INDENT:
             depth += 1
@@ -124,7 +125,8 @@ def recipe_names(nodes):
 def preset_names(text):
     """(names, lines on which one stands as a string, apart from the constant `preset` of each recipe)"""
     nodes = nodes_of(text)
-    names, allowed = recipe_names(nodes), set()
+    names = recipe_names(nodes)
+    allowed = set()
     for node in nodes:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "preset":
             allowed |= {id(part) for part in ast.walk(node)}
@@ -141,7 +143,8 @@ def asks_for_a_preset(text):
 def foreign_imports(text):
     """What a copy in an empty folder would lack: all but the standard library, torch, numpy, and, not at the
     top level, five that only some runs need, and triton, which a CUDA build of torch brings along."""
-    found, top_level = [], set(nodes_of(text)[0].body)
+    found = []
+    top_level = set(nodes_of(text)[0].body)
     for node in nodes_of(text):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -154,16 +157,38 @@ def foreign_imports(text):
     return found
 
 
+def arguments_of(node):
+    """All of a function but self and cls."""
+    args = node.args
+    found = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    return [one for one in found if one and one.arg not in ("self", "cls")]
+
+
 def without_hints(text):
-    """Functions of a module and methods of its classes with an argument, or a result, without a type hint."""
+    """Functions with an argument, or a result, without a type hint."""
     found = []
-    for owner in [node for node in nodes_of(text) if isinstance(node, ast.Module | ast.ClassDef)]:
-        for node in owner.body:
-            if isinstance(node, ast.FunctionDef):
-                arguments = [*node.args.args, *node.args.kwonlyargs]
-                bare = [one.arg for one in arguments if one.annotation is None]
-                if node.returns is None or set(bare) - {"self", "cls"}:
-                    found.append(node.name)
+    for node in functions_of(text):
+        if node.returns is None or any(one.annotation is None for one in arguments_of(node)):
+            found.append(node.name)
+    return found
+
+
+# What says nothing in a hint unless it says of what
+CONTAINERS = {"dict", "list", "tuple", "set", "Callable", "Iterable", "Iterator", "Sequence", "Mapping",
+              "Counter", "Generator"}
+
+
+def vague_hints(text):
+    """`dict` for dict[str, int], `Callable` for Callable[[int], str], in hints of functions and variables."""
+    hints = [node.annotation for node in nodes_of(text) if isinstance(node, ast.AnnAssign)]
+    for node in functions_of(text):
+        hints += [node.returns, *[one.annotation for one in arguments_of(node)]]
+    found = []
+    for hint in filter(None, hints):
+        parts = list(ast.walk(hint))
+        told = [part.value for part in parts if isinstance(part, ast.Subscript)]
+        found += [f"line {part.lineno}: {part.id}" for part in parts
+                  if isinstance(part, ast.Name) and part.id in CONTAINERS and part not in told]
     return found
 
 
@@ -174,17 +199,34 @@ def packed_assignments(text):
             and any(isinstance(target, ast.Tuple) for target in node.targets)]
 
 
+def is_of_a_program(node):
+    """`if __name__ == "__main__":`"""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def path_edits(nodes):
+    return [f"line {node.lineno}: sys.path" for node in nodes if isinstance(node, ast.Attribute)
+            and (ast.unparse(node.value), node.attr) == ("sys", "path")]
+
+
+def paths_beside_a_program(text):
+    """Edits of sys.path, but for one of a file that is started as a program, where that begins: a module is
+    looked for where its program says."""
+    body = nodes_of(text)[0].body
+    inside = [path_edits(ast.walk(node)) for node in body if is_of_a_program(node)]
+    elsewhere = [edit for node in body if not is_of_a_program(node) for edit in path_edits(ast.walk(node))]
+    return elsewhere + sum(inside, [])[1:]
+
+
 def acts_when_imported(text):
     """Statements of a module's top level that do something: a call by itself, a loop; an edit of sys.path
-    anywhere. A module is looked for where its program says once."""
+    anywhere."""
     found = []
     for node in nodes_of(text)[0].body:
         words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Delete) and not words:
             found.append(f"line {node.lineno}")
-    paths = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)
-             and (ast.unparse(node.value), node.attr) == ("sys", "path")]
-    return found + [f"line {node.lineno}: sys.path" for node in paths]
+    return found + path_edits(nodes_of(text))
 
 
 def imports_tests(text):
@@ -280,9 +322,17 @@ PLANTED = [
         "from sys import modules\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
-    (without_hints, "def f(a: int) -> str:\n    def g(x):\n        x\n" + METHOD.replace("a)", "a: int)"), [
+    (without_hints, "def f(a: int) -> str:\n    return lambda x: x\n" + METHOD.replace("a)", "a: int)"), [
         "def f(a) -> int:\n    pass\n", "def f(a: int):\n    pass\n", METHOD,
-        "def f(*, a) -> int:\n    pass\n"]),
+        "def f(*, a) -> int:\n    pass\n", "def f(*a) -> int:\n    pass\n",
+        "def f() -> int:\n    def g(x) -> int:\n        pass\n"]),
+    (vague_hints, "def f(a: Callable[[int], list[str]], *b: Any) -> None:\n    c: set[int] = set()\n", [
+        "def f(a: dict) -> int:\n    pass\n", "def f() -> tuple[dict, int]:\n    pass\n",
+        "def f(*a: list | None) -> int:\n    pass\n", "a: dict[str, Callable] = {}\n"]),
+    (paths_beside_a_program, "if __name__ == '__main__':\n    sys.path.insert(0, x)\nimport y\nprint(y)\n", [
+        "sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n",
+        "if __name__ == '__main__':\n    sys.path.append(x)\n    sys.path.append(y)\n",
+        2 * "if __name__ == '__main__':\n    sys.path += x\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
         "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
     (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
@@ -342,19 +392,27 @@ def test_the_core_serves_several_games():
     assert of_one_game(planted.replace(line, f"{line}\n    halve(2)")) == ["halve"]
 
 
-# What a part of the project still packs, and where hints are missing; the rest packs nothing and has them
-PACKED = ("bench.py", "gpu_plan.py", "static_gpu.py")
-UNTYPED = (*PACKED, "emulated_run.py", "gpu_parts.py", "kernel_costs.py", "mutation.py")
-
-
-@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in PACKED], ids=name_of)
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_one_assignment_a_line(path):
     assert packed_assignments(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", [path for path in TOOLS if path.name not in UNTYPED], ids=name_of)
+@pytest.mark.parametrize("path", TOOLS, ids=name_of)
 def test_functions_have_type_hints(path):
     assert without_hints(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sources("data", "tools"), ids=name_of)
+def test_hints_say_what_is_in_a_container(path):
+    assert vague_hints(path.read_text(encoding="utf-8")) == []
+
+
+def test_programs_say_where_modules_are():
+    """In one place each. What bench does for files that old checkouts import beside them apart."""
+    found = {name_of(path): paths_beside_a_program(path.read_text(encoding="utf-8"))
+             for path in sources("data", "tools")}
+    assert [edit.split(": ")[1] for edit in found.pop("tools/bench.py")] == 2 * ["sys.path"]
+    assert not any(found.values()), found
 
 
 def test_modules_of_records_do_nothing_when_imported():
@@ -442,7 +500,8 @@ def repository_files():
 
 def test_nothing_left_to_do_and_no_machine_path():
     """In any text file of the repository."""
-    found, files = [], repository_files()
+    found = []
+    files = repository_files()
     assert SCRIPT in files
     for path in files:
         raw = path.read_bytes()

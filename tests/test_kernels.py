@@ -50,7 +50,8 @@ def two_rows(T):
 
 def seen_by_each(window, T, documents):
     """What each query may see by the definition, bool (rows, T, T)."""
-    query, key = torch.arange(T)[:, None], torch.arange(T)
+    query = torch.arange(T)[:, None]
+    key = torch.arange(T)
     seen = ((key <= query) & (query - key <= window))[None]
     return seen if documents is None else seen & (documents[:, :, None] == documents[:, None])
 
@@ -147,8 +148,10 @@ def test_blocks_equal_dense_attention(T, window, with_documents):
     """Values and gradients; T is a multiple of the window or not; two queries share a key; the cost is that
     of the window."""
     documents = torch.stack([torch.arange(T) // 7, torch.arange(T) // 41]) if with_documents else None
-    inputs, mask = tensors(2, 4, 2, T, 8, torch.float64), window_mask(window, T, documents, "cpu")
-    q, k, v = inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])
+    inputs = tensors(2, 4, 2, T, 8, torch.float64)
+    mask = window_mask(window, T, documents, "cpu")
+    q = inputs[0]
+    k, v = [x.repeat_interleave(2, 1) for x in inputs[1:]]
     scores = (q @ k.mT * 0.3).masked_fill(~seen_by_each(window, T, documents)[:, None], -torch.inf)
     want = gradients(scores.softmax(-1) @ v, inputs)
     got = gradients(attention(inputs[0] * 0.3, *inputs[1:], mask), inputs)
@@ -178,7 +181,8 @@ def test_cpu_attention_in_bf16(compiling):
     def scaled(function, q, k, v):
         return gradients(function(q / 8, k, v, None), (q, k, v))
 
-    ours, theirs = scaled(train_gpt.cpu_attention, *inputs), scaled(attention, *inputs)
+    ours = scaled(train_gpt.cpu_attention, *inputs)
+    theirs = scaled(attention, *inputs)
     for mine, other, true in zip(ours, theirs, scaled(attention, *exact), strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine - true).norm() < 1.5 * (other - true).norm() + 1e-3
@@ -229,7 +233,8 @@ def test_gpu_window_mask_lists_the_blocks_that_are_seen(window, with_documents, 
 @pytest.mark.parametrize("window, with_documents", [*WINDOWS, (511, False), (512, False)])
 def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch):
     """flex attention in its eager form; a CPU has no backward of it."""
-    T, documents = 512, two_rows(512) if with_documents else None
+    T = 512
+    documents = two_rows(512) if with_documents else None
     q, k, v = (x.detach() for x in tensors(2, 4, 2, T, 16))
     want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
     with monkeypatch.context() as patch:
@@ -297,7 +302,8 @@ class FlashStandIn:
     @classmethod
     def scores(cls, q, k, options):
         assert options["causal"] and options["softmax_scale"] == 1.0
-        left, right = options.get("window_size_left"), options.get("window_size_right")
+        left = options.get("window_size_left")
+        right = options.get("window_size_right")
         assert (left is None) == (right is None) and (left is None or left >= 0 == right)
         scores = torch.einsum("qhd,khd->hqk", q, cls.repeated(k, q.size(1)))
         place = torch.arange(len(q))
@@ -334,7 +340,8 @@ def flash(monkeypatch):
 @pytest.mark.parametrize("window, with_documents", [*WINDOWS, (511, False), (512, True)])
 def test_flash_attention_equals_the_reference(window, with_documents):
     """Values and gradients, with fewer heads of keys, by a stand-in with the library's signature."""
-    T, documents = 512, two_rows(512) if with_documents else None
+    T = 512
+    documents = two_rows(512) if with_documents else None
     q, k, v = tensors(2, 4, 2, T, 16)
     mask = train_gpt.flash_mask(window, T, documents, "cpu")
     got = by_flash(q, k, v, mask)
@@ -348,7 +355,8 @@ def test_flash_attention_equals_the_reference(window, with_documents):
 def test_flash_attention_of_compiled_steps_has_bounded_slots(compiling):
     """As many entries as documents fit and no longer ones than there are; its backward pass has a block for
     each of both, and more than 65,535 entries end the process. Values as before."""
-    T, longest = 512, 128
+    T = 512
+    longest = 128
     documents = torch.arange(2 * T).view(2, T) // 100
     mask = train_gpt.flash_mask(200, T, documents, "cpu", longest=longest)
     assert len(mask[1]) == 2 * 64 + 1 and mask[2] == longest
@@ -484,7 +492,8 @@ def test_attention_is_no_other_where_flash_attention_is_installed(flash):
 def test_gpu_window_mask_leaves_the_rest_to_the_reference(window, T, compiled, monkeypatch):
     """Evaluation and sampling, odd lengths, and the whole past, for which cuDNN is there."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
-    got, want = train_gpt.gpu_window_mask(window, T, None, "cpu"), window_mask(int(window), T, None, "cpu")
+    got = train_gpt.gpu_window_mask(window, T, None, "cpu")
+    want = window_mask(int(window), T, None, "cpu")
     assert got is want is None or torch.equal(got, want)
 
 
@@ -515,7 +524,8 @@ def test_fused_loss_equals_the_reference(cap, dtype, size, most, weights, compil
     """Value and gradients, also of logits far beyond the cap and of several targets; bf16 as far as it
     rounds."""
     x, head, targets = head_and_tokens(dtype, V=50, size=size)
-    exact, weights = x.detach().float().requires_grad_(), weights and torch.tensor(weights)
+    exact = x.detach().float().requires_grad_()
+    weights = weights and torch.tensor(weights)
     want = loss_and_gradients(lm_loss, exact, head, targets, cap, linear, weights)
     got = loss_and_gradients(train_gpt.fused_loss, x, head, targets, cap, linear, weights)
     for mine, true in zip(got, want, strict=True):
@@ -525,9 +535,11 @@ def test_fused_loss_equals_the_reference(cap, dtype, size, most, weights, compil
 def test_several_targets():
     """The weighted losses on the next targets of the row, not beyond it, by the mean over all tokens."""
     x, head, targets = head_and_tokens()
-    weights, cap = torch.tensor([1.0, 0.5, 0.25]), (11.5, 5.0, 15.0)
+    weights = torch.tensor([1.0, 0.5, 0.25])
+    cap = (11.5, 5.0, 15.0)
     several = train_gpt.next_targets(targets, 3)
-    scores, wanted = torch.log_softmax(train_gpt.softcap(linear(x, head).double(), *cap), -1), 0.0
+    scores = torch.log_softmax(train_gpt.softcap(linear(x, head).double(), *cap), -1)
+    wanted = 0.0
     for row, t, k in itertools.product(range(targets.size(0)), range(targets.size(1)), range(3)):
         if t + k < targets.size(1):
             wanted -= weights[k] * scores[row, t, targets[row, t + k]] / targets.numel()
@@ -562,8 +574,10 @@ def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatc
     spec = importlib.util.spec_from_file_location("other", other)
     monkeypatch.setitem(sys.modules, "other", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules["other"])
-    draw, targets = torch.Generator().manual_seed(0), torch.arange(6)[None]
-    x, head = torch.randn(1, 6, 8, generator=draw).requires_grad_(), torch.randn(40, 8, generator=draw)
+    draw = torch.Generator().manual_seed(0)
+    targets = torch.arange(6)[None]
+    x = torch.randn(1, 6, 8, generator=draw).requires_grad_()
+    head = torch.randn(40, 8, generator=draw)
     hits = torch._dynamo.utils.counters["aot_autograd"]
 
     def gradient(module):
@@ -603,7 +617,8 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
     """The same arguments in the same order, any other has a default; and each device gets its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(train_gpt, "triton", True)      # or as in builds without CUDA
-    cfg, replaced = preset_config(preset), set()
+    cfg = preset_config(preset)
+    replaced = set()
     if fp8:
         cfg = replace(cfg, fp8=fp8)
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
@@ -657,8 +672,11 @@ def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or fail)
     for on in (False, True):
-        cfg, lines, team = RECIPES["golf"](**SMALL, num_kv_heads=1, compile=on), [], fake_team()
-        team.wait, team.dtype = lambda: None, torch.float32
+        cfg = RECIPES["golf"](**SMALL, num_kv_heads=1, compile=on)
+        lines = []
+        team = fake_team()
+        team.wait = lambda: None
+        team.dtype = torch.float32
         model = cfg.make_model(Kernels())
         init_parameters(model, 0)
         optimizer = cfg.optimizer()(model, cfg)
@@ -670,7 +688,8 @@ def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):
 
 def test_each_stage_has_one_context(train, monkeypatch):
     """Its tables go to the device once: a GPU's host would wait for them at every step."""
-    real, tables = train_gpt.train_step, []
+    real = train_gpt.train_step
+    tables = []
 
     def step(loss_fn, optimizer, batch, micro, context, *more):
         tables.append(context.rope[0])

@@ -362,7 +362,9 @@ def agent():
 
 def dies_in_step(monkeypatch, number):
     """The next run does; the ones after it do not. number None: before its folder is there."""
-    steps, step, prepare = [], train_gpt.train_step, train_gpt.prepare
+    steps = []
+    step = train_gpt.train_step
+    prepare = train_gpt.prepare
 
     def train_step(*args):
         steps.append(1)
@@ -438,7 +440,8 @@ def run_program(words, cwd, env, shell, python="", timeout=300):
     done = subprocess.run(["bash", "-c", command, "bash", *map(str, words)], cwd=cwd, env=clean,
                           capture_output=True, timeout=timeout)
     # in another encoding where PYTHONIOENCODING asks for one
-    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    out = done.stdout.decode(errors="replace")
+    err = done.stderr.decode(errors="replace")
     return SimpleNamespace(code=done.returncode, out=out, err=err)
 
 
@@ -578,7 +581,8 @@ def test_what_did_not_compile_is_blamed(train, monkeypatch):
 @pytest.mark.slow
 def test_an_odd_environment_changes_nothing(root, plain):
     """A run by watch.py in all of it, its reader gone."""
-    words, env = [ROOT / "tools/watch.py", sys.executable, SCRIPT], SMALL | ODD | dict(RUN_ID="odd")
+    words = [ROOT / "tools/watch.py", sys.executable, SCRIPT]
+    env = SMALL | ODD | dict(RUN_ID="odd")
     done = run_program(words, root, env, "| head -3", sys.executable)
     assert done.code == 0 and "Traceback" not in done.err, done.err
     same_run(root / "logs/odd", plain)
@@ -620,7 +624,8 @@ SAMPLE = random.Random(46).sample([case for case in CASES if case % FRESH], 6) +
 
 def drawn_environment(case):
     """{name: text} of this number; for every twentieth what matters at the start, too."""
-    rng, table = random.Random(f"environment {case}"), DRAWN
+    rng = random.Random(f"environment {case}")
+    table = DRAWN
     if case % FRESH == 0:
         table = {name: texts for name, texts in DRAWN.items() if rng.random() < 0.3} | AT_THE_START
     names = rng.sample([*table], rng.randint(2, 12))

@@ -70,7 +70,9 @@ def make_model(cfg):
 
 def randomised(cfg, seed=0):
     """A model with no parameter at zero: first values would hide half of the arithmetic."""
-    model, generator, table = make_model(cfg), torch.Generator().manual_seed(seed), cfg.parameter_table()
+    model = make_model(cfg)
+    generator = torch.Generator().manual_seed(seed)
+    table = cfg.parameter_table()
     for name, p in model.named_parameters():
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
@@ -174,7 +176,8 @@ def reference_embedding(cfg, w, tokens):
 
 def bigram_rows(cfg, tokens):
     """The first token has the last row, and counts as that number for the second (in 32 bits)."""
-    last, before = cfg.bigram_rows - 1, cfg.bigram_rows - 1
+    last = cfg.bigram_rows - 1
+    before = cfg.bigram_rows - 1
     rows = [last]
     for token in tokens[1:]:
         rows.append((36313 * token ^ (27191 * before + 2**31) % 2**32 - 2**31) % max(1, last))
@@ -184,9 +187,14 @@ def bigram_rows(cfg, tokens):
 
 def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
     """b: {name: tensor} of a block; h (T, C), normalised -> what its attention adds to the stream."""
-    H, KV, D = cfg.num_heads, cfg.num_kv_heads or cfg.num_heads, cfg.model_dim // cfg.num_heads
+    H = cfg.num_heads
+    KV = cfg.num_kv_heads or cfg.num_heads
+    D = cfg.model_dim // cfg.num_heads
     speeds, factor = rope_speeds(cfg, D, window)
-    q, k, v, out = h @ b["query"].T, h @ b["key"].T, h @ b["value"].T, []
+    q = h @ b["query"].T
+    k = h @ b["key"].T
+    v = h @ b["value"].T
+    out = []
     own, table = b["value_lambdas"] if cfg.value_lambdas else (1, 1)
     for n in range(H):
         pair = n * KV // H  # the kv head that this query head shares
@@ -198,7 +206,8 @@ def reference_attention(cfg, b, h, value_embed, kind, reach, window, begins):
                 opened = torch.sigmoid(h[:, :cfg.value_gate_dim] @ b["value_gate"][pair])[:, None]
                 added = cfg.value_gate_factor * opened * added
             one_v = one_v + table * added
-        one_q, one_k = turned(normalised(one_q), speeds), turned(normalised(one_k), speeds)
+        one_q = turned(normalised(one_q), speeds)
+        one_k = turned(normalised(one_k), speeds)
         if cfg.key_offset and kind == "L":  # second and fourth quarter, from the token before
             late = [d for d in range(D) if d % (D // 2) >= (D // 2 + 1) // 2]
             one_k[1:, late] = one_k[:-1, late].clone()
@@ -225,7 +234,8 @@ def reference_log_probs(model, tokens, window):
     first, last = cfg.loop_layers if cfg.loop_layers != (0,) else (0, -1)
     order = [*range(last + 1), *[*range(first, last + 1)] * cfg.loop_schedule[-1],
              *range(last + 1, cfg.num_layers)]
-    T, half = len(tokens), len(order) // 2
+    T = len(tokens)
+    half = len(order) // 2
     short = min(window or cfg.train_seq_len, cfg.window_schedule[-1] or cfg.train_seq_len)
     short = int(cfg.short_window * short)
     short = max(cfg.window_block, short - short % cfg.window_block)
@@ -237,7 +247,9 @@ def reference_log_probs(model, tokens, window):
     for t in range(1, T):
         begins[t] = t if cfg.max_doc_len and tokens[t] == cfg.bos_id else begins[t - 1]
     x = x0 = reference_embedding(cfg, w, tokens)
-    stack, popped, outputs = [], 0, {}
+    stack = []
+    popped = 0
+    outputs = {}
 
     def joined(x, row, earlier):
         if not cfg.skip_mix:
@@ -250,7 +262,8 @@ def reference_log_probs(model, tokens, window):
         b = {name.split(".")[-1]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
         kind = cfg.window_pattern[i % len(cfg.window_pattern)]
         if cfg.unet_skips and place >= half and stack:  # inside out: the last one in is the first one out
-            x, popped = joined(x, popped, stack.pop()), popped + 1
+            x = joined(x, popped, stack.pop())
+            popped = popped + 1
         for row, (source, target) in enumerate(further):
             if target == i:
                 x = joined(x, row, outputs[source])
@@ -290,7 +303,8 @@ def ngram_at(n):
 def words_at(context, starts):
     """Like ngram_at(), for a mask of words; starts: whether each token begins a word."""
     def find(tokens, t):
-        words, word = [], []
+        words = []
+        word = []
         while t >= 0 and len(words) < context.bit_length():
             word.insert(0, tokens[t])
             if starts[tokens[t]]:
@@ -311,7 +325,9 @@ def counted_contexts(cfg, starts):
 
 def documents_after(text, context_at, bos):
     """{context: {token: documents in which it comes next}}"""
-    found, document, tokens = defaultdict(lambda: defaultdict(set)), np.cumsum(text == bos), text.tolist()
+    found = defaultdict(lambda: defaultdict(set))
+    document = np.cumsum(text == bos)
+    tokens = text.tolist()
     for t in range(len(text) - 1):
         if (context := context_at(tokens, t)) is not None:
             found[context][tokens[t + 1]].add(int(document[t]))
@@ -321,11 +337,14 @@ def documents_after(text, context_at, bos):
 def reference_mixture(cfg, counts, w, row, x, own):
     """The model's own probabilities (T, V) mixed with those of the n-grams. counts: holds the training text,
     which counts by documents. row: T tokens. x (T, C): last activations. w: {name: weights}"""
-    contexts, matched = counted_contexts(cfg, counts.starts), cfg.matched_orders()
+    contexts = counted_contexts(cfg, counts.starts)
+    matched = cfg.matched_orders()
     after = [documents_after(counts.text, context_at, cfg.bos_id) for context_at in contexts]
     mixed = torch.zeros_like(own)
     for t in range(len(row)):
-        sources, classes, longest = [], [], [0, 0]
+        sources = []
+        classes = []
+        longest = [0, 0]
         for context_at, following in zip(contexts, after):
             after_it = following.get(context_at(row, t), {})
             counts = Counter({token: len(documents) for token, documents in after_it.items()})
@@ -356,7 +375,8 @@ def reference_mixture(cfg, counts, w, row, x, own):
     return mixed
 
 
-NO_SOFTCAP, NO_ROPE = dict(logit_softcap=0.0), dict(rope_base=0.0)
+NO_SOFTCAP = dict(logit_softcap=0.0)
+NO_ROPE = dict(rope_base=0.0)
 SETTINGS = {
     "tiny": {
         "as it is": {}, "no softcap": NO_SOFTCAP, "no RoPE": NO_ROPE, "no key offset": dict(key_offset=False),
@@ -407,7 +427,8 @@ CASES = [pytest.param(preset, settings, id=f"{preset}: {name}")
 def test_forward_equals_reference(preset, settings):
     """Log-probabilities and the training loss, with YaRN at the window of each stage."""
     cfg = small(preset, **settings)
-    model, tokens = randomised(cfg), some_tokens(cfg, 2, 24)
+    model = randomised(cfg)
+    tokens = some_tokens(cfg, 2, 24)
     windows = [None]
     if described(cfg).rope_yarn and not settings:
         windows += [stage.window for stage in cfg.stages()]
@@ -427,7 +448,8 @@ def test_forward_equals_reference(preset, settings):
 def test_each_part_matters(preset):
     """The reference and the model could both ignore a parameter: every one has a gradient."""
     cfg = small(preset)
-    model, tokens = randomised(cfg), some_tokens(cfg, 2, 25)
+    model = randomised(cfg)
+    tokens = some_tokens(cfg, 2, 25)
     model(tokens[:, :-1], tokens[:, 1:], make_context(model, 24, 16)).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
@@ -437,7 +459,8 @@ def test_each_part_matters(preset):
 def test_log_probs_of_any_shape(preset, tmp_path):
     """B and T are free on a freshly loaded model, whatever was called before; each row is scored as if alone,
     and a beginning as if nothing followed; beyond train_seq_len too they are the reference's."""
-    cfg, path = small(preset), tmp_path / "artifact"
+    cfg = small(preset)
+    path = tmp_path / "artifact"
     path.write_bytes(train_gpt.pack_artifact(randomised(cfg)))
     used = train_gpt.load_model(path)[0]
     for B, T in ((2, 61), (1, 1), (3, 24), (1, 25), (2, 5), (5, 24), (1, 2)):
@@ -521,7 +544,8 @@ def test_first_values_of_tiny():
     model = make_model(small("tiny", model_dim=192, vocab_size=2000, qk_gain_init=1.25))
     init_parameters(model, 3)
     for name, p in values(model).items():
-        kind, bound = kind_of(name), p.size(-1) ** -0.5
+        kind = kind_of(name)
+        bound = p.size(-1) ** -0.5
         if kind in ("query", "key", "value", "fc"):
             assert 0.95 * bound < p.abs().max() < 1.0001 * bound, name
             assert p.std() == pytest.approx(bound / 3**0.5, rel=0.05) and abs(p.mean()) < 0.05 * bound, name
@@ -534,12 +558,15 @@ def test_first_values_of_tiny():
 def test_first_values_depend_on_the_seed_alone():
     def first_values(seed):
         torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before
-        model, state = make_model(small("tiny")), torch.get_rng_state()
+        model = make_model(small("tiny"))
+        state = torch.get_rng_state()
         init_parameters(model, seed)
         assert torch.equal(torch.get_rng_state(), state)
         return values(model)
 
-    first, again, other = first_values(7), first_values(7), first_values(8)
+    first = first_values(7)
+    again = first_values(7)
+    other = first_values(8)
     drawn = {"query", "key", "value", "fc", "embed"}
     for name in first:
         assert torch.equal(first[name], again[name]), name
@@ -550,7 +577,8 @@ def test_first_values_depend_on_the_seed_alone():
 def test_bigrams_are_counted_in_parts():
     """Also the pair where one part of 4,194,304 tokens ends and the next begins."""
     text = np.zeros((1 << 22) + 3, np.uint16)
-    text[1 << 22], text[-1] = 2, 1
+    text[1 << 22] = 2
+    text[-1] = 1
     counts = train_gpt.bigram_counts(text, 3)
     assert counts.tolist() == [[(1 << 22) - 1, 1, 1], [0, 0, 0], [1, 0, 0]]
     assert train_gpt.bigram_counts(text[:1], 3).sum() == 0
@@ -610,7 +638,8 @@ def test_first_values_follow_the_table():
 def test_the_artifact_follows_the_table():
     """fp32 where a row says so, int8 with scales elsewhere; small tensors in fp16."""
     cfg = Edited(**SIZE | TOY["tiny"] | dict(artifact_keep=1000))
-    model, table = make_model(cfg), cfg.parameter_table()
+    model = make_model(cfg)
+    table = cfg.parameter_table()
     init_parameters(model, 0)
     for name, p in model.named_parameters():
         parts = train_gpt.packed_tensors(p.detach(), table[kind_of(name)], cfg, p.numel())
@@ -629,7 +658,8 @@ def test_the_artifact_follows_the_table():
 def test_any_depth_begins_with_a_uniform_guess(layers):
     """Projections and the untied lm_head are zero."""
     cfg = small("tiny", num_layers=layers, mixture=False)
-    model, tokens = make_model(cfg), some_tokens(cfg, 2, 25)
+    model = make_model(cfg)
+    tokens = some_tokens(cfg, 2, 25)
     init_parameters(model, 0)
     model.counts.count(some_tokens(cfg, 1, 300)[0].numpy().astype(np.uint16))
     loss = model(tokens[:, :-1], tokens[:, 1:], make_context(model, 24, 0))

@@ -41,7 +41,8 @@ def with_columns(cfg, **kinds):
 
 def some_gradients(model, step):
     """{name: gradient}, scales from 1e-3 to 10, the same for every model of this shape."""
-    generator, gradients = torch.Generator().manual_seed(1000 + step), {}
+    generator = torch.Generator().manual_seed(1000 + step)
+    gradients = {}
     for i, (name, p) in enumerate(model.named_parameters()):
         gradients[name] = torch.randn(p.shape, generator=generator) * 10 ** (i % 5 - 3)
     return gradients
@@ -76,11 +77,15 @@ def torch_muon(monkeypatch):
 # ------------------------------------------------------------ update rules
 def test_muon_equals_torch_on_a_model(torch_muon):
     """Every matrix of tiny through our Optimizer, learning rate and momentum changing from step to step."""
-    model, twin = randomised(TINY), randomised(TINY)
+    model = randomised(TINY)
+    twin = randomised(TINY)
     matrices = {name: twin.get_parameter(name) for name in muon_names(TINY, twin)}
-    optimizer, reference = Optimizer(model, TINY), torch_muon(matrices.values(), lr=1.0)
+    optimizer = Optimizer(model, TINY)
+    reference = torch_muon(matrices.values(), lr=1.0)
     for step in range(10):
-        gradients, factor, momentum = some_gradients(model, step), 1 - 0.05 * step, 0.1 * step
+        gradients = some_gradients(model, step)
+        factor = 1 - 0.05 * step
+        momentum = 0.1 * step
         take_step(model, optimizer, step, factor, momentum)
         reference.param_groups[0].update(lr=TINY.matrix_lr * factor, momentum=momentum)
         for name, p in matrices.items():
@@ -119,7 +124,8 @@ def in_gpt2(cfg):
 
 
 def in_gpt2_plus(cfg):
-    decay, gate_lr = cfg.adam_weight_decay, cfg.gate_lr
+    decay = cfg.adam_weight_decay
+    gate_lr = cfg.gate_lr
     return dict(
         embed=(cfg.embed_lr, 0.8, 0.995, 0.1 * decay), head=(cfg.head_lr, 0.8, 0.96, decay),
         value_embeds=(0.5 * cfg.embed_lr, 0.8, 0.995, decay), x0_lambda=(cfg.scalar_lr, 0.96, 0.95, 0),
@@ -138,8 +144,10 @@ def test_adam_equals_torch_on_a_model(cfg, stated, every, twice):
     """Every other parameter, each kind with its own learning rate, betas and decay; every third step on the
     sum of three gradients, bigrams at every second one. Matrices move at each step; a step zeroes the
     gradients that it used, no others."""
-    model, twin = randomised(cfg), randomised(cfg)
-    wanted, matrices = stated(cfg), muon_names(cfg, model)
+    model = randomised(cfg)
+    twin = randomised(cfg)
+    wanted = stated(cfg)
+    matrices = muon_names(cfg, model)
     others = {name: p for name, p in twin.named_parameters() if name not in matrices}
     assert {kind_of(name) for name in others} == wanted.keys()
     groups = []
@@ -147,9 +155,12 @@ def test_adam_equals_torch_on_a_model(cfg, stated, every, twice):
         lr, beta1, beta2, decay = wanted[kind_of(name)]
         groups.append(dict(params=[p], lr=lr, betas=(beta1, beta2), weight_decay=decay))
     reference = torch.optim.AdamW(groups, eps=cfg.adam_eps)
-    optimizer, sums = Optimizer(model, cfg), {}
+    optimizer = Optimizer(model, cfg)
+    sums = {}
     for step in range(1, 11):
-        gradients, factor, before = some_gradients(model, step), 1 - 0.05 * step, values(model)
+        gradients = some_gradients(model, step)
+        factor = 1 - 0.05 * step
+        before = values(model)
         take_step(model, optimizer, step, factor)
         sums = {name: gradients[name] + sums.get(name, 0) for name in others}
         for name, p in model.named_parameters():
@@ -158,7 +169,8 @@ def test_adam_equals_torch_on_a_model(cfg, stated, every, twice):
             assert torch.equal(p, before[name]) != moves and bank.fresh == moves, name
         for group, (name, p) in zip(reference.param_groups, others.items()):
             turn = step % twice.get(kind_of(name), every) == 0
-            group["lr"], p.grad = wanted[kind_of(name)][0] * factor, sums.pop(name) if turn else None
+            group["lr"] = wanted[kind_of(name)][0] * factor
+            p.grad = sums.pop(name) if turn else None
         reference.step()
     for name, p in others.items():
         close(values(model)[name], p.detach())
@@ -177,8 +189,10 @@ def test_normuon_means_are_of_what_was_asked(R, C, rows):
 def test_muon_may_add_gradients_up():
     """A matrix with every=2 moves at every second step, as far as by the sum of two gradients."""
     cfg = with_columns(TINY, fc=dict(every=2))
-    model, twin = randomised(cfg), randomised(TINY)
-    optimizer, plain = Optimizer(model, cfg), Optimizer(twin, TINY)
+    model = randomised(cfg)
+    twin = randomised(TINY)
+    optimizer = Optimizer(model, cfg)
+    plain = Optimizer(twin, TINY)
     gradients = [some_gradients(model, step) for step in (0, 1)]
     for step, gradient in enumerate(gradients):
         before = values(model)
@@ -194,12 +208,15 @@ def test_muon_may_add_gradients_up():
 @pytest.mark.parametrize("update", [train_gpt.adam_update, train_gpt.adam_update_early_eps])
 def test_adam_corrects_its_start_before_eps_or_after(update):
     """With gradients of the size of eps, where it matters."""
-    draw, eps = torch.Generator().manual_seed(0), 1e-3
+    draw = torch.Generator().manual_seed(0)
+    eps = 1e-3
     m, v, mean, square = (torch.zeros(50, dtype=torch.float64) for _ in range(4))
     for step in range(1, 6):
         g = eps * torch.randn(50, generator=draw, dtype=torch.float64)
-        mean, square = 0.8 * mean + 0.2 * g, 0.95 * square + 0.05 * g * g
-        first, second = 1 - 0.8**step, math.sqrt(1 - 0.95**step)
+        mean = 0.8 * mean + 0.2 * g
+        square = 0.95 * square + 0.05 * g * g
+        first = 1 - 0.8**step
+        second = math.sqrt(1 - 0.95**step)
         early = update is train_gpt.adam_update_early_eps
         divisor = (square.sqrt() + eps) / second if early else square.sqrt() / second + eps
         hyper = train_gpt.AdamHyperparameters(1.0, torch.tensor(float(step)), 1.0, None, 0.8, 0.95, eps)
@@ -208,7 +225,8 @@ def test_adam_corrects_its_start_before_eps_or_after(update):
 
 def muon_alone(cfg, g, buffer, momentum, second=None):
     """What Muon subtracts at LR 1, of one step of a matrix or several; buffer and second change."""
-    p, numbers = torch.zeros_like(g), [torch.tensor(x) for x in (1.0, momentum, 1.0, 0.0)]
+    p = torch.zeros_like(g)
+    numbers = [torch.tensor(x) for x in (1.0, momentum, 1.0, 0.0)]
     hyper = train_gpt.MuonHyperparameters(*numbers, torch.float32)
     cfg.muon_step(train_gpt.MuonState(p, g, buffer, second), hyper)
     return -p
@@ -218,9 +236,13 @@ def plain_update(weight, gradients, beta2, margin, lr, decay, second):
     """NorMuon on one matrix in float64 but for the orthogonalization: momentum 0.9, Nesterov, each row (or
     column: `second`; long: of a wide matrix) divided by its running rms, the norm put back, lr by the root of
     rows / columns if tall, cautious decay. Returns the weight and where the sign of no update is in doubt."""
-    weight, buffer, mean, sure = weight.double(), 0.0, 0.0, torch.ones(weight.shape, dtype=torch.bool)
+    weight = weight.double()
+    buffer = 0.0
+    mean = 0.0
+    sure = torch.ones(weight.shape, dtype=torch.bool)
     R, C = weight.shape
-    rate, by_row = lr * math.sqrt(max(1, R / C)), second == "rows" or second == "long" and R >= C
+    rate = lr * math.sqrt(max(1, R / C))
+    by_row = second == "rows" or second == "long" and R >= C
     for g in gradients:
         g = g.double()
         buffer = 0.9 * buffer + 0.1 * g
@@ -242,8 +264,10 @@ def plain_update(weight, gradients, beta2, margin, lr, decay, second):
 def test_matrices_equal_a_plain_update(cfg, beta2, margin, sides):
     """Square, tall and wide matrices of a model, ten steps; mean squares of the other side in some kinds."""
     model = randomised(cfg)
-    optimizer, start = Optimizer(model, cfg), values(model)
-    gradients, shapes = [some_gradients(model, step) for step in range(10)], set()
+    optimizer = Optimizer(model, cfg)
+    start = values(model)
+    gradients = [some_gradients(model, step) for step in range(10)]
+    shapes = set()
     for step in range(10):
         take_step(model, optimizer, step, 0.5, 0.9, 0.7)
     for name in muon_names(cfg, model):
@@ -270,7 +294,8 @@ def test_a_weight_without_gradient_decays():
     """A matrix that was never used: its update is zero, which does not disagree."""
     cfg = replace(SPEEDRUN, weight_decay=5.0)
     model = randomised(cfg)
-    optimizer, before = Optimizer(model, cfg), values(model)
+    optimizer = Optimizer(model, cfg)
+    before = values(model)
     optimizer.step(Schedule(0.5, 0.9, 0.7))
     for name, p in values(model).items():
         decay = 0.0
@@ -283,7 +308,9 @@ def test_a_weight_without_gradient_decays():
 @pytest.mark.parametrize("cfg, as_sum", [(TINY, False), (GOLF, True)], ids=["tiny", "golf"])
 def test_momentum_is_a_mean_or_a_sum(cfg, as_sum):
     """The buffer is a mean or a sum of gradients; as the momentum changes they differ in more than size."""
-    draw, buffer, plain = torch.Generator().manual_seed(0), torch.zeros(2, 6, 8), torch.zeros(2, 6, 8)
+    draw = torch.Generator().manual_seed(0)
+    buffer = torch.zeros(2, 6, 8)
+    plain = torch.zeros(2, 6, 8)
     for momentum in (0.5, 0.8, 0.95):
         g = torch.randn(2, 6, 8, generator=draw)
         new = 1 if as_sum else 1 - momentum
@@ -296,7 +323,8 @@ def test_momentum_is_a_mean_or_a_sum(cfg, as_sum):
 @pytest.mark.parametrize("shape", [(2, 8, 32), (2, 32, 8)])
 def test_products_of_muon_are_of_the_shorter_side(shape, monkeypatch):
     """A tall matrix is transposed: its products would else be those of the longer side."""
-    sides, real = set(), torch.baddbmm
+    sides = set()
+    real = torch.baddbmm
 
     def baddbmm(x, first, second, **options):
         sides.add(first.shape)
@@ -343,7 +371,8 @@ def test_polar_express_is_nearer_to_orthogonal(shape):
 def changes(cfg):
     """{name: what one step adds to the parameter}"""
     model = randomised(cfg)
-    optimizer, before = Optimizer(model, cfg), values(model)
+    optimizer = Optimizer(model, cfg)
+    before = values(model)
     take_step(model, optimizer, 0, 0.5)
     return {name: p - before[name] for name, p in values(model).items()}
 
@@ -355,7 +384,8 @@ def test_gates_by_muon_or_adam(cfg, kinds):
     """By Muon they move as a matrix does, a tall one further. By Adam the first step is the learning rate,
     whatever the gradient; all others move as before."""
     by_adam = dict(optimizer="adam", lr=cfg.scalar_lr, every=1)
-    before, after = changes(cfg), changes(with_columns(cfg, **dict.fromkeys(kinds, by_adam)))
+    before = changes(cfg)
+    after = changes(with_columns(cfg, **dict.fromkeys(kinds, by_adam)))
     for name, gradient in some_gradients(randomised(cfg), 0).items():
         if kind_of(name) in kinds:
             R, C = gradient.shape
@@ -372,7 +402,8 @@ def test_rates_and_decay_are_of_a_row():
     """The learning rate multiplies the step, the decay that of its row alone; only matrices decay."""
     cfg = replace(GPT2, weight_decay=70.0)
     off = replace(GPT2, weight_decay=0.0)
-    plain, decayed = changes(off), changes(cfg)
+    plain = changes(off)
+    decayed = changes(cfg)
     faster = changes(with_columns(off, query=dict(lr=3 * cfg.matrix_lr), embed=dict(lr=cfg.embed_lr / 4)))
     decay = 70 * cfg.matrix_lr
     otherwise = changes(with_columns(cfg, fc=dict(decay=3 * decay), key=dict(decay=0.0)))
@@ -388,7 +419,8 @@ def test_rates_and_decay_are_of_a_row():
 # ------------------------------------------------------------ banks
 def outside(model, bank):
     """Mask of the numbers of a bank that belong to no parameter."""
-    mask, known = torch.ones(bank.data.numel(), dtype=torch.bool), dict(model.named_parameters())
+    mask = torch.ones(bank.data.numel(), dtype=torch.bool)
+    known = dict(model.named_parameters())
     for name in bank.names:
         here = slice(known[name].storage_offset(), known[name].storage_offset() + known[name].numel())
         assert mask[here].all(), "two parameters share a place"
@@ -431,7 +463,8 @@ def test_banks_cover_the_model(world_size):
 def test_data_gradients_and_state_are_all_that_a_step_changes():
     """Putting them and step_count back takes steps back, to the bit, also gradients that wait for Adam."""
     model = randomised(SPEEDRUN)
-    optimizer, found = Optimizer(model, SPEEDRUN), []
+    optimizer = Optimizer(model, SPEEDRUN)
+    found = []
     tensors = [t for bank in optimizer.banks for t in (bank.data, bank.grad, *bank.state)]
     kept = [t.clone() for t in tensors]
     for _ in range(2):
@@ -447,9 +480,11 @@ def test_data_gradients_and_state_are_all_that_a_step_changes():
 def test_bf16_weights_have_fp32_masters():
     """As on a GPU. The sums of the tables' gradients are bf16, too, others are not; steps are those of fp32
     up to what bf16 gradients lose."""
-    model, twin = randomised(SPEEDRUN), randomised(SPEEDRUN)
+    model = randomised(SPEEDRUN)
+    twin = randomised(SPEEDRUN)
     optimizer = Optimizer(model, SPEEDRUN, dtype=torch.bfloat16, muon_dtype=torch.float32)
-    plain, before = Optimizer(twin, SPEEDRUN), values(twin)
+    plain = Optimizer(twin, SPEEDRUN)
+    before = values(twin)
     for bank in optimizer.banks:
         table = kind_of(bank.names[0]) in ("embed", "value_embeds")
         assert bank.data.dtype == torch.bfloat16 and bank.master.dtype == torch.float32
@@ -460,14 +495,17 @@ def test_bf16_weights_have_fp32_masters():
     masters = optimizer.weights()
     for name, p in values(twin).items():
         assert torch.equal(values(model)[name], masters[name].bfloat16())
-        off, moved = (masters[name] - p).norm(), (p - before[name]).norm()
+        off = (masters[name] - p).norm()
+        moved = (p - before[name]).norm()
         assert 0 < off <= 0.05 * moved, (name, float(off / moved))  # small sums differ in sign
 
 
 @pytest.mark.parametrize("limit", [0.01, 3.0, 1e5])
 def test_clipping_equals_torch(limit):
-    model, twin = randomised(TINY), randomised(TINY)
-    optimizer, plain = Optimizer(model, replace(TINY, grad_clip_norm=limit)), Optimizer(twin, TINY)
+    model = randomised(TINY)
+    twin = randomised(TINY)
+    optimizer = Optimizer(model, replace(TINY, grad_clip_norm=limit))
+    plain = Optimizer(twin, TINY)
     for step in range(3):
         take_step(model, optimizer, step)
         for name, gradient in some_gradients(twin, step).items():
@@ -503,7 +541,8 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     monkeypatch.setattr(train_gpt, "all_gather", collective("gather"))
     model = randomised(TINY)
     optimizer = Optimizer(model, TINY, 0, 2, "G")
-    optimizer.muon_step, optimizer.adam_step = noted(optimizer.muon_step), noted(optimizer.adam_step)
+    optimizer.muon_step = noted(optimizer.muon_step)
+    optimizer.adam_step = noted(optimizer.adam_step)
     optimizer.step(Schedule(1.0, 0.9))
     sizes = [f"{len(bank.data)} G" for bank in optimizer.banks]
     each = [[f"wait reduce {n}", "update", f"gather {n}"] for n in sizes]
@@ -592,7 +631,8 @@ def test_collectives_of_a_step_run_once_before_the_clock(monkeypatch):
     optimizer.connect()
     after = [tensor for bank in optimizer.banks for tensor in (bank.data, bank.grad, bank.master)]
     assert all(map(torch.equal, before, after))
-    connected, seen = seen, set()
+    connected = seen
+    seen = set()
     optimizer.step(Schedule(1.0, 0.9))
     assert {kind for kind, *_ in seen} == {"reduce_scatter", "all_gather", "all"}
     assert len(seen) > 3 and seen <= connected
@@ -615,7 +655,8 @@ def rank_main(folder, rank, world_size):
         model = randomised(cfg)
         optimizer = Optimizer(model, cfg, rank, world_size, group)
         for step in range(10):  # each rank has another gradient; their mean is the same for any world_size
-            gradients, factor = some_gradients(model, step), 2 * (rank + 1) / (world_size + 1)
+            gradients = some_gradients(model, step)
+            factor = 2 * (rank + 1) / (world_size + 1)
             micro = 1 if step in (2, 3, 5, 8) else 2  # both steps of an update, its second, its first
             for _ in range(micro):
                 parts = [(p * gradients[name]).sum() for name, p in model.named_parameters()]
@@ -656,7 +697,9 @@ def test_ranks_equal_one_process(tmp_path):
 # ------------------------------------------------------------ schedules
 def simulated_run(cfg, seconds_per_step):
     """[(step, progress, LR factor)] of a run whose steps all take the same time."""
-    rows, step, progress = [], 0, 0.0
+    rows = []
+    step = 0
+    progress = 0.0
     while progress < 1 and step <= train_gpt.total_steps(cfg):
         progress = cfg.progress(step, step * seconds_per_step)
         rows.append((step, progress, cfg.schedule(step, progress).lr))
@@ -672,7 +715,8 @@ def test_lr_factor_over_a_run(iters, slowdown):
     they are more than fit into it, LR falls from the second step on."""
     for cap, iterations, floor in ((600.0, 20_000, 0.0), (600.0, 1500, 0.1), (0.0, 2000, 0.05)):
         if iters:
-            cfg, floor = replace(GOLF, warmdown_iters=iters), 0.0
+            cfg = replace(GOLF, warmdown_iters=iters)
+            floor = 0.0
         else:
             cfg = replace(TINY, lr_floor=floor)
         cfg = replace(cfg, iterations=iterations, max_wallclock_seconds=cap)
@@ -753,7 +797,8 @@ def test_the_table_of_stages():
     assert rows(batch_schedule=(6,), seq_schedule=(1, 2)) == [(6, 1), (6, 2)]
     with pytest.raises(Refused, match="seq_schedule=1,2: golf has 3 stages"):
         rows(**three, seq_schedule=(1, 2))
-    cfg, progress = replace(GOLF, **three), (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
+    cfg = replace(GOLF, **three)
+    progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     stages = [train_gpt.stage_at(cfg, part) for part in progress]
     assert [cfg.stages().index(stage) for stage in stages] == [0, 0, 1, 1, 1, 2, 2, 2]
     cfg = replace(cfg, stage_starts=(0.0, 0.1, 0.7), iterations=100)

@@ -22,7 +22,8 @@ import sentencepiece as spm
 from helpers import train_tokenizer
 from test_prepare import ODD, SCRIPT, make_texts, read_documents, run, run_killed, snapshot, write_jsonl
 
-VAL_BYTES, SHARD_TOKENS = 6000, 3000
+VAL_BYTES = 6000
+SHARD_TOKENS = 3000
 
 
 def write_parquet(path, texts, rows=16, kind=pa.string(), **options):
@@ -53,7 +54,8 @@ def folder(tmp_path_factory, texts):
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
     """(its files, manifest, out) of a preparation that nothing disturbed."""
-    out, files = tmp_path_factory.mktemp("whole"), prepare.find_parquet([folder])
+    out = tmp_path_factory.mktemp("whole")
+    files = prepare.find_parquet([folder])
     request = prepare.Request("toy", ["shards"], files[:-1], 512, VAL_BYTES, files[-1:])
     manifest = prepare.build_parquet(request, out, shard_tokens=SHARD_TOKENS, processes=1)
     return snapshot(out), manifest, out
@@ -168,12 +170,14 @@ def continue_run(command, out, whole):
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-ENCODE, SAVE = (prepare.WordEncoder, "document"), (prepare, "write_progress")
+ENCODE = (prepare.WordEncoder, "document")
+SAVE = (prepare, "write_progress")
 
 
 def run_failing(command, function, number, error=FULL):
     """The command, with an error at the end of the number-th call of the function -> its sentence."""
-    original, calls = getattr(*function), []
+    original = getattr(*function)
+    calls = []
 
     def failing(*args):
         result = original(*args)
@@ -334,7 +338,8 @@ def test_refused_files(tmp_path):
 
 
 def test_refused_requests(folder, command, tmp_path, monkeypatch):
-    out, path = tmp_path / "out", write_jsonl(tmp_path / "t.jsonl", make_texts(9))
+    out = tmp_path / "out"
+    path = write_jsonl(tmp_path / "t.jsonl", make_texts(9))
     assert "--name" in run("--parquet", folder, "--out", out, expect=2)
     for words, *options in [("too little", "--val-bytes", 3), ("largest possible", "--vocab-size", 60000),
                             ("negative", "--processes", -1)]:

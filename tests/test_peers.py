@@ -28,7 +28,8 @@ def small(tmp_path_factory):
     documents = list(library_documents(90_000))
     model = train_tokenizer(documents)
     sp = spm.SentencePieceProcessor(model_proto=model)
-    val, train = documents[:5], documents[5:]
+    val = documents[:5]
+    train = documents[5:]
     write_dataset(root, "small", model, [tokens_of(sp, train[:20]), tokens_of(sp, train[20:])],
                   tokens_of(sp, val), sum(len(text.encode()) for text in val))
     return root, [text.encode() for text in train], [text.encode() for text in val]
@@ -82,7 +83,8 @@ def test_the_text(small, text):
 
 
 def test_rows_in_random_order(text):
-    before, after = text.train_tokens, text.shuffled(64).train_tokens
+    before = text.train_tokens
+    after = text.shuffled(64).train_tokens
     rows = len(before) // 64
     assert len(after) == 64 * rows and not np.array_equal(before[:64 * rows], after)
     assert sorted(map(bytes, before[:64 * rows].reshape(-1, 64))) == sorted(map(bytes, after.reshape(-1, 64)))

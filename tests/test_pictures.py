@@ -19,8 +19,10 @@ def drawn(monkeypatch, tmp_path):
 
     def draw(train=TRAIN, val=VAL, target=None, part=(),
              final="final_model val_loss:3.27", **settings):
-        cfg, lines = train_gpt.load_config(settings), []
-        last, length = train_gpt.total_steps(cfg), train[-1][1]
+        cfg = train_gpt.load_config(settings)
+        lines = []
+        last = train_gpt.total_steps(cfg)
+        length = train[-1][1]
         lines += [f"limits: at most {last} steps", *train_gpt.stage_lines(cfg), f"config preset={cfg.preset}"]
         for step, seconds, loss in train:
             lr = cfg.schedule(step, step / last).lr
@@ -43,7 +45,8 @@ def labels(axes):
 def test_a_run_with_stages(drawn):
     axes, right = drawn(PRESET="speedrun")
     assert labels(axes) == ["train, mean of many batches", "val, at the end 3.2700"]
-    (low, high), (left, end) = axes.get_ylim(), axes.get_xlim()
+    low, high = axes.get_ylim()
+    left, end = axes.get_xlim()
     for line in axes.get_lines():
         assert low < min(line.get_ydata()) and max(line.get_ydata()) < high
         assert left <= min(line.get_xdata()) and max(line.get_xdata()) < end
@@ -93,7 +96,8 @@ def test_a_run_of_one_step(drawn):
 
 def test_the_trainers_own_picture(tmp_path):
     """Of a run without run.sh; what cannot be drawn is said."""
-    said, path = [], tmp_path / "loss.png"
+    said = []
+    path = tmp_path / "loss.png"
     train_gpt.plot_curves({"train": [], "mean": TRAIN, "val": VAL}, "a title", path, said.append)
     assert path.stat().st_size > 5000 and not said
     train_gpt.plot_curves({"train": TRAIN, "mean": [], "val": VAL}, "a title", path, said.append)
@@ -115,7 +119,8 @@ def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
     record, _, median, finals = axes.get_lines()
     assert record.get_color() == "0.5" != median.get_color() and len(finals.get_xdata()) == 5
     band = axes.collections[1].get_paths()[0].get_extents()
-    (low, high), (_, right) = axes.get_ylim(), axes.get_xlim()
+    low, high = axes.get_ylim()
+    _, right = axes.get_xlim()
     assert low < band.y0 < median.get_ydata().min() < median.get_ydata().max() <= band.y1 < high
     assert max(finals.get_xdata()) == pytest.approx(end, rel=0.02) and right > max(finals.get_xdata())
     assert tool("plot", home / newest, "--by", by, "--out", "x.png")[0] == 0

@@ -69,7 +69,8 @@ def test_a_run_killed_and_resumed(game, go, whole):
 def test_two_ranks_end_as_one_does(game, go, whole):
     """But golf_plus, whose ranks draw from shards of their own."""
     settings = GAMES[game] | ({"PACKING": "spans"} if game == "golf_plus" else {})
-    alone, two = whole(settings), go(settings | {"SAVE_EVERY": "0"}, ranks=2)
+    alone = whole(settings)
+    two = go(settings | {"SAVE_EVERY": "0"}, ranks=2)
     assert two.codes == [0, 0], two.err
     assert game != "golf_plus" or min(run.result["calibration_ms"] for run in (alone, two)) > 0
     if game == "gpt2_plus":     # deals groups of documents to its ranks
@@ -83,7 +84,8 @@ def test_two_ranks_end_as_one_does(game, go, whole):
 
 def test_the_mean_of_weights_is_what_a_run_ends_with(go, whole):
     """golf_plus trains as without it."""
-    mean, last = whole(GAMES["golf_plus"]), go(GAMES["golf_plus"] | {"SAVE_EVERY": "0", "EMA_DECAY": "0"})
+    mean = whole(GAMES["golf_plus"])
+    last = go(GAMES["golf_plus"] | {"SAVE_EVERY": "0", "EMA_DECAY": "0"})
     assert last.code == 0 and mean.losses == last.losses, last.err
     assert abs(mean.result["trained"]["val_loss"] - last.result["trained"]["val_loss"]) > 1e-3
 
@@ -150,7 +152,8 @@ def test_a_compiled_step_equals_the_eager_one(fp8, backend, one_thread):
         if progress == 0.0:
             graphs = counted["unique_graphs"]
         if model.scales:
-            mine, exact = results[1][-1].flatten(), results[0][-1].flatten()
+            mine = results[1][-1].flatten()
+            exact = results[0][-1].flatten()
             assert mine.tolist() == pytest.approx(exact.tolist(), rel=0.1)
             model.scales.largest = results[0][-1]
             model.scales.follow()
@@ -258,7 +261,8 @@ def test_golf_plus_calibration_ends_with_the_slowest_rank(tiny_data, monkeypatch
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 1)
     data = train_gpt.open_data(cfg, lambda *_: None)
-    real, said = train_gpt.all_reduce, []
+    real = train_gpt.all_reduce
+    said = []
     monkeypatch.setattr(train_gpt, "all_reduce",
                         lambda tensor, *how: tensor + 1e7 if how == ("MAX",) else real(tensor, *how))
     cfg.calibrate(model, data, train_gpt.Team(cfg, {}), said.append)
@@ -272,7 +276,8 @@ def test_golf_plus_rounds_on_the_device(tiny_data, monkeypatch):
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 1)
     data = train_gpt.open_data(cfg, lambda *_: None)
-    real, seen = train_gpt.all_reduce, []
+    real = train_gpt.all_reduce
+    seen = []
 
     def all_reduce(tensor, *more):
         return tensor.to("meta") if tensor.dim() == 2 else real(tensor, *more)

@@ -55,7 +55,8 @@ def write_jsonl(path, texts, opener=open):
 
 def run(*words, expect=0):
     """prepare.py's main with these words -> all that it printed; a refusal or a failure is one line."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = prepare.main([str(word) for word in words])
     sentences = [line for line in err.getvalue().splitlines() if line.startswith("prepare: ")]
@@ -125,7 +126,8 @@ def test_tokenizer_is_lossless(toy):
     assert (sp.vocab_size(), sp.unk_id(), sp.bos_id(), sp.eos_id(), sp.pad_id()) == (512, 0, 1, 2, -1)
     assert sum(sp.is_byte(i) for i in range(512)) == 256
     assert any("\n" in sp.id_to_piece(i) for i in range(512))
-    rng, samples = random.Random(1), ODD + ["".join(ODD)]
+    rng = random.Random(1)
+    samples = ODD + ["".join(ODD)]
     for _ in range(800):
         samples.append("".join(rng.choices("".join(rng.sample(ALPHABETS, 2)), k=rng.randint(1, 60))))
         codes = (rng.randrange(0x110000) for _ in range(20))
@@ -138,7 +140,8 @@ def test_tokenizer_is_lossless(toy):
 def test_tokenizers_of_odd_text():
     """Text with reserved strings; text with far more characters than the vocabulary holds."""
     reserved = ["<0x0A><s> </s>\n<unk> \u2585\0\u2581 x\n" * 20] * 20 + make_texts(50)
-    rng, rare = random.Random(0), [chr(0x5000 + i) for i in range(3000)]
+    rng = random.Random(0)
+    rare = [chr(0x5000 + i) for i in range(3000)]
     words = ["".join(chr(0x4E00 + rng.randrange(99)) for _ in range(4)) for _ in range(300)]
     many = ["".join(rng.choices(words, k=300) + rng.sample(rare, 300)) for _ in range(50)]
     for texts, samples in (reserved, ODD), (many, []):
@@ -155,7 +158,8 @@ def document_hash(text):
 
 def test_split_and_manifest(toy, texts):
     out, manifest = toy
-    folder, model = out / "datasets" / "toy", (out / "tokenizers" / "toy.model").read_bytes()
+    folder = out / "datasets" / "toy"
+    model = (out / "tokenizers" / "toy.model").read_bytes()
     by_hash = sorted(texts, key=document_hash)
     n = int(np.searchsorted(np.cumsum([len(text.encode()) for text in by_hash]), 5000)) + 1
     parts = by_hash[:n], by_hash[n:]
@@ -294,7 +298,8 @@ def test_second_run(tmp_path, texts):
     command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
     run(*command)
     manifest = tmp_path / "out" / "datasets" / "toy" / "manifest.json"
-    before, written = snapshot(tmp_path / "out"), manifest.stat().st_mtime_ns
+    before = snapshot(tmp_path / "out")
+    written = manifest.stat().st_mtime_ns
     assert "already" in run(*command) and manifest.stat().st_mtime_ns == written
     assert "--force" in run(*command, "--vocab-size", 401, expect=2)
     write_jsonl(path, texts + ["more"])
@@ -325,7 +330,8 @@ def test_failure_leaves_nothing(tmp_path, texts, monkeypatch, stage, error, word
 @pytest.mark.parametrize("changed", [lambda texts: texts[:-1], lambda texts: texts[1:] + texts[:1],
                                      lambda texts: texts + ["more"]], ids=["fewer", "moved", "more"])
 def test_input_that_changes_between_passes(tmp_path, texts, monkeypatch, changed):
-    path, original = write_jsonl(tmp_path / "t.jsonl", texts), prepare.train_tokenizer
+    path = write_jsonl(tmp_path / "t.jsonl", texts)
+    original = prepare.train_tokenizer
 
     def rewrite(*args):
         write_jsonl(path, changed(texts))
@@ -452,7 +458,8 @@ def test_every_document_decodes_to_itself(tmp_path, case, form):
     if form == "--text":
         path = write_jsonl(tmp_path / "t.jsonl", texts)
     else:
-        path, val = tmp_path / "train.parquet", tmp_path / "val.parquet"
+        path = tmp_path / "train.parquet"
+        val = tmp_path / "val.parquet"
         pq.write_table(pa.table({"text": texts}), path)
         pq.write_table(pa.table({"text": chinese(20, 50, seed=8)}), val)
         texts = [*texts, *chinese(20, 50, seed=8)]
@@ -496,7 +503,8 @@ def test_a_train_document_that_would_change_is_refused(tmp_path, monkeypatch, fo
         path = write_jsonl(tmp_path / "t.jsonl", [*plain, odd])
         val = write_jsonl(tmp_path / "v.jsonl", plain[:9])
     else:
-        path, val = tmp_path / "t.parquet", tmp_path / "v.parquet"
+        path = tmp_path / "t.parquet"
+        val = tmp_path / "v.parquet"
         for file, texts in ((path, [*plain, odd]), (val, plain[:9])):
             pq.write_table(pa.table({"text": texts}), file)
     said = run(form, path, "--val", val, "--name", "toy", "--vocab-size", 400, "--processes", 1,

@@ -83,7 +83,8 @@ def few_data(tiny_data, tmp_path_factory):
     root = tmp_path_factory.mktemp("few_data")
     model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
     documents = list(library_documents(84_000))
-    val, train = documents[:3], documents[3:]
+    val = documents[:3]
+    train = documents[3:]
     sp = spm.SentencePieceProcessor(model_proto=model)
     size = sum(len(text.encode()) for text in val)
     write_dataset(root, "toy", model, [tokens_of(sp, train)], tokens_of(sp, val), size)
@@ -268,7 +269,8 @@ def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
     top, start, rest = page.read_text().partition(folders.NOTES[0])
     end = rest.partition(folders.NOTES[1])[2]
     page.write_text(f"{top}{start}\nWe tried 3.14 others.\n\n1 2\n{folders.NOTES[1]}{end}")
-    opened, lines = folders.Folder(folder), []
+    opened = folders.Folder(folder)
+    lines = []
     assert rules.check(opened, checks.LOOK_ONLY, lines.append) == []
     for run in opened.runs:     # no evidence of what a foreign log may lack
         run.source = None
@@ -287,7 +289,8 @@ def verdict(rule, folder):
 
 def fails_above(folder, code):
     """Does the rule on bytes count so much code, to the byte?"""
-    largest, track = max(result["bytes_model"] for result in folder.results.values()), folder.track
+    largest = max(result["bytes_model"] for result in folder.results.values())
+    track = folder.track
     said = []
     for cap in (largest + code, largest + code - 1):
         folder.track = track._replace(byte_cap=cap)
@@ -297,7 +300,8 @@ def fails_above(folder, code):
 
 def test_companions_count_and_are_checked_by_version_1(tool, tmp_path, read_once):
     folder = shutil.copytree(WITH_COMPANION, tmp_path / WITH_COMPANION.name)
-    beside, script = folder / "kernels.py", folder / "train_gpt.py"
+    beside = folder / "kernels.py"
+    script = folder / "train_gpt.py"
     assert fails_above(folders.Folder(folder), beside.stat().st_size + script.stat().st_size)
     for damage in (lambda: beside.write_text("fast = 1\n"), beside.unlink):
         damage()
@@ -362,11 +366,14 @@ def test_compile_flags_of_the_speedrun(line, fails):
 def fake_folder(track, values, times=None, before=None, result=None, **submission):
     """What Folder.test and the rules ask for, without files."""
     made = folders.Folder.__new__(folders.Folder)
-    made.track, made.ours, made.baseline = folders.TRACKS[track], True, []
+    made.track = folders.TRACKS[track]
+    made.ours = True
+    made.baseline = []
     made.submission = {"before": before, "systems_change": False} | submission
     made.values = lambda metric: times if metric == "time" else list(values)
     made.runs = [SimpleNamespace(file=f"{i}", eval={}) for i in range(len(values))]
-    made.result_name, made.result = lambda run: "result.json", lambda run: result or {}
+    made.result_name = lambda run: "result.json"
+    made.result = lambda run: result or {}
     return made
 
 
@@ -407,9 +414,11 @@ def test_the_rules_of_each_game(rule, folder, begins, words):
 
 def test_rules_agree_with_the_trainer():
     assert set(folders.TRACKS) <= set(train_gpt.RECIPES)
-    track, cfg = folders.TRACKS["tiny"], train_gpt.load_config({})
+    track = folders.TRACKS["tiny"]
+    cfg = train_gpt.load_config({})
     assert (track.fingerprint, track.time_cap) == (cfg.data_fingerprint, cfg.max_wallclock_seconds)
-    track, cfg = folders.TRACKS["golf"], train_gpt.load_config({"PRESET": "golf"})
+    track = folders.TRACKS["golf"]
+    cfg = train_gpt.load_config({"PRESET": "golf"})
     assert (track.byte_cap, track.time_cap) == (cfg.artifact_bytes_limit, cfg.max_wallclock_seconds)
     assert track.data == os.path.basename(cfg.data_path)
 
@@ -423,7 +432,8 @@ THREE = ("logs/a0", "logs/a1", "logs/a2")
 @pytest.fixture(scope="module")
 def toy(few_data, tmp_path_factory):
     """A folder with data/ and logs/ of toy runs: a0 a1 a2 (seeds 0 to 2), b0 b1 (another learning rate)."""
-    root, settings = tmp_path_factory.mktemp("toy_runs"), {}
+    root = tmp_path_factory.mktemp("toy_runs")
+    settings = {}
     for run_id in ("a0", "a1", "a2", "b0", "b1"):
         rate = "0.03" if run_id.startswith("a") else "0.01"
         settings[run_id] = SETTINGS | {"SEED": run_id[1], "MATRIX_LR": rate}
@@ -470,7 +480,8 @@ def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkey
 
 
 def test_files_beside_the_script_are_no_part_of_a_new_record(tool, home):
-    made, beside = make(tool, "First", *THREE), {"golf.py": folders.sha256(b"1")}
+    made = make(tool, "First", *THREE)
+    beside = {"golf.py": folders.sha256(b"1")}
     (made / "golf.py").write_bytes(b"1")
     edit(made / "result.json", companions=beside)
     renew(made)
@@ -482,7 +493,8 @@ def test_files_beside_the_script_are_no_part_of_a_new_record(tool, home):
 
 def test_scores_by_other_protocols_are_checked(tool, home):
     made = make(tool, "First", *THREE)
-    result, log = (made / "result.json").read_text(), (made / "train.log").read_text()
+    result = (made / "result.json").read_text()
+    log = (made / "train.log").read_text()
     exact = json.loads(result)
     for name in ("val_loss_sliding", "val_bpb_sliding"):
         edit(made / "result.json", **{name: exact[name] + 1e-7})
@@ -546,7 +558,8 @@ def test_a_changed_script_is_shown_as_a_diff(tool, home):
     script = (home / "logs/b0/train_gpt.py").read_bytes()
     changed = script.replace(b"weight_decay: float = ", b"weight_decay: float =  ", 1)
     for run in (home / "logs/b0", home / "logs/b1"):
-        result, log = json.loads((run / "result.json").read_text()), (run / "train.log").read_bytes()
+        result = json.loads((run / "result.json").read_text())
+        log = (run / "train.log").read_bytes()
         total = result["bytes_model"] + len(changed)
         digests = [folders.sha256(text) for text in (script, changed)]
         for old, new in ((f"Code size: {len(script)}", f"Code size: {len(changed)}"),
@@ -772,14 +785,16 @@ SCORES = {      # log-probabilities -> what is no distribution
 def probe_here(env, artifact=None, seed=0):
     """The probe in this process, by two models of the same weights."""
     seen, fresh = (leak_probe.script_kind(train_gpt)(train_gpt, artifact, env) for _ in range(2))
-    about, rng = seen.about(), np.random.default_rng(seed)
+    about = seen.about()
+    rng = np.random.default_rng(seed)
     return leak_probe.probe(fresh, seen, about["T"], about["V"], about["windows"], [], rng)
 
 
 @pytest.mark.parametrize("peek", [*LEAKS, *SCORES])
 @pytest.mark.parametrize("weights", ["artifact", slow("random")])
 def test_planted_leaks_are_caught(toy, monkeypatch, peek, weights):
-    activations, log_probs = train_gpt.TinyModel.activations, train_gpt.log_probs
+    activations = train_gpt.TinyModel.activations
+    log_probs = train_gpt.log_probs
     if peek in LEAKS:
         monkeypatch.setattr(train_gpt.TinyModel, "activations", lambda model, tokens, *more: LEAKS[peek](
             model, activations(model, tokens, *more), tokens))
@@ -813,7 +828,8 @@ def test_the_probe_tries_every_alignment_and_window_edge():
 
 def planted(tmp_path, code):
     """train_gpt.py with code added before it starts."""
-    text, start = SCRIPT.read_text(), 'if __name__ == "__main__":\n    sys.stdout'
+    text = SCRIPT.read_text()
+    start = 'if __name__ == "__main__":\n    sys.stdout'
     assert text.count(start) == 1
     (tmp_path / "train_gpt.py").write_text(text.replace(start, f"_log_probs = log_probs\n{code}\n{start}"))
     return tmp_path / "train_gpt.py"
@@ -825,7 +841,8 @@ def planted(tmp_path, code):
     ("def log_probs(model, tokens):\n    raise SystemExit('no')", "the script does not answer"),
     ("time.sleep(3600)", "no answer within 1 s")])
 def test_what_a_script_does_in_the_worker_is_caught(tmp_path, code, sentence):
-    script, env = planted(tmp_path, code), SETTINGS | {"VOCAB_SIZE": "512"}
+    script = planted(tmp_path, code)
+    env = SETTINGS | {"VOCAB_SIZE": "512"}
     with pytest.raises(leak_probe.ProbeFailed, match=sentence):
         leak_probe.judge(script, None, env, seconds=1 if "sleep" in code else LONG, seed=0)
 
@@ -857,7 +874,8 @@ class OldGPT(torch.nn.Module):
     """A table of bigrams, which must be told the length of its rows."""
     def __init__(self, cfg):
         super().__init__()
-        self.table, self.T = torch.nn.Parameter(torch.zeros(cfg.vocab_size, cfg.vocab_size)), None
+        self.table = torch.nn.Parameter(torch.zeros(cfg.vocab_size, cfg.vocab_size))
+        self.T = None
 
     def set_context(self, T, window):
         assert window == 7

@@ -336,7 +336,8 @@ def test_audit_and_check_of_the_golf_record(tool, golf):
 
 
 def test_audit_of_clean_folders_finds_nothing_and_reads_each_log_once(tool, tmp_path, monkeypatch):
-    read, opened = folders.read_logs, []
+    read = folders.read_logs
+    opened = []
     monkeypatch.setattr(folders, "read_logs", lambda path: opened.append(path) or read(path))
     for name in ("a", "b", "c"):
         speedrun_logs(tmp_path / name, [3.24, 3.24, 3.25], TIMES[:3])       # two with the same loss
@@ -391,7 +392,9 @@ def test_an_audit_tells_records_from_the_folders_around_them(tool, tmp_path):
 # ------------------------------------------------------------ comparing
 def test_equal_runs_are_seldom_called_better_and_real_gains_mostly():
     """100 pairs of each; the gain is what judge itself says that it can find."""
-    rng, better, found = np.random.default_rng(0), 0, 0
+    rng = np.random.default_rng(0)
+    better = 0
+    found = 0
     for n in (3, 5, 8, 12):
         effect = runs.detectable(0.004, n)
         for _ in range(25):
@@ -404,7 +407,9 @@ def test_equal_runs_are_seldom_called_better_and_real_gains_mostly():
 def test_a_sweep_of_equal_settings_seldom_finds_one():
     """Of 40 sweeps of six equal settings those in which tests of single pairs would find one: 5 % of all
     sweeps may call a setting better or worse, so hardly one of these."""
-    rng, tempting, wrong = np.random.default_rng(3), [], 0
+    rng = np.random.default_rng(3)
+    tempting = []
+    wrong = 0
     for _ in range(40):
         values = rng.normal(1, 0.01, (6, 4))
         if stats.ttest_ind(values[1:], values[:1], axis=1).pvalue.min() < 0.05:
@@ -531,7 +536,8 @@ def test_plot_draws_foreign_logs(tool, speedrun, tmp_path):
 
 def test_plot_over_tokens(tool, tmp_path, monkeypatch):
     """Places and ends of the curves are those of the logs of a record of ours."""
-    logs, drawn = ROOT / "records/track_tiny/2026-11-21_Baseline", []
+    logs = ROOT / "records/track_tiny/2026-11-21_Baseline"
+    drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda axes, x, *rest, **kw: drawn.append(np.ravel(x)))
     monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *args, **kw: None)
     code, *_ = tool("plot", logs, "--out", tmp_path / "z.png", "--by", "tokens")

@@ -14,7 +14,8 @@ EMBEDDED = "data/datasets/embedded/manifest.json"
 WATCH = "tools/watch.py stub "        # what shows a run
 ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
 # golf trains with a script of its recipe alone
-MADE, GOLF_SCRIPT = "tools/script.py golf", "logs/.script/golf/train_gpt.py"
+MADE = "tools/script.py golf"
+GOLF_SCRIPT = "logs/.script/golf/train_gpt.py"
 GOLF_PLAN = "train_gpt.py --preset=golf --dry-run"  # the script has none
 PLUS = ["tools/script.py golf_plus", "train_gpt.py --preset=golf_plus --dry-run",
         "logs/.script/golf_plus/train_gpt.py --preset=golf_plus"]
@@ -210,7 +211,8 @@ def test_amd_s_gpus_are_counted_by_torch(folder):
 @pytest.mark.parametrize("checkout", ["my own code", "it's", 'say "a"', "(a)&b"])
 def test_a_path_with_spaces_or_quotes(checkout, folder):
     """torch's compiler is called with paths that have none; nobody else's link is used."""
-    home, links = folder / checkout, folder / f"train_gpt_{os.getuid()}"
+    home = folder / checkout
+    links = folder / f"train_gpt_{os.getuid()}"
     home.mkdir()
     for name in ("run.sh", "requirements.txt", "bin"):
         shutil.move(folder / name, home)
@@ -477,7 +479,8 @@ def test_a_copy_outside_of_the_checkout_is_refused(folder):
 @pytest.mark.parametrize("setting", ["core.autocrlf=true", "core.eol=crlf", "core.autocrlf=input"])
 def test_a_clone_has_the_same_bytes(setting, tmp_path):
     """... of what runs and of what digests are made of, however git is set up."""
-    source, clone = tmp_path / "source", tmp_path / "clone"
+    source = tmp_path / "source"
+    clone = tmp_path / "clone"
     files = ["run.sh", ".gitattributes", "requirements.txt", "docs/loss.png", "tests/golden/golf.npz",
              ".ci/run", "records/track_tiny/2026-11-21_Baseline/final_model.int8.ptz", "tools/watch.py"]
     for file in files:

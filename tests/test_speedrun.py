@@ -36,7 +36,8 @@ def test_every_step_of_the_schedules():
     """Stage, windows, always 8 rows, which get longer, LR factor (1.0, 1.51 and 1.93 from steps 0, 700 and
     1400, linear to 0.1 over the last 55 % of 2,120 steps, 0.1 for 40 more), which weight decay follows,
     momentum; the table in the log has a row wherever one of its columns changes, and no other."""
-    spent, rows = 0, []
+    spent = 0
+    rows = []
     for step in range(2161):
         progress = SPEEDRUN.progress(step, 1e6)
         stage = train_gpt.stage_at(SPEEDRUN, progress)
@@ -107,8 +108,10 @@ TOKENS = 128 * (8 * 4 + 8 * 8 + 12 * 12)
 def root(tmp_path_factory):
     """A folder to run in: bytes of Python source in documents of one to eight lines, as GPT-2-format shards
     that cut documents anywhere. Their manifest knows the vocabulary and the BOS, and no tokenizer."""
-    folder, rng = tmp_path_factory.mktemp("speedrun"), random.Random(0)
-    lines, tokens = "".join(library_documents(150_000)).splitlines(keepends=True), []
+    folder = tmp_path_factory.mktemp("speedrun")
+    rng = random.Random(0)
+    lines = "".join(library_documents(150_000)).splitlines(keepends=True)
+    tokens = []
     while lines:
         count = rng.randrange(1, 9)
         tokens += [BOS, *"".join(lines[:count]).encode()]
@@ -137,8 +140,10 @@ def test_the_scaled_run(root, train, monkeypatch):
     tokens that were planned were read; the loss falls. The final score is that of the weights in the run
     folder by the final windows, added up here row by row, and EVAL_FROM finds it again, though the
     train tokens would not do for the schedule."""
-    steps, contexts = [], []
-    real_step, real_context = train_gpt.train_step, train_gpt.SpeedrunModel.context
+    steps = []
+    contexts = []
+    real_step = train_gpt.train_step
+    real_context = train_gpt.SpeedrunModel.context
 
     def train_step(loss_fn, optimizer, batch, micro, context, grad_factor, schedule):
         steps.append((batch[0].shape, context.windows["L"], context.windows["S"], grad_factor, *schedule))
@@ -167,12 +172,14 @@ def test_the_scaled_run(root, train, monkeypatch):
     assert {(step, long, short) for step, scores, long, short in contexts if scores} == windows
     assert {long for step, scores, long, _ in contexts if not step and not scores} == {12, 28, 44, 52}
     assert done.result["tokens"] == TOKENS and done.result["steps"] == 28 and done.result["val_bpb"] is None
-    losses, val = [done.losses[step] for step in range(1, 29)], [*done.val_losses.values()]
+    losses = [done.losses[step] for step in range(1, 29)]
+    val = [*done.val_losses.values()]
     assert losses[0] == pytest.approx(math.log(272), abs=1e-3) == val[0]
     assert np.mean(losses[-4:]) < np.mean(losses[8:12]) < losses[0] - 1 and val == sorted(val, reverse=True)
 
     model, cfg = train_gpt.load_model(done.folder / "final_model.pt")
-    tokens, nats = torch.from_numpy(tokens_of(root, "val_000000")[:3001].astype(np.int64)), {}
+    tokens = torch.from_numpy(tokens_of(root, "val_000000")[:3001].astype(np.int64))
+    nats = {}
     rows = [tokens[first:first + 257] for first in range(0, 3000, 256)]
     for window in (80, 12):
         stage = replace(cfg.stages()[-1], window=window) if window < 80 else None
@@ -194,7 +201,8 @@ def test_shards_that_run_out(root, train):
     shards = tokens_of(root, "train_000001"), tokens_of(root, "train_000002")
     held = sum(int(np.diff(np.flatnonzero(shard == BOS), append=len(shard)).clip(max=80).sum())
                for shard in shards)
-    words, steps = f"of {held} allowed", (held - TOKENS) // (12 * 128)  # beyond those of SCALED
+    words = f"of {held} allowed"
+    steps = (held - TOKENS) // (12 * 128)  # beyond those of SCALED
     for more, missing in ((steps, False), (steps + 1, True)):
         plan = train(SCALED, EXTENSION_ITERATIONS=str(4 + more), DRY_RUN="1")
         assert plan.code == 0 and (words in plan.out) == missing
@@ -248,7 +256,8 @@ def test_documents_are_independent(window, length):
 def test_the_record_smears_over_the_edge_of_a_document():
     """The last token before a document reaches it, and no other one elsewhere."""
     cfg = replace(PARTS, smear_dim=SPEEDRUN.smear_dim)
-    model, document = randomised(cfg), torch.tensor([3, 4, 5, 4])
+    model = randomised(cfg)
+    document = torch.tensor([3, 4, 5, 4])
     row = row_with(document, 20, 1)
     row[19] = 69
     context = model.context(len(row), CPU, stage=replace(cfg.stages()[-1], window=8))

@@ -72,7 +72,8 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_queries_narrower_than_values(path, window, monkeypatch):
     """Values, and where a CPU has them gradients, of every kernel with two widths."""
-    T, (mask_of, attention) = 512, PATHS[path]
+    T = 512
+    mask_of, attention = PATHS[path]
     q, k, v = tensors(T)
     documents = two_rows(T)
     want, _ = dense(q, k, v, seen_by_each(window, T, documents))
@@ -142,7 +143,8 @@ def test_documents_are_independent_but_for_what_the_record_carries_over():
     cfg = small(key_offset=False)
     model = randomised(cfg)
     tokens, _ = some_tokens(rows=1)
-    tokens[0, 30], tokens[0, 31:] = 3, tokens[0, 31:].clamp(min=4)
+    tokens[0, 30] = 3
+    tokens[0, 31:] = tokens[0, 31:].clamp(min=4)
     tokens[0, :30].clamp_(min=4)
     other = tokens.clone()
     other[0, 10:29] = tokens[0, 11:30]      # the last token before the document is the same
@@ -202,7 +204,8 @@ def test_losses_of_the_stages():
         context = model.training_context(64, CPU, torch.float32, train_gpt.stage_at(cfg, progress))
         model.update_context(context, progress)
         weights[step] = None if context.loss_weights is None else context.loss_weights.tolist()
-    first, second = cfg.stages()[1].start * 100, cfg.stages()[2].start * 100
+    first = cfg.stages()[1].start * 100
+    second = cfg.stages()[2].start * 100
     part = (50 - first) / (second - first)
     assert weights[0] == [1, 0.5, 0.25, 0.25]
     assert weights[20] == pytest.approx([1, 0.5, 0.25 * (1 - 20 / first), 0.25])
@@ -230,7 +233,8 @@ def test_the_plan_shows_the_stages():
 
 def test_the_prefix_table_is_built_from_the_tokenizer():
     cfg = small()
-    model, said = cfg.make_model(Kernels()), []
+    model = cfg.make_model(Kernels())
+    said = []
     assert (model.prefixes == -1).all()
     pieces = [b"a", b"ab", b"abc", b"b"]
     tokenizer = SimpleNamespace(
@@ -252,7 +256,8 @@ def test_the_prefix_table_is_built_from_the_tokenizer():
     dict(window_pattern="SSSLSS-SSSL"), dict(adam_every=1)])
 def test_a_part_can_be_turned_off(settings):
     """Losses and gradients are finite and other ones, or the step is."""
-    plain, cfg = small(), small(**settings)
+    plain = small()
+    cfg = small(**settings)
     found = []
     for some in (plain, cfg):
         model = randomised(some)
@@ -297,7 +302,8 @@ class Emulated:
 
     def __init__(self, x, fc, proj, scales):
         self.scales = [scale.double() for scale in scales]
-        self.fc, self.proj = self.exact(fc), self.exact(proj)
+        self.fc = self.exact(fc)
+        self.proj = self.exact(proj)
         self.x = self.fixed(x, 0)
         pre = (self.x @ self.fc.T).to(torch.bfloat16)
         self.post = pre.relu() * pre.relu()

@@ -23,7 +23,9 @@ import train_gpt
 from helpers import ROOT, SCRIPT
 
 MIB = 1 << 20
-E4M3, E5M2, BF16 = 28, 29, 14
+E4M3 = 28
+E5M2 = 29
+BF16 = 14
 
 
 # ---------------------------------------------------------------- the library
@@ -58,7 +60,8 @@ def allocate(library, size, name="cudaMalloc"):
 
 
 def test_memory_has_a_limit_and_a_peak(library):
-    used, peak = library.static_used, library.static_peak
+    used = library.static_used
+    peak = library.static_peak
     used.restype = peak.restype = ctypes.c_size_t
     code, first = allocate(library, 300 * MIB)
     assert code == 0 and used() == 300 * MIB
@@ -70,8 +73,10 @@ def test_memory_has_a_limit_and_a_peak(library):
 
 
 def test_copies_and_who_waits(library, recorded):
-    (_, there), (_, pinned) = allocate(library, 8 * MIB), allocate(library, 8 * MIB, "cudaHostAlloc")
-    data, back = ctypes.create_string_buffer(b"abc", 16), ctypes.create_string_buffer(16)
+    _, there = allocate(library, 8 * MIB)
+    _, pinned = allocate(library, 8 * MIB, "cudaHostAlloc")
+    data = ctypes.create_string_buffer(b"abc", 16)
+    back = ctypes.create_string_buffer(16)
 
     def copies():
         library.cudaMemcpyAsync(there, data, ctypes.c_size_t(16), 1, None)
@@ -166,7 +171,8 @@ def test_fp8_needs_ada_or_hopper(library, monkeypatch):
 
 @pytest.mark.parametrize("threads, shared, code", [(128, 1000, 0), (1025, 0, 701), (128, 232_449, 701)])
 def test_launches_beyond_what_a_block_can_have_are_refused(threads, shared, code, library, recorded):
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    module = ctypes.c_void_p()
+    function = ctypes.c_void_p()
     library.cuModuleLoadData(ctypes.byref(module), ctypes.create_string_buffer(64))
     library.cuModuleGetFunction(ctypes.byref(function), module, b"kernel_7")
     lines = (
@@ -216,7 +222,8 @@ LINES = [
 def test_bytes_of_torch_s_own_kernels(function, want):
     """Inputs and the largest again; what is overwritten is not read; a `to` that changes nothing moves
     nothing. Lists that are concatenated count as bf16."""
-    x, y = torch.ones(32, 32), torch.ones(32, 32)
+    x = torch.ones(32, 32)
+    y = torch.ones(32, 32)
     found = static_gpu.eager_bytes(torch, lambda: function(x, y))
     assert found == want
 

@@ -61,7 +61,8 @@ def go_to(made, patch):
 
 def toy_rules(result):
     """Rules version 3 with a track of the toy's data and two runs."""
-    data, rules = result["data"], folders.RULES[folders.NEWEST]
+    data = result["data"]
+    rules = folders.RULES[folders.NEWEST]
     track = rules.tracks["tiny"]._replace(
         data="toy", fingerprint="toy", val=(data["val_tokens"], data["val_bytes"]), sha256=data["sha256"],
         min_runs=2)
@@ -135,11 +136,14 @@ def step_lines(name, change):
     def alter(folder):
         text = (folder / name).read_text()
         config = dict(re.findall(r"(?m)^config (\w+)=(.*)$", text))
-        batch, cap = int(config["train_batch_tokens"]), float(config["max_wallclock_seconds"])
+        batch = int(config["train_batch_tokens"])
+        cap = float(config["max_wallclock_seconds"])
         score = json.loads((folder / result_of(name)).read_text())
 
         def line(found):
-            step, total, kind = int(found[1]), int(found[2]), found[3]
+            step = int(found[1])
+            total = int(found[2])
+            kind = found[3]
             loss, ms = change(kind, step, float(found[4]), int(found[6]))
             ms = max(1, round(ms))
             bpb = f" val_bpb:{loss / score['val_loss'] * score['val_bpb']:.4f}" if found[5] else ""
@@ -317,7 +321,11 @@ class Case:
     sealed: "after": all is made anew; "listed": all but the picture; "hashes": the list of files; "before":
     nothing."""
     def __init__(self, name, alter, rule, base="Baseline", sealed="after"):
-        self.name, self.alter, self.rule, self.base, self.sealed = name, alter, rule, base, sealed
+        self.name = name
+        self.alter = alter
+        self.rule = rule
+        self.base = base
+        self.sealed = sealed
 
 
 START = '\nif __name__ == "__main__":\n    sys.stdout'     # how the last lines of a script begin
@@ -327,9 +335,12 @@ def log_probs(model, tokens):
     return honest(model, tokens.roll(-1, 1))
 if __name__ == "__main__":
     sys.stdout"""
-STEPS, SCORE, CONFIG, COPIES = ("steps and times", "score of the artifact", "one configuration",
-                                "independent runs")
-LOG, ALL = ("train.log",), ("train*.log", "result*.json")
+STEPS = "steps and times"
+SCORE = "score of the artifact"
+CONFIG = "one configuration"
+COPIES = "independent runs"
+LOG = ("train.log",)
+ALL = ("train*.log", "result*.json")
 FIND = [
     # steps, times, rates
     Case("a step line is taken out", in_files(r"^step:300/.*\n", "", LOG), STEPS),

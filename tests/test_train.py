@@ -77,7 +77,8 @@ def test_micro_batches_agree_with_one_batch(short, train):
 def test_three_ranks_share_six_sequences(go):
     """A number of ranks that is no power of two, on as many sequences as it divides."""
     six = STEPS | dict(TRAIN_BATCH_TOKENS="384", ITERATIONS="12")
-    one, three = go(six), go(six, ranks=3)
+    one = go(six)
+    three = go(six, ranks=3)
     assert one.code == 0 and three.codes == [0] * 3, three.err
     same_losses(three.losses, one.losses, 12)
 
@@ -104,9 +105,8 @@ def test_two_nodes_agree_with_one(alone, root, tmp_path):
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [0, 0], texts
-    first, other = (look(folder / "logs/nodes") for folder in (root, tmp_path))
-    if first.result is None:
-        first, other = other, first
+    runs = [look(folder / "logs/nodes") for folder in (root, tmp_path)]
+    first, other = sorted(runs, key=lambda run: run.result is None)
     same_losses(first.losses, alone.losses)
     assert other.result is None and not other.log, "rank 0's host has the run folder, the other none"
     assert sorted("val_loss" in out for out, _ in texts) == [False, True]
@@ -159,7 +159,8 @@ def test_constants_of_the_golf_command_line():
 def test_golf_command_line(go):
     """On one rank and on two."""
     line = golf_line()
-    one, two = go(line), go(line, ranks=2)
+    one = go(line)
+    two = go(line, ranks=2)
     assert one.code == two.code == 0, one.err + two.err
     same_losses(two.losses, one.losses, 4)
     assert one.result["val_bpb"] == pytest.approx(two.result["val_bpb"], abs=1e-4)
@@ -173,7 +174,8 @@ def test_golf_command_line(go):
 def test_speedrun_scaled_down(train, go, monkeypatch):
     """All stages with rows that get longer, the extension and the final window; the same on one rank, on two,
     in micro-batches, and to the bit after a longer rehearsal."""
-    seen, context = [], train_gpt.SpeedrunModel.context
+    seen = []
+    context = train_gpt.SpeedrunModel.context
 
     def spy(model, T, device, dtype=None, stage=None):
         seen.append((T, stage.window if stage else model.cfg.scoring_window()))
@@ -189,7 +191,8 @@ def test_speedrun_scaled_down(train, go, monkeypatch):
     assert seen[-1][1] == 96 == one.result["eval"]["eval_window"]   # the last score
     assert one.result["tokens"] == 256 * (2 * 1 + 2 * 2 + 2 * 3 + 2 * 3) and one.result["steps"] == 8
     assert one.losses[8] < one.losses[1] - 0.5
-    micro, again = train(SPEEDRUN, DEVICE_BATCH_SIZE="1"), train(SPEEDRUN, WARMUP_STEPS="5")
+    micro = train(SPEEDRUN, DEVICE_BATCH_SIZE="1")
+    again = train(SPEEDRUN, WARMUP_STEPS="5")
     two = go(SPEEDRUN, ranks=2)
     for other in (micro, again, two):
         assert other.code == 0, other.err
@@ -226,7 +229,8 @@ def test_a_compiled_run_trains_like_the_uncompiled_one(train, monkeypatch):
     small = STEPS | LEAN | dict(ITERATIONS="4", WARMUP_STEPS="1", TRAIN_BATCH_TOKENS="512", VAL_TOKENS="512",
                                 LOGIT_SOFTCAP="15")      # with a cap: FusedLoss
     torch._dynamo.reset()
-    fast, plain = train(small, COMPILE="1"), train(small)
+    fast = train(small, COMPILE="1")
+    plain = train(small)
     torch._dynamo.reset()
     assert fast.code == plain.code == 0 and fast.result["compiled"], fast.out
     same_losses(fast.losses, plain.losses, 4)
@@ -289,8 +293,10 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
         "speedrun", DATA_PATH=str(tiny_data / TOY["DATA_PATH"]), WARMUP_STEPS="5", SEQ_SCHEDULE="1",
         WINDOW_BLOCK="8", WINDOW_SCHEDULE="16", EVAL_WINDOW="16", WINDOW_PATTERN="SL", MAX_DOC_LEN="20",
         VALUE_EMBED_LAYERS="1,0", SKIP_LAYERS="0,1", BACKOUT_LAYER="1", MAX_EPOCHS="0", BOS_ID="1"))
-    team, data = train_gpt.Team(cfg, {}), train_gpt.open_data(cfg)
-    loader, model = train_gpt.Loader(cfg, data, team), cfg.make_model(Kernels())
+    team = train_gpt.Team(cfg, {})
+    data = train_gpt.open_data(cfg)
+    loader = train_gpt.Loader(cfg, data, team)
+    model = cfg.make_model(Kernels())
     init_parameters(model, cfg.seed)
     optimizer = cfg.optimizer()(model, cfg)
     run = train_gpt.Run(cfg, cfg, team, lambda *_: None, None, "", data, loader, 16, model=model,
@@ -306,7 +312,8 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
         return (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
                 loader.position)
 
-    before, fresh = elsewhere(), cfg.make_model(Kernels())
+    before = elsewhere()
+    fresh = cfg.make_model(Kernels())
     began = time.perf_counter()
     slowest = train_gpt.rehearse(run)
     assert run.loss_fn is model and before == elsewhere()
@@ -321,7 +328,8 @@ def test_rehearsal_leaves_first_values_and_no_trace(tiny_data):
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtype):
     """On a CPU, where the weights are in fp32."""
-    real, seen = train_gpt.orthogonalize, set()
+    real = train_gpt.orthogonalize
+    seen = set()
 
     def orthogonalize(g, steps, table, given):
         seen.add((g.dtype, given))
@@ -334,7 +342,8 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtyp
 
 def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
     """Checkpoints wait for bigrams, which are updated every second step, but not at the end."""
-    write, written = train_gpt.write_checkpoint, []
+    write = train_gpt.write_checkpoint
+    written = []
 
     def write_checkpoint(folder, payload):
         written.append(payload["progress"]["step"])
@@ -349,7 +358,8 @@ def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
 
 
 def test_the_training_group_is_connected_before_the_clock(train, monkeypatch):
-    events, groups = [], []
+    events = []
+    groups = []
     for owner, name in ((train_gpt.Team, "begin_training"), (train_gpt.Optimizer, "connect"),
                         (train_gpt.Clock, "start")):
         def noted(*args, name=name, call=getattr(owner, name), **kw):
@@ -369,7 +379,8 @@ def test_the_training_group_is_connected_before_the_clock(train, monkeypatch):
 def test_the_rehearsal_of_one_micro_step_says_so(micro, alone, tiny_data, monkeypatch):
     """As train_step() does: else the first step would ask for the memory of gradients that are sent as they
     are."""
-    cfg, said = toy_config(tiny_data, vocab_size=512), []
+    cfg = toy_config(tiny_data, vocab_size=512)
+    said = []
     model = cfg.make_model(Kernels())
     init_parameters(model, 0)
     optimizer = cfg.optimizer()(model, cfg)
@@ -383,14 +394,17 @@ def test_the_rehearsal_of_one_micro_step_says_so(micro, alone, tiny_data, monkey
 
 def test_ranks_rehearse_alike(tiny_data, monkeypatch):
     """A rank tells the others what went wrong, memory above all, and raises what went wrong with another."""
-    cfg, told, answer = toy_config(tiny_data, vocab_size=512), [], 0
+    cfg = toy_config(tiny_data, vocab_size=512)
+    told = []
+    answer = 0
 
     def all_reduce(tensor, op):
         told.append(tensor.item())
         return torch.tensor(max(tensor.item(), answer))
 
     monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
-    team, model = train_gpt.Team(cfg, {}), cfg.make_model(Kernels())
+    team = train_gpt.Team(cfg, {})
+    model = cfg.make_model(Kernels())
     init_parameters(model, 0)
     run = train_gpt.Run(cfg, cfg, team, print, None, "", micro=4, model=model,
                         optimizer=cfg.optimizer()(model, cfg))
@@ -418,7 +432,9 @@ def test_ranks_rehearse_alike(tiny_data, monkeypatch):
 def test_a_step_that_does_not_compile_on_a_gpu(fails, ending, tiny_data, monkeypatch):
     """It is compiled once more with torch's kernels, then refused: uncompiled it would take several times as
     long. A CPU goes on uncompiled (test_first_hour)."""
-    cfg, said, compiled = toy_config(tiny_data, vocab_size=512, compile=True), [], []
+    cfg = toy_config(tiny_data, vocab_size=512, compile=True)
+    said = []
+    compiled = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     model = cfg.make_model(train_gpt.choose_kernels(cfg, True, lambda line: None))
     team = train_gpt.Team(cfg, {})

@@ -111,7 +111,8 @@ def test_a_slow_machine_says_so_early(run, tmp_path):
         progress.step = (step, factor * pace["seconds"], 60, 1000, 0.0)
         return progress.slower(), progress.slower()
 
-    here, there = round(2 * pace["seconds"]), round(pace["seconds"])
+    here = round(2 * pace["seconds"])
+    there = round(pace["seconds"])
     line, again = said(2.0)
     assert line.startswith(f"{here} s for 100 steps, {there} s on the record's machine (2 threads of ")
     assert again is None
@@ -167,7 +168,8 @@ def test_samples_in_the_middle_of_a_run():
 
 def test_what_is_evaluated_is_said():
     """Also in the middle of a run, which then trains on, and of a file."""
-    progress, stages = watch.Progress(), []
+    progress = watch.Progress()
+    stages = []
     for line in MIDDLE:
         progress.read(line)
         stages += [progress.stage] if [progress.stage] != stages[-1:] else []
@@ -404,7 +406,8 @@ def test_a_watcher_that_fails_leaves_no_orphan(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_real_run(tiny_data, tmp_path):
     (tmp_path / "data").symlink_to(tiny_data / "data")
-    python, env = fork_server.start(), TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
+    python = fork_server.start()
+    env = TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
     done = in_pipe([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, **env)
     assert done.returncode == 0 and "in logs/r/: train.log" in done.stdout
     env |= dict(RUN_ID="s", SAMPLE_TOKENS="300")  # sampling takes longer than a tick of the live line

@@ -32,6 +32,8 @@ speedrun and gpt2.
     ./run.sh bench --peers [--help]     bits per byte of compressors and plainer GPTs, by tools/peers.py
     ./run.sh bench --gpu-peers [--help] FOLDER ...          a foreign script beside ours, in turn, on one card
 """
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import inspect
@@ -44,33 +46,45 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
+
+if TYPE_CHECKING:  # gpu-report imports this beside a train_gpt.py of any age
+    from train_gpt import Bank, Config, Log, Row, Run, Saver, Stage, Team, TrainState
+
+    AnyRun = Run | SimpleNamespace  # the latter from a checkout that is older than the class
+    Batch = tuple[Tensor, ...]  # tokens, targets, what Model.candidates() gives
+    Call = tuple[nn.Module, tuple[Any, ...]]  # a block and the arguments of its attend()
+    Quantizer = Callable[[Row, Tensor], tuple[Tensor, Tensor]]  # w (R, C) -> int8 rows, scales
 
 
 # ---------- shared
-def machine(team):
+def machine(team: Team) -> str:
     return f"machine {train_gpt.hardware(team)}, torch {torch.__version__}"
 
 
-def assemble(cfg, trainer=train_gpt, team=None):
+def assemble(cfg: Config, trainer: ModuleType = train_gpt, team: Team | None = None) -> AnyRun:
     """A Run with data, model and optimizer; nothing is compiled yet."""
     log = trainer.Log(lead=False)
     team = team or trainer.Team(cfg, {})
     data = trainer.open_data(cfg, log)
     cfg = trainer.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
-    loader, micro = trainer.Loader(cfg, data, team, log), trainer.micro_batch(cfg, team)
+    loader = trainer.Loader(cfg, data, team, log)
+    micro = trainer.micro_batch(cfg, team)
     if hasattr(trainer, "Run"):
         run = trainer.Run(cfg, cfg, team, log, None, "", data, loader, micro)
         run.kernels = trainer.choose_kernels(cfg, team.on_gpu, log)
@@ -95,7 +109,8 @@ def assemble(cfg, trainer=train_gpt, team=None):
     return run
 
 
-def prepare(settings, steps, trainer=train_gpt, team=None):
+def prepare(settings: dict[str, str], steps: int, trainer: ModuleType = train_gpt,
+            team: Team | None = None) -> tuple[AnyRun, float]:
     """(Run of so many steps without a cap, ready to train; seconds of its rehearsal). Raises Refused."""
     fixed = dict(MAX_WALLCLOCK_SECONDS="0", ITERATIONS=str(steps), EXTENSION_ITERATIONS="0", MAX_EPOCHS="0",
                  TRAIN_LOG_EVERY="10", VAL_LOSS_EVERY="0")
@@ -103,7 +118,8 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
         run = assemble(trainer.load_config(dict(os.environ) | settings | fixed), trainer, team)
     except trainer.Refused as error:
         raise train_gpt.Refused(str(error)) from None
-    cfg, loader = run.cfg, run.loader
+    cfg = run.cfg
+    loader = run.loader
     began = time.perf_counter()
     if hasattr(trainer, "Run"):
         trainer.rehearse(run)
@@ -122,9 +138,10 @@ def prepare(settings, steps, trainer=train_gpt, team=None):
     return run, seconds
 
 
-def timed(function, synchronize, seconds):
+def timed(function: Callable[..., Any], synchronize: Callable[[], None],
+          seconds: list[float]) -> Callable[..., Any]:
     """The function, which adds its seconds to a list; the device is idle at both ends."""
-    def call(*args):
+    def call(*args: Any) -> Any:
         synchronize()
         began = time.perf_counter()
         result = function(*args)
@@ -134,9 +151,10 @@ def timed(function, synchronize, seconds):
     return call
 
 
-def median_seconds(team, function, repeats):
+def median_seconds(team: Team, function: Callable[[], object], repeats: int) -> float:
     """Median seconds of function() on the device, after three calls that do not count."""
-    host, events = [], []
+    host = []
+    events = []
     for _ in range(repeats + 3):
         if team.on_gpu:
             events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
@@ -151,16 +169,17 @@ def median_seconds(team, function, repeats):
     return statistics.median((device or host)[3:])
 
 
-def gemm_rate(team, dtype, shapes):
+def gemm_rate(team: Team, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]]) -> float:
     """FLOP/s of the fastest of the products (M, K) @ (K, N), on random data."""
     rates = []
     for m, k, n in shapes:
-        a, b = (torch.randn(shape, device=team.device).to(dtype) for shape in ((m, k), (k, n)))
+        a = torch.randn((m, k), device=team.device).to(dtype)
+        b = torch.randn((k, n), device=team.device).to(dtype)
         rates.append(2 * m * k * n / median_seconds(team, partial(torch.matmul, a, b), 5))
     return max(rates)
 
 
-def distinct_stages(cfg):
+def distinct_stages(cfg: Config) -> list[Stage]:
     """[Stage] that differ in batch, rows or windows, each once."""
     stages = {}
     for stage in cfg.stages():
@@ -171,41 +190,50 @@ def distinct_stages(cfg):
 
 # ---------- the training loop, and checkpoints
 @contextmanager
-def saver_of(run):
+def saver_of(run: AnyRun) -> Iterator[Saver]:
     """Gives the run a Saver, as train() needs one, without its signal handlers; what train() does at its end,
     an evaluation and a checkpoint, is left out."""
     run.saver = saver = train_gpt.Saver()
     saver.release()
     saver.run = run
-    due, score = saver.due, train_gpt.Score(1.0, None, None)
+    due = saver.due
+    score = train_gpt.Score(1.0, None, None)
     saver.due = lambda step, seconds, stop, done: not done and due(step, seconds, stop, done)
     with mock.patch.object(train_gpt, "evaluate", lambda *_: score):
         yield saver
 
 
-def train_again(run):
+def train_again(run: AnyRun) -> TrainState:
     """Makes all steps of the run, on the first batches; returns its TrainState."""
-    run.loader.position, state = 0, train_gpt.TrainState()
+    run.loader.position = 0
+    state = train_gpt.TrainState()
     run.saver.begin(run, state)
     train_gpt.train(run, state)
     return state
 
 
-def step_table(settings, steps, repeats):
+def step_table(settings: dict[str, str], steps: int, repeats: int) -> None:
     """Prints the median step and the shares of its parts."""
     run, compile_seconds = prepare(settings, steps)
-    cfg, team, rows = run.cfg, run.team, []
-    plain_step, plain_update = train_gpt.train_step, run.optimizer.step
+    cfg = run.cfg
+    team = run.team
+    rows = []
+    plain_step = train_gpt.train_step
+    plain_update = run.optimizer.step
     with saver_of(run):
         for _ in range(repeats):
-            inside, updates = [], []
+            inside: list[float] = []
+            updates: list[float] = []
             run.optimizer.step = timed(plain_update, team.wait, updates)
             with mock.patch.object(train_gpt, "train_step", timed(plain_step, team.wait, inside)):
                 state = train_again(run)
-            total, inside, update = state.seconds, sum(inside), sum(updates)
-            rows.append((total / steps, (inside - update) / total, update / total, 1 - inside / total))
-    step, passes, update, rest = (statistics.median(column) for column in zip(*rows))
-    low, high = min(rows)[0], max(rows)[0]
+            total = state.seconds
+            update = sum(updates)
+            passes = sum(inside) - update
+            rows.append((total / steps, passes / total, update / total, 1 - sum(inside) / total))
+    step, passes, update, rest = [statistics.median(column) for column in zip(*rows)]
+    low = min(rows)[0]
+    high = max(rows)[0]
     tokens = state.tokens / steps  # the mean of all stages
     flops = train_gpt.flops_per_token(cfg) * tokens / step
     mlp_shape = run.micro * cfg.train_seq_len, cfg.model_dim, cfg.mlp_mult * cfg.model_dim
@@ -217,14 +245,18 @@ def step_table(settings, steps, repeats):
     print(f"matmul  {flops / 1e9:,.0f} GFLOP/s, {flops / rate:.1%} of what plain products reach")
 
 
-def saving_table(settings, steps, repeats, every=10):
+def saving_table(settings: dict[str, str], steps: int, repeats: int, every: int = 10) -> None:
     """Prints how long training waits for the copy of a checkpoint, and how much slower steps are while a
     thread writes it: medians over checkpoints that steps follow."""
     run, _ = prepare(settings | dict(SAVE_EVERY=str(every)), steps)
-    team, times, writing, copies, writes = run.team, [], [], [], []
+    team = run.team
+    times: list[float] = []
+    writing: list[bool] = []
+    copies: list[float] = []
+    writes: list[float] = []
     measured_step = timed(train_gpt.train_step, team.wait, times)
 
-    def step(*args):
+    def step(*args: Any) -> Tensor:
         writing.append(run.saver.job is not None and not run.saver.job.done())
         return measured_step(*args)
 
@@ -252,9 +284,10 @@ def saving_table(settings, steps, repeats, every=10):
 COMPANIONS = ("core", "dial", "faults", "golf", "kernels", "plan")  # files that older checkouts import
 
 
-def read_arm(text):
+def read_arm(text: str) -> tuple[ModuleType, Path, dict[str, str]]:
     """`before=PATH NAME=value` -> (trainer, its folder, settings). Raises Refused."""
-    folder, settings = ROOT, {}
+    folder = ROOT
+    settings = {}
     for word in text.split():
         name, equals, value = word.partition("=")
         train_gpt.require(equals, f"--arm: {word!r} must be NAME=value, or name=PATH of a checkout")
@@ -269,7 +302,7 @@ def read_arm(text):
 
 
 @contextmanager
-def without_bytecode():
+def without_bytecode() -> Iterator[None]:
     """A record's folder holds what its page lists, and no __pycache__."""
     before = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
@@ -278,7 +311,7 @@ def without_bytecode():
 
 
 @cache
-def load_trainer(folder):
+def load_trainer(folder: Path) -> ModuleType:
     """train_gpt.py of a checkout, under a module name of its own."""
     if folder == ROOT:
         return train_gpt
@@ -291,7 +324,7 @@ def load_trainer(folder):
 
 
 @contextmanager
-def companions_of(folder):
+def companions_of(folder: Path) -> Iterator[None]:
     """While an older checkout is prepared, the files that it imports are those beside its train_gpt.py."""
     for name in COMPANIONS:
         if (folder / f"{name}.py").exists():
@@ -302,53 +335,55 @@ def companions_of(folder):
     sys.path.remove(str(folder))
 
 
-def older_kernels(trainer, cfg, team, log):
+def older_kernels(trainer: ModuleType, cfg: Config, team: Team, log: Log) -> tuple[Any, ...]:
     """What GPT takes besides cfg and dtype in an older checkout: nothing, functions, or one tuple of them."""
     kernels = trainer.fast_kernels(cfg, team, log) if hasattr(trainer, "fast_kernels") else ()
     return (kernels,) if hasattr(trainer, "Fast") else kernels
 
 
-def step_function(trainer, run, stage=None):
+def step_function(trainer: ModuleType, run: AnyRun, stage: Stage | None = None) -> Callable[[Batch], None]:
     """A function that makes a step on a batch, as the training loop does. stage: None: the first one; older
     checkouts have the last one's window."""
-    cfg, momentum = run.cfg, run.cfg.muon_momentum
+    cfg = run.cfg
     if not hasattr(cfg, "stages"):
         return older_step(trainer, run)
     stage = stage or cfg.stages()[0]
     micro = run.micro * cfg.train_seq_len // stage.row_tokens
-    schedule = (1.0, momentum, 1.0)  # of an older checkout
+    schedule = (1.0, cfg.muon_momentum, 1.0)  # of an older checkout
     if hasattr(trainer, "MuonState"):
-        schedule = (trainer.Schedule(1.0, momentum),)
+        schedule = (trainer.Schedule(1.0, cfg.muon_momentum),)
 
-    def step(batch):
+    def step(batch: Batch) -> None:
         context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
-        batch = *batch, *run.model.candidates(*batch)
+        batch = (*batch, *run.model.candidates(*batch))
         factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
         trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
     return step
 
 
-def older_step(trainer, run):
+def older_step(trainer: ModuleType, run: AnyRun) -> Callable[[Batch], None]:
     """step_function() of checkouts with one class for all presets."""
-    cfg, momentum = run.cfg, run.cfg.muon_momentum
-    T, window = cfg.train_seq_len, cfg.window_schedule[-1]
+    cfg = run.cfg
+    momentum = cfg.muon_momentum
+    T = cfg.train_seq_len
+    window = cfg.window_schedule[-1]
     if not hasattr(trainer, "Run"):
         run.model.set_context(T, window)
         return lambda batch: trainer.train_step(run.loss_fn, run.optimizer, batch, run.micro, 1.0, momentum)
 
-    def step(batch):
+    def step(batch: Batch) -> None:
         context = trainer.make_context(cfg, T, window, run.team.device, run.team.dtype)
         factors = [1.0, momentum]
         if hasattr(trainer, "decay_factor"):
             tokens = batch[0].numel() * run.team.world_size
             factors = [tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1, *factors, 1.0]
         if hasattr(run.model, "candidates"):
-            batch = *batch, *run.model.candidates(*batch)
+            batch = (*batch, *run.model.candidates(*batch))
         trainer.train_step(run.loss_fn, run.optimizer, batch, run.micro, context, *factors)
     return step
 
 
-def arms_table(settings, texts, steps, skipped=5):
+def arms_table(settings: dict[str, str], texts: list[str], steps: int, skipped: int = 5) -> None:
     """Prints a row per arm; the first steps of each are not counted."""
     torch._dynamo.config.recompile_limit = 8 * len(texts)  # of the same code; beyond it runs uncompiled
     arms = []
@@ -358,13 +393,15 @@ def arms_table(settings, texts, steps, skipped=5):
             print(f"{text} does not have {', '.join(lacks)}: ignored there")
         with companions_of(folder):
             run, rehearsal = prepare(settings | own, steps, trainer)
-        step, times = step_function(trainer, run), []
+        step = step_function(trainer, run)
+        times: list[float] = []
         flops = trainer.flops_per_token(run.cfg)
         arms.append((text or "(as it is)", run, timed(step, run.team.wait, times), times, rehearsal, flops))
     for _ in range(steps + skipped):
         for _, run, step, *_ in arms:
             step(run.loader.next(run.cfg.train_batch_tokens))
-    team, first = run.team, None
+    team = run.team
+    first: list[float] = []
     rate = gemm_rate(team, torch.float32, [(2048, 2048, 2048), (4096, 128, 384)])
     print(f"{machine(team)}; {steps} steps of each arm in turn; plain products in float32 "
           f"{rate / 1e9:,.0f} GFLOP/s")
@@ -379,10 +416,12 @@ def arms_table(settings, texts, steps, skipped=5):
 
 
 # ---------- the parts of a step
-def random_data(folder, cfg, tokens=1 << 24, rows=1.0):
+def random_data(folder: Path, cfg: Config, tokens: int = 1 << 24, rows: float = 1.0) -> dict[str, str]:
     """Writes random documents of 1 to 1,400 tokens, with so many rows of val -> settings that make a run read
     them."""
-    rng, vocab_size, bos = np.random.default_rng(0), cfg.vocab_size or 1024, 1
+    rng = np.random.default_rng(0)
+    vocab_size = cfg.vocab_size or 1024
+    bos = 1
     files = [("train", tokens), ("val", int(rows * (cfg.eval_context or cfg.train_seq_len)) + 1)]
     for split, count in files:
         stream = rng.integers(2, vocab_size, count).astype("<u2")
@@ -397,7 +436,8 @@ def random_data(folder, cfg, tokens=1 << 24, rows=1.0):
     return dict(DATA_PATH=str(folder), TOKENIZER_PATH="", DATA_FINGERPRINT="", VAL_TOKENS="0", CORE="0")
 
 
-def forward_and_backward(function, inputs, weights, compiled):
+def forward_and_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor],
+                         compiled: bool) -> Callable[[], tuple[Tensor, ...]]:
     """A function that calls another one on these inputs and makes the gradients of inputs and weights."""
     fast = torch.compile(function, dynamic=False) if compiled else function
     inputs = [x.detach().requires_grad_() for x in inputs]
@@ -407,28 +447,32 @@ def forward_and_backward(function, inputs, weights, compiled):
 
 class LazyMask(NamedTuple):
     """Arguments of Kernels.window_mask: what is measured makes the mask itself, as a compiled step does."""
-    window: object
+    window: int | Tensor
     T: int
-    documents: object
+    documents: Tensor | None
     device: torch.device
 
 
-def recorded_calls(run, stage, tokens, note=lambda *_: None):
+def recorded_calls(run: AnyRun, stage: Stage, tokens: Tensor,
+                   note: Callable[..., None] = lambda *_: None) -> tuple[list[Call], tuple[Any, ...] | None]:
     """([(block, arguments of its attend())] in the order in which they run, arguments of the loss, None for a
     model that computes its own) of a training step on tokens (B, T), with attention that gives values back.
     Each attention's q, k, v and mask go to note()."""
-    model, kernels, attended, losses = run.model, run.model.kernels, [], []
+    model = run.model
+    kernels = run.model.kernels
+    attended: list[Call] = []
+    losses: list[tuple[Any, ...]] = []
     context = model.training_context(tokens.size(1), run.team.device, run.team.dtype, stage)
 
-    def attention(q, k, v, mask):
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> Tensor:
         note(q, k, v, mask)
         return v.repeat_interleave(q.size(1) // v.size(1), 1)
 
-    def loss(*args):
+    def loss(*args: Any) -> Tensor:
         losses.append(args)
         return args[0].sum()
 
-    def attend(block, plain, *args):
+    def attend(block: nn.Module, plain: Callable[..., Tensor], *args: Any) -> Tensor:
         attended.append((block, args))
         return plain(*args)
 
@@ -443,7 +487,7 @@ def recorded_calls(run, stage, tokens, note=lambda *_: None):
     return attended, losses[0] if losses else None
 
 
-def alike(block, args):
+def alike(block: nn.Module, args: Sequence[Any]) -> str:
     """What blocks have in common whose attention takes as long."""
     shapes = [tuple(p.shape) for p in block.parameters()]
     given = []
@@ -457,37 +501,40 @@ def alike(block, args):
     return str([getattr(block, "kind", ""), *shapes, *given])
 
 
-def parts_of(run, stage, rows):
+def parts_of(run: AnyRun, stage: Stage,
+             rows: int) -> dict[str, list[tuple[int, Callable[[], tuple[Tensor, ...]]]]]:
     """{part: [(layers, a function that makes one of them, both ways, on a random micro-batch)]}"""
-    cfg, team, model, kernels = run.cfg, run.team, run.model, run.model.kernels
+    cfg = run.cfg
+    team = run.team
+    model = run.model
+    kernels = run.model.kernels
     tokens = torch.randint(2, cfg.vocab_size, (rows, stage.row_tokens), device=team.device)
     tokens[torch.rand(tokens.shape, device=team.device) < 1 / 700] = cfg.bos_id
     h = torch.randn((*tokens.shape, cfg.model_dim), device=team.device, dtype=team.dtype)
     attended, loss_args = recorded_calls(run, stage, tokens)
 
-    def made(value):
+    def made(value: Any) -> Any:
         """A mask, also those in a dictionary."""
         if isinstance(value, dict):
             return {name: made(mask) for name, mask in value.items()}
         return kernels.window_mask(*value) if isinstance(value, LazyMask) else value
 
-    def attend(block, args, h):
-        args = [made(value) for value in args]
-        return block.attend(train_gpt.rms_norm(h), *args)
+    def attend(block: nn.Module, args: Sequence[Any], h: Tensor) -> Tensor:
+        return block.attend(train_gpt.rms_norm(h), *[made(value) for value in args])
 
-    def mlp(h, fc, proj):
+    def mlp(h: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
         if vars(model).get("scales"):
             return kernels.mlp(train_gpt.rms_norm(h), fc, proj, model.scales.values[0])
         return train_gpt.mlp(train_gpt.rms_norm(h), fc, proj, kernels.linear)
 
-    def head(h, weight):
+    def head(h: Tensor, weight: Tensor) -> Tensor:
         return kernels.loss(train_gpt.rms_norm(h), weight, *loss_args[2:])
 
     both = partial(forward_and_backward, compiled=cfg.compile)
     found = {"attention": [], "MLP": [], "head and loss": []}
     if loss_args:  # else the model's own, part of the rest
         found["head and loss"].append((1, both(head, [h, model.head], [])))
-    groups = {}
+    groups: dict[str, list[tuple[nn.Module, list[Any]]]] = {}
     for block, (_, *args) in attended:
         groups.setdefault(alike(block, args), []).append((block, args))
     for members in groups.values():
@@ -502,9 +549,9 @@ def parts_of(run, stage, rows):
     return found
 
 
-def collective_seconds(run, repeats):
+def collective_seconds(run: AnyRun, repeats: int) -> float:
     """Seconds of a step's collectives alone, those of a bank as often as it is updated."""
-    def communicate(banks):
+    def communicate(banks: list[Bank]) -> None:
         for bank in banks:
             train_gpt.reduce_scatter(bank.my_grad.view(-1), bank.data)
             train_gpt.all_gather(bank.data, bank.my_data.flatten())
@@ -516,13 +563,18 @@ def collective_seconds(run, repeats):
     return seconds
 
 
-def stage_parts(run, stage, repeats, loads, say):
+def stage_parts(run: AnyRun, stage: Stage, repeats: int, loads: float, say: Callable[[str], None]) -> None:
     """Prints a stage's step and its parts. loads: tok/s of the loader."""
-    cfg, team, optimizer = run.cfg, run.team, run.optimizer
-    T, ranks, tokens = stage.row_tokens, team.world_size, stage.batch_tokens
+    cfg = run.cfg
+    team = run.team
+    optimizer = run.optimizer
+    T = stage.row_tokens
+    ranks = team.world_size
+    tokens = stage.batch_tokens
     window = cfg.windows(stage, T).get("long_window", T)
     batch = run.loader.next(tokens, T // cfg.train_seq_len, stage.doc_len)
-    step, hosts = partial(step_function(train_gpt, run, stage), batch), []
+    step = partial(step_function(train_gpt, run, stage), batch)
+    hosts: list[float] = []
     whole = median_seconds(team, step, repeats)
     for _ in range(repeats):
         team.wait()  # or a full queue of launches would make it wait in between
@@ -536,7 +588,8 @@ def stage_parts(run, stage, repeats, loads, say):
     rows["the rest"] = whole - sum(rows.values())
     inside = {"communication": collective_seconds(run, repeats) if ranks > 1 else 0.0,
               "host": statistics.median(hosts)}
-    rate, flops = tokens / whole, train_gpt.flops_per_token(cfg, stage) * tokens / whole / ranks
+    rate = tokens / whole
+    flops = train_gpt.flops_per_token(cfg, stage) * tokens / whole / ranks
     say(f"\n{tokens:,} tokens, window {window}: {1e3 * whole:.2f} ms a step, {rate:,.0f} tok/s, "
         f"{rate / ranks:,.0f} per rank, {flops / 1e9:,.0f} GFLOP/s, mfu {flops / train_gpt.H100_FLOPS:.2%}")
     for name, seconds in (rows | inside).items():
@@ -545,7 +598,7 @@ def stage_parts(run, stage, repeats, loads, say):
     say(f"  the loader delivers {loads:,.0f} tok/s, {loads * ranks / rate:,.1f} times what its rank consumes")
 
 
-def parts_table(settings, steps):
+def parts_table(settings: dict[str, str], steps: int) -> None:
     """Prints a table per stage."""
     torch._dynamo.config.recompile_limit = 64  # kinds of layers times stages; beyond it runs uncompiled
     repeats = steps + steps % 2  # as Adam may take every other step
@@ -556,9 +609,10 @@ def parts_table(settings, steps):
         say = train_gpt.Log(lead=team.rank == 0)
         say(f"{machine(team)}; {run.cfg.preset}, {str(team.dtype)[6:]}, random data, medians of {repeats}, "
             f"rehearsal {compile_seconds:.1f} s")
-        T, positions = run.cfg.train_seq_len, [0]
+        T = run.cfg.train_seq_len
+        positions = [0]
 
-        def load():
+        def load() -> None:
             positions.append(run.loader.fetch(positions[-1], run.micro * team.world_size, T)[1])
 
         loads = run.micro * T / median_seconds(team, load, 20)
@@ -572,19 +626,19 @@ def parts_table(settings, steps):
 LZMA = [dict(id=lzma.FILTER_LZMA2, preset=9, lc=0)]  # lc=0: the byte before says nothing here
 
 
-def by_largest(bits, row, w):
+def by_largest(bits: int, row: Row, w: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of so many bits, in which the largest of a row is the largest number."""
     scale = (w.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(2**-24).half()
     return (w / scale.float()[:, None]).round().to(torch.int8), scale
 
 
-def by_step(step, row, w):
+def by_step(step: float, row: Row, w: Tensor) -> tuple[Tensor, Tensor]:
     """Steps of a row's rms times this."""
     return train_gpt.quantize_by_rms(w, step, row.levels)
 
 
-def roundings(cfg):
-    """Yields (label, function of a Row and w (R, C) -> int8 rows, scales) of every codec."""
+def roundings(cfg: Config) -> Iterator[tuple[str, Quantizer]]:
+    """Yields (label, function) of every codec."""
     yield "as the recipe has it", cfg.quantize
     for bits in (7, 6, 5, 4):
         yield f"int{bits} by the largest", partial(by_largest, bits)
@@ -592,7 +646,7 @@ def roundings(cfg):
         yield f"step {step:g}", partial(by_step, step)
 
 
-def entropy_bytes(tensors):
+def entropy_bytes(tensors: dict[str, Tensor]) -> int:
     """What an ideal coder needs that knows the frequencies of each tensor's int8; the rest as it is."""
     total = 0.0
     for tensor in tensors.values():
@@ -604,24 +658,29 @@ def entropy_bytes(tensors):
     return round(total)
 
 
-def codec_table(settings, path):
+def codec_table(settings: dict[str, str], path: str) -> None:
     """Prints per codec val_bpb and what rounding costs, bytes by zlib, by brotli as the trainer uses it and
     by lzma with lc=0, what an ideal coder of each tensor would need, and the seconds to read it back."""
     cfg = train_gpt.load_config(dict(os.environ) | settings | dict(DEVICE="cpu"))
-    data, team = train_gpt.open_data(cfg, lambda *_: None), train_gpt.Team(cfg, {})
+    data = train_gpt.open_data(cfg, lambda *_: None)
+    team = train_gpt.Team(cfg, {})
     model, cfg = train_gpt.load_model(path, "cpu", cfg)
-    base, to_bytes, seen = train_gpt.evaluate(model, cfg, data, team).val_bpb, train_gpt.to_bytes, []
+    base = train_gpt.evaluate(model, cfg, data, team).val_bpb
+    to_bytes = train_gpt.to_bytes
+    seen: list[tuple[dict[str, Tensor], bytes]] = []
 
-    def spied(cfg, tensors, data):
-        seen[:] = tensors, to_bytes(cfg, tensors, data)
-        return seen[1]
+    def spied(cfg: Config, tensors: dict[str, Tensor], data: dict[str, Any] | None) -> bytes:
+        raw = to_bytes(cfg, tensors, data)
+        seen[:] = [(tensors, raw)]
+        return raw
 
     weights = sum(p.numel() for p in model.parameters())
     print(f"{machine(team)}; {weights} weights, val_bpb {base:.5f}")
     print(f"{'rounding':20} {'val_bpb':>8} {'lost':>8} {'zlib 9':>10} {'brotli':>10} {'lzma lc=0':>10} "
           f"{'entropy':>10} {'read back':>10}")
     for label, quantize in roundings(cfg):
-        def rounded(_, row, w, coarser=1.0, hessian=None, quantize=quantize):
+        def rounded(_: Config, row: Row, w: Tensor, coarser: float = 1.0, hessian: Tensor | None = None,
+                    quantize: Quantizer = quantize) -> tuple[Tensor, Tensor]:
             return quantize(row, w)
 
         with mock.patch.object(type(cfg), "quantize", rounded), mock.patch.object(
@@ -633,7 +692,8 @@ def codec_table(settings, path):
             began = time.perf_counter()
             again, _ = train_gpt.load_model(file)
             seconds = time.perf_counter() - began
-        bpb, (tensors, raw) = train_gpt.evaluate(again, cfg, data, team).val_bpb, seen
+        bpb = train_gpt.evaluate(again, cfg, data, team).val_bpb
+        tensors, raw = seen[0]
         sizes = (len(zlib.compress(raw, 9)), len(train_gpt.compress(raw, "brotli")),
                  len(lzma.compress(raw, filters=LZMA)), entropy_bytes(tensors))
         assert len(packed) in sizes[:2] and math.isfinite(bpb)
@@ -644,10 +704,13 @@ def codec_table(settings, path):
 # ---------- rooflines
 # Ceilings of one Hopper GPU. Measured on an H200 by torch 2.11: a bf16 product of 8,192 cubed on random data,
 # and a copy, bytes read and written. Not measured, so 80 % of the datasheet's like the first: fp8 and NVLink.
-MATMUL, MATMUL_FP8, MEMORY, LINK = 788e12, 1576e12, 4.3e12, 360e9  # FLOP/s, FLOP/s, bytes/s, bytes/s
+MATMUL = 788e12  # FLOP/s
+MATMUL_FP8 = 1576e12  # FLOP/s
+MEMORY = 4.3e12  # bytes/s
+LINK = 360e9  # bytes/s
 
 
-def parameters_of(cfg):
+def parameters_of(cfg: Config) -> list[tuple[Row, nn.Parameter]]:
     """[(Row, parameter)] of a model without values."""
     table = cfg.parameter_table()
     with torch.device("meta"):
@@ -655,23 +718,26 @@ def parameters_of(cfg):
     return [(table[train_gpt.kind_of(name)], p) for name, p in model.named_parameters()]
 
 
-def muon_shapes(cfg):
+def muon_shapes(cfg: Config) -> list[torch.Size]:
     """The shape of each matrix that Muon updates."""
     return [p.shape for row, p in parameters_of(cfg) if row.optimizer == "muon"]
 
 
-def orthogonalization_flops(cfg):
+def orthogonalization_flops(cfg: Config) -> int:
     """FLOPs of one step of Muon over all matrices."""
     sides = [sorted(shape) for shape in muon_shapes(cfg)]
     return cfg.muon_backend_steps * sum(4 * short * short * long + 2 * short**3 for short, long in sides)
 
 
-def roofline(cfg, gpus, stage):
+def roofline(cfg: Config, gpus: int, stage: Stage) -> dict[str, float]:
     """{part: seconds of a step of a stage on so many GPUs}, at the ceilings and with nothing hidden behind
     anything else: about the least that it can take. Of optimizer and communication the shorter can be hidden,
     as some parameters travel while others are updated; no more."""
-    counts, C, T = train_gpt.parameter_counts(cfg), cfg.model_dim, stage.row_tokens
-    here, fp8 = stage.batch_tokens / gpus, vars(cfg).get("fp8", "off").removeprefix("auto-")
+    counts = train_gpt.parameter_counts(cfg)
+    C = cfg.model_dim
+    T = stage.row_tokens
+    here = stage.batch_tokens / gpus
+    fp8 = vars(cfg).get("fp8", "off").removeprefix("auto-")
     layers = cfg.layers(stage)
     seen = [min(layer.window + 1, T) for layer in layers if layer.window]  # its own included
     keys = sum(w * (1 - (w - 1) / (2 * T)) for w in seen)  # the mean over a row: its first tokens see fewer
@@ -691,13 +757,14 @@ def roofline(cfg, gpus, stage):
         "communication": 2 * 4 * (adam + muon) * (1 - 1 / gpus) / LINK}  # gradients, then weights
 
 
-def rooflines(settings, preset):
+def rooflines(settings: dict[str, str], preset: str) -> Iterator[str]:
     """Yields a line per number of GPUs and stage: the parts, the step, its tok/s per GPU and mfu."""
     cfg = train_gpt.load_config(dict(os.environ) | settings | dict(PRESET=preset))
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
     for gpus in (1, 8):
         for stage in distinct_stages(cfg):
-            tokens, T = stage.batch_tokens, stage.row_tokens
+            tokens = stage.batch_tokens
+            T = stage.row_tokens
             if tokens // T % gpus:
                 continue
             parts = roofline(cfg, gpus, stage)
@@ -711,13 +778,13 @@ def rooflines(settings, preset):
 
 
 # ---------- main
-def check_names(settings, trainer=train_gpt):
+def check_names(settings: Mapping[str, str], trainer: ModuleType = train_gpt) -> None:
     """Refuses a name that is no constant of the trainer: it would do nothing."""
     for name in settings:
         train_gpt.require(name in trainer.NAMES, f"{name} is no constant")
 
 
-def main():
+def main() -> None:
     words = sys.argv[1:]
     if "--peers" in words:
         words.remove("--peers")

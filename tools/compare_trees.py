@@ -35,12 +35,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # ------------------------------------------------------------ parameters that AFTER stores under other names
 # {preset: {name in BEFORE: [names in AFTER]}}. A name stands for every parameter that ends with it, such as
 # blocks.3.query for query. Several new names: row i of the old tensor is the i-th of them. Example:
 #     "golf": {"embed": ["token_embed"], "layer_scale": ["attn_scale", "mlp_scale"]}
-RENAMED = {}
+RENAMED: dict[str, dict[str, list[str]]] = {}
 
 # ------------------------------------------------------------ cases: each preset at toy size
 # Constants that every recipe has, or that are at their off-value here.
@@ -95,7 +96,7 @@ PLANTED = {
     "gpt2_plus": ("MUON_MOMENTUM_END", "0.901")}  # the warmdown
 
 
-def settings_of(case: str, steps: int) -> dict:
+def settings_of(case: str, steps: int) -> dict[str, str]:
     """The environment of a run of this case with so many steps, those of its extension among them."""
     settings = COMMON | CASES[case]
     iterations = steps - int(settings.get("EXTENSION_ITERATIONS", "0"))
@@ -109,7 +110,7 @@ BOS = 1
 BYTES_PER_TOKEN = 3  # as the manifest states it, so that there is a val_bpb
 
 
-def made_up_documents(total: int, seed: int) -> list:
+def made_up_documents(total: int, seed: int) -> list[list[int]]:
     """Documents of 20 to 299 tokens, about `total` in all. Each token has four successors, of which the first
     is the likeliest, so that there is something to learn and n-grams come back."""
     successors = np.random.default_rng(0).integers(2, 512, (512, 4)).tolist()  # the same for any seed
@@ -150,7 +151,8 @@ def write_data(root: Path) -> None:
 
 
 # ------------------------------------------------------------ one run
-def start_run(tree: Path, folder: Path, data: Path, ranks: int, settings: dict) -> subprocess.Popen:
+def start_run(tree: Path, folder: Path, data: Path, ranks: int,
+              settings: dict[str, str]) -> subprocess.Popen:
     """Starts train_gpt.py of that tree in a new working folder; its output goes to output.txt there."""
     folder.mkdir()
     (folder / "data").symlink_to(data)
@@ -164,7 +166,7 @@ def start_run(tree: Path, folder: Path, data: Path, ranks: int, settings: dict) 
                                 stdout=output, stderr=subprocess.STDOUT)
 
 
-def wait_for(processes: list, timeout: float) -> list:
+def wait_for(processes: list[subprocess.Popen], timeout: float) -> list[int]:
     """Their exit codes. timeout: seconds for all. Raises TimeoutExpired; then none is left running."""
     end = time.perf_counter() + timeout
     try:
@@ -197,7 +199,7 @@ def decompress(packed: bytes) -> bytes:
     return bytes(raw)
 
 
-def unpack(raw: bytes) -> dict:
+def unpack(raw: bytes) -> dict[str, Any]:
     """What torch.save wrote: final_model.pt and checkpoints as they are, artifacts compressed."""
     if raw[:2] != b"PK":
         raw = decompress(raw)
@@ -207,13 +209,13 @@ def unpack(raw: bytes) -> dict:
 @dataclass
 class Finished:
     """What a run left behind: {name: exact number, tensor or other value} each."""
-    train_losses: dict
-    val_losses: dict
-    results: dict
-    tensors: dict
-    artifact_tensors: dict  # {} if the game has no artifact
+    train_losses: dict[str, float]
+    val_losses: dict[str, float]
+    results: dict[str, Any]
+    tensors: dict[str, Tensor]
+    artifact_tensors: dict[str, Tensor]  # {} if the game has no artifact
     artifact: bytes
-    artifact_about: dict  # the rest of its payload
+    artifact_about: dict[str, Any]  # the rest of its payload
 
 
 def read_run(folder: Path) -> Finished:
@@ -238,7 +240,7 @@ def read_run(folder: Path) -> Finished:
 
 
 # ------------------------------------------------------------ comparing
-def after_names(tensors: dict, renamed: dict) -> dict:
+def after_names(tensors: dict[str, Tensor], renamed: dict[str, list[str]]) -> dict[str, Tensor]:
     """The tensors of BEFORE under the names that AFTER has for them."""
     found = {}
     for name, tensor in tensors.items():
@@ -255,13 +257,13 @@ def after_names(tensors: dict, renamed: dict) -> dict:
     return found
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """The tensor as whole numbers, so that 0 and -0 differ and nan equals itself."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().flatten().view(kinds[tensor.element_size()])
 
 
-def tensor_difference(old: torch.Tensor, new: torch.Tensor) -> str:
+def tensor_difference(old: Tensor, new: Tensor) -> str:
     """A few words on where two tensors differ; "" if they are the same bits."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return f"{old.dtype} {tuple(old.shape)} before, {new.dtype} {tuple(new.shape)} after"
@@ -275,12 +277,12 @@ def tensor_difference(old: torch.Tensor, new: torch.Tensor) -> str:
 
 
 def value_difference(old: Any, new: Any) -> str:
-    if isinstance(old, torch.Tensor):
+    if isinstance(old, Tensor):
         return tensor_difference(old, new)
     return "" if old == new else f"{old!r} before, {new!r} after"
 
 
-def first_difference(before: Finished, after: Finished, renamed: dict) -> str:
+def first_difference(before: Finished, after: Finished, renamed: dict[str, list[str]]) -> str:
     """The first difference between two runs as one sentence, or ""."""
     kinds = [("train_loss", before.train_losses, after.train_losses),
              ("val_loss", before.val_losses, after.val_losses),
@@ -301,7 +303,7 @@ def first_difference(before: Finished, after: Finished, renamed: dict) -> str:
     return ""
 
 
-def same_bytes_expected(before: Finished, after: Finished, renamed: dict) -> bool:
+def same_bytes_expected(before: Finished, after: Finished, renamed: dict[str, list[str]]) -> bool:
     """Do the payloads of both artifacts say the same apart from their tensors?"""
     return bool(before.artifact) and not renamed and before.artifact_about == after.artifact_about
 
@@ -320,7 +322,8 @@ DIFFERENT = "DIFFERENT"
 FAILED = "FAILED"
 
 
-def compare(args: argparse.Namespace, root: Path, case: str, ranks: int, planted: dict) -> tuple[str, str]:
+def compare(args: argparse.Namespace, root: Path, case: str, ranks: int,
+            planted: dict[str, str]) -> tuple[str, str]:
     """Runs both trees at the same time -> (IDENTICAL, DIFFERENT or FAILED, details). planted: further
     overrides of AFTER."""
     settings = settings_of(case, args.steps) | dict(args.env)
@@ -357,7 +360,7 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def parse_arguments(argv: list) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Refuses unknown presets, a number of steps that misses some stage, and folders without a trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("before", type=lambda text: Path(text).resolve())
@@ -386,13 +389,13 @@ def parse_arguments(argv: list) -> argparse.Namespace:
     return args
 
 
-def main(argv: list) -> int:
+def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     began = time.perf_counter()
     outcomes = []
     planted_outcomes = []
 
-    def report(label, outcome, details, since):
+    def report(label: str, outcome: str, details: str, since: float) -> None:
         print(f"{label}: {outcome}: {details} ({time.perf_counter() - since:.1f} s)", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:

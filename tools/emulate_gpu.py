@@ -13,11 +13,13 @@ import ctypes
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._ops import OpOverload
 
 
 # ---------- the device's memory, as a CPU sees it
@@ -78,7 +80,7 @@ def bag_gradient(grad: Tensor, indices: Tensor, offsets: Tensor, *more: Any) -> 
     return grad.new_zeros(rows, grad.size(1)).index_add_(0, indices, each)
 
 
-def on_cpu(operator: Any) -> Any:
+def on_cpu(operator: OpOverload) -> Callable[..., Any]:
     """The operator; where it exists on GPUs only, its decomposition."""
     if operator is torch.ops.aten._embedding_bag_backward.default:
         return bag_gradient
@@ -146,7 +148,7 @@ class Operators:
         if what not in self.seen:
             self.seen[what] = calling_line()
 
-    def computed(self, name: str, plain: str, operator: Any) -> Any:
+    def computed(self, name: str, plain: str, operator: OpOverload) -> Callable[..., Any]:
         """The CUDA kernel of an operator that checks as CUDA's and computes as the CPU's."""
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
         places = [place for place, argument in enumerate(operator._schema.arguments)
@@ -176,7 +178,8 @@ class Operators:
         return call
 
     @staticmethod
-    def results(operator: Any, given: Any, found: Any, args: Any, kwargs: Any, there: Any, more: Any) -> Any:
+    def results(operator: OpOverload, given: Any, found: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+                there: tuple[Any, ...], more: dict[str, Any]) -> Any:
         """What the CPU found, in the tensors that the CUDA operator gave or took."""
         if not operator._schema.returns:
             return None
@@ -201,7 +204,7 @@ class Operators:
                 out.append(device)
         return type(found)(out) if many else out[0]
 
-    def attention(self, operator: Any, backward: bool) -> Any:
+    def attention(self, operator: OpOverload, backward: bool) -> Callable[..., tuple[Any, ...]]:
         """Fused attention, whose CUDA code can't run here: allocated as its shapes are registered, computed
         in fp32."""
         from torch import _meta_registrations as meta
@@ -209,7 +212,7 @@ class Operators:
         allocate = meta.global_decomposition_table["meta"][operator]
         names = [argument.name for argument in operator._schema.arguments]
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             self.note(operator._opname, args[:3])
             made = allocate(*args, **kwargs)
             made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
@@ -224,7 +227,7 @@ class Operators:
         return call
 
 
-def fused_attention(given: dict, backward: bool) -> list[Tensor]:
+def fused_attention(given: dict[str, Any], backward: bool) -> list[Tensor]:
     """[output] or [gradients of query, key, value] of scaled_dot_product_attention, in fp32."""
     q, k, v = [on_host(given[name]).float() for name in ("query", "key", "value")]
     shape = k.shape

@@ -14,6 +14,8 @@ does the whole of main() work on CUDA's code?
 static_gpu.py starts it, once per preset, in a process with the stand-in's library.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json
@@ -26,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +36,11 @@ from torch import Tensor
 import emulate_gpu
 import interpret_kernels
 
+if TYPE_CHECKING:  # --trainer names the folder of the one that runs
+    from train_gpt import Config, Model, Score, Stage
+
 ROOT = Path(__file__).resolve().parent.parent
+Say = Callable[[str], None]
 ROWS = 3  # of a step that is compared; more than one, as some faults need
 LOSS_SLACK = 0.004  # of a loss, beyond what eager bf16 is off
 SLACK = 0.02  # of a gradient's norm
@@ -87,7 +93,7 @@ class Fault(RuntimeError):
     """Something that differs, in a sentence."""
 
 
-def settings_of(trainer: ModuleType, preset: str, given: dict) -> dict[str, str]:
+def settings_of(trainer: ModuleType, preset: str, given: dict[str, str]) -> dict[str, str]:
     """Constants of the toy run, as an environment."""
     own = trainer.fields_of(trainer.RECIPES[preset])
     asked = COMMON | TOYS[preset] | dict(CORE_BUNDLE="data/core_bundle")
@@ -116,7 +122,7 @@ def make_data(folder: Path) -> None:
 
 
 # ---------- steps and scores against fp32
-def off_values(trainer: ModuleType, model: Any, seed: int) -> dict[str, Tensor]:
+def off_values(trainer: ModuleType, model: Model, seed: int) -> dict[str, Tensor]:
     """First values with noise, so that what starts as zero has gradients, too."""
     draw = torch.Generator().manual_seed(seed)
     values = trainer.first_values(model, seed)
@@ -126,7 +132,7 @@ def off_values(trainer: ModuleType, model: Any, seed: int) -> dict[str, Tensor]:
     return values
 
 
-def documents(cfg: Any, T: int, rows: int, seed: int) -> Tensor:
+def documents(cfg: Config, T: int, rows: int, seed: int) -> Tensor:
     """Tokens (rows, T + 1) in documents of about 60; the first row is one document, which flex attention sees
     in whole blocks."""
     draw = torch.Generator().manual_seed(seed)
@@ -140,7 +146,7 @@ def documents(cfg: Any, T: int, rows: int, seed: int) -> Tensor:
 class Machine:
     """A recipe's model on a device, with the same values on each."""
 
-    def __init__(self, trainer: ModuleType, env: dict, compiled: bool, **settings: str) -> None:
+    def __init__(self, trainer: ModuleType, env: dict[str, str], compiled: bool, **settings: str) -> None:
         self.trainer = trainer
         cfg = trainer.load_config(env | settings)
         self.cfg = cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 512, bos_id=1)
@@ -157,7 +163,7 @@ class Machine:
         self.compiled = compiled
         self.loss = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
 
-    def step(self, tokens: Tensor, stage: Any) -> dict[str, Tensor]:
+    def step(self, tokens: Tensor, stage: Stage) -> dict[str, Tensor]:
         """{"loss": the loss, kind of parameter: the gradients of all layers}, fp32 on the CPU. Gradients of
         few numbers may almost cancel, so those of a kind are judged together, and small kinds as `small`."""
         device = self.team.device
@@ -192,7 +198,7 @@ def error(mine: Tensor, exact: Tensor) -> float:
     return float((mine - exact).norm() / exact.norm().clamp(min=1e-12))
 
 
-def allowed_errors(wanted: dict, eager: dict, fp8: bool) -> dict[str, float]:
+def allowed_errors(wanted: dict[str, Tensor], eager: dict[str, Tensor], fp8: bool) -> dict[str, float]:
     """How far from fp32 the loss and the gradients of a compiled step may be. A gradient of few numbers is
     mostly noise in fp8 at this size, so it has no limit there."""
     slack = FP8_SLACK if fp8 else SLACK
@@ -206,7 +212,7 @@ def allowed_errors(wanted: dict, eager: dict, fp8: bool) -> dict[str, float]:
     return found
 
 
-def compare_stage(where: str, machines: list[Machine], stage: Any, say: Callable) -> None:
+def compare_stage(where: str, machines: list[Machine], stage: Stage, say: Say) -> None:
     """Raises Fault where the first machine's step is further from that of the last, in fp32, than the one of
     the second, eager in bf16, allows."""
     gpu, plain, exact = machines
@@ -230,7 +236,7 @@ def compare_stage(where: str, machines: list[Machine], stage: Any, say: Callable
     )
 
 
-def compare_steps(trainer: ModuleType, env: dict, say: Callable) -> None:
+def compare_steps(trainer: ModuleType, env: dict[str, str], say: Say) -> None:
     """Steps of the stages with the shortest and the longest rows, and scores. Raises Fault."""
     plain = Machine(trainer, env, False, DEVICE="cuda", DTYPE="auto", COMPILE="0")
     exact = Machine(trainer, env, False, DEVICE="cpu", DTYPE="float32", COMPILE="0")
@@ -262,7 +268,7 @@ def lines_of(output: str, pattern: str) -> dict[int, float]:
 class Walk:
     """Runs of main(), in the current folder."""
 
-    def __init__(self, trainer: ModuleType, env: dict) -> None:
+    def __init__(self, trainer: ModuleType, env: dict[str, str]) -> None:
         self.trainer = trainer
         self.env = env
 
@@ -280,10 +286,10 @@ class Walk:
             raise Fault(f"{what}: {fell_back[0]}")
         return printed
 
-    def result(self, run_id: str) -> dict:
+    def result(self, run_id: str) -> dict[str, Any]:
         return json.loads(Path("logs", run_id, "result.json").read_text())
 
-    def all(self, say: Callable) -> None:
+    def all(self, say: Say) -> None:
         trained = self.run("training", DEVICE="cuda", COMPILE="1", RUN_ID="gpu")
         losses = lines_of(trained, "train_loss")
         result = self.result("gpu")
@@ -293,10 +299,10 @@ class Walk:
         self.scored_again(result, say)
         self.on_cpu(losses, result, say)
 
-    def score(self, result: dict) -> Any:
+    def score(self, result: dict[str, Any]) -> Score:
         return self.trainer.Score(**(result.get("artifact") or result["trained"]))
 
-    def resumed(self, losses: dict[int, float], say: Callable) -> None:
+    def resumed(self, losses: dict[int, float], say: Say) -> None:
         """From the checkpoint before the last one."""
         folder = Path("logs", "gpu")
         newest, previous = [folder / name for name in self.trainer.CHECKPOINTS]
@@ -315,7 +321,7 @@ class Walk:
         yield
         self.env = kept
 
-    def scored_again(self, result: dict, say: Callable) -> None:
+    def scored_again(self, result: dict[str, Any], say: Say) -> None:
         """EVAL_FROM the artifact, else the weights."""
         kind = "artifact" if "artifact" in result else "trained"
         cfg = self.trainer.load_config(self.env)
@@ -327,7 +333,7 @@ class Walk:
             raise Fault(f"EVAL_FROM={path}: val_loss {found}, in the run {result[kind]['val_loss']}")
         say(f"EVAL_FROM {path.name}: val_loss {found:.4f}, as in the run")
 
-    def on_cpu(self, losses: dict[int, float], result: dict, say: Callable) -> None:
+    def on_cpu(self, losses: dict[int, float], result: dict[str, Any], say: Say) -> None:
         printed = self.run("the run on the CPU", DEVICE="cpu", DTYPE="float32", COMPILE="0", RUN_ID="cpu")
         there = lines_of(printed, "train_loss")
         there[0] = self.score(self.result("cpu")).val_loss
@@ -338,7 +344,9 @@ class Walk:
         say(f"on the CPU in fp32: losses and score within {off:.1%}")
 
 
-def check(trainer: ModuleType, preset: str, given: dict, parts: list[str]) -> dict:
+def check(
+    trainer: ModuleType, preset: str, given: dict[str, str], parts: list[str]
+) -> dict[str, Any]:
     """Everything about a preset -> {lines, faults, operators, kernels, seconds}; in a process with the
     library in place. parts: of steps and main."""
     began = time.perf_counter()

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 from screens import CHROMIUM, on_terminal  # noqa: E402
 
@@ -97,7 +98,7 @@ def fill(page: str, home: Path, env: dict[str, str]) -> float:
     text = (ROOT / page).read_text(encoding="utf-8")
     began = time.time()
 
-    def run(found):
+    def run(found: re.Match) -> str:
         lines = step(found[1].replace("\\\n", " "), home, env)[2]
         return f"```sh\n{found[1]}```\n\n```\n" + "\n".join(shown(lines)) + "\n```\n"
 

@@ -10,6 +10,8 @@ of eight updates an eighth of them, so the step is timed once more with an optim
 the collectives move between GPUs is not in it.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib.util
 import json
@@ -23,12 +25,12 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -39,9 +41,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
-from gpu_plan import LINES_SHOWN, last_lines, start_process, stop_process  # noqa: E402
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(ROOT / "tools"))
 import seen_on_gpu  # noqa: E402
+from gpu_plan import LINES_SHOWN, last_lines, start_process, stop_process  # noqa: E402
+
+if TYPE_CHECKING:  # the spec names the folder of the one that runs
+    from torch._ops import OpOverload
+
+    from bench import LazyMask
+    from train_gpt import Kernels, Model, Optimizer, Run, Stage, Team
 
 MOST_ERROR = 0.02  # relative, of a result in bf16
 MOST_ERROR_FP8 = 0.10
@@ -96,7 +105,7 @@ TOY = dict(
     VAL_BATCH_SIZE="2048",
 )
 # What else a preset needs, and what it cannot take
-TOY_OF: dict[str, dict] = dict(
+TOY_OF: dict[str, dict[str, str]] = dict(
     speedrun=dict(DEVICE_BATCH_SIZE="1"),  # so all its stages share one graph
     tiny=dict(
         STAGE_STARTS="",
@@ -144,14 +153,14 @@ class Report:
     """Verdicts of one part, as lines of JSON in a file that gpu-report reads; without one on the screen."""
 
     def __init__(
-        self, path: Path | None, part: str = "", preset: str = "", machine: dict | None = None
+        self, path: Path | None, part: str = "", preset: str = "", machine: dict[str, Any] | None = None
     ) -> None:
         self.path = path
         self.part = part
         self.preset = preset
         self.machine = machine or {}
         self.compile_seconds = 0.0
-        self.rows: list[dict] = []
+        self.rows: list[dict[str, Any]] = []
 
     def send(self, **event: Any) -> None:
         """Tells gpu-report something."""
@@ -179,7 +188,7 @@ class Report:
         finally:
             self.compile_seconds += time.perf_counter() - began
 
-    def attempt(self, what: str, function: Callable, *args: Any) -> Any:
+    def attempt(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Calls function(*args); what it raises becomes a verdict, and the part goes on, unless it spoilt all
         later work of the process."""
         self.doing(what)
@@ -207,10 +216,10 @@ class Subject(NamedTuple):
     trainer: ModuleType
     bench: ModuleType
     report: Report
-    settings: dict  # constants that differ from the preset's
+    settings: dict[str, str]  # constants that differ from the preset's
     toy: bool
 
-    def compiled(self, function: Callable) -> Callable:
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function as compiled steps run it; at toy size without building anything."""
         back_end = "aot_eager" if self.toy else "inductor"
         return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
@@ -229,7 +238,9 @@ def load_trainer(folder: Path) -> ModuleType:
     return module
 
 
-def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict, toy: bool) -> dict:
+def one_rank_of_eight(
+    trainer: ModuleType, preset: str, given: dict[str, str], toy: bool
+) -> dict[str, str]:
     """The settings of a preset for the batch of one rank."""
     own = trainer.fields_of(trainer.RECIPES[preset])
     settings = dict(PRESET=preset, SAVE_EVERY="0", ITERATIONS=str(STEPS))
@@ -304,7 +315,7 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
 
 
 # ---------- a preset, ready to be measured
-def assemble(subject: Subject) -> Any:
+def assemble(subject: Subject) -> Run:
     """A Run with model, optimizer and data, nothing compiled, all weights zero."""
     trainer = subject.trainer
     own = trainer.fields_of(trainer.RECIPES[subject.settings["PRESET"]])
@@ -316,10 +327,15 @@ def assemble(subject: Subject) -> Any:
     return subject.bench.assemble(cfg, trainer)
 
 
-def rehearse(subject: Subject, run: Any) -> float:
+def rehearse(subject: Subject, run: Run) -> float:
     """The trainer's rehearsal, whose lines tell if memory runs out or a compiler fails."""
     log = run.log
-    run.log = lambda *lines, **_: [subject.report.doing(str(line)[:150]) for line in lines]
+
+    def log_lines(*lines: object, **_: Any) -> None:
+        for line in lines:
+            subject.report.doing(str(line)[:150])
+
+    run.log = log_lines
     try:
         with subject.report.compiling():
             return subject.trainer.rehearse(run)
@@ -331,9 +347,9 @@ def values_drawn_once(trainer: ModuleType) -> None:
     """First values take 13 s at depth 26, and a part needs them up to four times: of the same model and seed
     the same, they are kept."""
     real = trainer.first_values
-    kept: dict[tuple, Any] = {}
+    kept: dict[tuple[int, int], tuple[Model, dict[str, Tensor]]] = {}
 
-    def first_values(model: Any, seed: int) -> Any:
+    def first_values(model: Model, seed: int) -> dict[str, Tensor]:
         key = id(model), seed
         if key not in kept:
             kept.clear()
@@ -343,19 +359,22 @@ def values_drawn_once(trainer: ModuleType) -> None:
     trainer.first_values = first_values
 
 
-def begin_anew(subject: Subject, run: Any) -> None:
+def begin_anew(subject: Subject, run: Run) -> None:
     """First values, as a run begins with them."""
     for bank in run.optimizer.banks:
         torch._foreach_zero_([bank.data, bank.master, bank.grad, *bank.state])
     run.optimizer.begin(subject.trainer.first_values(run.model, run.cfg.seed))
 
 
+Sizes = tuple[int, ...]
+
+
 class Call(NamedTuple):
     """A call of attention in a step: shapes of q, k and v, and the mask's window and documents."""
 
-    q: tuple
-    k: tuple
-    v: tuple
+    q: Sizes
+    k: Sizes
+    v: Sizes
     window: int  # tokens before its own that a query sees
     documents: Tensor | None
 
@@ -365,16 +384,16 @@ class Call(NamedTuple):
             words += f", window {self.window:,}"
         return words + (", documents" if self.documents is not None else "")
 
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[Sizes, Sizes, Sizes, int, bool]:
         return self.q, self.k, self.v, self.window, self.documents is None
 
 
-def last_stage(run: Any) -> Any:
+def last_stage(run: Run) -> Stage:
     """The stage with the longest rows, which is the dearest one."""
     return max(run.cfg.stages(), key=lambda stage: (stage.row_tokens, stage.batch_tokens))
 
 
-def random_tokens(run: Any, stage: Any) -> Tensor:
+def random_tokens(run: Run, stage: Stage) -> Tensor:
     """A micro-batch of a stage, with documents of about 700 tokens, cut where the recipe cuts them."""
     share = stage.batch_tokens // stage.row_tokens
     rows = min(share, max(1, run.micro * run.cfg.train_seq_len // stage.row_tokens))
@@ -391,13 +410,15 @@ def random_tokens(run: Any, stage: Any) -> Tensor:
     return tokens
 
 
-def attention_calls(subject: Subject, run: Any) -> tuple[list[tuple[Call, int]], tuple | None]:
+def attention_calls(
+    subject: Subject, run: Run
+) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
     """([(call, how many layers make it)] of a micro-step of the dearest stage, the arguments of its loss)."""
     stage = last_stage(run)
     tokens = random_tokens(run, stage)
     calls: list[Call] = []
 
-    def note(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
+    def note(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> None:
         T = q.size(2)
         window = T
         documents = None
@@ -413,7 +434,7 @@ def attention_calls(subject: Subject, run: Any) -> tuple[list[tuple[Call, int]],
 
 
 # ---------- 2 numbers, against fp32
-def attention_inputs(run: Any, call: Call) -> list[Tensor]:
+def attention_inputs(run: Run, call: Call) -> list[Tensor]:
     """Random q, k, v and a gradient of the output. Queries and keys are normalized, as the recipes do it."""
     device = run.team.device
     draw = torch.Generator(device).manual_seed(1)
@@ -457,7 +478,9 @@ def exact_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, s
     return [y, *grads]
 
 
-def with_gradients(function: Callable, inputs: list[Tensor], grad: Tensor | None = None) -> list[Tensor]:
+def with_gradients(
+    function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor | None = None
+) -> list[Tensor]:
     """The value of function(*inputs) and the gradients of the inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     value = function(*inputs)
@@ -487,11 +510,11 @@ def judge(subject: Subject, what: str, errors: dict[str, float], most: float) ->
     )
 
 
-def by_kernels(kernels: Any, call: Call, device: torch.device) -> Callable:
+def by_kernels(kernels: Kernels, call: Call, device: torch.device) -> Callable[..., Tensor]:
     """Attention as a compiled step with these Kernels computes it."""
     T = call.q[2]
     documents = call.documents
-    window: Any = call.window
+    window: int | Tensor = call.window
     if documents is not None or call.window < T - 1:
         window = kernels.window(call.window, T, device, documents is not None)
 
@@ -517,7 +540,7 @@ def without_stderr() -> Iterator[None]:
         os.close(before)
 
 
-def what_ran(run: Any, function: Callable) -> str:
+def what_ran(run: Run, function: Callable[[], object]) -> str:
     """The kernels of attention that a call launches, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -533,7 +556,7 @@ def what_ran(run: Any, function: Callable) -> str:
     return seen[-1][:60] if seen else "plain products"
 
 
-def attention_numbers(subject: Subject, run: Any, call: Call) -> None:
+def attention_numbers(subject: Subject, run: Run, call: Call) -> None:
     """Attention as the step computes it, forward and backward, and which kernel that was."""
     *inputs, grad = attention_inputs(run, call)
     exact = exact_attention(call, *inputs, grad, subject.slice_size())
@@ -546,7 +569,12 @@ def attention_numbers(subject: Subject, run: Any, call: Call) -> None:
 
 
 def exact_loss(
-    subject: Subject, x: Tensor, head: Tensor, targets: Tensor, cap: tuple, weights: Tensor | None
+    subject: Subject,
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    cap: tuple[float, float, float],
+    weights: Tensor | None,
 ) -> list[Tensor]:
     """The loss in fp32 and the gradients of x (1, N, C) and head (V, C), for some rows at a time."""
     N = x.size(1)
@@ -567,7 +595,7 @@ def exact_loss(
     return [total, grad_x, grad_head]
 
 
-def loss_inputs(run: Any, loss_args: tuple) -> tuple[Tensor, Tensor, Tensor]:
+def loss_inputs(run: Run, loss_args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """x (1, N, C) of norm 1, a head (V, C) and targets (1, N, ...) of a micro-step."""
     x, head, targets, *_ = loss_args
     draw = torch.Generator(x.device).manual_seed(2)
@@ -577,7 +605,7 @@ def loss_inputs(run: Any, loss_args: tuple) -> tuple[Tensor, Tensor, Tensor]:
     return x, head, targets.flatten(0, 1)[None]
 
 
-def loss_numbers(subject: Subject, run: Any, loss_args: tuple) -> None:
+def loss_numbers(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> None:
     """lm_head and loss as the step computes them; the last rows are those beyond 2^31 logits."""
     x, head, targets = loss_inputs(run, loss_args)
     cap, product, *more = loss_args[3:]
@@ -596,7 +624,7 @@ def loss_numbers(subject: Subject, run: Any, loss_args: tuple) -> None:
     judge(subject, f"loss of {x.size(1):,} x {len(head):,} logits", errors, most)
 
 
-def fp8_numbers(subject: Subject, run: Any, loss_args: tuple) -> None:
+def fp8_numbers(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> None:
     """scaled_mm in its three layouts, at the size of lm_head."""
     trainer = subject.trainer
     x, head, _ = loss_inputs(run, loss_args)
@@ -622,7 +650,7 @@ def fp8_numbers(subject: Subject, run: Any, loss_args: tuple) -> None:
     judge(subject, f"fp8 products {len(rows):,} x {x.size(1)} x {len(head):,}", errors, MOST_ERROR_FP8)
 
 
-def train_steps(subject: Subject, run: Any, loss_fn: Callable, steps: int) -> list[float]:
+def train_steps(subject: Subject, run: Run, loss_fn: Callable[..., Tensor], steps: int) -> list[float]:
     """Losses of the first steps, from the first values, on the first rows of the data."""
     begin_anew(subject, run)
     run.loader.position = 0
@@ -643,7 +671,7 @@ def train_steps(subject: Subject, run: Any, loss_fn: Callable, steps: int) -> li
     return [float(loss) for loss in losses]
 
 
-def first_losses(subject: Subject, run: Any) -> None:
+def first_losses(subject: Subject, run: Run) -> None:
     """The loss at step 0, and the compiled run beside an eager one. Needs the compiled step."""
     report = subject.report
     report.doing(f"{LOSSES} compiled steps")
@@ -690,10 +718,10 @@ class Option(NamedTuple):
 
     name: str
     change: str
-    function: Callable
+    function: Callable[..., Tensor]
 
 
-def attention_options(subject: Subject, run: Any, call: Call) -> list[Option]:
+def attention_options(subject: Subject, run: Run, call: Call) -> list[Option]:
     """Ways to compute one call of attention on this machine."""
     trainer = subject.trainer
     T = call.q[2]
@@ -746,9 +774,9 @@ def attention_options(subject: Subject, run: Any, call: Call) -> list[Option]:
     return found
 
 
-def flex_options() -> list[tuple[str, dict]]:
+def flex_options() -> list[tuple[str, dict[str, Any]]]:
     """Options of flex attention's kernels to try."""
-    found: list[tuple[str, dict]] = []
+    found: list[tuple[str, dict[str, Any]]] = []
     if torch.cuda.get_device_capability() >= (9, 0):
         found.append(("flex with TMA", dict(USE_TMA=True)))
     if importable("flash_attn.cute"):
@@ -757,7 +785,13 @@ def flex_options() -> list[tuple[str, dict]]:
 
 
 def by_flex(
-    trainer: ModuleType, options: dict, window: Any, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    trainer: ModuleType,
+    options: dict[str, Any],
+    window: int | Tensor,
+    documents: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """flex attention with options of its kernels."""
     mask = trainer.gpu_window_mask(window, q.size(2), documents, q.device)
@@ -771,7 +805,7 @@ def by_backend(trainer: ModuleType, backend: SDPBackend, q: Tensor, k: Tensor, v
         return trainer.attention(q, k, v, None)
 
 
-def milliseconds(subject: Subject, run: Any, function: Callable, inputs: list[Tensor]) -> float:
+def milliseconds(subject: Subject, run: Run, function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
     """The median of one call, forward and backward. The first call compiles; a toy stays eager."""
     fast = function if subject.toy else subject.compiled(function)
     inputs = [x.detach().requires_grad_() for x in inputs]
@@ -789,7 +823,7 @@ def milliseconds(subject: Subject, run: Any, function: Callable, inputs: list[Te
 
 
 def compare(
-    subject: Subject, run: Any, what: str, options: list[Option], inputs: list[Tensor], times: int
+    subject: Subject, run: Run, what: str, options: list[Option], inputs: list[Tensor], times: int
 ) -> None:
     """Times the options, of which the first is in use, and says which constant to set. times: per step."""
     found: dict[str, float] = {}
@@ -827,7 +861,7 @@ def compare(
         )
 
 
-def products(subject: Subject, run: Any, calls: list[tuple[Call, int]], micro_steps: int) -> None:
+def products(subject: Subject, run: Run, calls: list[tuple[Call, int]], micro_steps: int) -> None:
     """Queries, keys and values: three products or one."""
     call, _ = calls[0]
     layers = sum([count for _, count in calls])
@@ -859,7 +893,9 @@ def products(subject: Subject, run: Any, calls: list[tuple[Call, int]], micro_st
     compare(subject, run, f"q, k and v of {tokens:,} tokens", options, [h, *matrices], layers * micro_steps)
 
 
-def alternatives(subject: Subject, run: Any, calls: list[tuple[Call, int]], loss_args: tuple) -> None:
+def alternatives(
+    subject: Subject, run: Run, calls: list[tuple[Call, int]], loss_args: tuple[Any, ...] | None
+) -> None:
     """Attention, the products before it, and the loss, each in the ways that this machine has."""
     stage = last_stage(run)
     report = subject.report
@@ -877,7 +913,7 @@ def alternatives(subject: Subject, run: Any, calls: list[tuple[Call, int]], loss
     x, head, targets = loss_inputs(run, loss_args)
     cap, product, *more = loss_args[3:]
 
-    def loss(x: Tensor, head: Tensor, function: Callable) -> Tensor:
+    def loss(x: Tensor, head: Tensor, function: Callable[..., Tensor]) -> Tensor:
         return function(x, head, targets, cap, product, *more)
 
     trainer = subject.trainer
@@ -903,17 +939,17 @@ def alternatives(subject: Subject, run: Any, calls: list[tuple[Call, int]], loss
 
 
 # ---------- 4 ranks: what is done for the first time on the clock
-def watch_clock(trainer: ModuleType) -> dict:
+def watch_clock(trainer: ModuleType) -> dict[str, Any]:
     """Notes which collectives run for the first time while the clock runs, and how often the garbage
     collector does. Returns where the notes are."""
-    notes: dict = dict(late=[], collections=0, collectives=0)
+    notes: dict[str, Any] = dict(late=[], collections=0, collectives=0)
     known = set()
     state = dict(running=False)
 
-    def noting(name: str, real: Callable) -> Callable:
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """The collective, which is noted by its name, size, device and group."""
 
-        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
             group = "training" if kwargs.get("group") is not None else "default"
             size = first.numel() if name != "all_reduce" else ""
             kind = f"{name} {size} on {first.device.type}, {group} group".replace("  ", " ")
@@ -926,7 +962,7 @@ def watch_clock(trainer: ModuleType) -> dict:
 
         return call
 
-    def running(real: Callable, during: bool) -> Callable:
+    def running(real: Callable[..., Any], during: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = state["running"]
             state["running"] = during
@@ -937,7 +973,7 @@ def watch_clock(trainer: ModuleType) -> dict:
 
         return call
 
-    def collecting(phase: str, info: dict) -> None:
+    def collecting(phase: str, info: dict[str, int]) -> None:
         if phase == "start" and state["running"]:
             notes["collections"] += 1
 
@@ -968,7 +1004,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def toy_of_two_ranks(trainer: ModuleType, bench: ModuleType, folder: Path) -> dict:
+def toy_of_two_ranks(trainer: ModuleType, bench: ModuleType, folder: Path) -> dict[str, str]:
     """Settings of a run of 12 steps, and its data."""
     settings = one_rank_of_eight(trainer, "speedrun", {}, toy=True)
     settings |= dict(
@@ -1001,7 +1037,7 @@ def ranks(report: Report, trainer: ModuleType, bench: ModuleType, source: Path, 
         OMP_NUM_THREADS="1",
         CUDA_VISIBLE_DEVICES="",
     )
-    words = [sys.executable, __file__, "--rank-of", folder, source]
+    words: list[str | Path] = [sys.executable, __file__, "--rank-of", folder, source]
     processes = []
     for rank in range(2):
         env = os.environ | meeting | dict(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -1043,14 +1079,15 @@ def ranks(report: Report, trainer: ModuleType, bench: ModuleType, source: Path, 
 
 # ---------- 5 the loop
 class Marks:
-    """When each step began, on the device's clock where there is a GPU, and its stage."""
+    """When each step began, on the device's clock where there is a GPU, and its stage: (tokens, tokens of a
+    row)."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
         self.moments: list[Any] = []
-        self.stages: list[tuple] = []
+        self.stages: list[tuple[int, int]] = []
 
-    def mark(self, stage: tuple) -> None:
+    def mark(self, stage: tuple[int, int]) -> None:
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -1059,7 +1096,7 @@ class Marks:
             self.moments.append(time.perf_counter())
         self.stages.append(stage)
 
-    def steps(self) -> list[tuple[tuple, float]]:
+    def steps(self) -> list[tuple[tuple[int, int], float]]:
         """[(stage, ms)]; the last step has no end."""
         found = []
         for before, after, stage in zip(self.moments, self.moments[1:], self.stages):
@@ -1068,18 +1105,20 @@ class Marks:
         return found
 
 
-def device_allocations(team: Any) -> int:
+def device_allocations(team: Team) -> int:
     """How often memory was asked of the driver; each time the device waits."""
     return torch.cuda.memory_stats().get("num_device_alloc", 0) if team.on_gpu else 0
 
 
-def run_loop(subject: Subject, run: Any) -> tuple[list[tuple[tuple, float]], int]:
+def run_loop(subject: Subject, run: Run) -> tuple[list[tuple[tuple[int, int], float]], int]:
     """The trainer's own loop -> ([(stage, ms)] of its steps, allocations in it)."""
     trainer = subject.trainer
     marks = Marks(run.team.on_gpu)
     real = trainer.train_step
 
-    def step(loss_fn: Callable, optimizer: Any, batch: tuple, *args: Any) -> Tensor:
+    def step(
+        loss_fn: Callable[..., Tensor], optimizer: Optimizer, batch: tuple[Tensor, ...], *args: Any
+    ) -> Tensor:
         marks.mark((batch[0].numel(), batch[0].size(1)))
         return real(loss_fn, optimizer, batch, *args)
 
@@ -1092,7 +1131,9 @@ def run_loop(subject: Subject, run: Any) -> tuple[list[tuple[tuple, float]], int
     return marks.steps(), device_allocations(run.team) - before
 
 
-def pauses_in(steps: list[tuple[tuple, float]], typical: dict, toy: bool) -> list[tuple[int, float]]:
+def pauses_in(
+    steps: list[tuple[tuple[int, int], float]], typical: dict[tuple[int, int], float], toy: bool
+) -> list[tuple[int, float]]:
     """[(step, ms beyond the typical step)] of steps that took far too long. A CPU is shared, so there it
     takes a quarter of a second."""
     found = []
@@ -1104,7 +1145,7 @@ def pauses_in(steps: list[tuple[tuple, float]], typical: dict, toy: bool) -> lis
     return found
 
 
-def loop(subject: Subject, run: Any) -> None:
+def loop(subject: Subject, run: Run) -> None:
     """200 real steps: p50 and p99 of each stage beside what to expect, pauses, allocations, the host."""
     report = subject.report
     steps, allocations = run_loop(subject, run)
@@ -1172,7 +1213,7 @@ def alone_of_eight(trainer: ModuleType) -> Iterator[None]:
         yield
 
 
-def own_an_eighth(subject: Subject, run: Any) -> None:
+def own_an_eighth(subject: Subject, run: Run) -> None:
     """From now on run.optimizer is that of rank 0 of eight, with the rules of the one that it replaces."""
     old = run.optimizer
     dtype = old.banks[0].data.dtype
@@ -1183,7 +1224,7 @@ def own_an_eighth(subject: Subject, run: Any) -> None:
     run.optimizer.muon_step = old.muon_step
 
 
-def rank_of_eight(subject: Subject, run: Any) -> None:
+def rank_of_eight(subject: Subject, run: Run) -> None:
     """The step of each stage with an eighth of the optimizer, beside what to expect. Nothing can be measured
     afterwards with the whole optimizer."""
     report = subject.report
@@ -1220,7 +1261,7 @@ def rank_of_eight(subject: Subject, run: Any) -> None:
             report.say(verdict, text, tokens=stage.batch_tokens, with_an_eighth=ms)
 
 
-def host_time(subject: Subject, run: Any) -> None:
+def host_time(subject: Subject, run: Run) -> None:
     """How long Python needs to launch a step when the device has nothing to do."""
     stage = run.cfg.stages()[0]
     batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
@@ -1244,7 +1285,7 @@ def host_time(subject: Subject, run: Any) -> None:
     )
 
 
-def kernels(subject: Subject, run: Any) -> None:
+def kernels(subject: Subject, run: Run) -> None:
     """The 15 kernels that take longest, with the rate of memory traffic that `static` counts for them."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -1253,7 +1294,7 @@ def kernels(subject: Subject, run: Any) -> None:
     stage = last_stage(run)
     batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
     step = subject.bench.step_function(subject.trainer, run, stage)
-    moved: Counter = Counter()
+    moved: Counter[str] = Counter()
 
     def note(_: str, name: str, size: int) -> None:
         moved[name] += size
@@ -1262,7 +1303,7 @@ def kernels(subject: Subject, run: Any) -> None:
     run.team.wait()
     steps = 4  # even, as Adam may take every other step
     activity = ProfilerActivity.CPU
-    counted: Any = nullcontext()
+    counted: AbstractContextManager[None] = nullcontext()
     if run.team.on_gpu:
         activity = ProfilerActivity.CUDA
         counted = static_gpu.count_bytes(torch, note, batch[0].numel() * run.cfg.model_dim * 4)
@@ -1299,15 +1340,14 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        self.counts: Counter = Counter()
+        self.counts: Counter[tuple[str, tuple[str, ...], tuple[str, ...]]] = Counter()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         value = function(*args, **kwargs)
         name = str(function)
@@ -1317,14 +1357,14 @@ class Recorder(TorchDispatchMode):
                 self.counts[seen_on_gpu.canonical(name), *seen_on_gpu.describe(args, kwargs)] += 1
         return value
 
-    def rows(self, how: str) -> list[dict]:
+    def rows(self, how: str) -> list[dict[str, Any]]:
         found = []
         for (operator, dtypes, layouts), count in sorted(self.counts.items()):
             found.append(dict(operator=operator, dtypes=dtypes, layouts=layouts, count=count, how=how))
         return found
 
 
-def operators(subject: Subject, run: Any) -> None:
+def operators(subject: Subject, run: Run) -> None:
     """Which operators reach the device outside of Inductor's kernels, in a compiled step, an eager one, and a
     score. What raises, as a card without such a kernel would, is a verdict of attempt()."""
     if ON_STAND_IN:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ class Part:
     limit_s: float = 0.0
     compile_seconds: float = 0.0
     peak_GiB: float = 0.0
-    last_lines: list = field(default_factory=list)
+    last_lines: list[str] = field(default_factory=list)
     again: bool = False  # alone, since memory ran out beside others
 
     def name(self) -> str:
@@ -167,7 +167,7 @@ def earlier_needs(paths: Iterable[Path], toy: bool) -> dict[tuple[str, str], Nee
     return found
 
 
-def needed(part: str, preset: str, earlier: dict, toy: bool) -> Need:
+def needed(part: str, preset: str, earlier: dict[tuple[str, str], Need], toy: bool) -> Need:
     """By an earlier report, else by the table."""
     if (part, preset) in earlier:
         return earlier[part, preset]
@@ -177,7 +177,9 @@ def needed(part: str, preset: str, earlier: dict, toy: bool) -> Need:
     return NEEDS.get((part, preset)) or Need(120, 40, GUESS)
 
 
-def make_plan(presets: list[str], only: list[str], earlier: dict, toy: bool) -> list[Part]:
+def make_plan(
+    presets: list[str], only: list[str], earlier: dict[tuple[str, str], Need], toy: bool
+) -> list[Part]:
     """The parts in order: kind by kind, and in each the presets, the dearest to know first."""
     found = []
     ordered = [preset for preset in PRESETS if preset in presets]
@@ -231,7 +233,8 @@ def foreseen(parts: list[Part], GiB: float, most: int, minutes: float) -> list[t
     found = []
     while waiting or running or put_off:
         if not waiting and not running:
-            waiting, put_off = put_off, []
+            waiting = put_off
+            put_off = []
             ends = dict.fromkeys(SHARES, seconds)
         part = next_part(waiting, [other for _, other in running], GiB, most)
         if part:
@@ -277,7 +280,7 @@ class Report:
         self.path = path
         self.began = time.perf_counter()
         self.seconds = 60 * minutes
-        self.found: dict = dict(
+        self.found: dict[str, Any] = dict(
             version=2,
             commit=commit,
             toy=toy,
@@ -298,7 +301,7 @@ class Report:
         new.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
         os.replace(new, self.path)
 
-    def add(self, row: dict) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """A verdict: ok, FAULT, SLOW, set, note or skip."""
         self.found["verdicts"].append(row)
         self.write()
@@ -319,7 +322,9 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
-def start_process(words: list, folder: Path, env: dict, output: Path) -> subprocess.Popen:
+def start_process(
+    words: Sequence[str | Path], folder: Path, env: Mapping[str, str], output: Path
+) -> subprocess.Popen:
     """A process in a group of its own, which the kernel kills when this one ends, however that ends."""
     parent = os.getpid()
 
@@ -380,12 +385,12 @@ class Command(NamedTuple):
     """How to run a part. read: an event of a line of `events`, or None; finish: what to say when it has ended
     well."""
 
-    words: list
+    words: list[str | Path]
     folder: Path
-    env: dict
+    env: dict[str, str]
     output: Path
     events: Path
-    read: Callable[[str], dict | None]
+    read: Callable[[str], dict[str, Any] | None]
     finish: Callable[["Job"], None]
 
 
@@ -417,7 +422,7 @@ class Job:
             flush=True,
         )
 
-    def take(self, event: dict) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         """What the process told: a verdict, what it does, or figures of its part."""
         if "verdict" in event:
             if event["verdict"] == "FAULT" and self.lacked_memory(event["text"]):
@@ -497,7 +502,8 @@ def carry_out(
     try:
         while waiting or jobs or put_off:
             if not waiting and not jobs:
-                waiting, put_off = put_off, []
+                waiting = put_off
+                put_off = []
                 ends = dict.fromkeys(SHARES, report.seconds)
             ended = [job for job in jobs if job.poll()]
             jobs = [job for job in jobs if job not in ended]

@@ -24,6 +24,8 @@ or data/datasets has some. What a part took in the report that --json names, or 
 the plan expects of it. --trainer FOLDER takes another train_gpt.py. Exit code 1: some verdict is FAULT.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -39,13 +41,17 @@ from collections import Counter
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(ROOT / "tools"))
 import gpu_plan  # noqa: E402
 from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  # noqa: E402
+
+if TYPE_CHECKING:  # --trainer names the folder of the one that runs
+    from train_gpt import Config
 
 TRAIN_STEPS = 20
 TRAIN_STEPS_OF_A_TOY = 10
@@ -62,7 +68,7 @@ MOST_APART = 0.01  # of the score of a run and that of the file that it wrote
 
 
 # ---------- settings and data
-def manifest_of(folder: Path) -> dict:
+def manifest_of(folder: Path) -> dict[str, Any]:
     """A dataset's manifest, {} if there is none or a shard is missing."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -72,7 +78,7 @@ def manifest_of(folder: Path) -> dict:
     return manifest if {"train", "val"} <= {*splits} else {}
 
 
-def text_for(cfg: Any, given: dict) -> dict:
+def text_for(cfg: Config, given: dict[str, str]) -> dict[str, str]:
     """Settings that make a run read real text in the preset's vocabulary, {} if there is none here."""
     folders = [Path(given["DATA_PATH"])] if "DATA_PATH" in given else []
     folders += [Path(cfg.data_path), *sorted(Path("data/datasets").glob("*"))]
@@ -110,15 +116,15 @@ class Workshop:
         self.folder = folder
         self.cores = len(os.sched_getaffinity(0))
         self.most = max(2, self.cores // 2)
-        self.settings: dict[str, dict] = {}
+        self.settings: dict[str, dict[str, str]] = {}
         self.micro: dict[str, str] = {}  # what a rehearsal that ran out of memory came down to
 
-    def owned(self, preset: str, settings: dict) -> dict:
+    def owned(self, preset: str, settings: dict[str, str]) -> dict[str, str]:
         """Those that the preset has."""
         own = self.trainer.fields_of(self.trainer.RECIPES[preset])
         return {name: text for name, text in settings.items() if name == "PRESET" or name.lower() in own}
 
-    def made_up(self, cfg: Any) -> dict:
+    def made_up(self, cfg: Config) -> dict[str, str]:
         """Random tokens for a preset's vocabulary and rows, written once."""
         context = cfg.eval_context or cfg.train_seq_len
         folder = self.folder / f"tokens_{cfg.vocab_size or 1024}_{context}"
@@ -140,7 +146,7 @@ class Workshop:
             file.write_text(json.dumps({word: token for token, word in enumerate(words[:50_257])}))
         return file
 
-    def settings_of(self, preset: str) -> dict:
+    def settings_of(self, preset: str) -> dict[str, str]:
         """For the batch of one rank, on made-up tokens. Raises Refused."""
         if preset not in self.settings:
             settings = self.parts.one_rank_of_eight(self.trainer, preset, self.args.given, self.args.toy)
@@ -158,7 +164,7 @@ class Workshop:
             settings["DEVICE_BATCH_SIZE"] = self.micro[preset]
         return settings
 
-    def train_settings(self, preset: str) -> dict:
+    def train_settings(self, preset: str) -> dict[str, str]:
         """Of 20 steps from the first to the score of what was read back."""
         settings = self.settings_of(preset)
         steps = TRAIN_STEPS_OF_A_TOY if self.args.toy else TRAIN_STEPS
@@ -185,7 +191,7 @@ class Workshop:
         whole = report.found["machine"].get("memory_GiB", TOY_GiB)
         return gpu_plan.MEMORY_SHARE * whole
 
-    def environment(self) -> dict:
+    def environment(self) -> dict[str, str]:
         """For processes side by side: each compiler would start as many workers as there are cores."""
         env = dict(os.environ, PYTHONUNBUFFERED="1")
         if self.args.toy:
@@ -245,7 +251,7 @@ def run_of(workshop: Workshop, preset: str) -> Path:
     return workshop.folder / f"{preset}_train" / "logs" / preset
 
 
-def score_settings(workshop: Workshop, preset: str, settings: dict) -> dict:
+def score_settings(workshop: Workshop, preset: str, settings: dict[str, str]) -> dict[str, str]:
     """Of the score of the file that `train` has written."""
     files = sorted(run_of(workshop, preset).glob("final_model.*"))
     workshop.trainer.require(bool(files), "there is no file of train's to score")
@@ -253,7 +259,7 @@ def score_settings(workshop: Workshop, preset: str, settings: dict) -> dict:
     return settings | dict(EVAL_FROM=str([*artifacts, *files][0]), RUN_ID=preset)
 
 
-def read_event(workshop: Workshop, part: Part, line: str) -> dict | None:
+def read_event(workshop: Workshop, part: Part, line: str) -> dict[str, Any]:
     """What a process of tools/gpu_parts.py tells."""
     event = json.loads(line)
     smaller = re.search(r"now micro_batch:(\d+)", event.get("doing", ""))
@@ -273,7 +279,7 @@ STATIONS = [
 ]
 
 
-def read_training(part: Part, line: str) -> dict | None:
+def read_training(part: Part, line: str) -> dict[str, Any] | None:
     """What a line of train_gpt.py tells."""
     if line.startswith(("compile: failed", "compile: not possible")):
         return dict(
@@ -422,7 +428,7 @@ def measure(workshop: Workshop, report: Report, presets: list[str]) -> None:
     gpu_plan.carry_out(report, command, workshop.most, lambda: workshop.memory(report))
 
 
-def interrupted(number: int, frame: Any) -> None:
+def interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 

@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def stage_times(verdicts: list[dict], preset: str) -> str:
+def stage_times(verdicts: list[dict[str, Any]], preset: str) -> str:
     """`16,384: 36.1 (31.2)` for each stage: tokens of a rank's step, ms of the step on one GPU, and with an
     eighth of the optimizer."""
     eighths = {}
@@ -78,7 +78,7 @@ def stage_times(verdicts: list[dict], preset: str) -> str:
     return ", ".join(found) or "not run"
 
 
-def worst_error(verdicts: list[dict], preset: str) -> str:
+def worst_error(verdicts: list[dict[str, Any]], preset: str) -> str:
     """The largest part of what was allowed that some result was off from fp32."""
     parts = [0.0]
     for row in verdicts:
@@ -91,7 +91,7 @@ def worst_error(verdicts: list[dict], preset: str) -> str:
     return f"{max(parts):.0%} of what is allowed" if max(parts) < math.inf else "not finite"
 
 
-def table(reports: dict[str, dict]) -> str:
+def table(reports: dict[str, dict[str, Any]]) -> str:
     """Rows of all reports and presets, newest first."""
     lines = [
         "| date, commit | machine | preset | ms a step on one GPU (with an eighth of the optimizer) "

@@ -8,6 +8,8 @@ launched. Below are also repairs of the interpreter: bf16 and fp8, libdevice, re
 than sums and maxima.
 """
 
+from __future__ import annotations
+
 import ctypes
 import inspect
 import itertools
@@ -23,13 +25,16 @@ import torch
 from scipy import special
 from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from triton import language as tl
 from triton.language.extra import libdevice as libdevice_names
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder as Builder
+from triton.runtime.interpreter import ReduceScanOpInterface as Operator
+from triton.runtime.interpreter import TensorHandle as Handle
 from triton.runtime.jit import JITFunction, mangle_type
 
-tl = interpreter.tl
-Handle = interpreter.TensorHandle
+Tensors = tuple[tl.tensor, ...]
 TABLE_BITS = 40  # of an emulated address: the place in a tensor; above them: which tensor
 AT_ONCE = 1 << 17  # elements of a generated kernel's blocks
 FLOATS = {
@@ -42,7 +47,7 @@ FLOATS = {
 }
 PACKED = ("bf16", "fp8e4nv", "fp8e5")  # which the interpreter holds as unsigned integers
 # libdevice's functions, less __nv_ and the f of single precision
-SYMBOLS: dict[str, Callable] = dict(
+SYMBOLS: dict[str, Callable[..., np.ndarray]] = dict(
     erf=special.erf,
     tanh=np.tanh,
     exp=np.exp,
@@ -115,7 +120,7 @@ class Addresses:
         return np.where(good, place + self.begins[which], 0).astype(np.uint64)
 
 
-def check_alignment(tuner: CachingAutotuner, values: dict) -> None:
+def check_alignment(tuner: CachingAutotuner, values: dict[str, Any]) -> None:
     """Raises Beyond where the kernel was compiled for addresses or numbers that are multiples of 16."""
     for meta in tuner.triton_meta.get("configs", []):
         for key, assumed in dict(meta).items() if isinstance(meta, dict) else []:
@@ -131,19 +136,21 @@ class Memory:
 
     addresses: Addresses
 
-    def masked_load(self, builder: Any, pointers: Handle, mask: Handle, other: Handle, *_: Any) -> Handle:
+    def masked_load(
+        self, builder: Builder, pointers: Handle, mask: Handle, other: Handle | None, *_: Any
+    ) -> Handle:
         kind = pointers.get_element_ty()
         dtype = interpreter._get_np_dtype(kind)
         filler = np.zeros_like(pointers.data, dtype=dtype) if other is None else other.data
         at = self.addresses.real(pointers, mask.data, "reads")
         return Handle(interpreter._interpreter.load(at, mask.data, filler, dtype), kind)
 
-    def masked_store(self, builder: Any, pointers: Handle, value: Handle, mask: Handle, *_: Any) -> None:
+    def masked_store(self, builder: Builder, pointers: Handle, value: Handle, mask: Handle, *_: Any) -> None:
         at = self.addresses.real(pointers, mask.data, "writes")
         interpreter._interpreter.store(at, value.data, mask.data)
 
-    def atomic(self, builder: Any, operation: Any, pointers: Handle, value: Handle, mask: Handle, sem: Any,
-               scope: Any) -> Handle:  # fmt: skip
+    def atomic(self, builder: Builder, operation: object, pointers: Handle, value: Handle, mask: Handle,
+               sem: object, scope: object) -> Handle:  # fmt: skip
         at = self.addresses.real(pointers, mask.data, "adds to")
         if value.dtype.scalar.name == "bf16":
             assert operation == interpreter._ir.ATOMIC_OP.FADD, operation
@@ -188,7 +195,7 @@ real_dot = interpreter.InterpreterBuilder.create_dot
 real_binary = interpreter.InterpreterBuilder.binary_op
 
 
-def cast(builder: Any, source: Handle, kind: Any, *_: Any) -> Handle:
+def cast(builder: Builder, source: Handle, kind: tl.dtype, *_: Any) -> Handle:
     """Between numbers of all kinds."""
     old = source.dtype.scalar.name
     new = kind.scalar.name
@@ -201,7 +208,7 @@ def cast(builder: Any, source: Handle, kind: Any, *_: Any) -> Handle:
     return real_cast(builder, source, kind)
 
 
-def dot(builder: Any, a: Handle, b: Handle, total: Handle, *more: Any) -> Handle:
+def dot(builder: Builder, a: Handle, b: Handle, total: Handle, *more: Any) -> Handle:
     """A product of tiles, in fp32."""
     sides = []
     for side in (a, b):
@@ -212,7 +219,9 @@ def dot(builder: Any, a: Handle, b: Handle, total: Handle, *more: Any) -> Handle
     return real_dot(builder, *sides, total, *more)
 
 
-def binary(builder: Any, lhs: Handle, rhs: Handle, operation: Callable) -> Handle:
+def binary(
+    builder: Builder, lhs: Handle, rhs: Handle, operation: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> Handle:
     """Arithmetic and comparisons."""
     name = lhs.dtype.scalar.name
     if name in PACKED:
@@ -228,7 +237,9 @@ def binary(builder: Any, lhs: Handle, rhs: Handle, operation: Callable) -> Handl
     return Handle(found, tl.int1)
 
 
-def extern(builder: Any, library: str, path: str, symbol: str, values: list, kind: Any, pure: bool) -> Handle:
+def extern(
+    builder: Builder, library: str, path: str, symbol: str, values: list[Handle], kind: tl.dtype, pure: bool
+) -> Handle:
     """A function of libdevice."""
     name = symbol.removeprefix("__nv_")
     function = SYMBOLS.get(name) or SYMBOLS.get(name.removesuffix("f"))
@@ -238,22 +249,22 @@ def extern(builder: Any, library: str, path: str, symbol: str, values: list, kin
     return Handle(found.astype(interpreter._get_np_dtype(kind.scalar)), kind.scalar)
 
 
-def check(builder: Any, condition: Handle, message: str) -> None:
+def check(builder: Builder, condition: Handle, message: str) -> None:
     """tl.device_assert(), by which Inductor's code checks indices within a tensor's dimension."""
     if not np.all(condition.data):
         raise IndexError(message)
 
 
-def slices(operator: Any, tensors: Any, axis: int, i: int | range) -> tuple:
+def slices(operator: Operator, tensors: Tensors, axis: int, i: int | range) -> Tensors:
     return tuple([operator.to_tensor(np.take(x.handle.data, i, axis), x.dtype) for x in tensors])
 
 
-def combined(operator: Any, before: tuple, here: tuple) -> tuple:
+def combined(operator: Operator, before: Tensors, here: Tensors) -> Tensors:
     found = operator.combine_fn.fn(*before, *here)
     return found if isinstance(found, tuple) else (found,)
 
 
-def reduce_by_halves(operator: Any, tensors: Any) -> list:
+def reduce_by_halves(operator: Operator, tensors: Tensors) -> list[tl.tensor]:
     """ReduceOps.generic_reduce, half of what is left at a time; sides are powers of two."""
     tensors, axis = operator.unravel(tensors, operator.axis)
     total = tensors
@@ -274,7 +285,7 @@ def reduce_by_halves(operator: Any, tensors: Any) -> list:
     return found
 
 
-def scan_by_slices(operator: Any, tensors: Any) -> list:
+def scan_by_slices(operator: Operator, tensors: Tensors) -> list[tl.tensor]:
     """ScanOps.generic_scan, a slice at a time."""
     axis = operator.axis
     total = slices(operator, tensors, axis, 0)
@@ -310,7 +321,7 @@ def repair(memory: Memory) -> None:
 
 
 # ---------- launches
-def larger_blocks(meta: dict, values: dict) -> dict[str, int]:
+def larger_blocks(meta: dict[str, Any], values: dict[str, Any]) -> dict[str, int]:
     """Block sizes with which a generated kernel takes few programs; its results don't depend on them. {} for
     kernels of other kinds. meta: what Inductor says of the kernel."""
     blocks = {name: size for name, size in values.items() if name in ("XBLOCK", "YBLOCK")}
@@ -339,12 +350,12 @@ class Interpreter:
 
     def __init__(self) -> None:
         self.memory = Memory()
-        self.rewritten: dict[Any, Any] = {}
+        self.rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.seen: set[str] = set()
         self.faults: list[str] = []
         repair(self.memory)
 
-    def function(self, fn: Any) -> Any:
+    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A kernel's Python function as the interpreter runs it."""
         if fn not in self.rewritten:
             self.rewritten[fn] = interpreter.FunctionRewriter(fn).rewrite_ast()
@@ -368,7 +379,9 @@ class Interpreter:
         finally:
             scope.restore()
 
-    def arguments(self, fn: Callable, values: dict, before: dict[str, int]) -> dict:
+    def arguments(
+        self, fn: Callable[..., Any], values: dict[str, Any], before: dict[str, int]
+    ) -> dict[str, Any]:
         """values {parameter: value} as the interpreter takes them. before: see Addresses.add()."""
         parameters = inspect.signature(fn).parameters
         found = {}
@@ -383,7 +396,7 @@ class Interpreter:
                 found[name] = interpreter._implicit_cvt(value)
         return found
 
-    def launch(self, tuner: CachingAutotuner, values: dict) -> None:
+    def launch(self, tuner: CachingAutotuner, values: dict[str, Any]) -> None:
         """Every program of the launch that the library saw last. values: {parameter: value}."""
         counts = self.last_grid()[:3]
         blocks = larger_blocks(tuner.inductor_meta, values)
@@ -399,8 +412,14 @@ class Interpreter:
             raise
         self.run_programs(tuner.fn.fn, values | blocks, counts, places)
 
-    def run_programs(self, fn: Callable, values: dict, counts: Sequence[int],
-                     places: Iterable[tuple], before: dict[str, int] | None = None) -> None:  # fmt: skip
+    def run_programs(
+        self,
+        fn: Callable[..., Any],
+        values: dict[str, Any],
+        counts: Sequence[int],
+        places: Iterable[tuple[int, ...]],
+        before: dict[str, int] | None = None,
+    ) -> None:
         """The programs at these places of a grid of `counts`. values: {parameter: value}; before:
         {parameter: elements of a tensor that lie before the part of it that is given}."""
         self.seen.add(fn.__name__)

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 
@@ -53,7 +54,8 @@ def say(good: bool, *words: object) -> bool:
     return good
 
 
-def loss_row(V: int, cap: tuple, dtype: torch.dtype, many: int, row: int, missing: bool) -> bool:
+def loss_row(V: int, cap: tuple[float, float, float], dtype: torch.dtype, many: int, row: int,
+             missing: bool) -> bool:  # fmt: skip
     """One row by the kernel and by row_losses(). missing: its last target is none."""
     draw = torch.Generator().manual_seed(row)
     logits = (12 * torch.randn(ROWS, V, generator=draw)).bfloat16()

@@ -13,11 +13,15 @@ kernel. The transposed fp8 gradient of the speedrun's logits was one: 18.7 of 10
 import ast
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:  # nothing here imports torch
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 SECTOR = 32  # bytes, the least that an H100 fetches from memory
 LEAST_OVERFETCH = 4  # times the bytes that a tile needs: then the tensor is walked against its order
@@ -41,14 +45,14 @@ class Loaded:
 
     __array_ufunc__ = None  # numpy then leaves array + Loaded to the methods below
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> "Loaded":
         return self
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> "Loaded":
         return self
 
 
-def stays_unknown(self, *args):
+def stays_unknown(self: Loaded, *args: Any) -> Loaded:
     return LOADED
 
 
@@ -64,25 +68,28 @@ LOADED = Loaded()
 class Index(np.ndarray):
     """Positions along the axes of a program's tile, and what is computed from them."""
 
-    def to(self, dtype):
+    def to(self, dtype: object) -> "Index":
         return self
 
-    def broadcast_to(self, *shape):
+    def broadcast_to(self, *shape: object) -> "Index":
         return self
+
+
+Number = int | Index | Loaded  # what a kernel computes with
 
 
 class Pointer:
-    """A tensor's address, and an offset in elements: a number, an Index, or LOADED."""
+    """A tensor's address, and an offset in elements."""
 
-    def __init__(self, tensor, offset=0):
+    def __init__(self, tensor: str, offset: Number = 0) -> None:
         self.tensor = tensor
         self.offset = offset
 
-    def __add__(self, offset):
+    def __add__(self, offset: Number) -> "Pointer":
         return Pointer(self.tensor, self.offset + offset)
 
 
-def computed(function, *values):
+def computed(function: Callable[..., np.ndarray], *values: Number) -> Index | Loaded:
     """function(*values), unless some value comes from memory."""
     for value in values:
         if value is LOADED:
@@ -95,50 +102,51 @@ class Language:
     loads and stores are written down, all else is LOADED."""
 
     constexpr = int
-    def __init__(self, program, accesses):
+
+    def __init__(self, program: Sequence[int], accesses: list[Access]) -> None:
         self.program = program
         self.accesses = accesses
 
-    def program_id(self, axis):
+    def program_id(self, axis: int) -> Index:
         return np.array([self.program[axis]]).view(Index)
 
-    def num_programs(self, axis):
+    def num_programs(self, axis: int) -> int:
         return 1  # only asked for where a grid has a third axis, on which program stands at 0
 
-    def arange(self, first, end):
+    def arange(self, first: int, end: int) -> Index:
         return np.arange(first, end, dtype=np.int64).view(Index)
 
-    def range(self, first, end, step, **options):
+    def range(self, first: int, end: int, step: int, **options: object) -> list[int]:
         """A reduction's loop: one turn in the middle stands for all."""
         turns = max(1, (end - first) // step)
         return [first + turns // 2 * step]
 
-    def full(self, shape, value, dtype):
+    def full(self, shape: Sequence[int] | Loaded, value: Number, dtype: object) -> Index | Loaded:
         if value is LOADED:
             return LOADED
         axes = 1 if shape is LOADED else len(shape)
         return np.full([1] * axes, value).view(Index)
 
-    def broadcast_to(self, value, *shape):
+    def broadcast_to(self, value: Number, *shape: object) -> Number:
         return value
 
-    def where(self, condition, first, second):
+    def where(self, condition: Number, first: Number, second: Number) -> Index | Loaded:
         return computed(np.where, condition, first, second)
 
-    def minimum(self, first, second):
+    def minimum(self, first: Number, second: Number) -> Index | Loaded:
         return computed(np.minimum, first, second)
 
-    def maximum(self, first, second):
+    def maximum(self, first: Number, second: Number) -> Index | Loaded:
         return computed(np.maximum, first, second)
 
-    def load(self, pointer, mask=None, **options):
+    def load(self, pointer: Pointer, mask: Number | None = None, **options: object) -> Loaded:
         self.note(pointer, mask)
         return LOADED
 
-    def store(self, pointer, value, mask=None, **options):
+    def store(self, pointer: Pointer, value: Number, mask: Number | None = None, **options: object) -> None:
         self.note(pointer, mask)
 
-    def note(self, pointer, mask):
+    def note(self, pointer: Pointer, mask: Number | None) -> None:
         """Gathers, whose offsets come from memory, are left out: what they touch depends on the data."""
         if pointer.offset is LOADED:
             return
@@ -148,37 +156,39 @@ class Language:
             offsets = offsets[mask]
         self.accesses.append(Access(pointer.tensor, offsets.ravel()))
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Loaded:
         return LOADED
 
 
 class Kernel:
     """A kernel as Inductor wrote it: a function of pointers, sizes and block sizes."""
 
-    def __init__(self, source, name):
+    def __init__(self, source: str, name: str) -> None:
         tree = ast.parse(source)
         (self.function,) = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name]
         self.function.decorator_list = []
         self.module = compile(ast.Module([self.function], []), name, "exec")
         self.names = [x.arg for x in self.function.args.args]
-        self.sizes = {}  # those that are written into the kernel
+        self.sizes: dict[str, int] = {}  # those that are written into the kernel
         for line in self.function.body:
             if isinstance(line, (ast.Assign, ast.AnnAssign)) and isinstance(line.value, ast.Constant):
                 target = line.targets[0] if isinstance(line, ast.Assign) else line.target
                 self.sizes[target.id] = line.value.value
 
-    def accesses(self, tensors, sizes, blocks, program):
+    def accesses(
+        self, tensors: Iterable[str], sizes: dict[str, int], blocks: dict[str, int], program: Sequence[int]
+    ) -> list[Access]:
         """[Access] to these tensors of a program of the grid."""
-        found = []
+        found: list[Access] = []
         language = Language(program, found)
-        space = dict.fromkeys(("tl", "triton_helpers", "libdevice", "tl_math"), language)
+        space: dict[str, Any] = dict.fromkeys(("tl", "triton_helpers", "libdevice", "tl_math"), language)
         exec(self.module, space)
         arguments = {name: Pointer(name) for name in tensors} | sizes | blocks
         space[self.function.name](*[arguments.get(name, LOADED) for name in self.names])
         return found
 
 
-def overfetch(offsets, size):
+def overfetch(offsets: np.ndarray, size: int) -> tuple[float, int]:
     """Bytes of the sectors that hold these elements of `size` bytes, over the bytes of the elements; and the
     number of elements."""
     touched = np.unique(offsets)
@@ -186,7 +196,9 @@ def overfetch(offsets, size):
     return len(sectors) * SECTOR / (len(touched) * size), len(touched)
 
 
-def walked_against(kernel, sizes, blocks, item_sizes):
+def walked_against(
+    kernel: Kernel, sizes: dict[str, int], blocks: dict[str, int], item_sizes: dict[str, int]
+) -> tuple[dict[str, int], list[str]]:
     """{tensor: its elements in a tile}, and the tensors whose sectors have LEAST_OVERFETCH times the bytes
     that the tile needs. item_sizes: {tensor: bytes of an element}."""
     grids = []
@@ -194,8 +206,8 @@ def walked_against(kernel, sizes, blocks, item_sizes):
         numel = sizes.get(f"{axis}numel", 1)
         block = blocks.get(f"{axis.upper()}BLOCK", 1)
         grids.append(max(1, -(-numel // block)))
-    elements: dict = {}
-    ratios: dict = {}
+    elements: dict[str, int] = {}
+    ratios: dict[str, list[float]] = {}
     for place in range(PLACES):
         program = [count * place // PLACES for count in grids]
         for tensor, offsets in kernel.accesses(item_sizes, sizes, blocks, program):
@@ -207,7 +219,12 @@ def walked_against(kernel, sizes, blocks, item_sizes):
     return elements, against
 
 
-def strided_bytes(kernel, sizes, configs, tensors):
+def strided_bytes(
+    kernel: Kernel,
+    sizes: dict[str, int],
+    configs: list[dict[str, int]],
+    tensors: dict[str, tuple[int, int]],
+) -> int:
     """Bytes of the bulk tensors that a kernel walks against their order, by the best of its configurations.
     tensors: {name: (bytes of an element, bytes)}. configs: [{block: size}]."""
     item_sizes = {name: item for name, (item, _) in tensors.items()}
@@ -230,11 +247,11 @@ def strided_bytes(kernel, sizes, configs, tensors):
 
 
 @cache
-def read_kernel(path, name):
+def read_kernel(path: str, name: str) -> Kernel:
     return Kernel(Path(path).read_text(), name)
 
 
-def strided_bytes_of(tuner, args):
+def strided_bytes_of(tuner: "CachingAutotuner", args: Sequence[Any]) -> int | None:
     """The same of a kernel that Inductor launches with these arguments; None where its source has something
     that Language lacks."""
     try:
@@ -293,7 +310,7 @@ DOCUMENT = 700  # tokens, of gpu-report's made-up text
 LEAST_KERNEL = 2.5e-6  # s that a kernel takes at least. A guess: no log times small kernels
 
 
-def family(name):
+def family(name: str) -> str:
     """The family of a kernel that moves bytes, by the name that Inductor gave it."""
     if name.startswith("loss_kernel"):
         return "loss"
@@ -308,7 +325,7 @@ def family(name):
     return "other generated"
 
 
-def memory_seconds(name, size, strided=0, rows=0):
+def memory_seconds(name: str, size: int, strided: int = 0, rows: int = 0) -> float:
     """The time to expect of a launch that moves so many bytes. The kernel behind the rate of transposing ones
     reads as much as it writes, so what is walked against the order (strided) counts twice."""
     kind = family(name)
@@ -321,14 +338,14 @@ def memory_seconds(name, size, strided=0, rows=0):
     return max(LEAST_KERNEL, seconds)
 
 
-def measured_kernels(log):
+def measured_kernels(log: str) -> tuple[dict[str, dict[str, Any]], float]:
     """{name: its row} of the 15 longest kernels of a log, and the ms of all."""
     verdicts = json.loads((RESULTS / f"2026-11-26_{log}.json").read_text())["verdicts"]
     (figures,) = [row["figures"] for row in verdicts if "kernels" in row.get("figures", {})]
     return {row["name"]: row for row in figures["kernels"]}, figures["kernel_ms"]
 
 
-def measured_rate(rate):
+def measured_rate(rate: Rate) -> float:
     """The same rate by its logs."""
     work = 0.0
     seconds = 0.0
@@ -350,7 +367,7 @@ class Launch(NamedTuple):
     strided: int = 0
 
 
-def product_seconds(m, n, k, batch, kind, out_size):
+def product_seconds(m: int, n: int, k: int, batch: int, kind: int, out_size: int) -> float:
     """Of a product in cudaDataType `kind`: 28 and 29 are fp8, 0 is fp32, which no log has."""
     size = {28: 1, 29: 1, 0: 4}.get(kind, 2)
     rate = {1: RATES["products fp8"].value, 2: RATES["products bf16"].value, 4: FP32}[size]
@@ -358,7 +375,7 @@ def product_seconds(m, n, k, batch, kind, out_size):
     return max(LEAST_KERNEL, 2 * m * n * k * batch / rate, data / RATES["norms"].value)
 
 
-def launches(lines):
+def launches(lines: list[list[str]]) -> Iterator[tuple[str, Launch]]:
     """(phase, Launch) of each line of the stand-in's record that has a time of its own."""
     phase = "model"
     size = 0  # of the kernel whose launch comes next
@@ -393,12 +410,12 @@ def launches(lines):
             yield phase, Launch(kind, "torch's kernels", LEAST_KERNEL)
 
 
-def estimate(lines, flex_flop, eager, steps):
+def estimate(lines: list[list[str]], flex_flop: float, eager: float, steps: int) -> dict[str, Any]:
     """Estimated ms of a step, by family and by kernel, and the kernels that walk against the order in memory.
     Of all steps: flex_flop, eager (bytes of torch's own kernels)."""
     families = {"flex attention": flex_flop / RATES["flex attention"].value}
     phases = {"optimizer": 0.0, "model": 0.0}
-    kernels: dict = {}
+    kernels: dict[str, list[float]] = {}
     for phase, launch in launches(lines):
         families[launch.family] = families.get(launch.family, 0.0) + launch.seconds
         phases[phase] += launch.seconds
@@ -414,10 +431,15 @@ def estimate(lines, flex_flop, eager, steps):
     unread = set()
     for name, (seconds, size, strided, count) in sorted(kernels.items(), key=lambda item: -item[1][0]):
         if strided > 0:
-            row = dict(name=name, launches=count / steps, ms=round(1e3 * seconds / steps, 3))
-            row["GB"] = round(size / steps / 1e9, 3)
-            row["strided_GB"] = round(strided / steps / 1e9, 3)
-            transposing.append(row)
+            transposing.append(
+                dict(
+                    name=name,
+                    launches=count / steps,
+                    ms=round(1e3 * seconds / steps, 3),
+                    GB=round(size / steps / 1e9, 3),
+                    strided_GB=round(strided / steps / 1e9, 3),
+                )
+            )
         if strided < 0:
             unread.add(name)
     return dict(

@@ -13,15 +13,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+TraceFunction = Callable[[FrameType, str, Any], Any]
+
 
 class Trace:
     """The trace of this process. folder: where the files `context` and `lines` are."""
 
     def __init__(self) -> None:
-        self.folder = None
-        self.scripts = set()
+        self.folder: Path | None = None
+        self.scripts: set[str] = set()
         self.context = ""
-        self.seen = set()
+        self.seen: set[int] = set()
 
     def begin(self, folder: Path | str, with_lines: bool = True) -> None:
         """In the process that runs the tests; before torch is imported."""
@@ -50,10 +52,10 @@ class Trace:
         (self.folder / "context").write_text(context)
         self.read_context()
 
-    def enter(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
+    def enter(self, frame: FrameType, event: str, argument: Any) -> TraceFunction | None:
         return self.line if frame.f_code.co_filename in self.scripts else None
 
-    def line(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
+    def line(self, frame: FrameType, event: str, argument: Any) -> TraceFunction:
         number = frame.f_lineno
         if event == "line" and number not in self.seen and self.context:
             self.seen.add(number)

@@ -2,12 +2,12 @@
 functions, beside definitions of train_gpt.py, which some of them ask for (low_bits)."""
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TOKEN_BITS, low_bits
+from train_gpt import CHECK_BITS, DOCUMENT_BITS, KEY_BITS, TOKEN_BITS, NgramCounts, low_bits
 
 DTYPES = {"F32": torch.float32, "I16": torch.int16, "U8": torch.uint8}
 
@@ -26,7 +26,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """The weights of {name: tensor} become the model's."""
     for name, p in model.named_parameters():
         if tensors[name].shape != p.shape:
@@ -34,7 +34,7 @@ def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
         p.data = tensors[name]
 
 
-def fill_counts(counts: Any, text: torch.Tensor, starts: torch.Tensor) -> None:
+def fill_counts(counts: NgramCounts, text: torch.Tensor, starts: torch.Tensor) -> None:
     """Counts the training text, int16 (n,), as NgramCounts.count() does with several threads. starts, uint8
     (V,): whether each token begins a word."""
     cfg = counts.cfg

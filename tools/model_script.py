@@ -37,23 +37,23 @@ class Piece(NamedTuple):
     """Some lines of a module and what they ask for."""
     first: int  # the first and the last line, counted from 0
     last: int
-    names: set  # global names
-    attributes: set  # names after a dot
-    constants: set  # names after `cfg.` and `self.`, and texts, which may be such names for getattr()
+    names: set[str]  # global names
+    attributes: set[str]  # names after a dot
+    constants: set[str]  # names after `cfg.` and `self.`, and texts, which may be such names for getattr()
 
 
 class Definition(NamedTuple):
     """A top-level statement, of a class without its methods."""
     part: Part
     head: Piece
-    methods: dict  # {name: Piece}
+    methods: dict[str, Piece]
 
 
 class Module(NamedTuple):
     """A file and its definitions."""
-    lines: list
+    lines: list[str]
     tree: ast.Module
-    definitions: list
+    definitions: list[Definition]
 
 
 def piece_of(node: ast.AST, first: int, last: int) -> Piece:
@@ -79,7 +79,7 @@ def definition_of(node: ast.AST, part: Part) -> Definition:
     methods = {}
     if isinstance(node, ast.ClassDef):
         before = node.lineno
-        rest = [ast.Pass(lineno=node.lineno, col_offset=0)]
+        rest: list[ast.stmt] = [ast.Pass(lineno=node.lineno, col_offset=0)]
         for member in node.body:
             if isinstance(member, ast.FunctionDef):
                 # with what stands between it and the statement before: a blank line, comments, decorators

@@ -41,15 +41,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))    # which isolated modes of Python leave out
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 from line_trace import TRACE  # noqa: E402
 from mutants import KINDS, Finder, Mutant, draw  # noqa: E402
 
@@ -57,6 +58,10 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_CHANGE = ("equivalent", "log text only", "GPU only")     # verdicts; the other one is "not tested"
 COLUMNS = ("key", "result", "by", "tests", "left_out", "cpu_seconds")
 PYTEST = ("-q", "-p", "no:cacheprovider")
+Work = TypeVar("Work")  # a task of in_parallel()
+MapTask = tuple[str, str, str, bool]  # a file of tests, the script, its text; are its lines recorded?
+Row = dict[str, Any]  # of the map: a file of tests
+Sized = tuple[int, str, Row, list[str]]  # lines that a test runs, its name, its file's row, its contexts
 
 
 # ---------------------------------------------------------------- processes
@@ -81,7 +86,8 @@ def copy_tree(root: Path, tree: Path) -> None:
         (tree / ".venv").symlink_to((root / ".venv").resolve())
 
 
-def in_parallel(tasks: Iterable, folders: list[Path], act: Callable, done: Callable) -> None:
+def in_parallel(tasks: Iterable[Work], folders: list[Path], act: Callable[[Work, Path], int],
+                done: Callable[[Work, Path, int, float], None]) -> None:
     """Forks act(task, folder) for each task, one at a time per folder, then calls done(task, folder, exit
     code, CPU seconds); the code is minus the signal that ended it. What an act has started ends with it."""
     waiting = list(tasks)
@@ -112,7 +118,7 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def alone(act, task, folder):
+def alone(act: Callable[[Work, Path], int], task: Work, folder: Path) -> NoReturn:
     """In a new process: a group of its own, output to a file, and never back to the caller."""
     code = 70
     try:
@@ -136,17 +142,17 @@ class Recorder:
     of the fixtures that it shares with others, and the tests that did not pass."""
 
     def __init__(self) -> None:
-        self.tests = {}
-        self.fixtures = {}
-        self.seconds = {}
-        self.failed = set()
+        self.tests: dict[str, list[str]] = {}
+        self.fixtures: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
 
     def begin(self, context: str) -> None:
         TRACE.switch(context)
         self.seconds[context] = -time.perf_counter()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item):
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.begin(item.nodeid)
         answer = yield
         self.seconds[item.nodeid] += time.perf_counter()
@@ -156,7 +162,7 @@ class Recorder:
         return answer
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef):
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         if fixturedef.scope == "function":
             return (yield)
         outer = TRACE.context
@@ -169,12 +175,12 @@ class Recorder:
             self.seconds[outer] -= self.seconds[own]    # the fixture's time is not also the test's
             TRACE.switch(outer)
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not report.passed:
             self.failed.add(report.nodeid)
 
 
-def traced(source, folder):
+def traced(source: str, folder: Path) -> str:
     """The source, its first statement also having its lines recorded; lines keep their numbers."""
     body = ast.parse(source).body
     docstring = isinstance(body[0], ast.Expr)
@@ -185,7 +191,7 @@ def traced(source, folder):
     return "".join(lines)
 
 
-def record(task, folder):
+def record(task: MapTask, folder: Path) -> int:
     """Runs a file of tests, with the lines of the script recorded or as always; leaves what it found."""
     file, script, text, with_lines = task
     for name in ("lines", "context", "found"):
@@ -195,7 +201,7 @@ def record(task, folder):
     TRACE.begin(folder, with_lines)
     recorder = Recorder()
     pytest.main([*PYTEST, f"--basetemp={folder / 'temp'}", file], plugins=[recorder])
-    lines = {}
+    lines: dict[str, set[int]] = {}
     for row in (folder / "lines").read_text().splitlines() if with_lines else ():
         line, _, context = row.partition(" ")
         lines.setdefault(context, set()).add(int(line))
@@ -206,10 +212,10 @@ def record(task, folder):
     return 0
 
 
-def coverage_map(args, source, folders, state):
+def coverage_map(args: argparse.Namespace, source: str, folders: list[Path], state: Path) -> list[Row]:
     """A row per file of tests: seconds and results of an ordinary run, contexts and lines of a traced one."""
     path = state / "map.jsonl"
-    known = {}
+    known: dict[tuple[str, bool], Row] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         found = json.loads(line)
         known[found["file"], found["traced"]] = found
@@ -217,7 +223,7 @@ def coverage_map(args, source, folders, state):
              if file.match("tests/test_*.py") and file.parent == args.root / "tests"]
     tasks = [(file, args.target, source, with_lines) for file in files for with_lines in (True, False)]
 
-    def done(task, folder, code, seconds):
+    def done(task: MapTask, folder: Path, code: int, seconds: float) -> None:
         if code:
             shutil.copy(folder / "output", state / "output")
             raise SystemExit(f"{task[0]}: exit code {code}, see {state / 'output'}")
@@ -245,15 +251,16 @@ def coverage_map(args, source, folders, state):
 
 
 # ---------------------------------------------------------------- the tests of a mutant, and running them
-def plan(mutant, rows, source, texts, budget, allowed=None):
+def plan(mutant: Mutant, rows: list[Row], source: str, texts: dict[str, str], budget: float,
+         allowed: set[str] | None = None) -> tuple[list[str], dict[str, float], int]:
     """(tests in order, {test: seconds}, number of tests that the budget leaves out)"""
     wanted = set(mutant.lines)
     if mutant.imported:
         reads = re.compile(rf"\b({'|'.join(map(re.escape, mutant.names))})\b")
         wanted = {number for number, line in enumerate(source.splitlines(), 1) if reads.search(line)}
-    groups = {}
+    groups: dict[tuple[int, int, bool], dict[str, list[Sized]]] = {}
     total = 0.0
-    paid = set()
+    paid: set[tuple[str, str]] = set()
     for row in rows:
         hit = {context for context, lines in row["lines"].items() if not wanted.isdisjoint(lines)}
         named = sum(name in texts[row["file"]] for name in mutant.names)
@@ -283,7 +290,7 @@ def plan(mutant, rows, source, texts, budget, allowed=None):
     return order, seconds_of, left_out
 
 
-def sorted_by_size(tests: Iterable) -> list:
+def sorted_by_size(tests: Iterable[Sized]) -> list[Sized]:
     return sorted(tests, key=lambda test: test[:2])
 
 
@@ -298,16 +305,16 @@ class Chosen:
         self.count = 0
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items):
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted((item for item in items if item.nodeid in self.rank),
                           key=lambda item: self.rank[item.nodeid])
 
-    def pytest_runtest_logstart(self, nodeid):
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.count += 1
         self.note.write_text(f"{self.count} {nodeid}")
         signal.alarm(self.patience + int(5 * self.seconds[nodeid]))
 
-    def pytest_sessionfinish(self, exitstatus):
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus == 0:
             self.note.write_text(f"{self.count} all passed")
 
@@ -317,11 +324,11 @@ class Task(NamedTuple):
     mutant: Mutant | None       # None: the tests of another one without a change, which must pass
     script: str                 # its path in the tree
     text: str                   # what it holds
-    order: list                 # of tests
-    seconds: dict               # that each takes
+    order: list[str]            # of tests
+    seconds: dict[str, float]   # that each takes
     left_out: int               # tests, by the budget
     patience: int
-    pytest_args: list
+    pytest_args: list[str]
 
 
 def attempt(task: Task, folder: Path) -> int:
@@ -350,7 +357,7 @@ def outcome(folder: Path, code: int, state: Path) -> tuple[str, str, str]:
     return "timeout" if code == -signal.SIGALRM else "caught", by, count
 
 
-def selected(pytest_args, root):
+def selected(pytest_args: list[str], root: Path) -> set[str]:
     """The tests that pytest selects by these arguments."""
     command = [sys.executable, "-m", "pytest", *PYTEST, "--collect-only", *pytest_args]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -368,7 +375,8 @@ def read_table(path: Path) -> dict[str, dict[str, str]]:
         return {row["key"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
 
 
-def run_mutants(args, drawn, rows, folders, results, state):
+def run_mutants(args: argparse.Namespace, drawn: list[Mutant], rows: list[Row], folders: list[Path],
+                results: Path, state: Path) -> None:
     """Those without a result, or whose survival was not tried by all tests that the budget now allows."""
     source = (args.root / args.target).read_text()
     texts = {row["file"]: (args.root / row["file"]).read_text() for row in rows}
@@ -384,7 +392,7 @@ def run_mutants(args, drawn, rows, folders, results, state):
             limits = dict(left_out=left_out, patience=args.patience, pytest_args=args.pytest)
             tasks.append(Task(mutant, args.target, text, order, seconds, **limits))
 
-    def done(task, folder, code, seconds):
+    def done(task: Task, folder: Path, code: int, seconds: float) -> None:
         result, by, count = outcome(folder, code, state)
         if task.mutant is None:
             if result != "survived":
@@ -411,7 +419,7 @@ def share(part: int, whole: int) -> str:
     return f"{part} of {whole} ({100 * part / max(whole, 1):.1f} %)"
 
 
-def report(drawn, results, judged):
+def report(drawn: list[Mutant], results: Path, judged: Path) -> None:
     """The shares caught, and the survivors with their verdicts."""
     known = read_table(results)
     verdicts = read_table(judged)
@@ -472,7 +480,7 @@ def state_folder(root: Path) -> Path:
     return folder
 
 
-def warm_up(source):
+def warm_up(source: str) -> None:
     """Imports what the script imports, so that no mutant pays for it."""
     body = ast.parse(source).body
     for node in body + [inner for block in body if isinstance(block, ast.Try) for inner in block.body]:

@@ -37,7 +37,8 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from judge.trials import last_line  # noqa: E402
@@ -322,7 +323,8 @@ class Bench:
         self.machine = machine()
         self.script = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
-    def measured(self, key: dict[str, Any], what: str, function: Callable[[], dict]) -> dict[str, Any]:
+    def measured(self, key: dict[str, Any], what: str,
+                 function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The row of that key, from the file or from function(), without its key."""
         key = dict(text=self.text.key, machine=self.machine, **key)
         row = self.kept.find(key)

@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 import train_gpt  # noqa: E402
 from train_gpt import (  # noqa: E402
-    CHANNELS_PER_LAYER, GPT2, HEAD_DIM, NAMES, REFERENCE_WIDTH, GPT2Plus, Golf, GolfPlus, Refused,
+    CHANNELS_PER_LAYER, GPT2, HEAD_DIM, NAMES, REFERENCE_WIDTH, Config, GPT2Plus, Golf, GolfPlus, Refused,
     Schedule, Speedrun, SpeedrunPlus, Team, choose_kernels, first_values, horizon_weights, load_config,
     parse_flags, parse_value, planned_tokens, preset_config, preset_of, read_text, show, total_steps,
     train_step)
@@ -40,6 +40,7 @@ PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
 PROXY_STEPS = 0.25  # steps of a proxy / steps of its recipe, at any width
 PROXY_VAL = 262_144  # val tokens that are scored
 PROXY_SECONDS = 300  # what the run of a bare --proxy may take
+Log = Callable[..., None]  # takes lines
 PROXY_WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280)
 
 
@@ -64,7 +65,7 @@ def value_of(rows: list[Scaled], name: str) -> Any:
     return {row.name: row.value for row in rows}[name]
 
 
-def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
+def proxy_shape(full: Config, size: ProxySize) -> list[Scaled]:
     """Width, heads and vocabulary. full: the recipe."""
     width = size.width
     possible = [n for n in range(2, full.num_heads + 1, 2) if width % (2 * n) == 0]
@@ -75,7 +76,7 @@ def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
             Scaled("vocab_size", size.vocab_size, "that of the text")]
 
 
-def proxy_length(full: Any, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
+def proxy_length(full: Config, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
     """Steps, and the batch that follows from them. full: the recipe, whose run takes `steps`. shape: the
     proxy's other sizes."""
     small = replace(full, **{row.name: row.value for row in shape})
@@ -97,7 +98,7 @@ def proxy_length(full: Any, shape: list[Scaled], steps: int, tokens_per_weight: 
         Scaled("max_epochs", 0, "a small text is read again")]
 
 
-def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) -> list[Scaled]:
+def proxy_rates(full: Config, width: int, reference: int, tables: Sequence[str]) -> list[Scaled]:
     """Learning rates. reference: the width for which `full` states them. tables: constants of the rates of
     embeddings and lm_head."""
     factor = (width / reference) ** -0.5
@@ -135,7 +136,7 @@ def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     return scores
 
 
-def proxy_text(path: str, full: Any) -> tuple[int, int]:
+def proxy_text(path: str, full: Config) -> tuple[int, int]:
     """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. If it is not
     there, those of the embedded corpus; without a tokenizer, the recipe's vocab_size."""
     try:
@@ -148,7 +149,7 @@ def proxy_text(path: str, full: Any) -> tuple[int, int]:
 
 
 # ---------- the rules of the recipes
-def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
+def golf_shape(full: Config, size: ProxySize) -> list[Scaled]:
     """The sizes of the golf recipes' proxies, with as many query heads per key head as in the recipe."""
     shape = proxy_shape(full, size)
     kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
@@ -188,7 +189,7 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     ] + proxy_scores(value_of(shape, "train_seq_len"), size)
 
 
-def speedrun_windows(full: Any, share: float) -> list[Scaled]:
+def speedrun_windows(full: Config, share: float) -> list[Scaled]:
     """Windows, documents and rows in proxies of the speedruns. share: proxy's width / recipe's width."""
     block = max(4, round(full.window_block * share))
     windows = [stage.window // full.window_block * block for stage in full.stages()]
@@ -202,7 +203,7 @@ def speedrun_windows(full: Any, share: float) -> list[Scaled]:
         Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
 
 
-def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
+def speedrun_decay(full: Config, batch: int) -> list[Scaled]:
     """Weight decay, momentum cooldown, gradient scale and fp8 in proxies of the speedruns. batch: tokens
     per step of the proxy."""
     ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
@@ -259,7 +260,7 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
     ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 
-def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
+def gpt2_shape(full: Config, size: ProxySize) -> tuple[Config, list[Scaled]]:
     """-> (the recipe at the proxy's depth, the proxy's sizes). A layer per 64 channels, as on the dial, but
     at least four, so that each kind of layer occurs; --depth overrides that. Windows and value embeddings
     follow the depth."""
@@ -272,7 +273,7 @@ def gpt2_shape(full: Any, size: ProxySize) -> tuple[Any, list[Scaled]]:
     return replace(full, **full.size_of_depth(depth)), rows
 
 
-def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
+def gpt2_rates(full: Config, size: ProxySize) -> list[Scaled]:
     """Rates of the dial's reference model, for embeddings and lm_head scaled with the width; weight decay;
     fp8 and CORE off. The dial's batch factor is left out: the batch shrinks only because the run does."""
     reference = type(full)()
@@ -307,7 +308,7 @@ def gpt2_plus_proxy(full: GPT2Plus, size: ProxySize) -> list[Scaled]:
 
 
 # {preset: its rule, (recipe, size) -> rows}
-PROXIES: dict[str, Callable] = dict(
+PROXIES: dict[str, Callable[[Any, ProxySize], list[Scaled]]] = dict(
     golf=golf_proxy, golf_plus=golf_plus_proxy, speedrun=speedrun_proxy, speedrun_plus=speedrun_plus_proxy,
     gpt2=gpt2_proxy, gpt2_plus=gpt2_plus_proxy)
 
@@ -337,7 +338,7 @@ def proxy_flags(rows: list[Scaled]) -> list[str]:
     return flags
 
 
-def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Callable = print) -> Sequence[str]:
+def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print) -> Sequence[str]:
     """A command line with --proxy replaced by the flags that it stands for, which the log shows with their
     rules. Raises Refused."""
     text, others = without_proxy(argv)
@@ -377,8 +378,8 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Callable = pr
     return [*others, *proxy_flags(rows)]
 
 
-def largest_proxy(scaled: Callable, widths: list[int], others: list[str], env: Mapping[str, str],
-                  log: Callable) -> int:
+def largest_proxy(scaled: Callable[[int], list[Scaled]], widths: list[int], others: list[str],
+                  env: Mapping[str, str], log: Log) -> int:
     """The largest width whose run takes at most PROXY_SECONDS, by real steps here. scaled: width -> rows."""
     best = widths[0]
     for width in widths:
@@ -392,7 +393,7 @@ def largest_proxy(scaled: Callable, widths: list[int], others: list[str], env: M
     return best
 
 
-def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
+def proxy_seconds(cfg: Config, env: Mapping[str, str]) -> float:
     """Estimated seconds of training, from uncompiled steps of the last stage, which are the longest."""
     team = Team(cfg, env)
     if team.world_size > 1:

@@ -12,8 +12,8 @@ from pathlib import Path
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def on_terminal(command: list, cwd: str | Path, columns: int = 100, env: dict | None = None,
-                stamps: list | None = None) -> tuple[int, list[str], list[str]]:
+def on_terminal(command: list[str], cwd: str | Path, columns: int = 100, env: dict[str, str] | None = None,
+                stamps: list[tuple[float, str]] | None = None) -> tuple[int, list[str], list[str]]:
     """(exit code, lines that stay, every state of the line that is rewritten) on a terminal. stamps: gets
     (time, text) of whatever comes."""
     own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}    # xdist sets it

@@ -10,7 +10,7 @@ them. Nothing here imports torch.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ def seen(operator: str, dtypes: tuple[str, ...], path: Path = TABLE) -> bool:
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
     """Each kind once, by the report that showed it first."""
-    kept: dict[tuple, Row] = {}
+    kept: dict[tuple[str, ...], Row] = {}
     for row in rows:
         kept.setdefault(row[:5], row)
     lines = ["\t".join(HEAD), *["\t".join(row) for row in sorted(kept.values())]]
@@ -94,10 +94,10 @@ def launches(operator: str) -> bool:
     return canonical(operator).removeprefix("aten.") not in VIEWS
 
 
-def layout_of(shape: tuple, strides: tuple) -> str:
+def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:
     """contiguous; transposed: contiguous if its last two dimensions change places; else strided."""
 
-    def dense(shape: list, strides: list) -> bool:
+    def dense(shape: list[int], strides: list[int]) -> bool:
         expected = 1
         for size, stride in zip(reversed(shape), reversed(strides)):
             if size != 1 and stride != expected:
@@ -121,7 +121,7 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "dtype") and callable(getattr(value, "stride", None))
 
 
-def describe(args: Iterable, kwargs: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def describe(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(dtypes, layouts) of the tensors that an operator is given, `out` aside. Those of a list are told as
     one: `float32[]`."""
     dtypes = []
@@ -161,7 +161,7 @@ def family(kernel: str) -> tuple[str, str, str] | None:
     return name, UNKNOWN, UNKNOWN
 
 
-def rows_of(report: dict, name: str) -> list[Row]:
+def rows_of(report: dict[str, Any], name: str) -> list[Row]:
     """What a report of a card shows to have run there."""
     machine = report["machine"]
     card = machine["gpu"]

@@ -23,6 +23,8 @@ reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Ex
 was printed.
 """
 
+from __future__ import annotations
+
 import argparse
 import collections
 import ctypes
@@ -38,17 +40,27 @@ import sysconfig
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))
+if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
+    sys.path.append(str(HERE))
 import kernel_costs  # noqa: E402
 import seen_on_gpu  # noqa: E402
 
+if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
+    from torch import Tensor
+    from torch.library import Library
+
+    from train_gpt import Config, Stage
+
 SITE = Path(sysconfig.get_paths()["purelib"])
 LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
+Note = Callable[..., None]  # Recorder.note()
 
 
 class Gpu(NamedTuple):
@@ -78,7 +90,9 @@ TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("
 GIB = 2**30
 # A record's logged milliseconds over the sum that was counted of its own script, per stage, by torch 2.14.1
 # and before tensor lists were counted: nanochat's d26, modded-nanogpt's 2025-11-29, parameter-golf's Seq4096
-SPEEDRUN_FACTORS, GPT2_FACTORS, GOLF_FACTORS = (1.32, 1.23, 1.18), (1.34,), (2.4,)
+SPEEDRUN_FACTORS = (1.32, 1.23, 1.18)
+GPT2_FACTORS = (1.34,)
+GOLF_FACTORS = (2.4,)
 # Steps that the records made within the clock that ends these games
 RECORD_STEPS = {"golf": 8394, "golf_plus": 4988}
 FACTORS = {
@@ -92,9 +106,10 @@ FACTORS = {
 
 
 # ---------- the library
-def build(folder, site=SITE):
+def build(folder: Path | str, site: Path = SITE) -> Path:
     """Compiles static_gpu.c into folder/libcuda.so.1; CUDA symbols of torch without a body there return 0."""
-    source, want = (HERE / "static_gpu.c").read_text(), {"cuInit", "cuCtxSetLimit", "cuCtxGetLimit"}
+    source = (HERE / "static_gpu.c").read_text()
+    want = {"cuInit", "cuCtxSetLimit", "cuCtxGetLimit"}
     for name in LIBRARIES:
         path = site / f"torch/lib/lib{name}.so"
         if path.exists():
@@ -138,7 +153,7 @@ def build(folder, site=SITE):
     return folder / "libcuda.so.1"
 
 
-def environment(library, gpu, ranks, cache):
+def environment(library: Path, gpu: Gpu, ranks: int, cache: str) -> dict[str, str]:
     """What a process needs in its environment to see `ranks` such GPUs."""
     here = str(library.parent)
     return os.environ | dict(
@@ -162,13 +177,14 @@ def environment(library, gpu, ranks, cache):
 class Recorder:
     """Starts and stops the library's record, and adds to it what only Python knows."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
-        self.file, self.waits = tempfile.NamedTemporaryFile(suffix=".tsv"), []
+        self.file = tempfile.NamedTemporaryFile(suffix=".tsv")
+        self.waits: list[str] = []
         self.callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self.on_wait)
         self.library.static_on_wait(self.callback)
 
-    def on_wait(self, what):
+    def on_wait(self, what: bytes) -> None:
         stack = [
             f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
             for frame in traceback.extract_stack()[:-1]
@@ -176,10 +192,10 @@ class Recorder:
         own = [place for place in stack if place.startswith("train_gpt")][-1:] or stack[-1:]
         self.waits.append(f"{what.decode()} at {own[0]}")
 
-    def note(self, *words):
+    def note(self, *words: object) -> None:
         self.library.static_note("\t".join(map(str, words)).encode())
 
-    def of(self, function):
+    def of(self, function: Callable[[], Any]) -> tuple[Any, list[list[str]], list[str]]:
         """(what function returns, [[word]] of the lines that it wrote, [wait])"""
         self.waits.clear()
         self.library.static_record(self.file.name.encode())
@@ -192,7 +208,7 @@ class Recorder:
         return value, without_stand_ins(lines), [*self.waits]
 
 
-def without_stand_ins(lines):
+def without_stand_ins(lines: list[list[str]]) -> list[list[str]]:
     """lines without the copies by which the fake process group stands for NCCL's kernels."""
     kept = []
     inside = False
@@ -206,7 +222,7 @@ def without_stand_ins(lines):
     return kept
 
 
-def replace_attention(torch, note):
+def replace_attention(torch: ModuleType, note: Note) -> Library:
     """The fused kernels of dense attention write down their shapes and allocate their results."""
     from torch import _meta_registrations as meta
 
@@ -216,7 +232,8 @@ def replace_attention(torch, note):
             operator = f"_scaled_dot_product_{kind}_attention{end}"
             allocate = meta.global_decomposition_table["meta"][getattr(torch.ops.aten, operator).default]
 
-            def call(*args, allocate=allocate, kind=kind, end=end, **kwargs):
+            def call(*args: Any, allocate: Callable[..., Any] = allocate, kind: str = kind, end: str = end,
+                     **kwargs: Any) -> tuple[Any, ...]:  # fmt: skip
                 q, k = args[1:3] if end else args[:2]
                 causal = kwargs.get("is_causal") or any(x is True for x in args)
                 note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
@@ -234,16 +251,16 @@ def replace_attention(torch, note):
 
 
 @contextmanager
-def count_bytes(torch, note, width, order=False):
+def count_bytes(torch: ModuleType, note: Note, width: int, order: bool = False) -> Iterator[None]:
     """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table in which they look up
     or scatter rows, at most `width`: those rows. order: generated ones also note the bytes that they walk
     against the order in memory; -1 if that is unknown."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     real = CachingAutotuner.run
-    strided: dict = {}  # {(kernel, sizes of its tensors): bytes}
+    strided: dict[tuple[Any, ...], int | None] = {}  # {(kernel, sizes of its tensors): bytes}
 
-    def run(self, *args, **kwargs):
+    def run(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
         """CachingAutotuner.run(), which notes what it launches."""
         tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
         name = self.fn.__name__
@@ -279,14 +296,14 @@ DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "uns
 
 
 @contextmanager
-def list_bytes(torch):
+def list_bytes(torch: ModuleType) -> Iterator[dict[str, collections.deque[int]]]:
     """Yields {name in FOREACH: bytes of each call}: those of its tensor lists, the first of which counts
     twice where it is both read and written."""
-    noted = collections.defaultdict(collections.deque)
+    noted: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
     real = {name: getattr(torch, name) for name in FOREACH}
 
-    def noting(name, call):
-        def noted_call(first, *others, **kwargs):
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_call(first: Sequence[Tensor], *others: Any, **kwargs: Any) -> Any:
             lists = [first, *(x for x in others if isinstance(x, (list, tuple)))]
             sizes = [sum(t.nbytes for t in tensors) for tensors in lists]
             noted[name].append(sum(sizes) + (sizes[0] if name == "_foreach_add_" else 0))
@@ -303,7 +320,7 @@ def list_bytes(torch):
             setattr(torch, name, call)
 
 
-def moved_bytes(name, sizes):
+def moved_bytes(name: str, sizes: list[int]) -> int:
     """Bytes that an operator reads and writes. sizes: of its tensors, in order."""
     if name in ("copy_", "fill_", "zero_"):
         return sum(sizes)  # what the first tensor held isn't read
@@ -312,7 +329,7 @@ def moved_bytes(name, sizes):
     return sum(sizes) + max(sizes, default=0)
 
 
-def eager_bytes(torch, function):
+def eager_bytes(torch: ModuleType, function: Callable[[], None]) -> int:
     """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again as
     its result; of tensor lists that are concatenated, as bf16. Without collectives."""
     from torch.profiler import ProfilerActivity, profile
@@ -351,10 +368,12 @@ def eager_bytes(torch, function):
     return total
 
 
-def window_pairs(trainer, cfg, stage, document=0):
+def window_pairs(trainer: ModuleType, cfg: Config, stage: Stage, document: int = 0) -> int:
     """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
     it. Documents, which make them fewer, are not known here; document: as if each had so many tokens."""
-    T, unit, pairs = stage.row_tokens, 128, 0
+    T = stage.row_tokens
+    unit = 128
+    pairs = 0
     for layer in cfg.layers(stage):
         if layer.window and (layer.window < T - 1 or cfg.document_limit()):
             firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
@@ -368,8 +387,10 @@ def window_pairs(trainer, cfg, stage, document=0):
 class Subject:
     """A trainer's model and optimizer on this GPU, rehearsed."""
 
-    def __init__(self, trainer, torch, words, ranks):
-        self.trainer, self.torch, self.recorder = trainer, torch, Recorder()
+    def __init__(self, trainer: ModuleType, torch: ModuleType, words: Sequence[str], ranks: int) -> None:
+        self.trainer = trainer
+        self.torch = torch
+        self.recorder = Recorder()
         self.kept = replace_attention(torch, self.recorder.note)
         env = {}
         if ranks > 1:
@@ -379,7 +400,8 @@ class Subject:
             env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         cfg = trainer.load_config({}, words)
         cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 1024, bos_id=cfg.bos_id or 1)
-        team, self.log = trainer.Team(cfg, env), []
+        team = trainer.Team(cfg, env)
+        self.log: list[str] = []
         micro = trainer.micro_batch(cfg, team)
         self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
         self.estimate = trainer.step_memory(cfg, team, micro)
@@ -393,20 +415,22 @@ class Subject:
             self.note_collective(name)
         update = run.optimizer.step
 
-        def noted_update(*args, **kwargs):
+        def noted_update(*args: Any, **kwargs: Any) -> None:
             self.recorder.note("phase", "optimizer")
             update(*args, **kwargs)
             self.recorder.note("phase", "model")
 
         run.optimizer.step = noted_update
 
-    def add_to_log(self, *lines):
+    def add_to_log(self, *lines: str) -> None:
         self.log += lines
 
-    def note_collective(self, name):
-        real, note = getattr(self.trainer, name), self.recorder.note
+    def note_collective(self, name: str) -> None:
+        """From now on this collective notes its bytes."""
+        real = getattr(self.trainer, name)
+        note = self.recorder.note
 
-        def call(out, inp, **kwargs):
+        def call(out: Tensor, inp: Tensor, **kwargs: Any) -> Any:
             note("collective", name, max(out.nbytes, inp.nbytes))
             job = real(out, inp, **kwargs)
             note("collected")
@@ -414,7 +438,7 @@ class Subject:
 
         setattr(self.trainer, name, call)
 
-    def memory(self):
+    def memory(self) -> dict[str, float]:
         """GiB at most since the last call: allocated, reserved."""
         cuda = self.torch.cuda
         found = [round(n / GIB, 2) for n in (cuda.max_memory_allocated(), cuda.max_memory_reserved())]
@@ -422,22 +446,23 @@ class Subject:
         cuda.reset_peak_memory_stats()
         return dict(zip(("peak_GiB", "reserved_GiB"), found))
 
-    def rehearse(self):
+    def rehearse(self) -> dict[str, Any]:
         """The rehearsal: what was compiled, and how long that took."""
         import triton
         from torch._dynamo.utils import counters
 
-        ptxas = collections.Counter()
+        ptxas: dict[str, float] = {}  # kernel: longest seconds
 
-        def listen(src, metadata, times, **_):
-            ptxas[src.name] = max(ptxas[src.name], dict(times.lowering_stages).get("cubin", 0) / 1e6)
+        def listen(src: Any, metadata: Any, times: Any, **_: Any) -> None:
+            seconds = dict(times.lowering_stages).get("cubin", 0) / 1e6
+            ptxas[src.name] = max(ptxas.get(src.name, 0.0), seconds)
 
         triton.knobs.compilation.listener = listen
         self.memory()
         began = core_seconds()
         _, lines, _ = self.recorder.of(lambda: self.trainer.rehearse(self.run))
         loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}
-        slowest = ptxas.most_common(1) or [("none", 0.0)]
+        slowest = max(ptxas.items(), key=lambda item: item[1], default=("none", 0.0))
         return dict(
             seconds=round(core_seconds() - began, 1),
             compiled=self.run.loss_fn is not self.run.model,
@@ -447,16 +472,19 @@ class Subject:
             spilling=sorted(
                 [int(stack), int(registers), name] for name, registers, stack in loaded if int(stack)
             )[::-1],
-            slowest_ptxas=[slowest[0][0], round(slowest[0][1], 1)],
+            slowest_ptxas=[slowest[0], round(slowest[1], 1)],
             refused=refusals(lines),
             log=[line for line in self.log if line],
             **self.memory(),
         )
 
-    def stage(self, stage):
+    def stage(self, stage: Stage) -> dict[str, Any]:
         """Figures of a step of a stage: the mean over as many as Adam waits for."""
-        run, cfg, torch = self.run, self.run.cfg, self.torch
-        T, tokens = stage.row_tokens, stage.batch_tokens
+        run = self.run
+        cfg = self.run.cfg
+        torch = self.torch
+        T = stage.row_tokens
+        tokens = stage.batch_tokens
         rows = tokens // T // run.team.world_size
         context = run.model.training_context(T, run.team.device, run.team.dtype, stage)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
@@ -468,7 +496,7 @@ class Subject:
         if hasattr(self.trainer, "MuonState"):
             schedule = (self.trainer.Schedule(1.0, 0.95),)
 
-        def steps():
+        def steps() -> None:
             for _ in range(every):
                 self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, *schedule)
 
@@ -483,7 +511,8 @@ class Subject:
         began = time.perf_counter()
         steps()
         host = 1e3 * (time.perf_counter() - began) / every
-        D, H = cfg.model_dim // cfg.num_heads, cfg.num_heads
+        D = cfg.model_dim // cfg.num_heads
+        H = cfg.num_heads
         flops = 3.5 * 4 * D * H * rows * every
         flex = flops * window_pairs(self.trainer, cfg, stage)
         document = kernel_costs.DOCUMENT if cfg.document_limit() else 0
@@ -503,14 +532,15 @@ class Subject:
             **memory,
         )
 
-    def evaluation(self):
+    def evaluation(self) -> dict[str, Any]:
         """A batch of val rows, twice."""
-        run, cfg = self.run, self.run.cfg
+        run = self.run
+        cfg = self.run.cfg
         T = cfg.eval_context or cfg.train_seq_len
         rows = [([0] * (T + 1), 1)] * max(1, cfg.val_batch_size // T)
         began = time.perf_counter()
 
-        def score():
+        def score() -> list[tuple[int, Tensor, Tensor]]:
             return [*self.trainer.score_rows(run.model, cfg, rows, run.team, None, True)]
 
         score()
@@ -523,43 +553,48 @@ class Subject:
         )
 
 
-def stage_name(cfg, stage):
+def stage_name(cfg: Config, stage: Stage) -> str:
     """`x3 window 1664`, and loops where there are any."""
     long = cfg.windows(stage, stage.row_tokens).get("long_window", 0)
     name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
     return name + (f" loops {stage.loops}" if getattr(stage, "loops", 0) else "")
 
 
-def steps_of_stages(cfg, total):
+def steps_of_stages(cfg: Config, total: int) -> dict[str, int]:
     """{name of a stage: its steps} of a run of so many."""
-    found = collections.Counter()
+    found: collections.Counter[str] = collections.Counter()
     firsts = [round(total * stage.begins) for stage in cfg.stages()]
     for stage, first, end in zip(cfg.stages(), firsts, [*firsts[1:], total]):
         found[stage_name(cfg, stage)] += end - first
     return dict(found)
 
 
-def core_seconds():
+def core_seconds() -> float:
     """CPU seconds of this process and of those that it has started, such as ptxas."""
     return sum(os.times()[:4])
 
 
-def refusals(lines):
+def refusals(lines: list[list[str]]) -> dict[str, int]:
     return dict(collections.Counter(line[1] for line in lines if line[0] == "refused"))
 
 
-def figures(lines, flex_flop, eager, steps):
+def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) -> dict[str, Any]:
     """What the lines of so many steps say of one step. Of all of them: flex_flop, eager (bytes)."""
     name = os.environ.get("STATIC_NAME", GPUS["h100"].name)
     gpu = next(gpu for gpu in GPUS.values() if gpu.name == name)
-    kinds, flop, moved, ms = (collections.Counter() for _ in range(4))
-    kernels = collections.defaultdict(lambda: [0, 0, 0, 0])  # name: [bytes, launches, registers, stack]
+    kinds: collections.Counter[str] = collections.Counter()
+    flop: dict[str, float] = collections.defaultdict(float)
+    moved: dict[str, float] = collections.defaultdict(float)
+    ms: dict[str, float] = collections.defaultdict(float)
+    # name: [bytes, launches, registers, stack]
+    kernels: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
     for kind, *words in lines:
         kinds[kind] += 1
         if kind == "gemm":
             m, n, k, batch, a, out = map(int, words[2:8])
             name, size = TYPES[a]
-            work, data = 2 * m * n * k * batch, batch * (size * (m * k + k * n) + TYPES[out][1] * m * n)
+            work = 2 * m * n * k * batch
+            data = batch * (size * (m * k + k * n) + TYPES[out][1] * m * n)
             rate = {"fp8": gpu.fp8, "fp32": min(FP32, gpu.bf16)}.get(name) or gpu.bf16
             flop[name] += work
             ms["products " + name] += 1e3 * max(work / rate, data / gpu.bandwidth)
@@ -578,7 +613,8 @@ def figures(lines, flex_flop, eager, steps):
         elif kind == "triton":
             row = kernels[words[0]]
             row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
-    flop["flex attention"], moved["eager"] = flex_flop, eager
+    flop["flex attention"] = flex_flop
+    moved["eager"] = eager
     ms["attention"] += 1e3 * flex_flop / (0.8 * gpu.attention)
     ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / gpu.bandwidth
     launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
@@ -607,7 +643,7 @@ def figures(lines, flex_flop, eager, steps):
     )
 
 
-def load_trainer(path):
+def load_trainer(path: Path) -> ModuleType:
     """train_gpt.py of any folder, under its own name."""
     spec = importlib.util.spec_from_file_location("train_gpt", path)
     trainer = importlib.util.module_from_spec(spec)
@@ -616,7 +652,7 @@ def load_trainer(path):
     return trainer
 
 
-def measure(words, ranks, trainer_path):
+def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, Any]:
     """Everything about one preset, as a dict; in a process with the library in place."""
     import torch
     import torch._inductor.config as inductor
@@ -628,7 +664,8 @@ def measure(words, ranks, trainer_path):
         subject = Subject(trainer, torch, words, ranks)
     except trainer.Refused as error:
         return dict(refused=str(error))
-    run, cfg = subject.run, subject.run.cfg
+    run = subject.run
+    cfg = subject.run.cfg
     found = dict(
         torch=torch.__version__,
         dtype=str(run.team.dtype)[6:],
@@ -657,14 +694,18 @@ def measure(words, ranks, trainer_path):
 # ---------- the command
 LONGEST_PTXAS = 60  # seconds for one kernel
 TRANSPOSING_SHOWN = 5  # kernels of a stage, or --kernels if that is more
-MEMORY_ERROR, MEMORY_SLACK = 0.15, 0.5  # of the plan's estimate against the peak: part of it, and GiB
+# What the plan's estimate may be off from the peak: a part of it, and GiB
+MEMORY_ERROR = 0.15
+MEMORY_SLACK = 0.5
 
 
-def problems(found):
+def problems(found: dict[str, Any]) -> list[str]:
     """Sentences on what would cost a run on a real GPU; none where all is well."""
     if "error" in found or "refused" in found:
         return [f"no run: {found.get('refused') or found['error']}"]
-    rehearsal, stages, sentences = found["rehearsal"], found["stages"], []
+    rehearsal = found["rehearsal"]
+    stages = found["stages"]
+    sentences = []
     kernel, seconds = rehearsal["slowest_ptxas"]
     for place in (rehearsal, *stages.values()):
         sentences += [f"the GPU would refuse: {what}" for what in place["refused"]]
@@ -680,7 +721,8 @@ def problems(found):
             sentences.append(f"step {name} compiles on the clock")
         if stage["waits"]:
             sentences.append(f"{len(stage['waits'])} waits in step {name}: {', '.join({*stage['waits']})}")
-    peak, plan = max(stage["peak_GiB"] for stage in stages.values()), found["estimate_GiB"]
+    peak = max(stage["peak_GiB"] for stage in stages.values())
+    plan = found["estimate_GiB"]
     if abs(plan - peak) > max(MEMORY_ERROR * peak, MEMORY_SLACK):
         sentences.append(f"a step takes {peak} GiB, the plan says {plan}")
     if "error" in found.get("evaluation", {}):
@@ -688,7 +730,7 @@ def problems(found):
     return sentences
 
 
-def expected(title, stage, ms):
+def expected(title: str, stage: str, ms: float) -> str:
     """The time to expect of a step on 8 H100, by what the game's record took, in words; "" elsewhere."""
     preset = title.split()[0]
     if preset not in FACTORS or not title.endswith("on 8 x h100"):
@@ -698,7 +740,7 @@ def expected(title, stage, ms):
     return f", so about {ms * factor:.1f} (estimate: the record took {factor} times its own sum)"
 
 
-def alone(title, found):
+def alone(title: str, found: dict[str, Any]) -> str:
     """The whole recipe on one GPU: hours, and the command."""
     words, _, gpu = title.partition(" on 1 x ")
     preset = words.split()[0]
@@ -714,7 +756,7 @@ def alone(title, found):
     return f"all {steps:,} steps on one {gpu}: about {hours:.1f} hours (estimate), by: {command}"
 
 
-def report_estimate(row, kernels):
+def report_estimate(row: dict[str, Any], kernels: int) -> None:
     """Prints the estimate of a stage, and so many of its transposing kernels."""
     if "estimate_ms" not in row:
         return
@@ -731,7 +773,7 @@ def report_estimate(row, kernels):
         print(f"    not read, so perhaps transposing: {', '.join(row['unread'])}")
 
 
-def report(title, found, kernels=0):
+def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
     """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
     print(f"\n== {title}")
     for sentence in problems(found):
@@ -777,25 +819,27 @@ def report(title, found, kernels=0):
         print(f"  {alone(title, found)}")
 
 
-def flat(tree, path=()):
+def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
     """{place: value} of nested dicts."""
     if not isinstance(tree, dict):
         return {".".join(path): tree}
     return {place: value for key, child in tree.items() for place, value in flat(child, (*path, key)).items()}
 
 
-def changes(before, after):
+def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """Lines on what differs; numbers with their ratio."""
-    old, new = flat(before), flat(after)
+    old = flat(before)
+    new = flat(after)
     for place in sorted(old.keys() | new.keys()):
-        a, b = old.get(place), new.get(place)
+        a = old.get(place)
+        b = new.get(place)
         if a == b or place.endswith(("seconds", "host_ms", "largest")):
             continue
         both = all(isinstance(x, (int, float)) and x for x in (a, b))
         yield f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else "")
 
 
-def parse(argv):
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """-> the flags, with `presets` and `settings`, which are flags of train_gpt.py."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -827,9 +871,12 @@ PARTS = ["steps", "main"]  # of --run
 EVERY_PRESET = ["tiny", "golf", "speedrun", "gpt2", "golf_plus", "gpt2_plus", "speedrun_plus"]
 
 
-def in_a_process(args, preset, gpu, ranks, library, folder):
+def in_a_process(
+    args: argparse.Namespace, preset: str, gpu: str, ranks: int, library: Path, folder: str
+) -> dict[str, Any]:
     """What measure() or, with --run, emulated_run.check() finds in a process of its own, or its error."""
-    out, cache = Path(folder, "out.json"), args.cache or tempfile.mkdtemp(dir=folder)
+    out = Path(folder, "out.json")
+    cache = args.cache or tempfile.mkdtemp(dir=folder)
     out.unlink(missing_ok=True)
     words = [
         preset,
@@ -858,14 +905,14 @@ def in_a_process(args, preset, gpu, ranks, library, folder):
     return json.loads(out.read_text())
 
 
-def runs(args):
+def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     """(preset, GPU, ranks) of each run that is asked for."""
     for preset, gpu in itertools.product(args.presets, args.gpu):
         for ranks in args.ranks or [1 if preset == "tiny" else 8]:
             yield preset, gpu, ranks
 
 
-def one_preset(args):
+def one_preset(args: argparse.Namespace) -> None:
     """In a child process: writes what is found of a preset. Does not return."""
     preset = args.presets[0]
     path = args.trainer / "train_gpt.py"
@@ -879,7 +926,7 @@ def one_preset(args):
     os._exit(0)  # torch's own end would ask the driver for what is not there
 
 
-def report_run(title, found):
+def report_run(title: str, found: dict[str, Any]) -> None:
     """Prints what emulated_run.check() found."""
     print(f"\n== {title}, a toy run with results")
     if "error" in found:
@@ -894,7 +941,7 @@ def report_run(title, found):
     print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
 
 
-def unseen(operators):
+def unseen(operators: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
     """Of [(name, dtypes, line)] those that seen_on_gpu.tsv lacks, as `mm(bfloat16) at hidden:1234`."""
     found = []
     for name, dtypes, line in operators:
@@ -903,7 +950,7 @@ def unseen(operators):
     return found
 
 
-def main(argv):
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if there is a problem."""
     args = parse(argv)
     if args.one:

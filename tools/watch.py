@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 try:
@@ -30,8 +31,8 @@ try:
 except ImportError:
     sys.exit("run.sh: the package numpy is missing: ./run.sh setup")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "records"))
-sys.path.append(str(ROOT / "data"))
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "records"), str(ROOT / "data")]
 import inputs  # noqa: E402
 from judge.runs import STEP  # noqa: E402
 from judge.trials import draw_run  # noqa: E402
@@ -73,7 +74,8 @@ class Progress:
         self.stage = "starting"
         self.began = time.monotonic()
         self.seen = {}
-        self.step = None        # (step, training seconds, seconds left, tok/s, when) of the last report
+        # (step, training seconds, seconds left, tok/s, when) of the last report
+        self.step: tuple[int, float, int, int, float] | None = None
         self.at = 0, 0          # the last step that a line told, and of how many
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
         self.trained = self.in_samples = self.in_summary = self.paced = False
@@ -253,7 +255,7 @@ def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
 
 
 def follow(child: subprocess.Popen, screen: Screen, progress: Progress, logger: "Logger",
-           stop: list) -> None:
+           stop: list[int | str]) -> None:
     """Shows the child's lines until it closes both of its streams. stop: has an entry once a signal came."""
     lines = queue.Queue()
     open_streams = {"stdout", "stderr"}
@@ -301,7 +303,7 @@ def start(command: list[str]) -> subprocess.Popen:
     libc = ctypes.CDLL(None)
     env = {name: text for name, text in os.environ.items() if name != "LOGGER"}    # which is heeded here
 
-    def end_with_parent():
+    def end_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
@@ -341,9 +343,9 @@ def pause(child: subprocess.Popen) -> None:
     send(pids, signal.SIGCONT)
 
 
-def pass_signals(child: subprocess.Popen, stop: list) -> None:
+def pass_signals(child: subprocess.Popen, stop: list[int | str]) -> None:
     """From now on, until the command has ended. stop: gets an entry for one that asks it to stop."""
-    def pass_on(number, _):
+    def pass_on(number: int, _: FrameType | None) -> None:
         if child.poll() is not None:    # what is left, such as a logger that hangs, ends here
             raise KeyboardInterrupt
         if number in STOPS:
@@ -369,7 +371,7 @@ def scores_text(result: dict[str, Any]) -> str:
     return ", ".join(f"{name} {result[name]:.4f}" for name in names)
 
 
-def target_of(result: dict) -> dict[str, Any]:
+def target_of(result: dict[str, Any]) -> dict[str, Any]:
     """What records/targets.json has for the run's game; {} where the run played another one."""
     other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
                   "max_wallclock_seconds"}
@@ -447,7 +449,7 @@ class Logger:
         if self.kind:
             self.safely(self.read, line, progress)
 
-    def safely(self, do: Callable, *args: Any) -> None:
+    def safely(self, do: Callable[..., None], *args: Any) -> None:
         try:
             do(*args)
         except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -117,10 +117,10 @@ def file_findings(folder: Folder) -> Iterator[Finding]:
 
 def script_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     """The script that ran, what it hides, and flags that the game forbids."""
-    def code_of(text):      # but for comments and blanks
+    def code_of(text: str) -> list[str]:        # but for comments and blanks
         return re.sub("#.*", "", text).split()
 
-    def is_here(source):    # a launcher may have printed something before it
+    def is_here(source: str) -> bool:       # a launcher may have printed something before it
         return any(code_of(source)[-len(script):] == script for script in scripts if script)
 
     scripts = [code_of(inputs.decode(folder.read(name), "replace")) for name in folder.files
@@ -151,7 +151,7 @@ def run_findings(folder: Folder, game: Game) -> Iterator[Finding]:
     found = {}
     whole = {run.path for run in folder.runs if run.finished}
 
-    def add(good, rank, kind, text):
+    def add(good: bool, rank: int, kind: str, text: str) -> None:
         if not good:
             found.setdefault((rank, kind), []).append(f"{run.file}: {text}")
 

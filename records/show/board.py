@@ -40,7 +40,8 @@ def board_table(name: str, records: dict[str, Folder], last_cell: Callable = ver
     if track.metric == "core":
         others.append("val_bpb")
 
-    def order(folder):      # where any hardware may play, only records on the same compare
+    # where any hardware may play, only records on the same compare
+    def order(folder: Folder) -> tuple[str, float]:
         return "" if track.hardware else folder.hardware(), rank_key(folder)
 
     for folder in sorted(records.values(), key=order):

@@ -15,7 +15,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import inputs
 from judge.runs import (
@@ -141,13 +141,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def demand_strict(path: Path) -> None:
     """Raises Altered for JSON that two readers may take for different things: a key twice, NaN, Infinity."""
-    def pairs(found):
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in found]
         twice = [key for key in keys if keys.count(key) > 1]
         demand(not twice, f"{path.name}: the key {twice and twice[0]!r} is there twice", Altered)
         return dict(found)
 
-    def constant(name):
+    def constant(name: str) -> NoReturn:
         raise Altered(f"{path.name}: {name} is no number")
 
     json.loads(inputs.read_text(path), object_pairs_hook=pairs, parse_constant=constant)
