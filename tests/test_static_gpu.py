@@ -234,7 +234,8 @@ def test_copies_of_the_fake_process_group_do_not_count():
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        whole, mine = torch.ones(4096), torch.ones(1024)
+        whole = torch.ones(4096)
+        mine = torch.ones(1024)
 
         def collectives():
             train_gpt.reduce_scatter(mine, whole)
