@@ -2228,7 +2228,8 @@ def resume(cfg: Config, team: "Team", log: Logger, saver: "Saver") -> tuple:
     saved = replace(config_of(small), **free | dict(resume="", run_id=cfg.resume))
     check_config(saved)
     progress = small["progress"]
-    log(f"resume: from step {progress['step']} at train_time:{progress['seconds'] * 1e3:.0f}ms")
+    log(f"resume: from step {progress['step']} at train_time:{progress['seconds'] * 1e3:.0f}ms",
+        kind="resume", step=progress["step"], seconds=progress["seconds"])
     return saved, payload or small
 
 def after_restart(cfg: Config, team: "Team", log: Logger) -> Config:
@@ -2358,6 +2359,7 @@ class Saver:
             require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
         write_checkpoint(self.run.folder, payload)
         self.last_saved = f"; RESUME={self.run.cfg.run_id} goes on from step {step}"
+        self.run.log(kind="checkpoint", step=step)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on the disk. Raises what went wrong with it."""
@@ -3141,23 +3143,31 @@ class Team:
             self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=seconds))
 
 class Log:
-    """Lines to rank 0's terminal and, once a run folder is open, to its train.log."""
+    """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, for programs, to
+    the events.jsonl beside it: a JSON object a line, whose `kind` says what it tells."""
     def __init__(self, lead: bool):
         self.lead = lead
         self.file: Any = io.StringIO()
+        self.events: Any = io.StringIO()
         self.path: Path | None = None
 
-    def __call__(self, *lines, echo: bool = True) -> None:
+    def __call__(self, *lines, echo: bool = True, **event: Any) -> None:
         files = [sys.stdout, self.file] if self.lead and echo else [self.file]
         for line in lines:
             for file in files:
                 print(line, file=file, flush=True)
+        if event and self.lead:  # in one write: a checkpoint's event comes from its thread
+            print(json.dumps(event) + "\n", end="", file=self.events, flush=True)
 
     def open(self, path: Path, head: str) -> None:
-        """On rank 0: continues in this file with everything said so far. A new file begins with head."""
+        """On rank 0: continues in this file and its events.jsonl with everything said so far. A new file
+        begins with head; what a crash cut short ends as a line of its own."""
         early = self.file.getvalue()
         self.file = open(path, "a", encoding="utf-8")
         print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
+        early = self.events.getvalue()
+        self.events = open(path.with_name("events.jsonl"), "a", encoding="utf-8")
+        print("\n" if self.events.tell() else "", early, sep="", end="", file=self.events, flush=True)
 
     def seal(self) -> None:
         """On rank 0: logs the sha256 of train.log so far, so that no line can change unnoticed."""
@@ -3170,7 +3180,7 @@ class Log:
             with open(self.path, "a", encoding="utf-8") as file:
                 print(line, file=file)
         else:
-            self(line, echo=False)
+            self(line, echo=False, kind="end", why=line)
 
 @cache
 def script_source() -> bytes:
@@ -3592,7 +3602,9 @@ def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent:
     check_finite(mean, "train_loss", step, state.curves["train"][:-1])  # the mean has every loss
     left = now / cfg.progress(step, now) - now
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
-            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}")
+            f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}",
+            kind="train", step=step, steps=total_steps(cfg), seconds=now, train_loss=last, mean_loss=mean,
+            tokens=state.tokens, lr_factor=lr_factor, eta=left)
 
 def evaluate_further(run: Run, further: list[Callable]) -> None:
     """Further evaluations and samples, off the clock."""
@@ -3609,13 +3621,15 @@ def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None)
     log = run.log
     step = state.step
     if done == "wallclock_cap":
-        log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}")
+        log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}",
+            kind="stop", reason=done, step=step, seconds=state.seconds)
     if done:
         run.optimizer.take_mean()
     log("evaluating val_loss")
     score = evaluate(run.model, cfg, run.data, run.team, stage)
     state.curves["val"].append((step, state.seconds, score.val_loss))
-    log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}")
+    log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}",
+        kind="val", step=step, steps=total_steps(cfg), seconds=state.seconds, **score._asdict())
     log.seal()
     check_finite(score.val_loss, "val_loss", step, state.curves["train"])
     return score
@@ -3696,7 +3710,8 @@ def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict
         bytes_total=None, code_sha256=script_sha256(), world_size=run.team.world_size,
         hardware=hardware(run.team), torch=torch.__version__,
         config={name: show(value) for name, value in vars(cfg).items()}, overrides=changed,
-        data=run.data.about, eval=settings, stop_reason="eval_from", started=run.started, resumed=resumed)
+        data=run.data.about, eval=settings, stop_reason="eval_from" if cfg.eval_from else None,
+        started=run.started, resumed=resumed)
 
 def check_speed(cfg: Config, team: Team, log: Logger) -> None:
     """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
@@ -3753,7 +3768,8 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     slowest = rehearse(run)
     setup_ms = round(1e3 * (ready - began))
     compile_ms = round(1e3 * (time.perf_counter() - ready))
-    run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms")
+    run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms", kind="setup", setup_ms=setup_ms,
+            compile_ms=compile_ms)
     # 3. training
     state = restore_run(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
@@ -3780,7 +3796,7 @@ def take_weights(run: Run) -> None:
 
 def write_and_read_back(run: Run) -> dict:
     """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
-    report = {}
+    report: dict[str, Any] = {}
     model = run.model
     began = time.perf_counter()
     hessians = {}
@@ -3791,6 +3807,7 @@ def write_and_read_back(run: Run) -> dict:
         report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
     if run.team.rank == 0:  # other hosts lack the file
         report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
+        run.log(kind="artifact", **report)
         if run.cfg.score_artifact:
             model.drop_state()  # makes room for the state in the file
             again, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
@@ -3827,6 +3844,7 @@ def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dic
     log.seal()
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
+    log(kind="result", **result)
 
 def load_asked(asked: Config, team: Team, changed: dict[str, list[str]], given: set[str],
                log: Logger) -> tuple[Model, Config]:
@@ -3883,7 +3901,8 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     cfg = run.cfg
     result = first_result(run, changed, checkpoint is not None)
     log(f"eval settings: {listed(result['eval'])}")
-    log(*[f"config {name}={value}" for name, value in result["config"].items()], echo=False)
+    log(*[f"config {name}={value}" for name, value in result["config"].items()], echo=False, kind="start",
+        **result)
     # 2. training, then its artifact as read back; or the file
     scores = {}
     curves = {}
@@ -3902,7 +3921,8 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     # 3. the scores
     for kind, score in scores.items():
         tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
-        log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}")
+        log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
+            tag=tag, **score._asdict())
         check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
         result[kind] = score._asdict()
     for evaluation in cfg.evaluations():
@@ -4771,7 +4791,7 @@ def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Logger,
     score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
     targets = sum([1 + last - first for _, first, last in rows])
     loss = all_reduce(torch.tensor(nats.sum())).item() / targets
-    log(f"val_part step:{step} val_loss:{loss:.4f}")
+    log(f"val_part step:{step} val_loss:{loss:.4f}", kind="val_part", step=step, val_loss=loss)
     return {}
 
 class TinyContext(NamedTuple):

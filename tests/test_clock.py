@@ -147,10 +147,14 @@ def test_a_part_of_val_comes_from_all_of_it(monkeypatch, stride, firsts, loss):
         for _, first, last in rows:
             nats[first:last + 1] = 2 + (first > 10_000)
 
+    def say(line, **event):
+        said.append(line)
+        assert line == "val_part step:{step} val_loss:{val_loss:.4f}".format(**event)
+
     monkeypatch.setattr(train_gpt, "score_share", score_share)
     cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048, eval_stride=stride))
     data = SimpleNamespace(val=np.zeros(40 * 512 + 1, np.uint16))
-    train_gpt.score_part(None, cfg, data, SimpleNamespace(on_gpu=False), said.append, 50)
+    train_gpt.score_part(None, cfg, data, SimpleNamespace(on_gpu=False), say, 50)
     assert [first for _, first, _ in scored] == firsts
     assert said == [f"val_part step:50 val_loss:{loss}"]
 

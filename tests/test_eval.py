@@ -372,7 +372,8 @@ def find(first, pattern):
 def test_run_folder(first):
     """What a run leaves behind; no absolute path, host or user name in it."""
     assert {path.name for path in first.folder.iterdir()} == {
-        "train.log", "train_gpt.py", "result.json", "final_model.int8.ptz", "final_model.pt", "loss.png"}
+        "train.log", "events.jsonl", "train_gpt.py", "result.json", "final_model.int8.ptz", "final_model.pt",
+        "loss.png"}
     assert (first.folder / "train_gpt.py").read_bytes() == first.source
     assert (first.folder / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert all(word in first.machine for word in ("python 3.", f"torch {torch.__version__}", "hardware:"))

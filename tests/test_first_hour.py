@@ -234,10 +234,10 @@ def test_no_git_and_no_nvidia_smi_for_a_run(place):
 def test_what_the_page_takes_from_a_run(tmp_path):
     """How long the newest run compiled, and its whole end screen."""
     for number, (run_id, ms) in enumerate((("a", 9000), ("b", 25111))):
-        log = tmp_path / "logs" / run_id / "train.log"
-        log.parent.mkdir(parents=True)
-        log.write_text(f'log(f"setup:{{a}}ms compile:{{b}}ms")\nsetup:17ms compile:{ms}ms\n')
-        os.utime(log, (number, number))
+        events = tmp_path / "logs" / run_id / "events.jsonl"
+        events.parent.mkdir(parents=True)
+        events.write_text(f'{{"kind": "start"}}\n{{"kind": "setup", "setup_ms": 17, "compile_ms": {ms}}}\n')
+        os.utime(events, (number, number))
     assert first_hour.compile_seconds(tmp_path) == 25.111
     end = ["sample 1: x »y", *["z"] * 30, "next: "]
     assert first_hour.end_screen(["plan: ", "step:9/9", *end]) == end

@@ -57,8 +57,10 @@ def run(tmp_path):
     (tmp_path / "logs/a/result.json").write_text(json.dumps(RESULT))
     (tmp_path / "logs/a/final_model.int8.ptz").write_bytes(bytes(2_500_000))
     (tmp_path / "logs/a/loss.png").touch()
-    (tmp_path / "logs/a/train.log").write_text(
-        f"import x\n{'=' * 100}\nconfig preset=tiny\nconfig seed=7\nconfig dtype=auto\n{LINES}")
+    (tmp_path / "logs/a/train.log").write_text(f"import x\n{'=' * 100}\nconfig preset=tiny\n{LINES}")
+    start = dict(kind="start", preset="tiny", config=dict(preset="tiny", seed="7", dtype="auto"),
+                 overrides=RESULT["overrides"])
+    (tmp_path / "logs/a/events.jsonl").write_text(json.dumps(start) + "\n")
     (tmp_path / "lines").write_text(LINES)
     (tmp_path / "run.py").write_text(RUN)
     return [*WATCH, sys.executable, "run.py", "lines"]
@@ -102,8 +104,9 @@ def test_a_narrow_terminal(run, tmp_path, columns):
 def test_a_slow_machine_says_so_early(run, tmp_path):
     """Once, in the game itself; not where it is as fast as the record's or plays another game."""
     pace = watch.target_of(RESULT)["pace"]
-    log = tmp_path / "logs/a/train.log"
-    log.write_text("config preset=tiny\noverride seed 1 -> 2\n")
+    events = tmp_path / "logs/a/events.jsonl"
+    start = dict(kind="start", preset="tiny", overrides=dict(seed=["1", "2"]))
+    events.write_text(json.dumps(start) + "\n")
 
     def said(factor, step=pace["step"]):
         progress = watch.Progress()
@@ -117,7 +120,9 @@ def test_a_slow_machine_says_so_early(run, tmp_path):
     assert line.startswith(f"{here} s for 100 steps, {there} s on the record's machine (2 threads of ")
     assert again is None
     assert said(1.1) == (None, None) == said(2.0, step=50)
-    log.write_text("config preset=tiny\noverride iterations 1 -> 200\n")
+    events.write_text(json.dumps(start | dict(overrides=dict(iterations=["1", "200"]))) + "\n")
+    assert said(2.0) == (None, None)
+    events.unlink()
     assert said(2.0) == (None, None)
 
 

@@ -2,6 +2,7 @@
 the pictures in docs/. On a quiet machine: python tools/first_hour.py [FOLDER to clone into]. Takes an hour.
 """
 import html
+import json
 import os
 import re
 import shutil
@@ -63,9 +64,10 @@ def step(command: str, home: Path, env: dict[str, str]) -> tuple[float, float | 
 
 
 def compile_seconds(home: Path) -> float:
-    """How long the newest run compiled, by its train.log."""
-    log = max(home.glob("logs/*/train.log"), key=lambda path: path.stat().st_mtime)
-    return int(re.findall(r"^setup:\d+ms compile:(\d+)ms$", log.read_text(encoding="utf-8"), re.M)[-1]) / 1e3
+    """How long the newest run compiled, by its events."""
+    path = max(home.glob("logs/*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return next(event["compile_ms"] for event in events if event["kind"] == "setup") / 1e3
 
 
 def end_screen(lines: list[str]) -> list[str]:

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "records"), str(ROOT / "data")]
 import inputs  # noqa: E402
-from judge.runs import STEP  # noqa: E402
+from judge.runs import STEP, read_events  # noqa: E402
 from judge.trials import draw_run  # noqa: E402
 from verify.folders import HOME, track_of  # noqa: E402
 
@@ -204,12 +204,17 @@ class Progress:
 def pace_of(folder: Path) -> dict[str, Any]:
     """The pace of the record of a run's game, from targets.json; {} where the run changes the recipe."""
     with suppress(Exception):   # it is a hint: the run goes on without
-        log = inputs.read_text(folder / "train.log", "replace")
-        preset = re.search(r"^config preset=(\w+)$", log, re.M)
-        changed = {*re.findall(r"^override (\w+) ", log, re.M)} - {"run_id", "seed"}
-        if preset and not changed:
-            return target_of(dict(preset=preset[1], overrides={})).get("pace") or {}
+        start = start_of(folder)
+        changed = {*start["overrides"]} - {"run_id", "seed"}
+        if not changed:
+            return target_of(start).get("pace") or {}
     return {}
+
+
+def start_of(folder: Path) -> dict[str, Any]:
+    """What a run told of itself before it trained; {} where it left no events."""
+    starts = [event for event in read_events(folder) if event["kind"] == "start"]
+    return starts[-1] if starts else {}
 
 
 class Screen:
@@ -435,8 +440,7 @@ class Logger:
             self.module = wandb
 
     def open(self, folder: Path) -> None:
-        log = inputs.read_text(folder / "train.log", "replace")
-        config = dict(re.findall(r"^config (\w+)=(.*)$", log, re.M))
+        config = start_of(folder).get("config", {})
         if self.kind == "tensorboard":
             self.run = self.module(str(folder / "tensorboard"))
             rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())

@@ -7,6 +7,7 @@ import ast
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import re
 import warnings
@@ -336,7 +337,8 @@ def read_curves(run: Run, body: str) -> None:
             curve.append(Point(step, seconds, float(loss), tokens, float(mean) if mean else None))
         if bpb:
             run.facts["last_bpb"] = float(bpb)
-    run.curves["part"] = part_of_val(run, body)
+    losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\d+\.\d+)$", body, re.M))
+    run.curves["part"] = part_of_val(run, {int(step): float(loss) for step, loss in losses.items()})
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
         run.scores.append((f"val_{metric}", float(value)))
     for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
@@ -349,16 +351,15 @@ def read_curves(run: Run, body: str) -> None:
             run.curves["val" if kind == "tel" else "train"].append(Point(run.steps, 0.0, float(loss), None))
 
 
-def part_of_val(run: Run, body: str) -> list[Point]:
-    """The Points of `val_part step:50 val_loss:1.2345`, with the seconds of the training lines."""
+def part_of_val(run: Run, losses: dict[int, float]) -> list[Point]:
+    """The Points of losses {step: loss} on a part of val, with the seconds of the training lines."""
     train = {point.step: point.seconds for point in run.curves["train"]}
     if not train:
         return []
     steps = sorted(train)
     seconds = [train[step] for step in steps]
-    losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\d+\.\d+)$", body, re.M))
     return [Point(step, float(np.interp(step, steps, seconds)), loss, None)
-            for step, loss in sorted((int(step), float(loss)) for step, loss in losses.items())]
+            for step, loss in sorted(losses.items())]
 
 
 def read_facts(run: Run, head: str, body: str) -> None:
@@ -391,8 +392,12 @@ def read_settings(run: Run, head: str, body: str) -> None:
 
 def read_log(path: Path) -> Run:
     """The one run of a log. Raises Refused for what is no text or holds more than one."""
-    found = read_logs(path)
-    demand(len(found) == 1, f"{Path(path).name} holds more than one run")
+    return only(read_logs(path))
+
+
+def only(found: list[Run]) -> Run:
+    """The one run of those that a log holds. Raises Refused if there are more."""
+    demand(len(found) == 1, f"{found[0].path.name} holds more than one run")
     return found[0]
 
 
@@ -433,6 +438,91 @@ def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     return run
 
 
+# ------------------------------------------------------------ events of our own runs
+EVENTS = "events.jsonl"         # what a run of ours writes beside its train.log, for programs
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events that a run left in its folder, in order; none where it wrote none. Of a line that a crash
+    cut short nothing is kept."""
+    path = folder / EVENTS
+    if not path.is_file() or path.stat().st_size > MAX_LOG:
+        return []
+    found = []
+    for line in inputs.read_text(path, "replace").split("\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "kind" in event:
+                found.append(event)
+    return found
+
+
+def read_runs(log: Path | str) -> list[Run]:
+    """The runs of a log: by its events where a run of ours left some, in which nothing that its model wrote
+    can look like a result; else, as for records and foreign logs, by its text."""
+    log = Path(log)
+    events = read_events(log.parent) if log.name == "train.log" else []
+    if any(event["kind"] == "start" for event in events):
+        with contextlib.suppress(KeyError, TypeError, ValueError):      # they are another program's
+            return [run_of_events(log, events)]
+    return read_logs(log)
+
+
+def run_of_events(log: Path, events: list[dict[str, Any]]) -> Run:
+    """The Run of a train.log by its events, in the digits of the log. What only checks of records ask for,
+    such as digests and sizes, is left to read_log()."""
+    run = Run(log)
+    script = log.with_name("train_gpt.py")
+    if script.is_file():
+        run.source = inputs.read_text(script, "replace")
+    parts = {}
+    for event in events:
+        kind = event["kind"]
+        if kind == "start":
+            data = event["data"]
+            run.config = event["config"]
+            run.facts |= {"torch": event["torch"], "hardware": event["hardware"],
+                          "fingerprint": str(data["fingerprint"]), "val_tokens": str(data["val_tokens"])}
+        elif kind == "setup":
+            told = {name: f"{event[f'{name}_ms']}ms" for name in ("setup", "compile")}
+            run.settings = run.settings or told     # of a resumed run the first, as in the text
+        elif kind in ("train", "val"):
+            add_point(run, event)
+        elif kind == "val_part":
+            parts[event["step"]] = round(event["val_loss"], 4)
+        elif kind == "stop":
+            run.facts |= {"stopped_ms": float(round(1e3 * event["seconds"])), "stopped_at": event["step"]}
+        elif kind == "score":
+            bpb = event["val_bpb"]
+            for end, digits in (("", 4), ("_exact", 8)):
+                rounded = None if bpb is None else round(bpb, digits)
+                run.finals.append((event["tag"] + end, round(event["val_loss"], digits), rounded))
+        elif kind == "result":
+            run.summary["tokens"] = str(event["tokens"])
+            if event["core"] is not None:
+                run.facts["core"] = round(event["core"], 6)
+    run.curves["part"] = part_of_val(run, parts)
+    val = run.curves["val"]
+    ends = {run.facts.get("stopped_at"), *[event["steps"] for event in events if event["kind"] == "val"]}
+    run.finished = bool(run.finals) or bool(val) and val[-1].step in ends
+    return run
+
+
+def add_point(run: Run, event: dict[str, Any]) -> None:
+    """Adds a loss of training or of val to a Run's curves."""
+    kind = event["kind"]
+    curve = run.curves[kind]
+    step = event["step"]
+    run.steps = max(run.steps, step)
+    run.steps_repeat |= bool(curve) and step <= curve[-1].step
+    mean = event.get("mean_loss")
+    curve.append(Point(step, round(1e3 * event["seconds"]) / 1e3, round(event[f"{kind}_loss"], 4),
+                       event.get("tokens"), None if mean is None else round(mean, 4)))
+    if event.get("val_bpb") is not None:
+        run.facts["last_bpb"] = round(event["val_bpb"], 4)
+
+
+# ------------------------------------------------------------ many runs
 def agree(runs: list[Run]) -> None:
     """Makes the runs of a record comparable: which of their final scores counts is that which all of a script
     have, and a validation that ends several logs of a folder before their last step ends them there."""
@@ -510,7 +600,7 @@ def load_runs(paths: list[str], say: Callable = lambda line: None) -> list[Run]:
         found = []
         for log in logs:
             try:
-                found += read_logs(log)
+                found += read_runs(log)
             except Refused as error:
                 if len(logs) == 1:
                     raise

@@ -20,8 +20,9 @@ import numpy as np
 
 from judge.runs import (
     Run, batch_means, cautious_std, demand, demand_samples, demand_seed, describe, detectable, equal_point,
-    identity, is_better, judge, judge_lines, load_runs, log_text, mean_curve, name_of, p_term, pick_metric,
-    points_with, read_log, same_losses, show, stats_line, test_line, test_target, test_welch, why_not_another)
+    identity, is_better, judge, judge_lines, load_runs, log_text, mean_curve, name_of, only, p_term,
+    pick_metric, points_with, read_log, read_runs, same_losses, show, stats_line, test_line, test_target,
+    test_welch, why_not_another)
 from verify.folders import ROOT, best_before, open_run, records_of, sha256, shared_config, track_of
 
 
@@ -43,7 +44,7 @@ def run_once(label: str, command: str, run_id: str, seed: int) -> Run:
     demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {said}")
     log = Path("logs", run_id, "train.log")
     demand(log.exists(), f"{label}: the command left no {log}; it must heed SEED and RUN_ID")
-    run = read_log(log)
+    run = only(read_runs(log))
     demand_seed(run, seed, label)
     return run
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import inputs
 from judge import sequential
-from judge.runs import Refused, Run, WrongSeed, demand, demand_seed, read_log, why_not_another
+from judge.runs import Refused, Run, WrongSeed, demand, demand_seed, only, read_runs, why_not_another
 from judge.sequential import Noise, Series
 from judge.trials import last_line, run_once, training_command
 from verify.folders import ROOT, sha256
@@ -87,7 +87,7 @@ def finished(name: str) -> Run | None:
     log = Path("logs", name, "train.log")
     if not Path("logs", name, "result.json").exists() or not log.exists():
         return None
-    run = read_log(log)
+    run = only(read_runs(log))
     return run if run.finished else None
 
 

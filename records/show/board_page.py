@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from judge.runs import Point, Refused, Run, demand, find_logs, log_text, points_with, read_logs, show
+from judge.runs import Point, Refused, Run, demand, find_logs, log_text, points_with, read_runs, show
 from verify.folders import read_json
 
 MOST_POINTS = 200       # of a curve
@@ -86,7 +86,7 @@ def rows_of(paths: Sequence[Path | str], say: Callable) -> list[Row]:
                 continue
             seen.add(log.resolve())
             try:
-                found = [run for run in read_logs(log) if run.curves["train"] or run.curves["val"]]
+                found = [run for run in read_runs(log) if run.curves["train"] or run.curves["val"]]
             except Refused as error:
                 say(f"left out: {error}")
                 continue

@@ -1,0 +1,217 @@
+"""events.jsonl: what a run tells programs is what its train.log tells people, also of a run that crashed and
+was resumed; what reads it goes by the log where there is none."""
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from helpers import ROOT, TOY
+from judge import runs
+from test_logs import facts_of
+from test_record_stats import speedrun_log
+
+RUN = TOY | dict(TRAIN_BATCH_TOKENS="512", SAMPLE_TOKENS="2", VAL_TOKENS="0", ITERATIONS="24",
+                 TRAIN_LOG_EVERY="4", VAL_LOSS_EVERY="8", VAL_PART_EVERY="5", SAVE_EVERY="6",
+                 WARMDOWN_FRAC="0.5")
+LINES = {       # kind: (its line of train.log, what that says by the event)
+    "setup": (r"setup:(\d+)ms compile:(\d+)ms", "{setup_ms} {compile_ms}"),
+    "train": (r"step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s "
+              r"mean_loss:(\S+)",
+              "{step} {steps} {train_loss:.4f} {ms:.0f} {lr_factor:.3f} {eta:.0f} {mean_loss:.4f}"),
+    "val": (r"step:(\d+)/(\d+) val_loss:(\S+) val_bpb:(\S+) train_time:(\d+)ms .*",
+            "{step} {steps} {val_loss:.4f} {val_bpb:.4f} {ms:.0f}"),
+    "val_part": (r"val_part step:(\d+) val_loss:(\S+)", "{step} {val_loss:.4f}"),
+    "resume": (r"resume: from step (\d+) at train_time:(\d+)ms", "{step} {ms:.0f}"),
+    "stop": (r"stopping_early: (\S+) train_time:(\d+)ms step:(\d+)/\d+", "{reason} {ms:.0f} {step}"),
+    "artifact": (r"Total submission size \S+: (\d+) bytes", "{bytes_total}"),
+    "score": (r"(final_\S+)_exact val_loss:(\S+) val_bpb:(\S+)", "{tag} {val_loss:.8f} {val_bpb:.8f}"),
+    "result": (r" +tok_per_s  (\d+)", "{tok_per_s}"),
+    "end": (r"(the disk is full: .*)", "{why}")}
+# What of a Run only checks of records ask for
+OF_THE_TEXT = {"source", "protocols", "digests", "eval", "summary", "scores", "sizes", "after", "facts",
+               "curves"}
+
+
+@pytest.fixture(scope="module")
+def crashed(go):
+    """A run that was killed before its step 14, and the beginning of a further event."""
+    done = go(RUN, "kill@step:14", RUN_ID="crashed")
+    assert done.codes == [-9]
+    with open(done.folder / "events.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 16, "tra')
+    return done
+
+
+@pytest.fixture(scope="module")
+def told(go, crashed, tmp_path_factory):
+    """{run: its folder}: one that crashed and was resumed, one that ended at a cap, one that failed."""
+    kept = shutil.copytree(crashed.folder, tmp_path_factory.mktemp("kept") / "cut")
+    resumed = go({}, resume="crashed")
+    capped = go(RUN, RUN_ID="capped", ITERATIONS="100000", MAX_WALLCLOCK_SECONDS="0.5")
+    failed = go(RUN, "full@write/final_model.pt:1", RUN_ID="failed")
+    assert (resumed.code, capped.code, failed.code) == (0, 0, 1), resumed.err + capped.err
+    assert capped.result["stop_reason"] == "wallclock_cap"
+    return dict(cut=kept, resumed=resumed.folder, capped=capped.folder, failed=failed.folder)
+
+
+def said_by_the_log(folder, pattern):
+    log = (folder / "train.log").read_text().rpartition(runs.RULER + "\n")[2]
+    return [" ".join(found) for found in re.findall(rf"^{pattern}$", log, re.M) for found in [
+        found if isinstance(found, tuple) else (found,)]]
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_an_event_is_what_the_line_says(kind, told):
+    """In the same order, as often, in the digits of the line."""
+    pattern, words = LINES[kind]
+    count = 0
+    for folder in told.values():
+        events = [event for event in runs.read_events(folder) if event["kind"] == kind]
+        by_events = [words.format(ms=1e3 * event.get("seconds", 0), **event) for event in events]
+        assert by_events == said_by_the_log(folder, pattern), folder
+        count += len(events)
+    assert count
+
+
+def test_what_a_run_is_and_what_came_of_it(told):
+    """`start` has the constants, overrides and fingerprints of the log, each time that the run begins;
+    `result` is result.json; a checkpoint is told once it is on the disk."""
+    folder = told["resumed"]
+    starts = [event for event in runs.read_events(folder) if event["kind"] == "start"]
+    assert [start["resumed"] for start in starts] == [False, True]
+    config, changed = [], []
+    for start in starts:
+        config += [f"{name}={value}" for name, value in start["config"].items()]
+        changed += [f"{name} {old} {new}" for name, (old, new) in start["overrides"].items()]
+        digests = {"train_gpt.py": start["code_sha256"], **start["data"]["sha256"]}
+        for name, digest in digests.items():
+            assert {*said_by_the_log(folder, rf"sha256 {name}:(\w+)")} == {digest}
+        assert {*said_by_the_log(folder, r"data: text fingerprint (\S+)")} == {start["data"]["fingerprint"]}
+        assert start["stop_reason"] is None
+    assert said_by_the_log(folder, r"config (\w+=.*)") == config
+    assert said_by_the_log(folder, r"override (\w+) (.*) -> (.*)") == changed
+    for name in ("resumed", "capped"):
+        *_, last = runs.read_events(told[name])
+        assert last == {"kind": "result"} | json.loads((told[name] / "result.json").read_text())
+    saved = [event["step"] for event in runs.read_events(folder) if event["kind"] == "checkpoint"]
+    assert saved[-2:] == [18, 24] and {*saved[:-2]} <= {6, 12}
+
+
+def test_the_kinds_are_those_of_the_page(told):
+    found = {event["kind"] for folder in told.values() for event in runs.read_events(folder)}
+    assert found == {*LINES, "start", "checkpoint"}
+    page = (ROOT / "docs/running.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"^\| `(\w+)` \|", page, re.M)} == found
+
+
+@pytest.mark.parametrize("name", ["cut", "resumed", "capped", "failed"])
+def test_a_run_is_the_same_by_its_events_and_by_its_log(name, told):
+    """All that compares runs: curves, scores, time, constants, what makes two runs one."""
+    log = told[name] / "train.log"
+    (run,), text = runs.read_runs(log), runs.read_log(log)
+    assert {key: value for key, value in vars(run).items() if key not in OF_THE_TEXT} == {
+        key: value for key, value in vars(text).items() if key not in OF_THE_TEXT}
+    assert run.source.strip() == text.source.strip()
+    assert run.facts == {key: value for key, value in text.facts.items() if key in run.facts}
+    assert {*run.facts} >= {"torch", "hardware", "fingerprint", "val_tokens"}
+    for split, curve in text.curves.items():
+        assert [point._replace(tokens=None) for point in run.curves[split]] == [
+            point._replace(tokens=None) for point in curve]
+        for point, its in zip(run.curves[split], curve):
+            slack = 0.501 * its.seconds + 5e-4 * (its.tokens or 0) / max(its.seconds, 1e-3)
+            assert its.tokens is None or abs(point.tokens - its.tokens) <= slack
+    for metric in ("val_bpb", "val_loss", "core", "time"):
+        assert run.value(metric) == text.value(metric), metric
+    assert run.seed == text.seed and runs.recipe_of(run) == runs.recipe_of(text)
+    assert runs.identity(run) == runs.identity(text) and runs.same_losses(run, text)
+    assert run.finished == (name in ("resumed", "capped", "failed"))
+    assert run.summary == {key: value for key, value in text.summary.items() if key in run.summary}
+
+
+def test_a_torn_line_ends_where_the_run_goes_on(told):
+    """Both files of the crashed run: what follows begins a line of its own."""
+    raw = (told["resumed"] / "events.jsonl").read_text()
+    assert '"step": 16, "tra\n{"kind": "resume", "step": 12' in raw
+    assert len(runs.read_events(told["resumed"])) == len(raw.splitlines()) - 1
+    assert runs.read_events(told["cut"])[-1]["kind"] in ("train", "checkpoint")
+
+
+def test_rank_0_alone_tells_events(go):
+    done = go(RUN, ranks=2, ITERATIONS="6")
+    assert done.codes == [0, 0], done.err
+    lines = (done.folder / "events.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[0] == "start" and kinds[-1] == "result" and kinds.count("start") == kinds.count("setup") == 1
+    assert kinds.count("train") == 6
+
+
+def test_what_a_model_writes_is_no_event(told, tmp_path):
+    """A sample may look like a score: the log's text cannot tell, the events can."""
+    folder = shutil.copytree(told["capped"], tmp_path / "run")
+    log = folder / "train.log"
+    lie = "final_int8_zlib_roundtrip_exact val_loss:0.10000000 val_bpb:0.10000000\n"
+    log.write_text(log.read_text().replace("\nsample 1: ", f"\nsample 1: def »f():\n{lie}sample 2: "))
+    (run,) = runs.read_runs(log)
+    assert run.value("val_bpb") == runs.read_log(told["capped"] / "train.log").value("val_bpb")
+    assert runs.read_log(log).value("val_bpb") == 0.1
+    assert [found.finals for found in runs.load_runs([folder])] == [run.finals]
+
+
+@pytest.mark.parametrize("events", [None, "", '{"kind": "start"}\n{"kind": "train"}\n', "[1]\n7\n{\n",
+                                    '{"kind": "start", "data": 1}\n'])
+def test_without_events_of_ours_a_run_is_read_from_its_log(events, told, tmp_path):
+    """An older run, and one beside whose log something else wrote a file of that name."""
+    folder = shutil.copytree(told["resumed"], tmp_path / "run")
+    (folder / "events.jsonl").unlink()
+    if events is not None:
+        (folder / "events.jsonl").write_text(events)
+    (run,) = runs.read_runs(folder / "train.log")
+    assert facts_of(run) == facts_of(runs.read_log(folder / "train.log"))
+    speedrun_log(tmp_path / "foreign" / "train.log", 3.2744, 69.993, total=1490)
+    (run,) = runs.read_runs(tmp_path / "foreign" / "train.log")
+    assert run.value("val_loss") == 3.2744
+
+
+class Full:
+    """A file on a disk that fills up after some events."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, text):
+        self.room -= bool(text)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return self.file.write(text)
+
+    def flush(self):
+        self.file.flush()
+
+    def tell(self):
+        return self.file.tell()
+
+
+@pytest.mark.parametrize("room", [1, 9])
+def test_a_disk_that_has_no_room_for_an_event(room, train, monkeypatch):
+    """As where it has none for a line: a sentence, exit 1, and it can be resumed."""
+    opened = train_gpt.Log.open
+
+    def opens(log, path, head):
+        opened(log, path, head)
+        log.events = Full(log.events, room)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt.Log, "open", opens)
+        done = train(RUN, SAVE_EVERY="3")
+    assert done.code == 1 and done.result is None and "Traceback" not in done.err
+    assert done.last == done.err.strip().removeprefix("train_gpt: ")
+    assert done.last.startswith("the disk is full: free some GB")
+    lines = (done.folder / "events.jsonl").read_text().splitlines()
+    assert len(lines) == room and all(json.loads(line) for line in lines)
+    if room > 1:
+        again = train({}, RESUME=done.run_id)
+        assert again.code == 0 and again.result["resumed"], again.err
+        assert runs.read_events(Path(again.folder))[-1]["kind"] == "result"
