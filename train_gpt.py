@@ -5035,6 +5035,13 @@ class TinyContext(NamedTuple):
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     dtype: torch.dtype  # of activations
 
+class Mixture(NamedTuple):
+    """What the log-probabilities of a mixture are made of. Scorers pick tokens out of what hidden() returns,
+    so it returns one tensor: the three side by side (..., C + 1 + V)."""
+    activations: Tensor  # the last ones, normalized, fp32 (..., C)
+    log_gate: Tensor  # log of the gate of the model's own distribution (..., 1)
+    others: Tensor  # sum of the other distributions, each times its gate (..., V)
+
 class TinyBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
     layer's letter in window_pattern."""
@@ -5152,16 +5159,16 @@ class TinyModel(CountingModel):
         return partial(self.hidden, activations=partial(compile_once(TinyModel.activations), self))
 
     def hidden(self, tokens: Tensor, context: TinyContext, activations: Callable | None = None) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C). With a mixture, fp32 (B, T, C + 1 + V):
-        beside them the log of the model's own gate and the sum of the other distributions, each times its
-        gate. activations: None or self.activations(), compiled."""
+        """tokens (B, T) -> last activations, normalized (B, T, C); with a mixture a Mixture as one tensor.
+        activations: None or self.activations(), compiled."""
+        activations = activations or self.activations
         text, row = self.matches(tokens, tokens.roll(-1, 1))
-        x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
+        x = activations(tokens, context, *self.candidate_rows(text, row))
         if self.gate_weight is None:
             return x
         gates = self.gates(x, *self.match_classes(text, row))
         others = self.other_distributions(tokens, text, row, gates[..., 1:].exp())
-        return torch.cat((x.float(), gates[..., :1], others), -1)
+        return torch.cat(Mixture(x.float(), gates[..., :1], others), -1)
 
     def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
@@ -5259,11 +5266,11 @@ class TinyModel(CountingModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: from hidden(). With a mixture these are log-probabilities, since logits cannot be mixed."""
-        C = self.cfg.model_dim
-        own = softcap(linear(x[..., :C], self.head).float(), self.cfg.logit_softcap)
         if self.gate_weight is None:
-            return own
-        return torch.logaddexp(own.log_softmax(-1) + x[..., C:C + 1], x[..., C + 1:].log())
+            return super().logits(x)
+        mixture = Mixture(*x.split((self.cfg.model_dim, 1, self.cfg.vocab_size), -1))
+        own = super().logits(mixture.activations).log_softmax(-1)
+        return torch.logaddexp(own + mixture.log_gate, mixture.others.log())
 
     def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *inputs: Tensor) -> Tensor:
         """tokens and targets (B, T) -> mean cross-entropy in nats. inputs: from candidates(), in training."""
@@ -5273,7 +5280,8 @@ class TinyModel(CountingModel):
             return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
         rows, shares, classes, matches = inputs
         x = self.activations(tokens, context, rows)
-        own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
+        losses = self.kernels.losses or token_losses
+        own = -losses(x, self.head, targets, self.cfg.logit_softcap)  # log-probability of the target
         gates = self.gates(x, classes, matches)
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
