@@ -316,7 +316,7 @@ def step_function(trainer, run, stage=None):
     stage = stage or cfg.stages()[0]
     micro = run.micro * cfg.train_seq_len // stage.row_tokens
     schedule = (1.0, momentum, 1.0)  # of an older checkout
-    if hasattr(trainer, "MuonState"):
+    if hasattr(trainer, "UpdateState"):
         schedule = (trainer.Schedule(1.0, momentum),)
 
     def step(batch):
