@@ -141,11 +141,11 @@ class Recipe(Generic[Stages]):
         """The model, its parameters not yet filled."""
         raise NotImplementedError
 
-    def muon_step(self, state: "MuonState", hyper: "MuonHyperparameters") -> None:
+    def muon_step(self, state: "UpdateState", hyper: "MuonHyper") -> None:
         """Updates matrices, their momentum buffer and NorMuon's mean squares in place."""
         raise NotImplementedError
 
-    def adam_step(self, state: "AdamState", hyper: "AdamHyperparameters") -> None:
+    def adam_step(self, state: "UpdateState", hyper: "AdamHyper") -> None:
         """Updates parameters and both moments in place."""
         raise NotImplementedError
 
@@ -980,61 +980,54 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
     """{kind: its row of the parameter table}"""
     return {row.kind: row for row in rows}
 
-class MuonState(NamedTuple):
-    """What a recipe's muon_step() works on: N matrices, or blocks of their rows."""
-    p: Tensor  # weights, fp32 (N, R, C)
-    grad: Tensor  # (N, R, C), times MuonHyperparameters.grad_scale; stays as it is
-    buffer: Tensor  # momentum: a running mean or a decaying sum of gradients (N, R, C)
-    second: Tensor  # NorMuon's mean squares, of rows (N, R, 1) or of columns (N, 1, C)
+class UpdateState(NamedTuple):
+    """What an update rule works on: Muon on matrices (N, R, C), Adam on any one shape. Only grad stays."""
+    p: Tensor  # weights, fp32
+    grad: Tensor  # to be multiplied by grad_scale
+    first: Tensor  # Muon's momentum buffer, Adam's first moment
+    second: Tensor  # NorMuon's mean squares (N, R, 1) or (N, 1, C), Adam's second moment
 
-class MuonHyperparameters(NamedTuple):
-    """The numbers of a step of Muon. They are 0-dim tensors, so that one compiled graph serves all steps."""
-    grad_scale: Tensor  # factor on the gradient: mean over ranks, and clipping
+class MuonHyper(NamedTuple):
+    """Hyperparameters of a step, 0-dim, so that one compiled graph serves all steps."""
+    grad_scale: Tensor
     momentum: Tensor
     lr: Tensor
-    decay: Tensor  # weight decay, times lr
+    decay: Tensor
     dtype: torch.dtype  # of the matrix products
 
-class AdamState(NamedTuple):
-    """What a recipe's adam_step() works on, all of one shape."""
-    p: Tensor  # weights, fp32
-    grad: Tensor  # times AdamHyperparameters.grad_scale; stays as it is
-    m: Tensor  # first moment
-    v: Tensor  # second moment
-
-class AdamHyperparameters(NamedTuple):
-    """The numbers of a step of Adam; those that change from step to step are 0-dim tensors."""
-    grad_scale: Tensor  # factor on the gradient: mean over ranks, and clipping
-    step: Tensor  # counts the updates from 1
+class AdamHyper(NamedTuple):
+    """The same for Adam; those that never change are numbers."""
+    grad_scale: Tensor
+    step: Tensor  # counts from 1
     lr: Tensor
-    decay: Tensor | None  # weight decay, times lr; None where the parameter table has 0
+    decay: Tensor | None  # None where the parameter table has 0
     beta1: float
     beta2: float
     eps: float
 
-def nesterov_of_mean(state: MuonState, hyper: MuonHyperparameters) -> Tensor:
-    """Nesterov momentum (N, R, C) where the buffer is a running mean of gradients, which changes in place."""
+def nesterov_of_mean(state: UpdateState, hyper: MuonHyper) -> Tensor:
+    """Nesterov momentum (N, R, C); the first moment, a running mean of gradients, changes in place."""
     grad = state.grad.to(state.p.dtype) * hyper.grad_scale
-    state.buffer.lerp_(grad, 1 - hyper.momentum)
-    return grad.lerp(state.buffer, hyper.momentum)
+    state.first.lerp_(grad, 1 - hyper.momentum)
+    return grad.lerp(state.first, hyper.momentum)
 
 def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
     """Weight decay, only where the update shrinks the weight as well (arXiv:2411.16085). p (N, R, C) changes
     in place."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
-def adam_moments(state: AdamState, hyper: AdamHyperparameters) -> None:
-    """Takes the gradient into both moments, which are running means, in place."""
+def adam_moments(state: UpdateState, hyper: AdamHyper) -> None:
+    """Takes the gradient into both moments, which are running means."""
     grad = state.grad.to(state.p.dtype) * hyper.grad_scale
-    state.m.lerp_(grad, 1 - hyper.beta1)
-    state.v.lerp_(grad.square(), 1 - hyper.beta2)
+    state.first.lerp_(grad, 1 - hyper.beta1)
+    state.second.lerp_(grad.square(), 1 - hyper.beta2)
 
-def adam_update(state: AdamState, hyper: AdamHyperparameters) -> Tensor:
+def adam_update(state: UpdateState, hyper: AdamHyper) -> Tensor:
     """Adam's update (arXiv:1412.6980) before the learning rate. As in torch, eps is added to the root of the
     corrected second moment. The moments change in place."""
     adam_moments(state, hyper)
-    root = (state.v / (1 - hyper.beta2**hyper.step)).sqrt() + hyper.eps
-    return state.m / (1 - hyper.beta1**hyper.step) / root
+    root = (state.second / (1 - hyper.beta2**hyper.step)).sqrt() + hyper.eps
+    return state.first / (1 - hyper.beta1**hyper.step) / root
 
 class Bank:
     """All parameters with one update rule, as views of one flat buffer, so that one collective serves them
@@ -1259,10 +1252,11 @@ class Optimizer:
         for bank, job in zip(banks, jobs):
             if job:
                 job.wait()
+            state = UpdateState(bank.master, bank.my_grad, *bank.state[:2])
             if bank.row.optimizer == "muon":
-                self.muon_step(*self.muon_args(bank, grad_scale, schedule))
+                self.muon_step(state, self.muon_hyper(bank, grad_scale, schedule))
             else:
-                self.adam_step(*self.adam_args(bank, grad_scale, schedule))
+                self.adam_step(state, self.adam_hyper(bank, grad_scale, schedule))
             if bank.master is not bank.my_data:
                 bank.my_data.copy_(bank.master)
             bank.clear()
@@ -1281,37 +1275,23 @@ class Optimizer:
             for bank in self.banks:
                 bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
 
-    def muon_args(self, bank: Bank, grad_scale: float | Tensor,
-                  schedule: "Schedule") -> tuple[MuonState, MuonHyperparameters]:
-        """Arguments of the recipe's muon_step(). A tall matrix gets a higher learning rate, so its rows move
-        as far as those of a square."""
+    def muon_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> MuonHyper:
+        """A tall matrix gets a higher learning rate, so its rows move as far as those of a square."""
         R, C = bank.unit
-        hyper = MuonHyperparameters(
-            grad_scale=torch.as_tensor(grad_scale),
-            momentum=torch.as_tensor(schedule.momentum),
-            lr=torch.as_tensor(bank.row.lr * schedule.lr * max(1, R / C) ** 0.5),
-            decay=torch.as_tensor(bank.row.decay * schedule.decay),
-            dtype=self.muon_dtype)
-        buffer, second = bank.state[:2]
-        return MuonState(bank.master, bank.my_grad, buffer, second), hyper
+        lr = bank.row.lr * schedule.lr * max(1, R / C) ** 0.5
+        decay = bank.row.decay * schedule.decay
+        numbers = map(torch.as_tensor, (grad_scale, schedule.momentum, lr, decay))
+        return MuonHyper(*numbers, dtype=self.muon_dtype)
 
-    def adam_args(self, bank: Bank, grad_scale: float | Tensor,
-                  schedule: "Schedule") -> tuple[AdamState, AdamHyperparameters]:
-        """Arguments of the recipe's adam_step(). Its step counts the updates of this bank."""
+    def adam_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> AdamHyper:
+        """Its step counts the updates of this bank."""
         row = bank.row
         decay = None
         if row.decay:
             decay = torch.as_tensor(row.decay * schedule.lr if row.decay_with_lr else row.decay)
-        hyper = AdamHyperparameters(
-            grad_scale=torch.as_tensor(grad_scale),
-            step=torch.as_tensor(float(self.step_count // row.every)),
-            lr=torch.as_tensor(row.lr * schedule.lr),
-            decay=decay,
-            beta1=row.beta1,
-            beta2=row.beta2,
-            eps=row.eps)
-        m, v = bank.state[:2]
-        return AdamState(bank.master, bank.my_grad, m, v), hyper
+        updates = float(self.step_count // row.every)
+        numbers = map(torch.as_tensor, (grad_scale, updates, row.lr * schedule.lr))
+        return AdamHyper(*numbers, decay=decay, beta1=row.beta1, beta2=row.beta2, eps=row.eps)
 
     @torch.no_grad()
     def take_mean(self) -> None:
@@ -1418,16 +1398,13 @@ def warmup_done(step: int, steps: int) -> float:
     return min(1.0, step / steps) if steps else 1.0
 
 def momentum_at(cfg: Any, warmth: float) -> float:
-    """Muon's momentum: muon_momentum_warmup_start at a warmth of 0, muon_momentum at 1, linear in between."""
+    """Muon's momentum: from its start, at a warmth of 0, to muon_momentum, at 1."""
     start = cfg.muon_momentum_warmup_start
     return start + (cfg.muon_momentum - start) * warmth
 
 def grad_factor(cfg: Config, stage: Stage) -> float:
-    """Factor on the gradients of a step's mean loss. With loss_sum_ranks n they are those of the loss that is
-    summed over the tokens of a batch, divided by n."""
-    if not cfg.loss_sum_ranks:
-        return 1.0
-    return stage.batch_tokens / cfg.loss_sum_ranks
+    """Factor on a step's mean loss before its gradients are taken; see loss_sum_ranks."""
+    return stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1.0
 
 def warmdown_done(progress: float, part: float) -> float:
     """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
@@ -3568,8 +3545,8 @@ def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_
             context = run.model.training_context(batch[0].size(1), team.device, team.dtype, stage)
         run.model.update_context(context, progress)
         schedule = cfg.schedule(step, progress)
-        factor = grad_factor(cfg, stage)
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
+        factor = grad_factor(cfg, stage)
         loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, schedule)
         recent += loss
         state.loss_steps += 1
@@ -4134,14 +4111,12 @@ class Tiny(Config[WindowStage]):
             scalar("gate_matches",   init="constant", scale=0.0),
         ])
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """Muon. Changes the weights and the buffer, a running mean of gradients, in place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
         update = nesterov_of_mean(state, hyper)
         update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
         state.p.sub_(hyper.lr * adam_update(state, hyper))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -4801,6 +4776,13 @@ class TinyContext(NamedTuple):
     windows: dict[str, int | Tensor]
     dtype: torch.dtype  # of activations
 
+class Mixture(NamedTuple):
+    """What the log-probabilities of a mixture are made of. Scorers pick tokens out of what hidden() returns,
+    so it returns one tensor: the three side by side (..., C + 1 + V)."""
+    activations: Tensor  # the last ones, normalized, fp32 (..., C)
+    log_gate: Tensor  # log of the gate of the model's own distribution (..., 1)
+    others: Tensor  # sum of the other distributions, each times its gate (..., V)
+
 class TinyBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
     layer's letter in window_pattern."""
@@ -4918,16 +4900,16 @@ class TinyModel(CountingModel):
         return partial(self.hidden, activations=partial(compile_once(TinyModel.activations), self))
 
     def hidden(self, tokens: Tensor, context: TinyContext, activations: Callable | None = None) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C). With a mixture, fp32 (B, T, C + 1 + V):
-        appended are the log of the model's own gate and the gate-weighted sum of the other distributions.
+        """tokens (B, T) -> last activations, normalized (B, T, C); with a mixture a Mixture as one tensor.
         activations: None or self.activations(), compiled."""
+        activations = activations or self.activations
         text, row = self.matches(tokens, tokens.roll(-1, 1))
-        x = (activations or self.activations)(tokens, context, *self.candidate_rows(text, row))
+        x = activations(tokens, context, *self.candidate_rows(text, row))
         if self.gate_weight is None:
             return x
         gates = self.gates(x, *self.match_classes(text, row))
         others = self.other_distributions(tokens, text, row, gates[..., 1:].exp())
-        return torch.cat((x.float(), gates[..., :1], others), -1)
+        return torch.cat(Mixture(x.float(), gates[..., :1], others), -1)
 
     def activations(self, tokens: Tensor, context: TinyContext, *candidates: Tensor) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C). candidates: [] or [candidate_rows()]."""
@@ -5025,11 +5007,11 @@ class TinyModel(CountingModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: from hidden(). With a mixture these are log-probabilities, since logits cannot be mixed."""
-        C = self.cfg.model_dim
-        own = softcap(linear(x[..., :C], self.head).float(), self.cfg.logit_softcap)
         if self.gate_weight is None:
-            return own
-        return torch.logaddexp(own.log_softmax(-1) + x[..., C:C + 1], x[..., C + 1:].log())
+            return super().logits(x)
+        mixture = Mixture(*x.split((self.cfg.model_dim, 1, self.cfg.vocab_size), -1))
+        own = super().logits(mixture.activations).log_softmax(-1)
+        return torch.logaddexp(own + mixture.log_gate, mixture.others.log())
 
     def forward(self, tokens: Tensor, targets: Tensor, context: TinyContext, *inputs: Tensor) -> Tensor:
         """tokens and targets (B, T) -> mean cross-entropy in nats. inputs: from candidates(), in training."""
@@ -5039,7 +5021,8 @@ class TinyModel(CountingModel):
             return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
         rows, shares, classes, matches = inputs
         x = self.activations(tokens, context, rows)
-        own = -(self.kernels.losses or token_losses)(x, self.head, targets, self.cfg.logit_softcap)
+        losses = self.kernels.losses or token_losses
+        own = -losses(x, self.head, targets, self.cfg.logit_softcap)  # log-probability of the target
         gates = self.gates(x, classes, matches)
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
@@ -5050,11 +5033,11 @@ class TinyModel(CountingModel):
         return own_loss - own_loss.detach() - mixture.mean()
 
 # ---------- golf and golf_plus: what both use
-def nesterov_of_sum(state: MuonState, hyper: MuonHyperparameters) -> Tensor:
-    """Nesterov momentum (N, R, C) where the buffer is a decaying sum of gradients, which changes in place."""
+def nesterov_of_sum(state: UpdateState, hyper: MuonHyper) -> Tensor:
+    """Nesterov momentum (N, R, C); the first moment, a decaying sum of gradients, changes in place."""
     grad = state.grad.to(state.p.dtype) * hyper.grad_scale
-    state.buffer.mul_(hyper.momentum).add_(grad)
-    return grad + hyper.momentum * state.buffer
+    state.first.mul_(hyper.momentum).add_(grad)
+    return grad + hyper.momentum * state.first
 
 cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
 
@@ -5069,11 +5052,16 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callabl
     log("attention: FlashAttention 4")
     return dict(attention=partial(flash_attention, attend=attend))
 
+class GolfRecipe(Config[Stages]):
+    """What both recipes have alike."""
+    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
+    attention_kernels = dense_attention
+
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # The public record parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394
 # steps of 71.47 ms.
 @dataclass(frozen=True)
-class Golf(Config[Stage]):
+class Golf(GolfRecipe[Stage]):
     """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
     earlier tokens of its row, those of other documents too."""
     preset: str = option("golf", "the recipe", model=True)
@@ -5118,8 +5106,6 @@ class Golf(Config[Stage]):
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
 
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
-
     def check(self) -> None:
         super().check()
         check_grouped_queries(self)
@@ -5153,14 +5139,12 @@ class Golf(Config[Stage]):
             scalar("skip_weights",   init="constant", scale=1.0),
         ])
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """Muon. Changes the weights and the buffer, a decaying sum of gradients, in place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
         update = nesterov_of_sum(state, hyper)
         update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
         state.p.sub_(hyper.lr * adam_update(state, hyper))
 
     def progress(self, step: int, seconds: float) -> float:
@@ -5187,8 +5171,6 @@ class Golf(Config[Stage]):
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
-
-    attention_kernels = dense_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return GolfModel(self, kernels)
@@ -5303,7 +5285,7 @@ class LoopStage(Stage):
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
 # Gains below are in bits per byte, as records of parameter-golf report them.
 @dataclass(frozen=True)
-class GolfPlus(Config[LoopStage]):
+class GolfPlus(GolfRecipe[LoopStage]):
     """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and GPTQ
     to 6 bits (8 for the embedding)."""
     preset: str = option("golf_plus", "the recipe", model=True)
@@ -5382,8 +5364,6 @@ class GolfPlus(Config[LoopStage]):
     # parameter-golf#1394: -0.0168
     eval_sliding: int = optional(64, "val_bpb_sliding: targets scored per row; 0: no such score")
 
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
-
     def check(self) -> None:
         super().check()
         check_grouped_queries(self)
@@ -5431,8 +5411,8 @@ class GolfPlus(Config[LoopStage]):
             scalar("skip_mix",       init="constant", scale=0.0),
         ])
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """Muon. Changes the weights and the buffer, a decaying sum of gradients, in place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+        """Muon with decoupled weight decay."""
         update = nesterov_of_sum(state, hyper)
         if self.muon_row_norm:
             update = normalize_rows(update)
@@ -5440,8 +5420,8 @@ class GolfPlus(Config[LoopStage]):
         state.p.sub_(hyper.lr * hyper.decay * state.p)  # decoupled (arXiv:1711.05101)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam with decoupled weight decay. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
+        """Adam with decoupled weight decay."""
         update = adam_update(state, hyper)
         if hyper.decay is not None:
             update = update + hyper.decay * state.p  # decoupled (arXiv:1711.05101)
@@ -5504,8 +5484,6 @@ class GolfPlus(Config[LoopStage]):
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
-
-    attention_kernels = dense_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return GolfPlusModel(self, kernels)
@@ -5805,21 +5783,38 @@ def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor,
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
 
-def adam_update_early_eps(state: AdamState, hyper: AdamHyperparameters) -> Tensor:
+def adam_update_early_eps(state: UpdateState, hyper: AdamHyper) -> Tensor:
     """adam_update(), but eps is added to the root before the correction (modded-nanogpt)."""
     adam_moments(state, hyper)
-    root = (state.v.sqrt() + hyper.eps) / (1 - hyper.beta2**hyper.step) ** 0.5
-    return state.m / (1 - hyper.beta1**hyper.step) / root
+    root = (state.second.sqrt() + hyper.eps) / (1 - hyper.beta2**hyper.step) ** 0.5
+    return state.first / (1 - hyper.beta1**hyper.step) / root
 
 def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
     """linear() of lm_head in fp8, by fixed scales."""
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
+class SpeedrunRecipe(Config[Stages]):
+    """What both recipes do alike."""
+    def document_limit(self: Any) -> int:
+        return self.max_doc_len
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+    def momentum(self: Any, step: int, progress: float) -> float:
+        """It warms up over the first steps and cools down over the last, estimated from the pace."""
+        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        if self.muon_momentum_cooldown_steps and progress:
+            steps_left = (1 - progress) * step / progress
+            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
+        return momentum_at(self, warmth)
+
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps at 33.6, 60.1 and 88.1 ms by stage.
 # A gain in seconds is the difference between two records on that leaderboard.
 @dataclass(frozen=True)
-class Speedrun(Config[WindowStage]):
+class Speedrun(SpeedrunRecipe[WindowStage]):
     """Windows that grow from stage to stage and stay within a document, value embeddings, gated heads, a skip
     connection, backout; NorMuon, and Adam at every other step."""
     preset: str = option("speedrun", "the recipe", model=True)
@@ -5939,9 +5934,6 @@ class Speedrun(Config[WindowStage]):
 
     packers = dict(documents=Documents, spans=Spans, rows=Rows)
 
-    def document_limit(self) -> int:
-        return self.max_doc_len
-
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
         decay = self.weight_decay * self.matrix_lr
@@ -5970,17 +5962,15 @@ class Speedrun(Config[WindowStage]):
             scalar("backout",      init="constant", scale=0.5),
         ])
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
-        place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+        """NorMuon with cautious weight decay."""
         update = nesterov_of_mean(state, hyper)
         update = polar_express(update, self.muon_backend_steps, hyper.dtype)
         update = normuon_scale(update, state.second, self.normuon_beta2)
         cautious_decay(state.p, update, hyper.lr, hyper.decay)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
         state.p.sub_(hyper.lr * adam_update_early_eps(state, hyper))
 
     def top_lr(self, progress: float) -> float:
@@ -5990,15 +5980,11 @@ class Speedrun(Config[WindowStage]):
         return begun[-1]
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is its lr_schedule factor, blended linearly into lr_floor by the warmdown; weight decay follows.
-        Momentum warms up over the first steps and cools down over the last, estimated from the pace."""
+        """LR is its lr_schedule factor, blended linearly into lr_floor by the warmdown; weight decay
+        follows."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
         lr = self.top_lr(progress) * (1 - done) + self.lr_floor * done
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
-        if self.muon_momentum_cooldown_steps and progress:
-            steps_left = (1 - progress) * step / progress
-            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        return Schedule(lr, momentum=momentum_at(self, warmth), decay=lr)
+        return Schedule(lr, momentum=self.momentum(step, progress), decay=lr)
 
     def scoring_window(self) -> int:
         return self.eval_window or self.stages()[-1].window
@@ -6039,10 +6025,6 @@ class Speedrun(Config[WindowStage]):
             return linear, linear, fused_loss
         most = self.fp8_head_most
         return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
     attention_kernels = window_attention
 
@@ -6238,7 +6220,7 @@ class TargetStage(WindowStage):
 # 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
 # Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
 @dataclass(frozen=True)
-class SpeedrunPlus(Config[TargetStage]):
+class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
     """Eleven layers; the last one and the output mix earlier layers with weights that each token computes for
     itself (MUDD). Paired heads, three kinds of embeddings, losses on several targets, fp8."""
     preset: str = option("speedrun_plus", "the recipe", model=True)
@@ -6488,34 +6470,28 @@ class SpeedrunPlus(Config[TargetStage]):
             values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
         return values
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
-        place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+        """NorMuon with cautious weight decay."""
         update = nesterov_of_mean(state, hyper)
         update = polar_express(update, self.muon_backend_steps, hyper.dtype, self.polar_margin)
         update = normuon_scale(update, state.second, self.normuon_beta2)
         cautious_decay(state.p, update, hyper.lr, hyper.decay)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam with cautious decay. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
+        """Adam with cautious weight decay."""
         update = adam_update_early_eps(state, hyper)
         if hyper.decay is not None:
             update = update + hyper.decay * state.p * (update * state.p > 0)
         state.p.sub_(hyper.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows.
-        Momentum warms up over the first steps and cools down over the last, estimated from the pace."""
+        """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows."""
         scheduled = scheduled_progress(self, progress)
         done = warmdown_done(scheduled, self.warmdown_frac)
         lr = stage_at(self, progress).lr * (1 - done) + self.lr_floor * done
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
-        if self.muon_momentum_cooldown_steps and progress:
-            steps_left = (1 - progress) * step / progress
-            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
         tied = self.untie_at > 0 and scheduled <= self.untie_at + 1e-9
-        return Schedule(lr, momentum_at(self, warmth), decay=lr, tied=tied)
+        return Schedule(lr, momentum=self.momentum(step, progress), decay=lr, tied=tied)
 
     def windows(self, stage: TargetStage | None, T: int) -> dict[str, int]:
         last = self.stages()[-1]
@@ -6571,9 +6547,6 @@ class SpeedrunPlus(Config[TargetStage]):
             pairs.append(stage.prefix_weights)
         return [first + (last - first) * done for first, last in pairs]
 
-    def document_limit(self) -> int:
-        return self.max_doc_len
-
     def scoring_window(self) -> int:
         return self.eval_window
 
@@ -6612,10 +6585,6 @@ class SpeedrunPlus(Config[TargetStage]):
     def check_data(self, data: "Data") -> None:
         if self.prefix_weight:
             texts_of_tokens(self, data.tokenizer)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
     def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         return window_attention(self, on_gpu, log, pairs=2)
@@ -7499,12 +7468,92 @@ def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
 
 HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
+class GPT2Recipe(Config[WindowStage]):
+    """What both recipes do alike."""
+    @classmethod
+    def of(cls: Any, preset: str, given: dict[str, Any]) -> Config:
+        cfg = cls(**given)
+        check_ranges(cfg)
+        check_window_pattern(cfg)
+        if cfg.depth:
+            cfg = depth_dial(cfg, given)
+        return cfg
+
+    packers = dict(best_fit=BestFit, rows=Rows)
+    attention_kernels = window_attention
+
+    def stages(self: Any) -> list[WindowStage]:
+        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
+        return stage_rows(self, [row], window="window_schedule")
+
+    def windows(self: Any, stage: WindowStage | None, T: int) -> dict[str, int]:
+        long = (stage or self.stages()[-1]).window or self.train_seq_len
+        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
+
+    def layers(self: Any, stage: WindowStage | None = None) -> list[Layer]:
+        stage = stage or self.stages()[-1]
+        sizes = self.windows(stage, stage.row_tokens)
+        window = dict(L=sizes["long_window"], S=sizes["short_window"])
+        kinds = per_layer(self.window_pattern, self.num_layers)
+        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+
+    def scoring_window(self: Any) -> int:
+        return self.stages()[-1].window or self.train_seq_len
+
+    def fp8_part(self: Any, on_gpu: bool) -> str:
+        return fp8_part(self, on_gpu)
+
+    def linears(self: Any, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
+        if fp8_part(self, on_gpu, log) == "off":
+            return linear, linear, fused_loss
+        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
+
+    def check_data(self: Any, data: "Data") -> None:
+        check_core(self, data)
+
+    def evaluations(self: Any, step: int | None = None) -> list[Callable]:
+        return core_evaluations(self, step)
+
+    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
+                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels // coarser, 0.0)
+
+class GPT2Context(NamedTuple):
+    """What the forward pass needs besides tokens and weights."""
+    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
+    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
+    windows: dict[str, int | Tensor]
+    dtype: torch.dtype  # of activations
+
+class GPT2BaseBlock(nn.Module):
+    """The forward pass of a block, which has the parameters and attend()."""
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
+                context: GPT2Context) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
+        value_embed (B, T, KV, D), in layers that have one."""
+        embedding = self.x0_lambda.to(x.dtype) * x0
+        x = self.resid_lambda.to(x.dtype) * x + embedding
+        x = x + self.attend(rms_norm(x), value_embed, mask, context)
+        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
+
+class GPT2BaseModel(Model):
+    """A model of such blocks, with windows."""
+    readable = WINDOWED
+
+    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+                stage: WindowStage | None = None) -> GPT2Context:
+        cfg = self.cfg
+        dtype = dtype or scoring_dtype(device)
+        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
+        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
+        return GPT2Context(rope, windows, dtype)
+
 # ---------- gpt2: least time to CORE > 0.256525 on 8xH100
 # nanochat 00932d1, depth 26, 7.25 tokens per weight, fp8: 12,700 steps in 8,967 s. The dial, --depth, sets
 # size, learning rates, weight decay and length, and the batch if train_batch_tokens=0: see depth_dial(). The
 # rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
-class GPT2(Config[WindowStage]):
+class GPT2(GPT2Recipe):
     """Short and long windows, value embeddings behind gates in every other layer, NorMuon."""
     preset: str = option("gpt2", "the recipe", model=True)
     # the dial
@@ -7571,15 +7620,6 @@ class GPT2(Config[WindowStage]):
     sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
-    @classmethod
-    def of(cls, preset: str, given: dict[str, Any]) -> Config:
-        cfg = cls(**given)
-        check_ranges(cfg)
-        check_window_pattern(cfg)
-        if cfg.depth:
-            cfg = depth_dial(cfg, given)
-        return cfg
-
     def size_of_depth(self, depth: int) -> dict:
         return depth_size(depth)
 
@@ -7590,12 +7630,6 @@ class GPT2(Config[WindowStage]):
         if self.value_gate_dim > self.model_dim:
             raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
         check_window_pattern(self)
-
-    packers = dict(best_fit=BestFit, rows=Rows)
-
-    def stages(self) -> list[WindowStage]:
-        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
-        return stage_rows(self, [row], window="window_schedule")
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -7619,17 +7653,15 @@ class GPT2(Config[WindowStage]):
             scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
         ])
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
-        place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+        """NorMuon with cautious weight decay."""
         update = nesterov_of_mean(state, hyper)
         update = polar_express(update, self.muon_backend_steps, hyper.dtype)
         update = normuon_scale(update, state.second, self.normuon_beta2)
         cautious_decay(state.p, update, hyper.lr, hyper.decay)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
         state.p.sub_(hyper.lr * adam_update(state, hyper))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
@@ -7639,51 +7671,10 @@ class GPT2(Config[WindowStage]):
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
                         momentum=momentum_at(self, warmth))
 
-    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window or self.train_seq_len
-        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = dict(L=sizes["long_window"], S=sizes["short_window"])
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
-
-    def scoring_window(self) -> int:
-        return self.stages()[-1].window or self.train_seq_len
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
-
-    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
-
-    def check_data(self, data: "Data") -> None:
-        check_core(self, data)
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        return core_evaluations(self, step)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    attention_kernels = window_attention
-
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2Model(self, kernels)
 
-class GPT2Context(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
-    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    windows: dict[str, int | Tensor]
-    dtype: torch.dtype  # of activations
-
-class GPT2Block(nn.Module):
+class GPT2Block(GPT2BaseBlock):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
     def __init__(self, cfg: GPT2, has_value_embed: bool) -> None:
         super().__init__()
@@ -7702,15 +7693,6 @@ class GPT2Block(nn.Module):
         self.resid_lambda = parameter(1)
         self.x0_lambda = parameter(1)
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
-                context: GPT2Context) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
-        value_embed (B, T, KV, D), in layers that have one."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        x = x + self.attend(rms_norm(x), value_embed, mask, context)
-        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2Context) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
@@ -7723,10 +7705,8 @@ class GPT2Block(nn.Module):
         y = attend_heads(q, k, v, mask, self.kernels.attention)
         return linear(y.flatten(2), self.attn_proj)
 
-class GPT2Model(Model):
+class GPT2Model(GPT2BaseModel):
     """The blocks in order, each with its window and its value embedding."""
-    readable = WINDOWED
-
     def __init__(self, cfg: GPT2, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -7741,14 +7721,6 @@ class GPT2Model(Model):
         kv_dim = (cfg.num_kv_heads or cfg.num_heads) * (C // cfg.num_heads)
         self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
         self.use(kernels)
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: WindowStage | None = None) -> GPT2Context:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
-        return GPT2Context(rope, windows, dtype)
 
     def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
@@ -7768,9 +7740,9 @@ class GPT2Model(Model):
 # gate and backout are those of nanochat's fix of 13 April 2026; at a825e63 they were never set. The learning
 # rates and weight decay below are those of depth 12 and a batch of 2**19 tokens.
 @dataclass(frozen=True)
-class GPT2Plus(Config[WindowStage]):
-    """gpt2 plus smear, backout and sharper attention; LR warmup, cosine schedule for weight decay, momentum
-    that falls with LR."""
+class GPT2Plus(GPT2Recipe):
+    """Like gpt2, with smear, backout and sharper attention; LR warms up, weight decay falls as a cosine,
+    momentum with LR."""
     preset: str = option("gpt2_plus", "the recipe", model=True)
     # the dial
     depth: int = optional(24, "the depth dial: sets size, batch, rates, decay and steps; 0: off", 0, 198)
@@ -7848,15 +7820,6 @@ class GPT2Plus(Config[WindowStage]):
     sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
     sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
-    @classmethod
-    def of(cls, preset: str, given: dict[str, Any]) -> Config:
-        cfg = cls(**given)
-        check_ranges(cfg)
-        check_window_pattern(cfg)
-        if cfg.depth:
-            cfg = depth_dial(cfg, given)
-        return cfg
-
     def size_of_depth(self, depth: int) -> dict:
         size = depth_size(depth)
         if self.backout_layer:
@@ -7871,12 +7834,6 @@ class GPT2Plus(Config[WindowStage]):
             raise Refused(f"value_gate_dim={self.value_gate_dim}, smear_dim={self.smear_dim}: neither may "
                           f"exceed model_dim={self.model_dim}")
         check_window_pattern(self)
-
-    packers = dict(best_fit=BestFit, rows=Rows)
-
-    def stages(self) -> list[WindowStage]:
-        row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
-        return stage_rows(self, [row], window="window_schedule")
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -7910,17 +7867,16 @@ class GPT2Plus(Config[WindowStage]):
             scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
         ])
 
-    def muon_step(self, state: MuonState, hyper: MuonHyperparameters) -> None:
-        """NorMuon. Changes the weights, the buffer (a running mean of gradients) and the mean squares in
-        place."""
+    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+        """NorMuon with cautious weight decay."""
         update = nesterov_of_mean(state, hyper)
         update = polar_express(update, self.muon_backend_steps, hyper.dtype, self.polar_margin)
         update = normuon_scale(update, state.second, self.normuon_beta2)
         cautious_decay(state.p, update, hyper.lr, hyper.decay)
         state.p.sub_(hyper.lr * update)
 
-    def adam_step(self, state: AdamState, hyper: AdamHyperparameters) -> None:
-        """Adam. Changes weights and moments in place."""
+    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
+        """Adam with decoupled weight decay."""
         update = adam_update(state, hyper)
         if hyper.decay is not None:
             update = update + hyper.decay * state.p
@@ -7938,51 +7894,10 @@ class GPT2Plus(Config[WindowStage]):
             momentum += (self.muon_momentum_end - momentum) * done
         return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
 
-    def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window or self.train_seq_len
-        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = dict(L=sizes["long_window"], S=sizes["short_window"])
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
-
-    def scoring_window(self) -> int:
-        return self.stages()[-1].window or self.train_seq_len
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
-
-    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
-
-    def check_data(self, data: "Data") -> None:
-        check_core(self, data)
-
-    def evaluations(self, step: int | None = None) -> list[Callable]:
-        return core_evaluations(self, step)
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, 0.0)
-
-    attention_kernels = window_attention
-
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2PlusModel(self, kernels)
 
-class GPT2PlusContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
-    # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    windows: dict[str, int | Tensor]
-    dtype: torch.dtype  # of activations
-
-class GPT2PlusBlock(nn.Module):
+class GPT2PlusBlock(GPT2BaseBlock):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
     def __init__(self, cfg: GPT2Plus, has_value_embed: bool) -> None:
         super().__init__()
@@ -8002,16 +7917,7 @@ class GPT2PlusBlock(nn.Module):
         self.resid_lambda = parameter(1)
         self.x0_lambda = parameter(1)
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, mask: Mask,
-                context: GPT2PlusContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream.
-        value_embed (B, T, KV, D), in layers that have one."""
-        embedding = self.x0_lambda.to(x.dtype) * x0
-        x = self.resid_lambda.to(x.dtype) * x + embedding
-        x = x + self.attend(rms_norm(x), value_embed, mask, context)
-        return x + mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
-
-    def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2PlusContext) -> Tensor:
+    def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2Context) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         linear = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
@@ -8023,10 +7929,8 @@ class GPT2PlusBlock(nn.Module):
         y = attend_heads(q, k, v, mask, self.kernels.attention)
         return linear(y.flatten(2), self.attn_proj)
 
-class GPT2PlusModel(Model):
+class GPT2PlusModel(GPT2BaseModel):
     """The blocks in order, each with its window and its value embedding."""
-    readable = WINDOWED
-
     def __init__(self, cfg: GPT2Plus, kernels: Kernels = Kernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
@@ -8045,15 +7949,7 @@ class GPT2PlusModel(Model):
         self.value_embeds = nn.ParameterList([parameter(V, kv_dim) for _ in range(max(self.tables))])
         self.use(kernels)
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
-                stage: WindowStage | None = None) -> GPT2PlusContext:
-        cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
-        rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
-        windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
-        return GPT2PlusContext(rope, windows, dtype)
-
-    def hidden(self, tokens: Tensor, context: GPT2PlusContext) -> Tensor:
+    def hidden(self, tokens: Tensor, context: GPT2Context) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
         masks = layer_masks(context.windows, tokens, None, self.kernels.window_mask)
         x = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))

@@ -109,8 +109,8 @@ def adam_alone(p, grads, lr, betas, eps, cfg):
     v = torch.zeros_like(p)
     for step, grad in enumerate(grads, 1):
         numbers = [torch.tensor(x) for x in (1.0, float(step), lr)]
-        hyper = train_gpt.AdamHyperparameters(*numbers, None, *betas, eps)
-        cfg.adam_step(train_gpt.AdamState(p, grad, m, v), hyper)
+        hyper = train_gpt.AdamHyper(*numbers, None, *betas, eps)
+        cfg.adam_step(train_gpt.UpdateState(p, grad, m, v), hyper)
     return p
 
 

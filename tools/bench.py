@@ -350,7 +350,7 @@ def step_function(trainer: ModuleType, run: AnyRun, stage: Stage | None = None) 
     stage = stage or cfg.stages()[0]
     micro = run.micro * cfg.train_seq_len // stage.row_tokens
     schedule = (1.0, cfg.muon_momentum, 1.0)  # of an older checkout
-    if hasattr(trainer, "MuonState"):
+    if hasattr(trainer, "UpdateState"):
         schedule = (trainer.Schedule(1.0, cfg.muon_momentum),)
 
     def step(batch: Batch) -> None:

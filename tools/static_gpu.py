@@ -493,7 +493,7 @@ class Subject:
         micro = self.trainer.rows_at_once(rows, run.micro * cfg.train_seq_len // T)
         every = max(bank.row.every for bank in run.optimizer.banks)
         schedule = (1.0, 0.95, 1.0)  # of another checkout
-        if hasattr(self.trainer, "MuonState"):
+        if hasattr(self.trainer, "UpdateState"):
             schedule = (self.trainer.Schedule(1.0, 0.95),)
 
         def steps() -> None:
