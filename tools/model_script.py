@@ -164,7 +164,12 @@ def bases_of(tree: ast.Module, recipe: str) -> list[str]:
     """[recipe, the class that it inherits from, the class that this inherits from, ...]"""
     found = [recipe]
     while parents := class_named(tree, found[-1]).bases:
-        found.append(ast.unparse(parents[0]))
+        parent = parents[0]
+        if isinstance(parent, ast.Subscript):  # Config[Stage]
+            parent = parent.value
+        if ast.unparse(parent) == "Generic":
+            break
+        found.append(ast.unparse(parent))
     return found
 
 
