@@ -657,7 +657,7 @@ class Kernels(NamedTuple):
     attention: Callable | None = None
     window: Callable | None = None
     window_mask: Callable | None = None
-    # of one recipe each
+    # each of these serves one recipe
     qkv: Callable | None = None  # query, key and value in one product
     mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
     mlp_scales: Callable | None = None
@@ -998,7 +998,7 @@ class MuonHyper(NamedTuple):
     momentum: Tensor
     lr: Tensor
     decay: Tensor
-    dtype: torch.dtype  # of the matrix products
+    dtype: torch.dtype  # for the matrix products
 
 class AdamHyper(NamedTuple):
     """The same for Adam; those that never change are numbers."""
@@ -1648,7 +1648,7 @@ class Documents(Packer):
         for stage in stages:
             T = stage.row_tokens
             filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
-            ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
+            ends = filled.searchsorted(filled[:-1] + T + 1)  # where the row ends that begins with each document
             most = int((ends - np.arange(len(ends))).max())
             require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
                     f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
@@ -2830,7 +2830,7 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return attention(q, k, v, mask)
 
-FLASH_BETA = 26  # of flash-attn-4 4.0.0; before it, the block-sparse backward pass had a race
+FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
 FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
 
 def flash_attention_4(cfg: Config) -> Callable | None:
