@@ -1648,7 +1648,7 @@ class Documents(Packer):
         for stage in stages:
             T = stage.row_tokens
             filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
-            ends = filled.searchsorted(filled[:-1] + T + 1)  # where the row ends that begins with each document
+            ends = filled.searchsorted(filled[:-1] + T + 1)  # the document after the row that each begins
             most = int((ends - np.arange(len(ends))).max())
             require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
                     f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
@@ -4385,7 +4385,7 @@ class Tiny(Config):
         return bool(self.counted_orders() or self.counted_words())
 
     def state_bytes(self) -> int:
-        # of the tables; the lists grow with the text
+        # the size of the tables; the lists grow with the text
         return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
@@ -4449,7 +4449,7 @@ def factorize_bigrams(counts: np.ndarray, C: int, seed: int) -> tuple[Tensor, Te
 # in the row name a candidate for the next token: the model gets the candidate's embedding, scaled by its
 # class, and one of the class, which says how sure it is. At the output, each context in text and row gives a
 # distribution of the next token, and the model mixes these with its own.
-CLASSES = 16  # of candidates, per kind of context
+CLASSES = 16  # how many classes the candidates of a kind of context have
 # widths of what is packed into integers
 KEY_BITS = 36  # hash of a context
 TOKEN_BITS = 16
@@ -4926,7 +4926,7 @@ def add_row_shares(mixed: Tensor, found: RowMatches, tokens: Tensor, gates: Tens
     for order, rank, gate in zip(found.by_ngram, found.rank, gates):
         follows = tokens.roll(-1, 1).gather(-1, order).flatten()
         size = rank.flatten()
-        start = (row + column - rank).flatten()  # of the earlier occurrences, sorted as in `order`
+        start = (row + column - rank).flatten()  # where the earlier occurrences begin, sorted as in `order`
         here = (row + order).flatten()
         share = gate.flatten()[here] / size.clamp(min=1)
         for part in in_parts(size):
@@ -5008,7 +5008,7 @@ class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
 
 class Mixture(NamedTuple):
     """What the log-probabilities of a mixture are made of. Scorers pick tokens out of what hidden() returns,
@@ -5414,7 +5414,7 @@ class Golf(GolfRecipe):
 class GolfContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
 
 class GolfBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -5831,7 +5831,7 @@ def entropy_bytes(tensors: dict[str, Tensor]) -> float:
 class GolfPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
     loops: int  # how many more times loop_layers run
 
 class GolfPlusBlock(nn.Module):
@@ -6201,7 +6201,7 @@ class SpeedrunContext(NamedTuple):
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     attn_scale: Tensor  # factor on q @ k, 0-dim, so that one compiled step serves all stages
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
 
 class SpeedrunBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding. kind: the
@@ -7127,7 +7127,7 @@ class SpeedrunPlusContext(NamedTuple):
     attn_scale: Tensor  # factor on q @ k, 0-dim
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
     # in training only
     next_targets: int = 1  # targets per token
     prefixes: bool = False  # is the target's prefix token a further target?
@@ -7295,8 +7295,8 @@ def check_window_pattern(cfg: Any) -> None:
     if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
         raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
 
-# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state their rates and decay for a model
-# of this depth and width, trained with this many tokens per step:
+# The depth dial of github.com/karpathy/nanochat. Recipes with a depth state rates and decay that fit this
+# depth, this width and this many tokens per step:
 REFERENCE_DEPTH = 12
 REFERENCE_WIDTH = 768
 REFERENCE_BATCH = 2**19
@@ -7429,7 +7429,7 @@ class GPT2Context(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple  # cos and sin of every position, each (T, 1, head_dim / 2)
     windows: dict  # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
 
 class GPT2BaseBlock(nn.Module):
     """The forward pass of a block, which has the parameters and attend()."""
