@@ -4358,9 +4358,10 @@ class Tiny(Config):
         return f"in the last {self.warmdown_frac:.0%} of the run lr_factor falls to {self.lr_floor:g}"
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window
-        short = (long or self.train_seq_len) // 2
-        return dict(long_window=min(long or T, T), short_window=min(T, max(1, short)))
+        window = (stage or self.stages()[-1]).window
+        short = (window or self.train_seq_len) // 2
+        long = window or T
+        return dict(long_window=min(long, T), short_window=min(T, max(1, short)))
 
     def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
@@ -4382,7 +4383,8 @@ class Tiny(Config):
         return [n for n in self.copy_orders if n > 0 and self.memory]
 
     def keeps_text(self) -> bool:
-        return bool(self.counted_orders() or self.counted_words())
+        counted = self.counted_orders() + self.counted_words()
+        return len(counted) > 0
 
     def state_bytes(self) -> int:
         # the size of the tables; the lists grow with the text
@@ -4998,7 +5000,8 @@ def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Callabl
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
     rows = rows[::max(1, len(tokens) // cfg.val_part)]
     nats = np.zeros(len(tokens))
-    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
+    compiled = team.on_gpu and cfg.compile
+    score_share(nats, rows, model, cfg, tokens, team, compiled=compiled)
     targets = sum([1 + last - first for _, first, last in rows])
     loss = all_reduce(torch.tensor(nats.sum())).item() / targets
     log(f"val_part step:{step} val_loss:{loss:.4f}")
@@ -5888,7 +5891,8 @@ class GolfPlusModel(Model):
         # row i is for the i-th layer run in the second half; which layer that is depends on the stage
         skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
         self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
-        self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
+        mixes = skips > 0 and cfg.skip_mix
+        self.skip_mix = parameter(skips, cfg.model_dim, on=mixes)
         self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
         self.use(kernels)
 
@@ -6156,9 +6160,11 @@ class Speedrun(SpeedrunRecipe):
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         """In final scores, long windows may exceed those of the last stage; short ones do not."""
         last = self.stages()[-1].window or self.train_seq_len
-        long = self.scoring_window() if stage is None else stage.window
-        short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
-        return dict(long_window=min(long or T, T), short_window=min(T, max(short, self.window_block)))
+        window = self.scoring_window() if stage is None else stage.window
+        grown = window or self.train_seq_len
+        short = min(grown, last) // 2 // self.window_block * self.window_block
+        long = window or T
+        return dict(long_window=min(long, T), short_window=min(T, max(short, self.window_block)))
 
     def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
@@ -6216,7 +6222,8 @@ class SpeedrunBlock(nn.Module):
         self.attn_proj = parameter(C, C, on=self.attends)
         self.key = parameter(C, C, on=self.attends)
         self.value = parameter(C, C, on=self.attends)
-        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=self.attends and cfg.attn_gate_dim)
+        gated = self.attends and cfg.attn_gate_dim > 0
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=gated)
         self.value_lambdas = parameter(2, on=self.attends)  # factors on values and on value embeddings
         has_mlp = kind != "0"
         self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
