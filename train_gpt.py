@@ -993,7 +993,7 @@ class MuonHyper(NamedTuple):
     momentum: Tensor
     lr: Tensor
     decay: Tensor
-    dtype: torch.dtype  # of the matrix products
+    dtype: torch.dtype  # for the matrix products
 
 class AdamHyper(NamedTuple):
     """The same for Adam; those that never change are numbers."""
@@ -2579,7 +2579,7 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return attention(q, k, v, mask)
 
-FLASH_BETA = 26  # of flash-attn-4 4.0.0; before it, the block-sparse backward pass had a race
+FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
 FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
 
 def flash_attention_4(cfg: Config) -> Callable | None:
@@ -4127,9 +4127,10 @@ class Tiny(Config[WindowStage]):
                         momentum=momentum_at(self, warmth))
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
-        long = (stage or self.stages()[-1]).window
-        short = (long or self.train_seq_len) // 2
-        return dict(long_window=min(long or T, T), short_window=min(T, max(1, short)))
+        window = (stage or self.stages()[-1]).window
+        short = (window or self.train_seq_len) // 2
+        long = window or T
+        return dict(long_window=min(long, T), short_window=min(T, max(1, short)))
 
     def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
@@ -4763,7 +4764,8 @@ def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Logger,
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
     rows = rows[::max(1, len(tokens) // cfg.val_part)]
     nats = np.zeros(len(tokens))
-    score_share(nats, rows, model, cfg, tokens, team, compiled=team.on_gpu and cfg.compile)
+    compiled = team.on_gpu and cfg.compile
+    score_share(nats, rows, model, cfg, tokens, team, compiled=compiled)
     targets = sum([1 + last - first for _, first, last in rows])
     loss = all_reduce(torch.tensor(nats.sum())).item() / targets
     log(f"val_part step:{step} val_loss:{loss:.4f}", kind="val_part", step=step, val_loss=loss)
@@ -5674,7 +5676,8 @@ class GolfPlusModel(Model):
         # row i is for the i-th layer run in the second half; which layer that is depends on the stage
         skips = max([sum([layer.passes for layer in cfg.layers(stage)]) // 2 for stage in cfg.stages()])
         self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
-        self.skip_mix = parameter(skips, cfg.model_dim, on=skips and cfg.skip_mix)
+        mixes = skips > 0 and cfg.skip_mix
+        self.skip_mix = parameter(skips, cfg.model_dim, on=mixes)
         self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
         self.use(kernels)
 
@@ -5992,9 +5995,11 @@ class Speedrun(SpeedrunRecipe[WindowStage]):
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         """In final scores, long windows may exceed those of the last stage; short ones do not."""
         last = self.stages()[-1].window or self.train_seq_len
-        long = self.scoring_window() if stage is None else stage.window
-        short = min(long or self.train_seq_len, last) // 2 // self.window_block * self.window_block
-        return dict(long_window=min(long or T, T), short_window=min(T, max(short, self.window_block)))
+        window = self.scoring_window() if stage is None else stage.window
+        grown = window or self.train_seq_len
+        short = min(grown, last) // 2 // self.window_block * self.window_block
+        long = window or T
+        return dict(long_window=min(long, T), short_window=min(T, max(short, self.window_block)))
 
     def layers(self, stage: WindowStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
@@ -6052,7 +6057,8 @@ class SpeedrunBlock(nn.Module):
         self.attn_proj = parameter(C, C, on=self.attends)
         self.key = parameter(C, C, on=self.attends)
         self.value = parameter(C, C, on=self.attends)
-        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=self.attends and cfg.attn_gate_dim)
+        gated = self.attends and cfg.attn_gate_dim > 0
+        self.attn_gate = parameter(H, cfg.attn_gate_dim, on=gated)
         self.value_lambdas = parameter(2, on=self.attends)  # factors on values and on value embeddings
         has_mlp = kind != "0"
         self.fc = parameter(cfg.mlp_mult * C, C, on=has_mlp)
@@ -7005,7 +7011,7 @@ class SpeedrunPlusContext(NamedTuple):
     # {L or S: how many earlier tokens a token sees in such a layer}, see kernel_windows()
     windows: dict[str, int | Tensor]
     pair_window: int | Tensor  # the same for paired heads, in rows of 2 T
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have this dtype
     # in training only
     next_targets: int = 1  # targets per token
     prefixes: bool = False  # also predict the target's prefix token
