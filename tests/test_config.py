@@ -717,7 +717,8 @@ def settings():
             torch.are_deterministic_algorithms_enabled(), torch.distributed.is_initialized())
 
 before = settings()
-sys.argv, os.environ = Trap(), Trap()
+sys.argv = Trap()
+os.environ = Trap()
 sys.addaudithook(hook)
 import train_gpt
 assert settings() == before

@@ -440,7 +440,8 @@ def test_the_trainer():
 IMPORT = """
 import contextlib, importlib.util, io, os, random, signal, sys, threading
 import numpy, torch, torch.distributed, torch.nn.attention.flex_attention
-paths, sys.argv = sys.argv[1:], ["script", "--preset=nonsense", "--help"]
+paths = sys.argv[1:]
+sys.argv = ["script", "--preset=nonsense", "--help"]
 done = []
 
 def watch(event, details):
@@ -461,7 +462,8 @@ sys.addaudithook(watch)
 for path in paths:
     spec = importlib.util.spec_from_file_location("trainer", path)
     sys.modules["trainer"] = module = importlib.util.module_from_spec(spec)
-    before, printed = state(), io.StringIO()
+    before = state()
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         spec.loader.exec_module(module)
     if state() != before:

@@ -67,7 +67,8 @@ def run(*words, expect=0):
 KILLED = """
 import functools, os, prepare, signal, sys
 name, number, shard_tokens, *words = sys.argv[1:]
-module, calls = (os if name == "replace" else prepare), []
+module = os if name == "replace" else prepare
+calls = []
 original = getattr(module, name)
 def killing(*args):
     calls.append(args)

@@ -447,7 +447,8 @@ def test_too_few_runs_say_how_many_are_needed():
 # A trainer that is quick: its score follows SEED and MATRIX_LR, or --matrix-lr
 FAKE = """import os, pathlib, random, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-seed, lr = int(os.environ["SEED"]), float(flags.get("matrix-lr") or os.environ.get("MATRIX_LR", 0.03))
+seed = int(os.environ["SEED"])
+lr = float(flags.get("matrix-lr") or os.environ.get("MATRIX_LR", 0.03))
 bpb = 1.35 + 0.2 * (lr - 0.03) + random.Random(seed * 7 + int(lr * 1e6)).gauss(0, 0.0005)
 folder = pathlib.Path("logs", os.environ["RUN_ID"])
 folder.mkdir(parents=True)

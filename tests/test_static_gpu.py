@@ -500,10 +500,14 @@ import static_gpu, train_gpt
 def leaf(*shape, dtype=torch.float32):
     return torch.empty(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
-N, C, V = 2048, 256, 8192
+N = 2048
+C = 256
+V = 8192
 x = leaf(1, N, C, dtype=torch.bfloat16)
 head = leaf(V, C)
-fc, proj, scales = leaf(4 * C, C), leaf(C, 4 * C), leaf(3, 4)[:, 0]
+fc = leaf(4 * C, C)
+proj = leaf(C, 4 * C)
+scales = leaf(3, 4)[:, 0]
 targets = torch.zeros(1, N, device="cuda", dtype=torch.long)
 several = train_gpt.next_targets(targets, 3)
 fused = partial(train_gpt.fp8_fused_loss, row_losses=train_gpt.kernel_losses)

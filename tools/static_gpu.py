@@ -153,7 +153,7 @@ def build(folder: Path | str, site: Path = SITE) -> Path:
     return folder / "libcuda.so.1"
 
 
-def environment(library: Path, gpu: Gpu, ranks: int, cache: str) -> dict[str, str]:
+def environment(library: Path, gpu: Gpu, ranks: int, cache: str | Path) -> dict[str, str]:
     """What a process needs in its environment to see `ranks` such GPUs."""
     here = str(library.parent)
     return os.environ | dict(
