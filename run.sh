@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
 # ./run.sh PRESET --proxy[=WIDTH]                     the recipe at another width, for any machine: docs/proxy.md
+# ./run.sh [PRESET] --script                          train by what `./run.sh script PRESET` prints, for a record
 # ./run.sh [PRESET] --help                            every constant, with its unit and the presets' values
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
 # ./run.sh gpu-report [PRESET …] [--toy]              is this GPU ready, and which constants should change?
@@ -178,7 +179,7 @@ preset_data() {
     return 0
 }
 
-# The golf games count the bytes of their script, so they train with one that has no other recipe
+# Sets script to one that has no other recipe than this
 one_recipe() {
     local folder=logs/.script/$1
     mkdir -p "$folder" && "$PYTHON" tools/script.py "$1" >"$folder/$$" && mv "$folder/$$" "$folder/train_gpt.py" ||
@@ -195,9 +196,11 @@ fast_sort() {
 
 train() {
     local script=train_gpt.py flags=() preset=${PRESET:-tiny} path=${DATA_PATH:-} resume=${RESUME:-} proxy="" log
+    local alone=""      # by a script of one recipe?
     local argument n word="" plan_only=${DRY_RUN:-}
     for argument in "$@"; do
         case $argument in
+            --script) alone=1; continue ;;
             --*) ;;
             LOGGER=*) export LOGGER="${argument#*=}"; continue ;;
             *=*) argument="--$(echo "${argument%%=*}" | tr 'A-Z_' 'a-z-')=${argument#*=}" ;;
@@ -225,13 +228,16 @@ train() {
         if grep -qs '^config device=cpu' "$log"; then DEVICE=${DEVICE:-cpu}; fi
         if grep -qs '^proxy ' "$log"; then proxy=1; fi
     fi
+    [ -z "$alone" ] || [ -z "$proxy" ] || refuse "--script: proxies are made from the whole train_gpt.py"
+    # The golf games count the bytes of their script. A resumed run goes on with the kind that it began with
+    case $preset in golf | golf_plus) alone=1 ;; esac
+    if [ -n "$resume" ]; then
+        if cmp -s "logs/$resume/train_gpt.py" train_gpt.py; then alone=""; fi
+        if head -n 1 "logs/$resume/train_gpt.py" 2>/dev/null | grep -q " alone, made by "; then alone=1; fi
+    fi
     setup
     fast_sort
-    case $preset$proxy$plan_only in
-        # A resumed run may have begun with the whole script
-        golf | golf_plus)
-            [ -n "$resume" ] && cmp -s "logs/$resume/train_gpt.py" train_gpt.py || one_recipe "$preset" ;;
-    esac
+    if [ -n "$alone" ] && [ -z "$proxy$plan_only" ]; then one_recipe "$preset"; fi
     local run=("$PYTHON" tools/watch.py "$PYTHON")
     [ -z "$plan_only" ] || run=("$PYTHON")
     n=$(gpus)
@@ -265,7 +271,7 @@ train() {
 }
 
 case "${1:-}" in
-    -h | --help | help) sed -n '2,11s/^# //p' run.sh ;;
+    -h | --help | help) sed -n '2,12s/^# //p' run.sh ;;
     setup) setup ;;
     data) shift; setup; data "$@" ;;
     test)

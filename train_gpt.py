@@ -3723,6 +3723,10 @@ def prepare(run: Run) -> None:
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
         lab("plan", cfg, team, run.micro, log)
+        if "plan" not in LAB:  # what `record check` asks of it
+            log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
+                f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
+                *[f"{stage.first_step:22} {stage.batch_tokens:15}" for stage in cfg.stages()])
         run.kernels = choose_kernels(cfg, team.on_gpu, log)
     elif team.on_gpu:
         run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))

@@ -84,7 +84,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     seed = ("--seed", {"type": int, "default": 1337})
     add("new", ("runs", {"nargs": "+"}), ("--name", {"required": True}), ("--author", text),
         ("--github-id", text), ("--blurb", text), ("--ai-disclosure", text), ("--exclude", several),
-        ("--before", text), ("--baseline", several), ("--into", text), ("--systems-change", on))
+        ("--before", text), ("--baseline", several), ("--into", text), ("--systems-change", on),
+        ("--whole", on))
     add("check", ("folder", {}), ("--rerun-eval", on), ("--no-exec", on), ("--artifact", several),
         ("--verbose", on), ("--replay", {"type": int, "default": 0, "metavar": "N"}),
         ("--seed", {"type": int, "help": "with --replay: which run, if not train.log's"}),

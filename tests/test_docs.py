@@ -48,7 +48,8 @@ INSTEAD = [
     (r"run\.sh gpu-report.*", "run.sh gpu-report --help"), (r"run\.sh bench .*", "run.sh bench --help")]
 NETWORK = re.compile(r"run\.sh data (?:sp1024|sp8192|gpt2|fineweb-edu|climbmix|core)\b")
 # What a run needs that some command asks for by a name
-BEFORE = [("first", "RUN_ID=first ./run.sh"), ("logs/alone", "RUN_ID=alone MATRIX_LR=0.0123 ./run.sh")]
+BEFORE = [("first", "RUN_ID=first ./run.sh"),
+          ("logs/alone", "RUN_ID=alone MATRIX_LR=0.0123 ./run.sh --script")]
 
 
 def commands_in(text):
@@ -84,6 +85,7 @@ def home(tiny_data, tmp_path_factory):
     skip = shutil.ignore_patterns(".git", ".venv*", "logs", "datasets", "tokenizers", "__pycache__", "golden",
                                   "shared", "*.html")
     shutil.copytree(ROOT, home, ignore=skip)
+    (home / ".git").symlink_to(ROOT / ".git")       # whose commits hold the scripts of records
     shutil.copytree(tiny_data / "data", home / "data", dirs_exist_ok=True)
     shutil.copy(home / "data/tokenizers/toy.model", home / "data/tokenizers/embedded.model")
     (home / ".venv/bin").mkdir(parents=True)

@@ -16,7 +16,7 @@ from helpers import ROOT, SCRIPT, slow, slow_but
 from judge import runs
 from test_record import (BASELINE, LONG, RECORDS, SETTINGS, THREE, WITH_COMPANION, draw_once, edit,
                          failed_rules, few_data, forked_programs, home, make, sealed, toy)
-from verify import checks, evidence, folders, leak_probe, replay, scripts
+from verify import checks, evidence, folders, leak_probe, new_record, replay, scripts
 
 import script  # of tools
 
@@ -170,6 +170,34 @@ def test_a_record_of_one_recipe_after_a_whole_one(tool, home, here):
     (second / "changes.diff").write_text("-x\n")
     edit(second / "submission.json", code_change="+0 -1 lines, see changes.diff")
     assert "record before" in failed_rules(tool("check", "--no-exec", second)[1])
+
+
+def test_runs_of_one_recipe_make_a_record(tool, few_data, tmp_path, monkeypatch):
+    """Of the script as it is, without the lab: its logs hold all that the rules ask of them."""
+    (tmp_path / "data").symlink_to(few_data / "data")
+    (tmp_path / "train_gpt.py").write_bytes(of("tiny"))
+    env = SETTINGS | leak_probe.clean_environment() | {"OMP_NUM_THREADS": "1"}
+    del env["BATCH_SCHEDULE"]
+    for seed in "12":
+        done = subprocess.run([sys.executable, "train_gpt.py"], cwd=tmp_path, capture_output=True, text=True,
+                              env=env | {"SEED": seed, "RUN_ID": f"run{seed}"})
+        assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders, "HOME", tmp_path / "records")
+    monkeypatch.setattr(new_record, "git_commit", lambda *_: "not committed")
+    code, _, err = tool("new", "--name", "Alone", "--blurb", "a toy", "logs/run1", "logs/run2")
+    assert code == 0, err
+    made = next(tmp_path.glob("records/track_tiny/*"))
+    assert (made / "train_gpt.py").read_bytes() == of("tiny")
+    assert (made / "train_seed2.log").stat().st_size < 20_000 < (made / "train.log").stat().st_size
+    out = tool("check", "--no-exec", "--verbose", made)[1]
+    assert failed_rules(out) == {"data", "runs"}, out
+    log = (made / "train.log").read_text()
+    table = re.search(r"(?m)^stage table: from_step tokens_per_step\n( +\d+ +\d+\n)+", log)[0]
+    (made / "train.log").write_text(log.replace(table, re.sub(r" \d+\n", " 256\n", table)))
+    assert re.search("FAIL +steps and times .*tok/s", tool("check", "--no-exec", made)[1])
+    (made / "train.log").write_text(log.replace(table, ""))
+    assert "train.log has no table of stages" in tool("check", "--no-exec", made)[1]
 
 
 # ------------------------------------------------------------ generations

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY, library_documents, slow, slow_but, tokens_of, write_dataset
-from judge import trials
+from judge import runs, trials
 from judge.runs import Point
 from show import board
 from test_record_stats import FAKE, edit, failed_rules, forked_programs
@@ -192,10 +192,12 @@ def renew(folder):
     (folder / "README.md").write_text(folders.readme_of(folders.Folder(folder)))
 
 
-def sealed(log):
-    """The bytes of a log with the sha256 of its lines computed anew, as a liar would."""
+def sealed(log, script=b""):
+    """The bytes of a log with the sha256 of its lines computed anew, as a liar would. script: what a log
+    that leaves it out began with."""
+    before = script + b"\n" if log.startswith(runs.RULER.encode()) else b""
     for found in evidence.LOG_DIGEST.finditer(log):
-        digest = folders.sha256(log[:found.start()])
+        digest = folders.sha256(before + log[:found.start()])
         log = log[:found.start(1)] + digest.encode() + log[found.end(1):]
     return log
 
@@ -456,7 +458,8 @@ def home(toy, tmp_path, monkeypatch):
 
 
 def make(tool, name, *words):
-    code, _, err = tool("new", "--name", name, "--author", "somebody", "--blurb", "a toy", *words)
+    """A record of toy runs, which the whole file trained in this process."""
+    code, _, err = tool("new", "--name", name, "--author", "somebody", "--blurb", "a toy", "--whole", *words)
     assert code == 0, err
     return next((folders.HOME / "track_tiny").glob(f"*_{name}"))
 
@@ -479,6 +482,46 @@ def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkey
     assert fails_above(folders.Folder(made), len(script))
 
 
+def test_the_script_is_in_a_new_record_once(tool, home):
+    """In train_gpt.py and where train.log begins; the logs of other seeds leave it out, and the digests that
+    they name cover it nevertheless."""
+    made = make(tool, "First", *THREE)
+    script = (made / "train_gpt.py").read_bytes()
+    for i, name in enumerate(("train.log", "train_seed1.log", "train_seed2.log")):
+        log, whole = (made / name).read_bytes(), (home / f"logs/a{i}/train.log").read_bytes()
+        assert whole.startswith(script) and log == whole[len(script) + 1 if i else 0:]
+    opened = folders.Folder(made)
+    assert [run.source for run in opened.runs] == [script.decode()] * 3
+    assert [run.config["seed"] for run in opened.runs] == ["0", "1", "2"]
+    # another script beside them, in which nothing else disagrees
+    other = script + b"# x\n"
+    (made / "train_gpt.py").write_bytes(other)
+    (made / "train.log").write_bytes(sealed((made / "train.log").read_bytes().replace(script, other)))
+    out = tool("check", "--no-exec", "--verbose", made)[1]
+    assert "digests" in failed_rules(out)
+    digests = [folders.sha256(text).encode() for text in (script, other)]
+    for log in made.glob("train*.log"):
+        log.write_bytes(log.read_bytes().replace(*digests))
+    (made / "train.log").write_bytes(sealed((made / "train.log").read_bytes()))
+    out = tool("check", "--no-exec", "--verbose", made)[1]
+    assert re.search(r"FAIL +digests +train_seed1.log: the lines before line \d+ are not those", out), out
+    # without digests, in older versions of the rules, nothing tells what such a log began with
+    edit(made / "submission.json", rules_version=1)
+    assert re.search(r"FAIL +one script +train_seed1.log: its source \(0 bytes\) differs",
+                     tool("check", "--no-exec", "--verbose", made)[1])
+
+
+def test_a_new_record_shows_its_recipe(tool, home):
+    """A run of the whole file is refused in a sentence that says how to train, unless it is asked for."""
+    code, _, err = tool("new", "--name", "X", "--blurb", "a toy", *THREE)
+    assert code == 2 and err == (
+        "record: run a0 has a script with 7 recipes, and a record shows its own: train it by `./run.sh tiny "
+        "--script`; --whole makes a record of the whole file\n")
+    for script in (b"", b"RECIPES = dict(tiny=Tiny)\n", BASELINE.joinpath("train_gpt.py").read_bytes()):
+        (home / "logs/a0/train_gpt.py").write_bytes(script)
+        new_record.demand_one_recipe(folders.open_run("a0"), False)
+
+
 def test_files_beside_the_script_are_no_part_of_a_new_record(tool, home):
     made = make(tool, "First", *THREE)
     beside = {"golf.py": folders.sha256(b"1")}
@@ -487,7 +530,7 @@ def test_files_beside_the_script_are_no_part_of_a_new_record(tool, home):
     renew(made)
     assert {"one script", "files"} <= failed_rules(tool("check", "--no-exec", made)[1])
     edit(home / "logs" / "a1" / "result.json", companions=beside)
-    code, _, err = tool("new", *THREE, "--name", "Other", "--blurb", "a toy")
+    code, _, err = tool("new", *THREE, "--name", "Other", "--blurb", "a toy", "--whole")
     assert code == 2 and "run a1 loaded files from beside its script" in err
 
 
@@ -623,7 +666,7 @@ def changed_result(**values):
 def test_new_refuses_and_leaves_nothing(tool, home, sentence, words, damage):
     if damage:
         damage(home / "logs")
-    code, _, err = tool("new", "--name", "X", "--blurb", "a toy", *words)
+    code, _, err = tool("new", "--name", "X", "--blurb", "a toy", "--whole", *words)
     assert code == 2 and sentence in err and err.count("\n") == 1
     assert not list((home / "records").glob("*/*"))
 

@@ -319,6 +319,22 @@ def test_a_resumed_run_keeps_its_preset(folder):
     assert run(folder, PYTHON="stub", RESUME="none")[2] == ["train_gpt.py"]
 
 
+def test_a_preset_trains_by_a_script_of_its_recipe_where_that_is_asked_for(folder):
+    """A resumed run goes on with what it began with; plans are those of the whole file, as proxies are."""
+    have(folder, EMBEDDED, "logs/old/train_gpt.py")
+    made, plan, own = "tools/script.py tiny", "train_gpt.py --dry-run", "logs/.script/tiny/train_gpt.py"
+    assert run(folder, "--script", PYTHON="stub") == (0, "", [made, plan, own])
+    calls = run(folder, "tiny", "--script", "MATRIX_LR=0.02", PYTHON="stub")[2]
+    flags = "--preset=tiny --matrix-lr=0.02"
+    assert calls == [made, f"train_gpt.py {flags} --dry-run", f"{own} {flags}"]
+    assert run(folder, "--script", "--dry-run", PYTHON="stub")[2] == ["train_gpt.py --dry-run"]
+    refused(folder, ["--script", "proxies"], "speedrun", "--script", "--proxy=64", PYTHON="stub")
+    for first, calls in (("the recipe tiny alone, made by `./run.sh script tiny`.", [made, own]),
+                         ("train a GPT", ["train_gpt.py"])):
+        (folder / "logs/old/train_gpt.py").write_text(f'"""train_gpt: {first}\n')
+        assert run(folder, PYTHON="stub", RESUME="old")[2] == calls
+
+
 def test_data_that_cannot_be_made_end_it(folder):
     program(folder, "stub", 'echo "$*" >> calls; exit 4')
     assert run(folder, PYTHON="stub") == (4, "", ["data/prepare.py"])
@@ -577,7 +593,7 @@ def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     words = "sp1024", "climbmix", "core", "depths", "gpu-report", "PYTHON="
-    assert len(lines) == 10 and all(word in done.stdout for word in words)
+    assert len(lines) == 11 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])

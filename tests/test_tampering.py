@@ -38,7 +38,8 @@ def toy(few_data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         go_to(made, patch)
-        assert record.main(["new", "--name", "Toy", "--blurb", "a toy", "logs/run1", "logs/run2"]) == 0
+        words = ["new", "--name", "Toy", "--blurb", "a toy", "--whole", "logs/run1", "logs/run2"]
+        assert record.main(words) == 0
     made.folder = next(root.glob("records/track_tiny/*_Toy"))
     return made
 
@@ -75,13 +76,14 @@ def reseal(folder, picture=True):
         raw = log.read_bytes()
         lines = b"".join(re.findall(rb"^config \w+=.*\n", raw, re.M))
         raw = re.sub(rb"(?m)^(sha256 config:).*", rb"\g<1>" + folders.sha256(lines).encode(), raw)
-        script = folders.sha256((folder / "train_gpt.py").read_bytes()).encode()
-        raw = re.sub(rb"(?m)^(sha256 train_gpt.py:).*", rb"\g<1>" + script, raw)
+        script = (folder / "train_gpt.py").read_bytes()
+        digest = folders.sha256(script).encode()
+        raw = re.sub(rb"(?m)^(sha256 train_gpt.py:).*", rb"\g<1>" + digest, raw)
         artifact = folder / log.name.replace("train", "final_model").replace(".log", ".int8.ptz")
         if artifact.exists():
             digest = folders.sha256(artifact.read_bytes()).encode()
             raw = re.sub(rb"(?m)^(sha256 final_model.int8.ptz:).*", rb"\g<1>" + digest, raw)
-        log.write_bytes(sealed(raw))
+        log.write_bytes(sealed(raw, script))
     artifact = folder / "final_model.int8.ptz"
     if artifact.exists():
         edit(folder / "submission.json", artifact_sha256=folders.sha256(artifact.read_bytes()))
@@ -576,7 +578,8 @@ def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, too
     assert first.code == 1 and first.last == f"RESUME={first.run_id}"
     done = train({}, RESUME=first.run_id)
     assert done.code == 0 and done.result["resumed"], done.err
-    assert tool("new", "--name", "Resumed", "--blurb", "a toy", "--into", tmp_path, done.folder)[0] == 0
+    words = ("--name", "Resumed", "--blurb", "a toy", "--whole", "--into", tmp_path)
+    assert tool("new", *words, done.folder)[0] == 0
     made = next(tmp_path.glob("track_tiny/*"))
     failed = failed_rules(tool("check", "--no-exec", made)[1])      # of the rules of tiny itself
     before = json.loads((made / "submission.json").read_text())["before"]

@@ -190,6 +190,17 @@ def test_what_is_evaluated_is_said():
     assert progress.stage != "training"
 
 
+def test_a_script_of_one_recipe_logs_no_plan():
+    """It trains nevertheless, and nothing is said of what is unknown."""
+    progress = watch.Progress()
+    lines = (MIDDLE[0], "world_size:1 device:cpu activations:float32 micro_batch:1x4096",
+             "stage table: from_step tokens_per_step", "                     0            4096",
+             "run folder: logs/a", "eval settings: eval_tokens:full")
+    assert [progress.read(line) for line in lines] == [None] * len(lines)
+    assert progress.stage == "setting up" and not progress.trained
+    assert [*progress.plan()] == ["data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on"]
+
+
 def test_the_loss_that_is_shown_is_a_mean():
     """Of ten reports, but none of before half of the steps, when it was another."""
     progress = watch.Progress()

@@ -40,7 +40,8 @@ from verify.folders import HOME, track_of  # noqa: E402
 
 # How the line begins with which a stage of a run begins
 STAGES = {
-    "data:": "reading the data", "parameters:": "setting up", "rehearsal before": "warming up",
+    "data:": "reading the data", "parameters:": "setting up", "world_size:": "setting up",
+    "rehearsal before": "warming up",
     "setup:": "training", "counting n-grams": "counting n-grams", "n-grams of": "training",
     "Serialized": "evaluating the artifact", "final_": "writing samples"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
@@ -106,7 +107,7 @@ class Progress:
             self.enter(f"compiling, {words[1]} the first time")
         if re.fullmatch(r"evaluating \S+", line):
             self.enter(line)
-        if line.startswith("eval settings:") and "parameters" not in self.seen:     # EVAL_FROM
+        if line.startswith("eval settings:") and "ranks" not in self.seen:      # EVAL_FROM
             self.trained = True
             self.enter("evaluating val_loss")
         self.trained |= line.startswith("stopping_early:")
@@ -115,6 +116,7 @@ class Progress:
         if found:
             self.read_step(found, line)
         for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
+                             ("ranks", r"world_size:(\d+)"),
                              ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
                              ("later", r" {3,}[1-9]\d* +(\d+) +\d+ +\d+ +\d+ +\d\.\d{4}"),
                              ("data", r"data: (\S+) train tokens:\d+"),
@@ -161,6 +163,8 @@ class Progress:
         limits = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", limits)
         if "data" in seen:
             yield f"data: {seen['data']}, {seen['train']} tokens to train on, {seen['val']} to be scored on"
+        if "limits" not in seen:    # a script of one recipe logs no plan: run.sh has shown the whole file's
+            return
         batch = seen.get("batch")
         later = f" (later {seen['later']})" if seen.get("later", batch) != batch else ""
         yield f"plan: {seen.get('parameters')} parameters, {batch} tokens per step{later}, {limits}"

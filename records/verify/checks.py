@@ -356,7 +356,7 @@ def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
 
 
 def check_source(folder: Folder, options: argparse.Namespace) -> str:
-    """Each log begins with train_gpt.py; where the folder has none, the logs begin alike."""
+    """Each log begins with train_gpt.py, or after it; where the folder has none, the logs begin alike."""
     script = folder.source()
     if not script or all(run.source is None for run in folder.runs):
         raise NoEvidence
@@ -373,7 +373,7 @@ def check_source(folder: Folder, options: argparse.Namespace) -> str:
             same(name, "code_sha256", result["code_sha256"], "train_gpt.py", sha256(folder.script))
             same(name, "bytes_code", result["bytes_code"], "train_gpt.py", len(folder.script))
             check_companions(folder, result, name)
-    return f"{len(folder.runs)} logs begin with train_gpt.py"
+    return f"{len(folder.runs)} logs are of train_gpt.py"
 
 
 def check_companions(folder: Folder, result: dict[str, Any], name: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 import inputs
 from judge import trials
-from judge.runs import DATE, RESUMED, Run, log_text, split_log
+from judge.runs import DATE, RESUMED, RULER, Run, log_text, split_log
 from verify import leak_probe, scripts
 from verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
 from verify.folders import NOTES, ROOT, Folder, is_plain, records_of, sha256
@@ -121,9 +121,9 @@ def batches_of(run: Run, config: dict[str, str]) -> list[int]:
     for line in lines_of(run):
         if line.startswith("stage table:"):
             column = line.split()[2:].index("tokens_per_step")
-        elif line.startswith("warmdown:"):
-            break
         elif column is not None:
+            if not re.match(r" *\d+ ", line):
+                break
             batches.append(int(line.split()[column]))
     require(batches, f"{run.path.name} has no table of stages")
     return batches
@@ -418,6 +418,8 @@ def check_digests(folder: Folder, options: argparse.Namespace) -> str | None:
 def check_own_lines(run: Run, log: str) -> int:
     """Each `log sha256` line is right, and the last line is one. Returns their number."""
     raw = inputs.read_bytes(run.path)
+    if raw.startswith(RULER.encode()):      # the folder holds the script that it began with once
+        raw = f"{run.source}\n".encode() + raw
     digest = hashlib.sha256()
     at = 0
     count = 0

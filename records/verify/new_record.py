@@ -11,13 +11,13 @@ from typing import Any
 
 import inputs
 from judge import trials
-from judge.runs import Refused, Run, demand, demand_samples
+from judge.runs import RULER, Refused, Run, demand, demand_samples
 from verify import folders
 from verify.checks import ARTIFACT_LIMIT, json_text
 from verify.folders import (
     NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, open_run, read_json,
     readme_of, records_of, sha256, shared_config, summary_of, track_of)
-from verify.scripts import Source, git_commit, of_one_kind, source_of
+from verify.scripts import Source, git_commit, of_one_kind, recipes_of, source_of
 
 
 def siblings(paths: list[str], chosen: set[str], first: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -59,6 +59,16 @@ def check_alike(opened: list[tuple[Run, dict]]) -> None:
     demand_samples([run for run, _ in opened])
 
 
+def demand_one_recipe(opened: tuple[Run, dict], whole: bool) -> None:
+    """Refuses a run of a script with several recipes, unless the whole of it is wanted."""
+    run, result = opened
+    preset = result["preset"]
+    recipes = recipes_of(inputs.read_bytes(run.path.parent / "train_gpt.py"))
+    demand(whole or len(recipes) < 2, f"run {result['run_id']} has a script with {len(recipes)} recipes, and "
+           f"a record shows its own: train it by `./run.sh {preset} --script`; --whole makes a record of the "
+           "whole file")
+
+
 def excluded_runs(args: argparse.Namespace, opened: list[tuple[Run, dict]]) -> list[dict[str, Any]]:
     """The runs of the same code and constants that are left out, as submission.json lists them. Raises
     Refused where one has no reason."""
@@ -88,10 +98,15 @@ def model_of(run: Run, result: dict[str, Any]) -> Path:
 
 def copy_files(folder: Path, opened: list[tuple[Run, dict]], baseline: list[tuple[Run, dict]],
                models: list[Path]) -> None:
-    """Logs, results, the script, and small artifacts of the first two runs: both can be scored again."""
+    """Logs, results, the script, and small artifacts of the first two runs: both can be scored again. Logs
+    after the first leave out the script that they begin with."""
+    script = inputs.read_bytes(opened[0][0].path.parent / "train_gpt.py") + b"\n"
     for i, (run, result) in enumerate(opened):
         end = f"_seed{result['seed']}" if i else ""
-        shutil.copyfile(run.path, folder / f"train{end}.log")
+        log = inputs.read_bytes(run.path)
+        if i and log.startswith(script + RULER.encode()):
+            log = log.removeprefix(script)
+        (folder / f"train{end}.log").write_bytes(log)
         shutil.copyfile(run.path.parent / "result.json", folder / f"result{end}.json")
         if i < len(models) and models[i].suffix == ".ptz" and models[i].stat().st_size < ARTIFACT_LIMIT:
             shutil.copyfile(models[i], folder / models[i].name.replace("final_model", f"final_model{end}"))
@@ -109,6 +124,7 @@ def new(args: argparse.Namespace, say: Callable) -> str:
     first = opened[0][1]
     track = track_of(first["preset"])
     demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
+    demand_one_recipe(opened[0], args.whole)
     excluded = excluded_runs(args, opened)
     for text in (args.name, args.author, args.github_id, args.blurb, args.ai_disclosure, *args.exclude):
         demand(is_plain(text), f"{text[:60]!r}: must be one line without < > | * # [ ] \\ ` or addresses")

@@ -117,4 +117,5 @@ def of_one_kind(before: Source, after: Source) -> list[tuple[str, bytes]]:
             shown[i] = f"{shown[i][0]}, whole, of {source.commit[:9]}", whole
             return shown
     raise Refused("one of the scripts is whole, the other has a single recipe, and their commits are not "
-                  "here: commit train_gpt.py before you train, so that scripts of one kind are compared")
+                  "here: commit train_gpt.py before you train, in a clone with its whole history, so that "
+                  "scripts of one kind are compared")
