@@ -82,7 +82,8 @@ def test_what_a_run_is_and_what_came_of_it(told):
     folder = told["resumed"]
     starts = [event for event in runs.read_events(folder) if event["kind"] == "start"]
     assert [start["resumed"] for start in starts] == [False, True]
-    config, changed = [], []
+    config = []
+    changed = []
     for start in starts:
         config += [f"{name}={value}" for name, value in start["config"].items()]
         changed += [f"{name} {old} {new}" for name, (old, new) in start["overrides"].items()]
@@ -111,7 +112,8 @@ def test_the_kinds_are_those_of_the_page(told):
 def test_a_run_is_the_same_by_its_events_and_by_its_log(name, told):
     """All that compares runs: curves, scores, time, constants, what makes two runs one."""
     log = told[name] / "train.log"
-    (run,), text = runs.read_runs(log), runs.read_log(log)
+    (run,) = runs.read_runs(log)
+    text = runs.read_log(log)
     assert {key: value for key, value in vars(run).items() if key not in OF_THE_TEXT} == {
         key: value for key, value in vars(text).items() if key not in OF_THE_TEXT}
     assert run.source.strip() == text.source.strip()
@@ -179,7 +181,8 @@ class Full:
     """A file on a disk that fills up after some events."""
 
     def __init__(self, file, room):
-        self.file, self.room = file, room
+        self.file = file
+        self.room = room
 
     def write(self, text):
         self.room -= bool(text)

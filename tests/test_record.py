@@ -488,7 +488,8 @@ def test_the_script_is_in_a_new_record_once(tool, home):
     made = make(tool, "First", *THREE)
     script = (made / "train_gpt.py").read_bytes()
     for i, name in enumerate(("train.log", "train_seed1.log", "train_seed2.log")):
-        log, whole = (made / name).read_bytes(), (home / f"logs/a{i}/train.log").read_bytes()
+        log = (made / name).read_bytes()
+        whole = (home / f"logs/a{i}/train.log").read_bytes()
         assert whole.startswith(script) and log == whole[len(script) + 1 if i else 0:]
     opened = folders.Folder(made)
     assert [run.source for run in opened.runs] == [script.decode()] * 3

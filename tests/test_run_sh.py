@@ -322,7 +322,9 @@ def test_a_resumed_run_keeps_its_preset(folder):
 def test_a_preset_trains_by_a_script_of_its_recipe_where_that_is_asked_for(folder):
     """A resumed run goes on with what it began with; plans are those of the whole file, as proxies are."""
     have(folder, EMBEDDED, "logs/old/train_gpt.py")
-    made, plan, own = "tools/script.py tiny", "train_gpt.py --dry-run", "logs/.script/tiny/train_gpt.py"
+    made = "tools/script.py tiny"
+    plan = "train_gpt.py --dry-run"
+    own = "logs/.script/tiny/train_gpt.py"
     assert run(folder, "--script", PYTHON="stub") == (0, "", [made, plan, own])
     calls = run(folder, "tiny", "--script", "MATRIX_LR=0.02", PYTHON="stub")[2]
     flags = "--preset=tiny --matrix-lr=0.02"

@@ -88,8 +88,8 @@ UNGATED = (
     "                    values = gated_value_embed(h, value_embeds[i], block.value_gate)\n",
     "                    values = 1.0 * value_embeds[i]\n")
 GELU = (
-    "are not needed here.\"\"\"\n    return mlp(x, fc, proj)\n",
-    "are not needed here.\"\"\"\n    return linear(F.gelu(linear(x, fc)), proj)\n")
+    "are ignored.\"\"\"\n    return mlp(x, fc, proj)\n",
+    "are ignored.\"\"\"\n    return linear(F.gelu(linear(x, fc)), proj)\n")
 WHOLE_OFFSET = (
     "    own, moved = k.tensor_split(2, -1)\n",
     "    return torch.cat((k[:, :1], k[:, :-1]), 1)\n"
@@ -106,9 +106,9 @@ NO_FIRST_MLP = (
     "                y = self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, scales[i])\n"
     "                x = resid[1] * x + post[1] * y\n")
 NO_LAST_MLP = (
-    "        x = mu[12] * x + mu[13] * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, "
+    "        x = resid + mu.mlp_out * self.kernels.mlp(rms_norm(x), block.fc, block.mlp_proj, "
     "scales[last])\n",
-    "        x = mu[12] * x\n")
+    "        x = resid\n")
 
 # Steps are those of the logs and pages in records/track_1_short of github.com/KellerJordan/modded-nanogpt, as
 # of its commit f411b3d3; #N is a pull request there.
