@@ -554,10 +554,10 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
     assert groups == ["G"]
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, 2, 3])
 def test_single_micro_steps_send_their_gradients_as_they_are(every, monkeypatch):
     """In bf16, without a copy in fp32, also the sum of two steps for one update; what is sent is the same, to
-    the bit. Several micro-steps are summed in fp32, and one rank needs no copy for others."""
+    the bit. Several micro-steps, and three steps, are summed in fp32, and one rank needs no copy for others."""
     sent = []
     monkeypatch.setattr(train_gpt, "reduce_scatter", lambda _, whole, **__: sent.append(whole.clone()))
     cfg = with_rows(TINY, lambda row: row._replace(every=every))
@@ -582,7 +582,7 @@ def test_single_micro_steps_send_their_gradients_as_they_are(every, monkeypatch)
         assert {bank.row.optimizer for bank in wide} == {"muon", "adam"}
         return {bool((bank.grads[0] != 7).any()) for bank in wide}
 
-    assert copied(2, *[True] * every) == {False}
+    assert copied(2, *[True] * every) == {every == 3}
     as_they_are = [*sent]
     assert copied(2, *[False] * every) == {True} == copied(1, *[True] * every)
     assert {whole.dtype for whole in as_they_are} == {torch.bfloat16}
