@@ -557,7 +557,7 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_single_micro_steps_send_their_gradients_as_they_are(every, monkeypatch):
     """In bf16, without a copy in fp32, also the sum of two steps for one update; what is sent is the same, to
-    the bit. Several micro-steps, and three steps, are summed in fp32, and one rank needs no copy for others."""
+    the bit. Several micro-steps and three steps are summed in fp32; one rank needs no copy for others."""
     sent = []
     monkeypatch.setattr(train_gpt, "reduce_scatter", lambda _, whole, **__: sent.append(whole.clone()))
     cfg = with_rows(TINY, lambda row: row._replace(every=every))
