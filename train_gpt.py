@@ -6269,7 +6269,7 @@ class SpeedrunBlock(nn.Module):
         if self.attn_gate is not None:
             factor = gate(h, self.attn_gate)[..., None]
         if value_embed is None:
-            # attention is linear in v: with the gate its factor costs no pass over v, and none over v's gradient
+            # attention is linear in v: here its factor costs no pass over v, nor over its gradient
             factor = own if factor is None else own * factor
         if factor is not None:
             y = y * factor

@@ -248,7 +248,8 @@ def count_bytes(torch, note, width, order=False):
         tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
         name = self.fn.__name__
         by_row = "embedding" in name and any(x.dtype == torch.int64 for x in tensors)  # it reads tokens
-        note("bytes", name, sum(min(x.nbytes, width) if by_row and x.dim() == 2 else x.nbytes for x in tensors))
+        sizes = [min(x.nbytes, width) if by_row and x.dim() == 2 else x.nbytes for x in tensors]
+        note("bytes", name, sum(sizes))
         if not order:
             return real(self, *args, **kwargs)
         result = real(self, *args, **kwargs)  # now it has its configurations
@@ -318,11 +319,8 @@ def eager_bytes(torch, function):
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
         function()
-    events = [
-        event
-        for event in found.profiler.kineto_results.events()
-        if event.name().startswith(("aten::", "c10d::"))
-    ]
+    events = found.profiler.kineto_results.events()
+    events = [event for event in events if event.name().startswith(("aten::", "c10d::"))]
     events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
     total = 0
     collective = {}  # {thread: end of its last collective}
