@@ -336,11 +336,8 @@ def eager_bytes(torch: ModuleType, function: Callable[[], None]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
         function()
-    events = [
-        event
-        for event in found.profiler.kineto_results.events()
-        if event.name().startswith(("aten::", "c10d::"))
-    ]
+    events = found.profiler.kineto_results.events()
+    events = [event for event in events if event.name().startswith(("aten::", "c10d::"))]
     events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
     total = 0
     collective = {}  # {thread: end of its last collective}
