@@ -321,6 +321,22 @@ def test_a_column_of_stages_can_be_overridden():
     assert "whole number of rows" in refusal(golf | {"SEQ_SCHEDULE": "5"})
 
 
+def test_loops_count_in_flops_and_memory():
+    """golf_plus: 11 layers in the first half of the run, 15 passes in the second one."""
+    looped = load_config({"PRESET": "golf_plus"})
+    once = dataclasses.replace(looped, loop_layers=(0,))
+    head = 6 * looped.vocab_size * looped.model_dim
+    blocks = [train_gpt.flops_per_token(cfg) - head for cfg in (looped, once)]
+    assert blocks[0] / blocks[1] == pytest.approx(13 / 11)
+    team = train_gpt.Team(load_config({"DEVICE": "cpu"}), {})
+    logits = 2 * team.dtype.itemsize * looped.vocab_size * looped.train_seq_len
+    kept = []  # by the layers of a row
+    for cfg in (looped, once):
+        row = train_gpt.step_memory(cfg, team, 2) - train_gpt.step_memory(cfg, team, 1)
+        kept.append(row - logits)
+    assert kept[0] / kept[1] == pytest.approx(15 / 11)
+
+
 def test_the_loops_of_golf_plus():
     """They are a column of its stages; one constant turns them off, either way."""
     golf_plus = {"PRESET": "golf_plus"}
