@@ -8,10 +8,10 @@
 
 `--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
 
-Map. Core, in the order in which data flow: 3 run constants, flags, checks - 4 techniques - 5 optimizer -
-6 schedules - 7 data - 8 evaluation: loss, sliding rows, CORE - 9 artifact - 10 checkpoints -
-11 fast kernels - 12 ranks, log, memory - 13 rehearse, train, main: clock, rehearsal, loop, one run.
-Then 14 recipes, one per preset, with all that only it uses: what you edit.
+Map. The core: 3 run constants, flags, checks - 4 techniques - 5 optimizer - 6 schedules - 7 data -
+8 evaluation: loss, sliding rows - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks, log, memory -
+13 rehearse, train, main: clock, rehearsal, loop, one run.
+Then 14 recipes, one per preset, each after what both recipes of its game share. This is the part to edit.
 Then 15 lab: help, plan, samples, picture.
 """
 # ---------- 2 imports
