@@ -7252,7 +7252,7 @@ class Item(NamedTuple):
 
 def read_item(kind: str, line: str, delimiter: str) -> Item:
     """A line of a task's file -> Item. Raises KeyError, TypeError, ValueError."""
-    row = json.loads(line.lstrip("\ufeff"))  # joined files have byte order marks within
+    row = json.loads(line)
     if kind == "multiple_choice":
         texts = [row["query"] + delimiter + choice for choice in row["choices"]]
     elif kind == "schema":

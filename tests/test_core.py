@@ -466,12 +466,12 @@ def gold(value):
     return lambda item: item | {"gold": value}
 
 
-def in_encoding(encoding, joined):
-    """Every file of the bundle in another encoding, with its mark; joined: with one within, too."""
+def in_encoding(encoding):
+    """Every file of the bundle in another encoding, with its mark."""
     for path in (Path("core.yaml"), Path(TABLE), *Path("eval_data").rglob("*.jsonl")):
         text = path.read_text(encoding="utf-8")
-        if joined and path.suffix == ".jsonl":
-            text = text.replace("\n", "\r\n\ufeff", 1)
+        if path.suffix == ".jsonl":
+            text = text.replace("\n", "\r\n", 1)
         path.write_bytes(text.encode(encoding))
 
 
@@ -479,7 +479,7 @@ def in_encoding(encoding, joined):
 def test_tasks_in_other_encodings(encoding, copy):
     """The same tasks, by what the first bytes of each file say, whatever their line ends."""
     plain = read_tasks(".")
-    in_encoding(encoding, joined=encoding == "utf-8-sig")
+    in_encoding(encoding)
     assert read_tasks(".") == plain
 
 
