@@ -2108,7 +2108,7 @@ def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: He
     write_atomically(path, partial(torch.save, to_payload(cfg, stored(model), model.trained_on)))
     if cfg.score_artifact:
         kind = codec(cfg)
-        most = max(1, limit - code) if limit else 0
+        most = limit and max(1, limit - code)
         packed = fitting_artifact(model, most, log, hessians)
         path = folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
@@ -3336,7 +3336,7 @@ class Clock:
         more than twice as slow as all others are taken for pauses of the machine and left out. From three
         on, slow laps are taken for the recipe's own and count."""
         paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
-        third_slowest = paces[-3] if len(paces) >= 3 else paces[0]
+        third_slowest = paces[max(len(paces) - 3, 0)]
         paces = [pace for pace in paces if pace <= 2 * third_slowest]
         return paces[int(len(paces) * quantile)]
 
@@ -6808,7 +6808,7 @@ class SeveralTargets(Model):
         weights = torch.ones(n + 1 if prefixes else n, device=device)
         return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
 
-    def update_context(self, context: Any, progress: float) -> None:
+    def update_context(self, context: "SpeedrunPlusContext", progress: float) -> None:
         if context.loss_weights is not None:
             for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
                 weight.fill_(number)
@@ -6822,7 +6822,7 @@ class SeveralTargets(Model):
         run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
         return True
 
-    def targets_of(self, targets: Tensor, context: Any) -> Tensor:
+    def targets_of(self, targets: Tensor, context: "SpeedrunPlusContext") -> Tensor:
         """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
         if context.loss_weights is None:
             return targets
@@ -6831,7 +6831,7 @@ class SeveralTargets(Model):
             further = torch.cat((further, self.prefixes[targets][..., None]), -1)
         return further
 
-    def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, context: "SpeedrunPlusContext") -> Tensor:
         """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
         x = self.hidden(tokens, context)
         targets = self.targets_of(targets, context)
@@ -8139,7 +8139,9 @@ def lr_marks(cfg: Any) -> dict[int, float]:
     factors = {}
     for step in sorted(steps):
         if step < last:
-            factors[step] = cfg.top_lr(step / last) if switches else stage_at(cfg, step / last).lr
+            factors[step] = stage_at(cfg, step / last).lr
+            if switches:
+                factors[step] = cfg.top_lr(step / last)
     return factors
 
 def warmdown_text(cfg: Config) -> str:
