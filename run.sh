@@ -257,7 +257,7 @@ train() {
         fi
         preset_data "$preset"
     fi
-    # A script of one recipe prints no plan
+    # A script of one recipe prints only the table of stages, so the whole file prints the plan
     if [ -z "$plan_only$resume$proxy" ] && [ "$script" != train_gpt.py ]; then
         "$PYTHON" train_gpt.py ${flags[@]+"${flags[@]}"} --dry-run || exit $?
     fi

@@ -11,7 +11,7 @@
 Map. The core: 3 run constants, flags, checks - 4 techniques - 5 optimizer - 6 schedules - 7 data -
 8 evaluation: loss, sliding rows - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks, log, memory -
 13 rehearse, train, main: clock, rehearsal, loop, one run.
-Then 14 recipes, one per preset, each after what both recipes of its game share. This is the part to edit.
+Then recipes, each after what both recipes of its game share. This is the part to edit.
 Then 15 lab: help, plan, samples, picture.
 """
 # ---------- 2 imports
@@ -981,7 +981,8 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
     return {row.kind: row for row in rows}
 
 class UpdateState(NamedTuple):
-    """What an update rule works on: Muon on matrices (N, R, C), Adam on any one shape. Only grad stays."""
+    """The tensors of an update rule: for Muon matrices (N, R, C), for Adam of any one shape. The rule changes
+    all but grad."""
     p: Tensor  # weights, fp32
     grad: Tensor  # to be multiplied by grad_scale
     first: Tensor  # Muon's momentum buffer, Adam's first moment
@@ -1036,9 +1037,10 @@ class Bank:
 
     data: the weights the model reads; every rank holds all of them. master: this rank's share in fp32; it
     shares data's memory if data is fp32. grad: the sum over micro-steps, in fp32 (embedding tables: in the
-    dtype of data). parts: on several ranks, the gradients of steps of one micro-step as autograd made them, a
-    list per step, in place of grad. my_data, my_grad: this rank's share. state: first and second moments,
-    then the weights' EMA. fresh: there are no gradients yet, and the next ones overwrite grad."""
+    dtype of data). parts: on several ranks, if an update takes at most two steps of one micro-step each,
+    their gradients as autograd returned them, one list per step; grad is then unused. my_data, my_grad: this
+    rank's share. state: first and second moments, then the weights' EMA. fresh: there are no gradients yet,
+    and the next ones overwrite grad."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype, ema: bool = False):
         self.row = row
@@ -1119,7 +1121,7 @@ class Bank:
             self.add_to_sum(gradients)
 
     def add_to_sum(self, gradients: Sequence[Tensor]) -> None:
-        """grad takes in gradients."""
+        """Adds gradients to grad; the first ones after clear() overwrite it."""
         if self.fresh:
             torch._foreach_copy_(self.grads, gradients)
         else:
@@ -1135,8 +1137,8 @@ class Bank:
             self.add_to_sum(gradients)
 
     def joined_parts(self) -> Tensor:
-        """The sum of parts, one list or two, in the dtype of data and flat. As bf16 + bf16 is the fp32 sum,
-        rounded, it is what grad would round to, with half the memory traffic."""
+        """The sum of parts (one list or two) as a flat tensor in the dtype of data. Adding two bf16 tensors
+        rounds their fp32 sum once, so the result equals grad rounded to bf16, with half the traffic."""
         if self.grad.dtype == self.data.dtype:
             whole = self.grad
         elif self.dense:
@@ -3120,8 +3122,8 @@ class Team:
             self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=seconds))
 
 class Log:
-    """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, for programs, to
-    the events.jsonl beside it: a JSON object a line, whose `kind` says what it tells."""
+    """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for
+    programs, to events.jsonl beside it: one JSON object per line; its `kind` names the event."""
     def __init__(self, lead: bool):
         self.lead = lead
         self.file: Any = io.StringIO()
@@ -3143,8 +3145,10 @@ class Log:
         self.file = open(path, "a", encoding="utf-8")
         print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
         early = self.events.getvalue()
-        self.events = open(path.with_name("events.jsonl"), "a", encoding="utf-8")
-        print("\n" if self.events.tell() else "", early, sep="", end="", file=self.events, flush=True)
+        events = path.with_name("events.jsonl")
+        cut_short = events.exists() and events.read_bytes()[-1:] not in (b"", b"\n")
+        self.events = open(events, "a", encoding="utf-8")
+        print("\n" if cut_short else "", early, sep="", end="", file=self.events, flush=True)
 
     def seal(self) -> None:
         """On rank 0: logs the sha256 of train.log so far, so that no line can change unnoticed."""
@@ -3208,7 +3212,8 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     part = cfg.fp8_part(team.on_gpu)
     longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
     tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
-    # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments
+    # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments.
+    #    Gradients that wait for the second step of an update are left out.
     shared = 16 if team.world_size > 1 else 12
     if cfg.ema_decay:
         shared += 4
@@ -3723,7 +3728,7 @@ def prepare(run: Run) -> None:
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
         lab("plan", cfg, team, run.micro, log)
-        if "plan" not in LAB:  # what `record check` asks of it
+        if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
             log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
                 f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
                 *[f"{stage.first_step:22} {stage.batch_tokens:15}" for stage in cfg.stages()])
@@ -5059,7 +5064,7 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callabl
     return dict(attention=partial(flash_attention, attend=attend))
 
 class GolfRecipe(Config[Stages]):
-    """What both recipes have alike."""
+    """Class attributes that golf and golf_plus share."""
     unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
     attention_kernels = dense_attention
 
@@ -5801,7 +5806,7 @@ def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
 class SpeedrunRecipe(Config[Stages]):
-    """What both recipes do alike."""
+    """Methods that speedrun and speedrun_plus share."""
     def document_limit(self: Any) -> int:
         return self.max_doc_len
 
@@ -7479,7 +7484,7 @@ def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
 HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
 class GPT2Recipe(Config[WindowStage]):
-    """What both recipes do alike."""
+    """Methods that gpt2 and gpt2_plus share."""
     @classmethod
     def of(cls: Any, preset: str, given: dict[str, Any]) -> Config:
         cfg = cls(**given)

@@ -156,7 +156,8 @@ class Machine:
         with self.team.device:
             self.model = cfg.make_model(kernels)
         dtype = self.team.dtype if on_gpu else torch.float32
-        self.optimizer = cfg.optimizer()(self.model, cfg, dtype=dtype)
+        make_optimizer = cfg.optimizer() if hasattr(cfg, "optimizer") else trainer.Optimizer  # an older one
+        self.optimizer = make_optimizer(self.model, cfg, dtype=dtype)
         values = off_values(trainer, self.model, 1)
         for bank in self.optimizer.banks:
             bank.load(values)

@@ -407,7 +407,8 @@ class Subject:
         trainer.Bank.load = lambda *_: None
         with torch.device("cuda"):
             run.model = cfg.make_model(run.kernels)
-        run.optimizer = cfg.optimizer()(run.model, cfg, team.rank, ranks, dtype=team.dtype)
+        make_optimizer = cfg.optimizer() if hasattr(cfg, "optimizer") else trainer.Optimizer  # an older one
+        run.optimizer = make_optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             self.note_collective(name)
         update = run.optimizer.step
@@ -489,7 +490,7 @@ class Subject:
             batch += run.model.candidates(*batch)
         micro = self.trainer.rows_at_once(rows, run.micro * cfg.train_seq_len // T)
         every = max(bank.row.every for bank in run.optimizer.banks)
-        schedule = (1.0, 0.95, 1.0)  # of another checkout
+        schedule = (1.0, 0.95, 1.0)  # as older checkouts take it: LR factor, momentum, decay factor
         if hasattr(self.trainer, "UpdateState"):
             schedule = (self.trainer.Schedule(1.0, 0.95),)
 

@@ -163,7 +163,7 @@ class Progress:
         limits = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", limits)
         if "data" in seen:
             yield f"data: {seen['data']}, {seen['train']} tokens to train on, {seen['val']} to be scored on"
-        if "limits" not in seen:    # a script of one recipe logs no plan: run.sh has shown the whole file's
+        if "limits" not in seen:    # of a script of one recipe; run.sh has shown the whole file's plan
             return
         batch = seen.get("batch")
         later = f" (later {seen['later']})" if seen.get("later", batch) != batch else ""
