@@ -6566,7 +6566,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
         return self.eval_window
 
     def optimizer(self) -> "type[Optimizer]":
-        return ScaledOptimizer
+        return Fp8Optimizer
 
     def fp8_part(self, on_gpu: bool) -> str:
         part = fp8_part(self, on_gpu, further=self.fp8_sides())
@@ -6888,7 +6888,7 @@ class DelayedScales:
         team.broadcast(whole)
         self.values.copy_(whole[team.rank])
 
-class ScaledOptimizer(Optimizer):
+class Fp8Optimizer(Optimizer):
     """Also updates the model's delayed scales, if it has any, after each step."""
     def __init__(self, model: "SpeedrunPlusModel", *args: Any, **options: Any):
         super().__init__(model, *args, **options)
