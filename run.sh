@@ -179,7 +179,7 @@ preset_data() {
     return 0
 }
 
-# Sets script to one that has no other recipe than this
+# Makes a script of this recipe alone and sets script to its path
 one_recipe() {
     local folder=logs/.script/$1
     mkdir -p "$folder" && "$PYTHON" tools/script.py "$1" >"$folder/$$" && mv "$folder/$$" "$folder/train_gpt.py" ||

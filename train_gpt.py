@@ -486,7 +486,7 @@ def show(value: object) -> str:
         value = Path(value).name
     return str(value).replace("\n", "\\n")
 
-def overrides(cfg: Any) -> dict[str, list[str]]:
+def overrides(cfg: Config) -> dict[str, list[str]]:
     """{name: [text of the preset's value, text of the value in force]} where the two differ."""
     preset = vars(preset_config(cfg.preset))
     return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
@@ -1278,7 +1278,8 @@ class Optimizer:
                 bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
 
     def muon_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> MuonHyper:
-        """A tall matrix gets a higher learning rate, so its rows move as far as those of a square."""
+        """For a bank of matrices. A tall one gets a higher learning rate, so its rows move as far as those of
+        a square one."""
         R, C = bank.unit
         lr = bank.row.lr * schedule.lr * max(1, R / C) ** 0.5
         decay = bank.row.decay * schedule.decay
@@ -1286,7 +1287,7 @@ class Optimizer:
         return MuonHyper(*numbers, dtype=self.muon_dtype)
 
     def adam_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> AdamHyper:
-        """Its step counts the updates of this bank."""
+        """For a bank that Adam updates, whose updates its step counts."""
         row = bank.row
         decay = None
         if row.decay:
@@ -1399,10 +1400,10 @@ def warmup_done(step: int, steps: int) -> float:
     """How much of a warmup of this many steps is done, 0 to 1; 1 if there is none (steps 0)."""
     return min(1.0, step / steps) if steps else 1.0
 
-def momentum_at(cfg: Any, warmth: float) -> float:
-    """Muon's momentum: from its start, at a warmth of 0, to muon_momentum, at 1."""
+def momentum_at(cfg: Any, warmup: float) -> float:
+    """Muon's momentum when this much of its warmup is done, 0 to 1."""
     start = cfg.muon_momentum_warmup_start
-    return start + (cfg.muon_momentum - start) * warmth
+    return start + (cfg.muon_momentum - start) * warmup
 
 def grad_factor(cfg: Config, stage: Stage) -> float:
     """Factor on a step's mean loss before its gradients are taken; see loss_sum_ranks."""
@@ -4131,9 +4132,9 @@ class Tiny(Config[WindowStage]):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done,
-                        momentum=momentum_at(self, warmth))
+                        momentum=momentum_at(self, warmup))
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         window = (stage or self.stages()[-1]).window
@@ -5172,8 +5173,8 @@ class Golf(GolfRecipe[Stage]):
         lr = 1.0
         if warmdown:
             lr = min(1.0, (1 - progress) / warmdown)
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
-        return Schedule(lr, momentum=momentum_at(self, warmth))
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(lr, momentum=momentum_at(self, warmup))
 
     def layers(self, stage: Stage | None = None) -> list[Layer]:
         T = self.train_seq_len if stage is None else stage.row_tokens
@@ -5441,8 +5442,8 @@ class GolfPlus(GolfRecipe[LoopStage]):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
-        return Schedule(1 - done, momentum=momentum_at(self, warmth))
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
+        return Schedule(1 - done, momentum=momentum_at(self, warmup))
 
     def layers(self, stage: LoopStage | None = None) -> list[Layer]:
         stage = stage or self.stages()[-1]
@@ -5816,11 +5817,11 @@ class SpeedrunRecipe(Config[Stages]):
 
     def momentum(self: Any, step: int, progress: float) -> float:
         """It warms up over the first steps and cools down over the last, estimated from the pace."""
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         if self.muon_momentum_cooldown_steps and progress:
             steps_left = (1 - progress) * step / progress
-            warmth = min(warmth, steps_left / self.muon_momentum_cooldown_steps)
-        return momentum_at(self, warmth)
+            warmup = min(warmup, steps_left / self.muon_momentum_cooldown_steps)
+        return momentum_at(self, warmup)
 
 # ---------- speedrun: least time to val_loss 3.28 on 8xH100
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps at 33.6, 60.1 and 88.1 ms by stage.
@@ -7682,9 +7683,9 @@ class GPT2(GPT2Recipe):
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
         done = warmdown_done(scheduled_progress(self, progress), self.warmdown_frac)
-        warmth = warmup_done(step, self.muon_momentum_warmup_steps)
+        warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
-                        momentum=momentum_at(self, warmth))
+                        momentum=momentum_at(self, warmup))
 
     def make_model(self, kernels: Kernels) -> Model:
         return GPT2Model(self, kernels)

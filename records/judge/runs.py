@@ -443,8 +443,8 @@ EVENTS = "events.jsonl"         # what a run of ours writes beside its train.log
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events that a run left in its folder, in order; none where it wrote none. Of a line that a crash
-    cut short nothing is kept."""
+    """The events in a run's folder, in order; [] if there are none. A line that a crash cut short is
+    skipped."""
     path = folder / EVENTS
     if not path.is_file() or path.stat().st_size > MAX_LOG:
         return []

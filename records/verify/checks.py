@@ -356,7 +356,7 @@ def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
 
 
 def check_source(folder: Folder, options: argparse.Namespace) -> str:
-    """Each log begins with train_gpt.py, or after it; where the folder has none, the logs begin alike."""
+    """Each log begins with train_gpt.py or leaves it out; where the folder has none, the logs begin alike."""
     script = folder.source()
     if not script or all(run.source is None for run in folder.runs):
         raise NoEvidence

@@ -3,9 +3,9 @@
 A record folder holds submission.json, train.log and result.json of the first seed, train_seed<k>.log and
 result_seed<k>.json of the others, train_gpt.py, loss.png, the artifact if it is small, changes.diff where
 there is a record before, baseline_seed<k>.log where that was run again; and README.md, made from all these.
-A log begins with train_gpt.py, or after it: such a log stands for train_gpt.py and what it holds, and the
-digests that it names tell whether it does. Folders of rules version 1 also hold the files that train_gpt.py
-loaded from beside it.
+A log begins with the text of train_gpt.py, or leaves it out, since the folder has it; the digests in the
+log then show that it was this script. Folders of rules version 1 also hold the files that train_gpt.py loaded
+from beside it.
 """
 import contextlib
 import difflib
@@ -197,7 +197,7 @@ class Folder:
         return inputs.read_bytes(self.path / name) if name in self.files else b""
 
     def open_ours(self) -> None:
-        """Rules, results and logs. A log that begins after the script gets that of the folder."""
+        """Rules, results and logs. A log that leaves the script out gets that of the folder."""
         demand(self.submission, f"{self.path.name}: submission.json is missing", Altered)
         self.rules, self.track = rules_of(self.submission)
         links = [name for name in self.names if (self.path / name).is_symlink()]
