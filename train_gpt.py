@@ -286,7 +286,6 @@ class Config(Recipe[Stages]):
     num_heads: int = option(1, "query heads", 1, 4096, model=True)
     # optimizer and length
     grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
-    ema_decay: float = optional(0.0, "score the mean of past weights (EMA); 0: the last ones", 0, 0.99999)
     loss_sum_ranks: int = optional(0, "divide the summed loss by this; 0: train on the mean loss", 0, 1 << 20)
     iterations: int = option(1, "maximum number of steps", 1, 10**9)
     extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
@@ -1039,10 +1038,10 @@ class Bank:
     shares data's memory if data is fp32. grad: the sum over micro-steps, in fp32 (embedding tables: in the
     dtype of data). parts: on several ranks, if an update takes at most two steps of one micro-step each,
     their gradients as autograd returned them, one list per step; grad is then unused. my_data, my_grad: this
-    rank's share. state: first and second moments, then the weights' EMA. fresh: there are no gradients yet,
-    and the next ones overwrite grad."""
+    rank's share. state: first and second moments, then what an optimizer adds. fresh: there are no gradients
+    yet, and the next ones overwrite grad."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
-                 dtype: torch.dtype, ema: bool = False):
+                 dtype: torch.dtype):
         self.row = row
         self.names = names
         self.rank = rank
@@ -1076,8 +1075,6 @@ class Bank:
             by_row = row.second == "rows" or (row.second == "long" and not wide)
             second = second[:, :, :1] if by_row else second[:, :1]
         self.state = [torch.zeros_like(self.master), torch.zeros_like(second)]
-        if ema:
-            self.state.append(self.master.clone())
 
     def share(self, flat: Tensor) -> Tensor:
         """(total,) -> this rank's (units, *unit)"""
@@ -1096,14 +1093,13 @@ class Bank:
 
     @torch.no_grad()
     def load(self, values: dict[str, Tensor]) -> None:
-        """Sets the parameters, and their EMA, to {name: fp32}."""
+        """Sets the parameters to {name: fp32}."""
         whole = torch.zeros_like(self.data, dtype=torch.float32)
         for name, view in zip(self.names, self.views(whole)):
             view.copy_(values[name])
         self.clear()  # the gradients so far belong to other values
         self.data.copy_(whole)
-        for mine in (self.master, *self.state[2:]):
-            mine.copy_(self.share(whole))
+        self.master.copy_(self.share(whole))
 
     def clear(self) -> None:
         """Drops the gradients."""
@@ -1190,7 +1186,7 @@ class Optimizer:
         self.banks = []
         for members in alike.values():
             rows, names, params = zip(*members)
-            self.banks.append(Bank(rows[0], names, params, rank, world_size, dtype, cfg.ema_decay > 0))
+            self.banks.append(Bank(rows[0], names, params, rank, world_size, dtype))
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
     def connect(self) -> None:
@@ -1219,37 +1215,25 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, schedule: "Schedule") -> None:
-        """Averages the gradients over ranks and updates the weights. While embedding and lm_head are tied,
-        their one matrix learns from both gradients. A bank whose row has every=n is updated at every n-th
-        step only, with the sum of its gradients since the last update."""
+        """Updates the weights. A bank whose row has every=n is updated at every n-th step only, with the sum
+        of its gradients since the last update."""
         self.step_count += 1
-        cfg = self.cfg
-        banks = [bank for bank in self.banks if self.step_count % bank.row.every == 0]
-        # 1. While tied, lm_head's bank also takes the embedding's gradients; phase 5 copies the result back.
-        head = embed = None
-        if schedule.tied:
-            for bank in banks:
-                if "head" in bank.names:
-                    head = bank
-                elif "embed" in bank.names:
-                    embed = bank
-        if head:
-            for bank in (head, embed):
-                bank.sum_parts()
-            head.grad.add_(embed.grad)
-            banks.remove(embed)
-        # 2. All reductions start at once.
+        self.update([bank for bank in self.banks if self.step_count % bank.row.every == 0], schedule)
+
+    def update(self, banks: list[Bank], schedule: "Schedule") -> None:
+        """Averages the gradients of these banks over ranks and updates their weights."""
+        # 1. All reductions start at once.
         jobs = [bank.reduce(self.group) for bank in banks]
         grad_scale = 1 / self.world_size  # the jobs sum over ranks; this gives the mean
-        # 3. Clipping waits for all of them.
-        if cfg.grad_clip_norm and banks:
+        # 2. Clipping waits for all of them.
+        if self.cfg.grad_clip_norm and banks:
             for job in jobs:
                 if job:
                     job.wait()
             squares = sum([bank.my_grad.float().square().sum() for bank in banks])
             norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
-            grad_scale = grad_scale * (cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
-        # 4. Each bank is updated once its gradients arrive; its all-gather overlaps the next bank's update.
+            grad_scale = grad_scale * (self.cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
+        # 3. Each bank is updated once its gradients arrive; its all-gather overlaps the next bank's update.
         gathers = []
         for bank, job in zip(banks, jobs):
             if job:
@@ -1266,16 +1250,6 @@ class Optimizer:
                 gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
         for gather in gathers:
             gather.wait()
-        # 5. The embedding copies lm_head's weights and state; once untied, it continues from there.
-        if head:
-            embed.data.copy_(head.data)
-            for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
-                mine.copy_(other)
-            embed.clear()
-        # 6. the EMA of the weights
-        if cfg.ema_decay:
-            for bank in self.banks:
-                bank.state[2].lerp_(bank.master, 1 - cfg.ema_decay)
 
     def muon_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> MuonHyper:
         """For a bank of matrices. A tall one gets a higher learning rate, so its rows move as far as those of
@@ -1296,15 +1270,6 @@ class Optimizer:
         numbers = map(torch.as_tensor, (grad_scale, updates, row.lr * schedule.lr))
         return AdamHyper(*numbers, decay=decay, beta1=row.beta1, beta2=row.beta2, eps=row.eps)
 
-    @torch.no_grad()
-    def take_mean(self) -> None:
-        """With ema_decay, the weights become their EMA."""
-        if not self.cfg.ema_decay:
-            return
-        for bank in self.banks:
-            mean = bank.whole(bank.state[2]).flatten()
-            bank.load(dict(zip(bank.names, bank.views(mean))))
-
     def weights(self) -> dict[str, Tensor]:
         """{name: fp32 on the CPU} of all parameters. All ranks call it together."""
         found = {}
@@ -1313,8 +1278,7 @@ class Optimizer:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """{name: tensor on the CPU} of all moments and the EMA, for a checkpoint. All ranks call it
-        together."""
+        """{name: tensor on the CPU} of all moments, for a checkpoint. All ranks call it together."""
         found = {}
         for bank in self.banks:
             for i, mine in enumerate(bank.state):
@@ -1337,6 +1301,9 @@ class Optimizer:
         self.step_count = 0
         for bank in self.banks:
             bank.load(values)
+
+    def end(self) -> None:
+        """Training ends; the weights that are scored may differ from the last step's."""
 
 # torch 2.13 renamed these collectives
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -3216,8 +3183,6 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments.
     #    Gradients that wait for the second step of an update are left out.
     shared = 16 if team.world_size > 1 else 12
-    if cfg.ema_decay:
-        shared += 4
     tables = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # whose sums are as narrow
     held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / team.world_size)
     held -= (4 - width) * tables
@@ -3607,7 +3572,7 @@ def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None)
         log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}",
             kind="stop", reason=done, step=step, seconds=state.seconds)
     if done:
-        run.optimizer.take_mean()
+        run.optimizer.end()
     log("evaluating val_loss")
     score = evaluate(run.model, cfg, run.data, run.team, stage)
     state.curves["val"].append((step, state.seconds, score.val_loss))
@@ -5500,6 +5465,34 @@ class GolfPlus(GolfRecipe[LoopStage]):
     def make_model(self, kernels: Kernels) -> Model:
         return GolfPlusModel(self, kernels)
 
+    def optimizer(self) -> "type[Optimizer]":
+        return MeanOptimizer if self.ema_decay else Optimizer
+
+class MeanOptimizer(Optimizer):
+    """Also keeps a running mean of the weights (EMA), the third state of each bank; at the end of training the
+    weights become that mean."""
+    def __init__(self, model: Model, cfg: GolfPlus, *args: Any, **options: Any):
+        super().__init__(model, cfg, *args, **options)
+        for bank in self.banks:
+            bank.state.append(bank.master.clone())
+
+    @torch.no_grad()
+    def step(self, schedule: Schedule) -> None:
+        super().step(schedule)
+        for bank in self.banks:
+            bank.state[2].lerp_(bank.master, 1 - self.cfg.ema_decay)
+
+    def begin(self, values: dict[str, Tensor]) -> None:
+        super().begin(values)
+        for bank in self.banks:
+            bank.state[2].copy_(bank.master)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        for bank in self.banks:
+            mean = bank.whole(bank.state[2]).flatten()
+            bank.load(dict(zip(bank.names, bank.views(mean))))
+
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA (arXiv:2603.09078): removes each head's output component along the token's own value, which the
     residual stream has anyway. y (B, T, H, D), v (B, T, KV, D) -> (B, T, H, D)."""
@@ -6567,7 +6560,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
         return self.eval_window
 
     def optimizer(self) -> "type[Optimizer]":
-        return Fp8Optimizer
+        return SpeedrunPlusOptimizer
 
     def fp8_part(self, on_gpu: bool) -> str:
         part = fp8_part(self, on_gpu, further=self.fp8_sides())
@@ -6889,8 +6882,9 @@ class DelayedScales:
         team.broadcast(whole)
         self.values.copy_(whole[team.rank])
 
-class Fp8Optimizer(Optimizer):
-    """Also updates the model's delayed scales, if it has any, after each step."""
+class SpeedrunPlusOptimizer(Optimizer):
+    """Keeps lm_head and the embedding one matrix until they are untied, and updates the model's delayed
+    scales, if it has any, after each step."""
     def __init__(self, model: "SpeedrunPlusModel", *args: Any, **options: Any):
         super().__init__(model, *args, **options)
         self.scales = model.scales
@@ -6908,6 +6902,24 @@ class Fp8Optimizer(Optimizer):
         super().step(schedule)
         if self.scales:
             self.scales.follow()
+
+    def update(self, banks: list[Bank], schedule: Schedule) -> None:
+        """While tied, lm_head's bank learns from the gradients of both, and the embedding copies its weights
+        and state; once untied, the embedding continues from there."""
+        bank_of = {name: bank for bank in banks for name in bank.names}
+        if not schedule.tied or "head" not in bank_of:
+            super().update(banks, schedule)
+            return
+        head = bank_of["head"]
+        embed = bank_of["embed"]
+        for bank in (head, embed):
+            bank.sum_parts()
+        head.grad.add_(embed.grad)
+        super().update([bank for bank in banks if bank is not embed], schedule)
+        embed.data.copy_(head.data)
+        for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
+            mine.copy_(other)
+        embed.clear()
 
     def state(self) -> dict[str, Tensor]:
         found = super().state()

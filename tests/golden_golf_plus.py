@@ -166,7 +166,7 @@ def test_golf_plus_mean_of_weights(golf_plus):
         now = golf_plus.schedule_at(step, golf_plus.series()[0])
         step_on_gradients(optimizer, golf_plus.synthetic_gradients(step), now)
         means = {name: kept * means[name] + added * p.detach() for name, p in model.named_parameters()}
-    optimizer.take_mean()
+    optimizer.end()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), means[name], rtol=1e-6, atol=1e-7)
 

@@ -388,7 +388,7 @@ def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **setting
                         model=SimpleNamespace(
                             candidates=lambda *_: [], build=lambda *_: False,
                             training_context=lambda *_: None, update_context=lambda *_: None),
-                        optimizer=SimpleNamespace(take_mean=lambda: None))
+                        optimizer=SimpleNamespace(end=lambda: None))
     state = train_gpt.TrainState()
     with monkeypatch.context() as patch:
         patch.setattr(type(cfg), "schedule", noted)

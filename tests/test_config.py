@@ -23,7 +23,7 @@ RUN = dict(
     save_every=0, save_every_seconds=0.0, sample_every=0, sample="",
     sample_tokens=96, sample_temperature=0.8, sample_top_k=0, data_fingerprint="", bos_id=0, stage_starts=(),
     batch_schedule=(), seq_schedule=(), shuffle=False, max_epochs=0, device_batch_size=0, val_tokens=0,
-    eval_context=0, eval_stride=0, grad_clip_norm=0.0, ema_decay=0.0, loss_sum_ranks=0,
+    eval_context=0, eval_stride=0, grad_clip_norm=0.0, loss_sum_ranks=0,
     extension_iterations=0, score_artifact=True, artifact_codec="zlib", artifact_keep=65_536)
 PROMPTS = "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"
 RECIPES = {
