@@ -43,6 +43,7 @@ import traceback
 import warnings
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -121,7 +122,7 @@ def optional(default: object, doc: str, least: float = 0, most: float = 1e12, mo
 
 Stages = TypeVar("Stages", bound="Stage")  # the class of a recipe's stages
 
-class Recipe(Generic[Stages]):
+class Recipe(ABC, Generic[Stages]):
     """What the rest of the file asks of a recipe besides its constants. Every recipe provides the methods of
     the first group; the others have neutral defaults. Golf is the shortest example."""
     # constants of the game's public script that this recipe lacks: {name: the value accepted; None: any}
@@ -129,43 +130,43 @@ class Recipe(Generic[Stages]):
     # {packing: class of Packer}
     packers: "ClassVar[dict[str, type[Packer]]]" = {}
 
+    @abstractmethod
     def stages(self) -> list[Stages]:
         """The table of stages: [Stage], in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parameter_table(self) -> "dict[str, Row]":
         """{kind: Row}, one row for each kind of parameter. Raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_model(self, kernels: "Kernels") -> "Model":
         """The model, its parameters not yet filled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def muon_step(self, state: "UpdateState", hyper: "MuonHyper") -> None:
         """Updates matrices, their momentum buffer and NorMuon's mean squares in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adam_step(self, state: "UpdateState", hyper: "AdamHyper") -> None:
         """Updates parameters and both moments in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def schedule(self, step: int, progress: float) -> "Schedule":
         """Learning rate, momentum and decay of a step. progress: the part of the run that is done, 0 to 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layers(self, stage: Stages | None = None) -> "list[Layer]":
         """What each layer costs, with the windows of this stage; None: of the last one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def quantize(self, row: "Row", w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """w (R, C) -> int8 (R, C) and fp16 scales (R,). row: its row of the parameter table. coarser: factor
         on the rounding steps. hessian: what calibrate() found for this matrix."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         """{field of Kernels: function} of attention and its masks."""
-        raise NotImplementedError
 
     # ----- neutral defaults
     def check(self) -> None:
@@ -853,9 +854,6 @@ class Model(nn.Module):
 
     def drop_state(self) -> None:
         """Frees the memory of that state."""
-
-    def take_state(self, other: "Model") -> None:
-        """Takes over that state of another model."""
 
 def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     """The row of the hashed bigram table (B, T) for each token (B, T) and the one before. The first token of
@@ -1594,7 +1592,7 @@ def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: L
             "OTHER_DATA=1 to use this anyway")
     log(f"warning: {why}")
 
-class Packer:
+class Packer(ABC):
     """How training rows are made of the stream of all shards. A position says where the next step begins and
     is the whole state."""
     any_length = False  # may rows be longer in later stages?
@@ -1604,11 +1602,11 @@ class Packer:
         self.loader = loader
         self.team = loader.team
 
+    @abstractmethod
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         """Plans a step of n rows, each of T tokens and a last target -> (each row's pieces [(start, length)],
         the position after the step). The rows are those of all ranks or only of this one. doc_len:
         Stage.doc_len."""
-        raise NotImplementedError
 
     def held_tokens(self) -> int:
         """Training tokens in a pass over the data."""
@@ -1665,9 +1663,9 @@ class RankRows(Packer):
         self.made = []
         self.first_made = 0
 
+    @abstractmethod
     def make_rows(self, T: int) -> Iterator[list]:
         """Yields the pieces of this rank's rows, endlessly."""
-        raise NotImplementedError
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         first = position // self.team.world_size  # counted in this rank's rows
@@ -3661,22 +3659,11 @@ def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict
         data=run.data.about, eval=settings, stop_reason="eval_from" if cfg.eval_from else None,
         started=run.started, resumed=resumed)
 
-def check_speed(cfg: Config, team: Team, log: Logger) -> None:
-    """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
-    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
-    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
-        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
-               f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); "
-               "PRESET=tiny trains for 2 min; DEVICE=cpu trains anyway")
-        require(cfg.dry_run or cfg.device == "cpu", why)
-        log(f"machine: {why}")
-
 def prepare(run: Run) -> None:
     """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
     cfg = run.cfg
     team = run.team
     log = run.log
-    check_speed(cfg, team, log)
     try:
         run.data = open_data(cfg, log)
         bos = cfg.bos_id or max(run.data.bos, 0)
@@ -3762,10 +3749,9 @@ def write_and_read_back(run: Run) -> dict:
         run.log(kind="artifact", **report)
         if run.cfg.score_artifact:
             model.drop_state()  # makes room for the state in the file
-            again, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
-            model.take_state(again)
-            model.load_state_dict(again.state_dict())
-    for p in model.parameters():
+            run.model, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
+            run.model.use(model.kernels)
+    for p in run.model.parameters():
         run.team.broadcast(p.data)
     return report
 
@@ -3819,9 +3805,9 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     cfg = load_config(env, argv)
     began = time.perf_counter()
     started = f"{datetime.now(UTC):%FT%TZ}"
-    lab("warnings", cfg, argv, env, log)
     script_source()
     team = Team(cfg, env)
+    lab("warnings", cfg, argv, env, team, log)
     checkpoint = None
     cfg = after_restart(cfg, team, log)
     if cfg.resume:
@@ -4538,9 +4524,6 @@ class CountingModel(Model):
     def drop_state(self) -> None:
         del self.counts.tables
         del self.counts.lists
-
-    def take_state(self, other: "CountingModel") -> None:
-        self.counts = other.counts
 
 def limits_reached(x: Tensor, limits: tuple[float, ...]) -> Tensor:
     """For each number, how many of the rising limits it reaches, int64, any shape."""
@@ -5469,10 +5452,11 @@ class GolfPlus(GolfRecipe[LoopStage]):
         return MeanOptimizer if self.ema_decay else Optimizer
 
 class MeanOptimizer(Optimizer):
-    """Also keeps a running mean of the weights (EMA), the third state of each bank; at the end of training the
-    weights become that mean."""
+    """Also keeps a running mean of the weights (EMA), the third state of each bank; at the end of training
+    the weights become that mean."""
     def __init__(self, model: Model, cfg: GolfPlus, *args: Any, **options: Any):
         super().__init__(model, cfg, *args, **options)
+        self.decay = cfg.ema_decay
         for bank in self.banks:
             bank.state.append(bank.master.clone())
 
@@ -5480,7 +5464,7 @@ class MeanOptimizer(Optimizer):
     def step(self, schedule: Schedule) -> None:
         super().step(schedule)
         for bank in self.banks:
-            bank.state[2].lerp_(bank.master, 1 - self.cfg.ema_decay)
+            bank.state[2].lerp_(bank.master, 1 - self.decay)
 
     def begin(self, values: dict[str, Tensor]) -> None:
         super().begin(values)
@@ -8059,14 +8043,25 @@ def refuse_unknown(preset: str, name: str, text: str) -> None:
     nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
     raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
 
-def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Logger) -> None:
-    """Warns about settings that were given but have no effect."""
+def check_speed(cfg: Config, team: Team, log: Logger) -> None:
+    """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
+    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
+    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
+        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
+               f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); "
+               "PRESET=tiny trains for 2 min; DEVICE=cpu trains anyway")
+        require(cfg.dry_run or cfg.device == "cpu", why)
+        log(f"machine: {why}")
+
+def warn(cfg: Config, argv: Sequence[str], env: Mapping, team: Team, log: Logger) -> None:
+    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does."""
     for name in sorted(given_names(env, argv) & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
+    check_speed(cfg, team, log)
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     """The preset named on the command line or in the environment, whatever else they hold; the default one if

@@ -414,7 +414,7 @@ def test_ranks_with_unequal_devices_decide_alike(monkeypatch):
     def decided(pending):
         state = train_gpt.TrainState(5996, 0, 599.1, laps=[(0.1, 1)] * 100)
         team = SimpleNamespace(on_gpu=True, group=None)
-        clock = train_gpt.Clock(train_gpt.Config(max_wallclock_seconds=600.0), team, state, lambda: 0.0)
+        clock = train_gpt.Clock(SimpleNamespace(max_wallclock_seconds=600.0), team, state, lambda: 0.0)
         clock.start(599.5 - 0.001 * pending)
         clock.under_way = [SimpleNamespace(query=lambda: False)] * pending
         return clock.agree(6000, False, 0), clock.at, clock.laps, clock.is_over(6000)
