@@ -3533,7 +3533,7 @@ def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_
         validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
         further = cfg.evaluations(step)
         if cfg.sample_every and step and step % cfg.sample_every == 0:
-            further.append(partial(lab, "samples"))
+            further.append(partial(lab, "show"))
         if done or validation_due or further:
             team.wait()
             state.seconds = clock.seconds()
@@ -3811,9 +3811,8 @@ def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dic
     log = run.log
     score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
-    lab("samples", run.model, cfg, run.data, run.team, log)
-    if curves:
-        lab("picture", curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+    title = f"{cfg.preset}: {text}"
+    lab("show", run.model, cfg, run.data, run.team, log, curves, title, run.folder / "loss.png")
     process_ms = round(1e3 * (time.perf_counter() - began))
     finished = f"{datetime.now(UTC):%FT%TZ}"
     report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
@@ -3879,8 +3878,8 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
     if cfg.dry_run:
         return
-    if model and "sample" in changed and "samples" in LAB:
-        lab("samples", model, run.cfg, run.data, team, log)
+    if model and "sample" in changed and "show" in LAB:
+        lab("show", model, run.cfg, run.data, team, log)
         return
     if not model:
         run.loader.check()
@@ -8239,8 +8238,14 @@ def plot_curves(curves: dict[str, Curve], title: str, path: Path, log: Logger) -
     except Exception as error:
         log(f"loss.png: not drawn ({brief(error)})")
 
-LAB.update(unknown=refuse_unknown, warnings=warn, help=print_help, plan=log_plan, samples=show_samples,
-           picture=plot_curves)
+def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger,
+               curves: dict[str, Curve] | None = None, title: str = "", path: Path | None = None) -> None:
+    """Logs samples of a model and, at the end of a run that trained, plots its curves."""
+    show_samples(model, cfg, data, team, log)
+    if curves:
+        plot_curves(curves, title, path, log)
+
+LAB.update(unknown=refuse_unknown, warnings=warn, help=print_help, plan=log_plan, show=show_model)
 
 # ---------- 16 start
 if __name__ == "__main__":
