@@ -12,7 +12,7 @@ Map. The core: 3 run constants, flags, checks - 4 techniques - 5 optimizer - 6 s
 8 evaluation: loss, sliding rows - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks, log, memory -
 13 rehearse, train, main: clock, rehearsal, loop, one run.
 Then recipes, each after what both recipes of its game share. This is the part to edit.
-Then 15 lab: help, plan, samples, picture.
+Then 15 lab: help, plan, samples, picture, FlashAttention 4.
 """
 # ---------- 2 imports
 import sys
@@ -93,7 +93,7 @@ class Missing(Refused):
 Logger = Callable[..., None]  # log(*lines)
 Kernel = Callable[..., Tensor]  # a function of tensors that has fast versions: linear(), attention
 Cap = tuple[float, float, float]  # cap, shift and width of softcap()
-# What a function of Kernels.window_mask returns: torch's mask, flex attention's, that of flash_mask()
+# What a function of Kernels.window_mask returns: torch's mask, flex attention's, FlashAttention 4's
 Mask: TypeAlias = Tensor | BlockMask | tuple[int, Tensor | None, int] | None
 RowLosses = Callable[..., tuple[Tensor, Tensor]]  # row_losses() or its faster version
 Scales: TypeAlias = tuple[float | Tensor | None, ...]  # of fp8 tensors; None: by the maximum
@@ -365,8 +365,9 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
            "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# {hook: function}: conveniences such as samples and pictures, on which no result depends. A table at the
-# end of the whole file fills it; in a script of one recipe it stays empty.
+# {hook: function}: conveniences such as samples and pictures, on which no result depends, and
+# FlashAttention 4, which no card has timed yet. A table at the end of the whole file fills it; in a script
+# of one recipe it stays empty.
 LAB: dict[str, Callable] = {}
 
 def lab(hook: str, *args: Any) -> Any:
@@ -2547,134 +2548,10 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return attention(q, k, v, mask)
 
-FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
-FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
-
-def flash_attention_4(cfg: Config) -> Callable | None:
-    """The operator of FlashAttention 4 (pypi.org/project/flash-attn-4) if sdpa_backend asks for it, else
-    None. Raises Refused where it cannot run."""
-    if cfg.sdpa_backend != "flash4":
-        return None
-    capability = torch.cuda.get_device_capability()
-    require(capability >= (9, 0), f"sdpa_backend=flash4 is for Hopper and Blackwell, compute capability 9 or "
-            f"newer, here {capability}: take sdpa_backend=auto")
-    require(cfg.dtype != "float32", "sdpa_backend=flash4 has no float32: take sdpa_backend=auto")
-    try:
-        version = package_version("flash-attn-4")
-        from flash_attn.cute import interface
-    except (ImportError, OSError) as error:
-        raise Refused(f"sdpa_backend=flash4 needs FlashAttention 4, but {brief(error)}: install "
-                      "requirements-flash.txt") from None
-    beta = re.search(r"b(\d+)", version)
-    require(beta is None or int(beta[1]) >= FLASH_BETA, f"flash-attn-4 {version} is older than beta "
-            f"{FLASH_BETA}, the first without a known race: install requirements-flash.txt")
-    return flash_operator(interface)
-
-@cache
-def flash_operator(interface: Any) -> Callable:
-    """FlashAttention 4's kernels as an operator that torch.compile takes whole: q, k and v (B, T, heads,
-    width) or, where documents begin at `begins` and none is longer than `longest`, (tokens, heads, width) ->
-    (y, logarithms of the sums in fp32). window: tokens before the query, -1: all. Not measured."""
-    def options(begins: Tensor | None, longest: int, window: int) -> dict:
-        found = dict(softmax_scale=1.0, causal=True)
-        if window >= 0:
-            found |= dict(window_size_left=window, window_size_right=0)
-        if begins is not None:
-            found |= dict(cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=longest,
-                          max_seqlen_k=longest)
-        return found
-
-    @torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
-    def forward(q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None, longest: int,
-                window: int) -> tuple[Tensor, Tensor]:
-        q, k, v = [x.detach() for x in (q, k, v)]  # DLPack takes nothing that needs gradients
-        found = interface._flash_attn_fwd(q, k, v, return_lse=True, **options(begins, longest, window))
-        return found[0], found[1]
-
-    @forward.register_fake
-    def _(q, k, v, begins, longest, window):
-        *B, T, heads, _ = q.shape
-        sums = q.new_empty(*B, heads, T, dtype=torch.float32)
-        return q.new_empty(*B, T, heads, v.size(-1)), sums
-
-    @torch.library.custom_op("train_gpt::flash_attention_gradients", mutates_args=())
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor,
-                 begins: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = interface._flash_attn_bwd(q, k, v, y, grad, sums, **options(begins, longest, window))
-        return tuple([x.contiguous() for x in found])
-
-    @backward.register_fake
-    def _(grad, q, k, v, *more):
-        return tuple([x.new_empty(x.shape) for x in (q, k, v)])
-
-    def keep(ctx, inputs, output):
-        *tensors, begins, ctx.longest, ctx.window = inputs
-        ctx.save_for_backward(*tensors, *output, begins)
-        ctx.set_materialize_grads(False)
-
-    def gradients(ctx, grad, _):
-        return *backward(grad, *ctx.saved_tensors, ctx.longest, ctx.window), None, None, None
-
-    forward.register_autograd(gradients, setup_context=keep)
-    return forward
-
-def flash_slots(T: int) -> int:
-    """Documents that a training row of T tokens may hold for FlashAttention 4: 64, 96 and 128 in the
-    speedrun's stages, as in the public record, which gained 0.5 s by it with FlashAttention 3. See
-    Documents.check_slots()."""
-    return 32 * (math.ceil(T / 16_384) + 1)
-
-def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device,
-               longest: int = 0) -> tuple:
-    """window_mask() for flash_attention -> (tokens before the query, -1: all; None, or where the documents of
-    all rows begin, int32, padded with the number of tokens; the maximum document length). The library's
-    backward pass launches a block for each entry and each part of the longest document, empty or not, so
-    compiled steps have flash_slots() entries per row and `longest` as the maximum (0: T). Scoring has no
-    backward pass, and its rows are not checked: the maximum is T, with as many entries as the library takes
-    in compiled steps, else one per document."""
-    begins = None
-    if documents is not None:
-        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
-        tokens = len(first)
-        compiled = torch.compiler.is_compiling()
-        scoring = not torch.is_grad_enabled()
-        if compiled:
-            slots = min(T, FLASH_ENTRIES // len(documents)) if scoring else flash_slots(T)
-            begins = first.nonzero_static(size=len(documents) * slots + 1, fill_value=tokens)[:, 0].int()
-        else:
-            begins = F.pad(first.nonzero()[:, 0], (0, 1), value=tokens).int()
-        if scoring or not compiled:
-            longest = 0
-    return (window if window < T - 1 else -1), begins, longest or T
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend: Kernel) -> Tensor:
-    """attention() for masks of flash_mask() or None, by a flash_operator(). In grouped-query attention its
-    backward pass needs one width, so queries and keys narrower than values are then padded with zeros."""
-    window, begins, longest = mask or (-1, None, 0)
-    narrower = v.size(-1) - q.size(-1)
-    if narrower and k.size(1) < q.size(1):
-        q = F.pad(q, (0, narrower))
-        k = F.pad(k, (0, narrower))
-    B = len(q)
-    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]
-    if begins is not None:
-        q, k, v = [x.flatten(0, 1) for x in (q, k, v)]
-    y, _ = attend(q, k, v, begins, longest, window)
-    return y.view(B, -1, *y.shape[-2:]).transpose(1, 2)
-
-def window_attention(cfg: Config, on_gpu: bool, log: Logger, pairs: int = 1) -> dict[str, Callable]:
-    """Kernels of attention with windows, or that stays in a document. pairs: 2 where paired heads make
-    documents twice as long. Raises Refused."""
+def window_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    """Kernels of attention with windows, or that stays in a document."""
     if not on_gpu:
         return dict(attention=cpu_attention)
-    attend = flash_attention_4(cfg)
-    if attend:
-        longest = pairs * cfg.document_limit()
-        require(not longest or cfg.packing == "documents", "sdpa_backend=flash4 needs packing=documents, "
-                "whose rows hold a known number of documents")
-        log("attention: FlashAttention 4")
-        return dict(window_mask=partial(flash_mask, longest=longest),
-                    attention=partial(flash_attention, attend=attend))
     if cfg.sdpa_backend == "torch":
         log("attention: torch's, with explicit masks")
         return dict(attention=gpu_attention)
@@ -2844,10 +2721,16 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: K
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
 def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
-    """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
+    """The fastest kernels on this device. Raises Refused if fp8 or FlashAttention 4 was asked for and is not
+    possible."""
     block_linear, head_linear, loss = cfg.linears(on_gpu, log)
     chosen = dict(linear=block_linear, head_linear=head_linear, **cfg.further_kernels(on_gpu))
-    chosen |= cfg.attention_kernels(on_gpu, log)
+    if on_gpu and cfg.sdpa_backend == "flash4":
+        require("attention" in LAB, "sdpa_backend=flash4 is part of the whole train_gpt.py, not of a script "
+                "of one recipe: take sdpa_backend=auto")
+        chosen |= lab("attention", cfg, log)
+    else:
+        chosen |= cfg.attention_kernels(on_gpu, log)
     own_kernels = on_gpu and cfg.triton_kernels and triton
     if own_kernels and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
         chosen["loss"] = partial(loss, row_losses=kernel_losses)
@@ -3496,7 +3379,7 @@ def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_
         validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
         further = cfg.evaluations(step)
         if cfg.sample_every and step and step % cfg.sample_every == 0:
-            further.append(partial(lab, "samples"))
+            further.append(partial(lab, "show"))
         if done or validation_due or further:
             team.wait()
             state.seconds = clock.seconds()
@@ -3680,7 +3563,8 @@ def prepare(run: Run) -> None:
         log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
-        lab("plan", cfg, team, run.micro, log)
+    lab("plan", run)
+    if not cfg.eval_from:
         if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
             log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
                 f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
@@ -3762,9 +3646,8 @@ def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dic
     log = run.log
     score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
-    lab("samples", run.model, cfg, run.data, run.team, log)
-    if curves:
-        lab("picture", curves, f"{cfg.preset}: {text}", run.folder / "loss.png", log)
+    title = f"{cfg.preset}: {text}"
+    lab("show", run.model, cfg, run.data, run.team, log, curves, title, run.folder / "loss.png")
     process_ms = round(1e3 * (time.perf_counter() - began))
     finished = f"{datetime.now(UTC):%FT%TZ}"
     report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
@@ -3830,8 +3713,8 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
     if cfg.dry_run:
         return
-    if model and "sample" in changed and "samples" in LAB:
-        lab("samples", model, run.cfg, run.data, team, log)
+    if model and "sample" in changed and "show" in LAB:
+        lab("show", model, run.cfg, run.data, team, log)
         return
     if not model:
         run.loader.check()
@@ -5005,12 +4888,8 @@ def dense_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callabl
     """Kernels of attention where every token sees all tokens before it."""
     if not on_gpu:
         return dict(attention=cpu_causal_attention)
-    attend = flash_attention_4(cfg)
-    if not attend:
-        log("attention: torch's choice")
-        return {}
-    log("attention: FlashAttention 4")
-    return dict(attention=partial(flash_attention, attend=attend))
+    log("attention: torch's choice")
+    return {}
 
 class GolfRecipe(Config[Stages]):
     """Class attributes that golf and golf_plus share."""
@@ -5712,18 +5591,6 @@ class Documents(Packer):
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
-        if cfg.sdpa_backend == "flash4":
-            self.check_slots(cfg.stages())
-
-    def check_slots(self, stages: list) -> None:
-        """Raises Refused if some row may hold more documents than FlashAttention 4 is told of."""
-        for stage in stages:
-            T = stage.row_tokens
-            filled = self.filled[min(stage.doc_len or self.index.longest, self.index.longest)]
-            ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
-            most = int((ends - np.arange(len(ends))).max())
-            require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
-                    f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
 
     def held_tokens(self) -> int:
         return self.filled[self.index.longest][-1]
@@ -6579,8 +6446,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
         if self.prefix_weight:
             texts_of_tokens(self, data.tokenizer)
 
-    def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        return window_attention(self, on_gpu, log, pairs=2)
+    attention_kernels = window_attention
 
     def make_model(self, kernels: Kernels) -> Model:
         return SpeedrunPlusModel(self, kernels)
@@ -7988,8 +7854,8 @@ KNOWN = known_fields()
 NAMES = known_names()
 
 # ---------- 15 lab
-# Conveniences for users; no result depends on them. The rest of the file calls them through the table at the
-# end of this section.
+# Conveniences for users, on which no result depends, and FlashAttention 4, which no card has timed yet. The
+# rest of the file calls them through the table at the end of this section.
 def check_foreign(preset: str, name: str, text: str) -> None:
     """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
     game's public script has, unless its value is the one built into this recipe."""
@@ -8191,8 +8057,14 @@ def stage_lines(cfg: Config) -> Iterator[str]:
     sizes = cfg.windows(None, cfg.eval_context or T)
     yield f"{line}, {listed(sizes)}" if sizes else line
 
-def log_plan(cfg: Config, team: Team, micro: int, log: Logger) -> None:
-    log(*plan_lines(cfg, team, micro))
+def log_plan(run: Run) -> None:
+    """Logs the plan of a run that trains. Raises Refused if training rows may hold too many documents for
+    FlashAttention 4."""
+    cfg = run.cfg
+    if run.loader and cfg.sdpa_backend == "flash4":
+        check_slots(cfg, run.loader.packer)
+    if not cfg.eval_from:
+        run.log(*plan_lines(cfg, run.team, run.micro))
 
 @torch.no_grad()
 def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
@@ -8246,8 +8118,154 @@ def plot_curves(curves: dict[str, Curve], title: str, path: Path, log: Logger) -
     except Exception as error:
         log(f"loss.png: not drawn ({brief(error)})")
 
-LAB.update(unknown=refuse_unknown, warnings=warn, help=print_help, plan=log_plan, samples=show_samples,
-           picture=plot_curves)
+def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger,
+               curves: dict[str, Curve] | None = None, title: str = "", path: Path | None = None) -> None:
+    """Logs samples of a model and, at the end of a run that trained, plots its curves."""
+    show_samples(model, cfg, data, team, log)
+    if curves:
+        plot_curves(curves, title, path, log)
+
+FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
+FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
+
+def flash_attention_4(cfg: Config) -> Callable:
+    """The operator of FlashAttention 4 (pypi.org/project/flash-attn-4). Raises Refused where it cannot
+    run."""
+    capability = torch.cuda.get_device_capability()
+    require(capability >= (9, 0), f"sdpa_backend=flash4 is for Hopper and Blackwell, compute capability 9 or "
+            f"newer, here {capability}: take sdpa_backend=auto")
+    require(cfg.dtype != "float32", "sdpa_backend=flash4 has no float32: take sdpa_backend=auto")
+    try:
+        version = package_version("flash-attn-4")
+        from flash_attn.cute import interface
+    except (ImportError, OSError) as error:
+        raise Refused(f"sdpa_backend=flash4 needs FlashAttention 4, but {brief(error)}: install "
+                      "requirements-flash.txt") from None
+    beta = re.search(r"b(\d+)", version)
+    require(beta is None or int(beta[1]) >= FLASH_BETA, f"flash-attn-4 {version} is older than beta "
+            f"{FLASH_BETA}, the first without a known race: install requirements-flash.txt")
+    return flash_operator(interface)
+
+@cache
+def flash_operator(interface: Any) -> Callable:
+    """FlashAttention 4's kernels as an operator that torch.compile takes whole: q, k and v (B, T, heads,
+    width) or, where documents begin at `begins` and none is longer than `longest`, (tokens, heads, width) ->
+    (y, logarithms of the sums in fp32). window: tokens before the query, -1: all. Not measured."""
+    def options(begins: Tensor | None, longest: int, window: int) -> dict:
+        found = dict(softmax_scale=1.0, causal=True)
+        if window >= 0:
+            found |= dict(window_size_left=window, window_size_right=0)
+        if begins is not None:
+            found |= dict(cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=longest,
+                          max_seqlen_k=longest)
+        return found
+
+    @torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
+    def forward(q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None, longest: int,
+                window: int) -> tuple[Tensor, Tensor]:
+        q, k, v = [x.detach() for x in (q, k, v)]  # DLPack takes nothing that needs gradients
+        found = interface._flash_attn_fwd(q, k, v, return_lse=True, **options(begins, longest, window))
+        return found[0], found[1]
+
+    @forward.register_fake
+    def _(q, k, v, begins, longest, window):
+        *B, T, heads, _ = q.shape
+        sums = q.new_empty(*B, heads, T, dtype=torch.float32)
+        return q.new_empty(*B, T, heads, v.size(-1)), sums
+
+    @torch.library.custom_op("train_gpt::flash_attention_gradients", mutates_args=())
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor,
+                 begins: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = interface._flash_attn_bwd(q, k, v, y, grad, sums, **options(begins, longest, window))
+        return tuple([x.contiguous() for x in found])
+
+    @backward.register_fake
+    def _(grad, q, k, v, *more):
+        return tuple([x.new_empty(x.shape) for x in (q, k, v)])
+
+    def keep(ctx, inputs, output):
+        *tensors, begins, ctx.longest, ctx.window = inputs
+        ctx.save_for_backward(*tensors, *output, begins)
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx, grad, _):
+        return *backward(grad, *ctx.saved_tensors, ctx.longest, ctx.window), None, None, None
+
+    forward.register_autograd(gradients, setup_context=keep)
+    return forward
+
+def flash_slots(T: int) -> int:
+    """Documents that a training row of T tokens may hold for FlashAttention 4: 64, 96 and 128 in the
+    speedrun's stages, as in the public record, which gained 0.5 s by it with FlashAttention 3. See
+    check_slots()."""
+    return 32 * (math.ceil(T / 16_384) + 1)
+
+def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device,
+               longest: int = 0) -> tuple:
+    """window_mask() for flash_attention -> (tokens before the query, -1: all; None, or where the documents of
+    all rows begin, int32, padded with the number of tokens; the maximum document length). The library's
+    backward pass launches a block for each entry and each part of the longest document, empty or not, so
+    compiled steps have flash_slots() entries per row and `longest` as the maximum (0: T). Scoring has no
+    backward pass, and its rows are not checked: the maximum is T, with as many entries as the library takes
+    in compiled steps, else one per document."""
+    begins = None
+    if documents is not None:
+        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+        tokens = len(first)
+        compiled = torch.compiler.is_compiling()
+        scoring = not torch.is_grad_enabled()
+        if compiled:
+            slots = min(T, FLASH_ENTRIES // len(documents)) if scoring else flash_slots(T)
+            begins = first.nonzero_static(size=len(documents) * slots + 1, fill_value=tokens)[:, 0].int()
+        else:
+            begins = F.pad(first.nonzero()[:, 0], (0, 1), value=tokens).int()
+        if scoring or not compiled:
+            longest = 0
+    return (window if window < T - 1 else -1), begins, longest or T
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend: Kernel) -> Tensor:
+    """attention() for masks of flash_mask() or None, by a flash_operator(). In grouped-query attention its
+    backward pass needs one width, so queries and keys narrower than values are then padded with zeros."""
+    window, begins, longest = mask or (-1, None, 0)
+    narrower = v.size(-1) - q.size(-1)
+    if narrower and k.size(1) < q.size(1):
+        q = F.pad(q, (0, narrower))
+        k = F.pad(k, (0, narrower))
+    B = len(q)
+    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]
+    if begins is not None:
+        q, k, v = [x.flatten(0, 1) for x in (q, k, v)]
+    y, _ = attend(q, k, v, begins, longest, window)
+    return y.view(B, -1, *y.shape[-2:]).transpose(1, 2)
+
+def flash_kernels(cfg: Config, log: Logger) -> dict[str, Callable]:
+    """{field of Kernels: function} of attention for sdpa_backend=flash4. Raises Refused."""
+    chosen: dict[str, Callable] = dict(attention=partial(flash_attention, attend=flash_attention_4(cfg)))
+    if cfg.windows(None, cfg.train_seq_len):
+        longest = cfg.document_limit()
+        require(not longest or cfg.packing == "documents", "sdpa_backend=flash4 needs packing=documents, "
+                "whose rows hold a known number of documents")
+        if "P" in vars(cfg).get("window_pattern", ""):  # paired heads make documents twice as long
+            longest *= 2
+        chosen["window_mask"] = partial(flash_mask, longest=longest)
+    log("attention: FlashAttention 4")
+    return chosen
+
+def check_slots(cfg: Config, packer: Packer) -> None:
+    """Raises Refused if some training row may hold more documents than FlashAttention 4 is told of."""
+    if not isinstance(packer, Documents):
+        return
+    for stage in cfg.stages():
+        T = stage.row_tokens
+        longest = packer.index.longest
+        filled = packer.filled[min(stage.doc_len or longest, longest)]
+        ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
+        most = int((ends - np.arange(len(ends))).max())
+        require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
+                f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
+
+LAB.update(unknown=refuse_unknown, warnings=warn, help=print_help, plan=log_plan, show=show_model,
+           attention=flash_kernels)
 
 # ---------- 16 start
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def train(root, monkeypatch, capsys):
     draw = train_gpt.plot_curves
 
     def go(base, PICTURE=False, **settings):
-        monkeypatch.setitem(train_gpt.LAB, "picture", draw if PICTURE else lambda *_: None)
+        monkeypatch.setattr(train_gpt, "plot_curves", draw if PICTURE else lambda *_: None)
         run_id = settings.get("RESUME") or f"run{next(NUMBERS)}"
         env = base | settings | {"RESUME" if "RESUME" in settings else "RUN_ID": run_id}
         capsys.readouterr()

@@ -152,7 +152,7 @@ def main(arguments):
     train_gpt.TRAINING_TIMEOUT = float(os.environ.get("TIMEOUT", train_gpt.TRAINING_TIMEOUT))
     train_gpt.LONG_TIMEOUT = float(os.environ.get("LONG", train_gpt.LONG_TIMEOUT))
     if os.environ.get("PICTURE") == "0":
-        train_gpt.LAB["picture"] = lambda *_: None
+        train_gpt.plot_curves = lambda *_: None
     sys.exit(train_gpt.main(arguments, os.environ))
 
 

@@ -93,7 +93,7 @@ COUNTED = {
 NOT_COUNTED = {
     "validation": (train_gpt, "evaluate", ever, dict(VAL_LOSS_EVERY="3")),
     "the last validation": (train_gpt, "evaluate", ever, {}),
-    "samples": (train_gpt, "lab", lambda hook, *_: hook == "samples", dict(SAMPLE_EVERY="2")),
+    "samples": (train_gpt, "lab", lambda hook, *_: hook == "show", dict(SAMPLE_EVERY="2")),
     "a part of val": (train_gpt, "score_part", ever, dict(VAL_PART_EVERY="2")),
     "CORE": (train_gpt, "core_metric", ever, dict(CORE_METRIC_EVERY="2")),
     "rehearsal": (train_gpt, "rehearse", ever, {}),

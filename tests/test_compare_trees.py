@@ -75,7 +75,7 @@ def home(tmp_path_factory, one_thread):
     name, value = PLANTED["golf"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        patch.setitem(train_gpt.LAB, "picture", lambda *_: None)    # a second each
+        patch.setattr(train_gpt, "plot_curves", lambda *_: None)    # a second each
         for run in ("plain", "again", "planted"):
             settings = settings_of("golf", STEPS)
             if run == "planted":

@@ -465,13 +465,14 @@ def test_rows_with_more_documents_than_flash_attention_has_room_for(monkeypatch)
     data = documents_data()
     rows, _ = loader_of(data, **settings).packer.plan(0, 10, T)
     most = max(map(len, rows))
+    cfg = config_of(**settings)
     monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most if tokens == T else 0)
-    loader_of(data, sdpa_backend="flash4", **settings)
+    train_gpt.check_slots(cfg, loader_of(data, **settings).packer)
     monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: most - 1)
-    loader_of(data, **settings)
+    train_gpt.check_slots(config_of(), loader_of(data).packer)  # whose attention knows no documents
     words = f"may hold {most} documents, .* room for {most - 1}: take sdpa_backend=auto"
     with pytest.raises(Refused, match=words):
-        loader_of(data, sdpa_backend="flash4", **settings)
+        train_gpt.check_slots(cfg, loader_of(data, **settings).packer)
 
 
 # -------------------------------------------------------------------------------- foreign shards

@@ -288,7 +288,7 @@ def workplace(tiny_data, tmp_path, monkeypatch):
     """tiny_data as the current folder; nothing that is drawn writes to it. Without pictures, for speed."""
     (tmp_path / "data").symlink_to(tiny_data / "data")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(train_gpt.LAB, "picture", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
     return tmp_path
 
 
@@ -660,7 +660,7 @@ def whole(tiny_data, tmp_path_factory):
 @pytest.fixture
 def copied(whole, tmp_path, monkeypatch):
     """A copy of it as the current folder; runs draw no picture, for speed."""
-    monkeypatch.setitem(train_gpt.LAB, "picture", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
     shutil.copytree(whole[0], tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
 
@@ -670,7 +670,7 @@ def copied(whole, tmp_path, monkeypatch):
 def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
     folder, scores = whole
     damage, score_of, cases = DAMAGES[name]
-    monkeypatch.setitem(train_gpt.LAB, "picture", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
     for case in range(cases * times if times > 1 else -(-cases // 2)):
         print(f"case {case} of {name}")
         shutil.copytree(folder, tmp_path / f"{case}")

@@ -172,7 +172,7 @@ def test_a_run(train, clock, monkeypatch):
         return core_metric(*args)
 
     monkeypatch.setattr(train_gpt, "core_metric", counted)
-    monkeypatch.setitem(train_gpt.LAB, "samples", clock.passes(train_gpt.show_samples, 1000))
+    monkeypatch.setattr(train_gpt, "show_samples", clock.passes(train_gpt.show_samples, 1000))
     monkeypatch.setattr(train_gpt, "train_step", clock.passes(train_gpt.train_step, 0.5))
     done = train(SMALL, CORE_METRIC_EVERY="2", SAMPLE_EVERY="4")
     plain = train(SMALL, CORE="0", VAL_LOSS_EVERY="0", VAL_TOKENS="512")

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from helpers import SCRIPT, TOY, fake_team, init_parameters, toy_config
-from train_gpt import RECIPES, Kernels, attention, linear, lm_loss, preset_config, window_mask
+from train_gpt import (
+    RECIPES, Kernels, attention, choose_kernels, linear, lm_loss, preset_config, window_mask)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dict(vocab_size=512, train_seq_len=64, train_batch_tokens=64, model_dim=32, num_heads=2)
@@ -428,12 +429,12 @@ def test_flash_attention_is_told_of_the_longest_document(preset, times, flash):
     packings fill rows with any number of documents."""
     flash("4.0.0b36")
     cfg = preset_config(preset, dict(sdpa_backend="flash4"))
-    mask = cfg.attention_kernels(True, lambda line: None)["window_mask"]
+    mask = choose_kernels(cfg, True, lambda *lines: None).window_mask
     assert mask.func is train_gpt.flash_mask and mask.keywords == dict(longest=times * cfg.document_limit())
     assert bool(times) == bool(cfg.document_limit())
     if times:
         with pytest.raises(train_gpt.Refused, match="flash4 needs packing=documents"):
-            replace(cfg, packing="spans").attention_kernels(True, lambda line: None)
+            choose_kernels(replace(cfg, packing="spans"), True, lambda *lines: None)
 
 
 def test_no_cudnn_attention_with_a_mask(monkeypatch):
@@ -470,10 +471,11 @@ def test_flash_attention_is_taken_as_asked_or_refused(preset, version, capabilit
     cfg = replace(preset_config(preset, dict(sdpa_backend="flash4")), **settings)
     if said:
         with pytest.raises(train_gpt.Refused, match=said):
-            cfg.attention_kernels(True, lines.append)
+            choose_kernels(cfg, True, lines.append)
         return
-    chosen = cfg.attention_kernels(True, lines.append)
-    assert chosen["attention"].func is train_gpt.flash_attention and lines == ["attention: FlashAttention 4"]
+    chosen = choose_kernels(cfg, True, lines.append)
+    assert chosen.attention.func is train_gpt.flash_attention and lines == ["attention: FlashAttention 4"]
+    assert (chosen.window_mask is None) == (preset == "golf")
 
 
 def test_attention_is_no_other_where_flash_attention_is_installed(flash):
@@ -482,9 +484,8 @@ def test_attention_is_no_other_where_flash_attention_is_installed(flash):
     for preset, said in (("golf", "torch's choice"),
                          ("tiny", "flex; torch's where every token sees all tokens before it")):
         lines = []
-        chosen = preset_config(preset).attention_kernels(True, lines.append)
-        assert lines == ["attention: " + said]
-        assert chosen.get("window_mask") is not train_gpt.flash_mask and "flash" not in str(chosen)
+        chosen = choose_kernels(preset_config(preset), True, lines.append)
+        assert lines == ["attention: " + said] and "flash" not in str(chosen)
 
 
 @pytest.mark.parametrize("window, T, compiled", [(torch.tensor(100), 512, False), (100, 500, True),
@@ -622,7 +623,7 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
     if fp8:
         cfg = replace(cfg, fp8=fp8)
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
-    fast = train_gpt.choose_kernels(cfg, on_gpu, lambda line: None)
+    fast = choose_kernels(cfg, on_gpu, lambda line: None)
     readable = train_gpt.SpeedrunPlusModel.readable | dict(losses=train_gpt.token_losses)
     if preset == "golf":
         readable |= train_gpt.GolfModel.readable
@@ -645,7 +646,7 @@ def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, const
     monkeypatch.setattr(train_gpt, "triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     cfg = replace(preset_config("golf"), triton_kernels=constant)
-    assert train_gpt.choose_kernels(cfg, True, lambda line: None).loss is lm_loss
+    assert choose_kernels(cfg, True, lambda line: None).loss is lm_loss
 
 
 @pytest.mark.parametrize("preset, by_kernel", [("golf", False), ("golf_plus", True), ("speedrun", True)])
@@ -658,7 +659,7 @@ def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkey
         cfg = replace(cfg, fp8="off")
     for least, kernel in ((train_gpt.LEAST_KERNEL_VOCABULARY, by_kernel), (0, True)):
         monkeypatch.setattr(train_gpt, "LEAST_KERNEL_VOCABULARY", least)
-        loss = train_gpt.choose_kernels(cfg, True, lambda line: None).loss
+        loss = choose_kernels(cfg, True, lambda line: None).loss
         assert getattr(loss, "func", loss) is train_gpt.fused_loss
         assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
 
@@ -711,7 +712,7 @@ def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(preset, settings, m
     monkeypatch.setattr(train_gpt, "triton", None)      # no kernel runs on a CPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     cfg = RECIPES[preset](**SMALL | dict(train_seq_len=256, bos_id=1) | settings)
-    fast = train_gpt.choose_kernels(cfg, True, lambda line: None)._replace(linear=linear, head_linear=linear)
+    fast = choose_kernels(cfg, True, lambda line: None)._replace(linear=linear, head_linear=linear)
     models = [cfg.make_model(Kernels()), cfg.make_model(fast)]
     for model in models:
         init_parameters(model, 0)

@@ -157,7 +157,7 @@ def test_seconds_are_measured_by_real_steps(monkeypatch):
 def test_a_proxy_trains(preset, root, monkeypatch):
     """On any prepared text; its log has the rules, its model is read like any other."""
     monkeypatch.chdir(root)
-    monkeypatch.setitem(train_gpt.LAB, "picture", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
     argv = [f"--preset={preset}", "--proxy=32", "--data-path=data/datasets/toy", "--iterations=8",
             "--val-tokens=2048", f"--run-id=proxy_{preset}"]
     if hasattr(train_gpt.RECIPES[preset], "extension_iterations"):

@@ -97,7 +97,7 @@ def train_toys(root, data, settings):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setitem(train_gpt.LAB, "picture", lambda *_: None)
+        patch.setattr(train_gpt, "plot_curves", lambda *_: None)
         for run_id, values in settings.items():
             assert train_gpt.main([], values | {"RUN_ID": run_id}) == 0
     torch.set_num_threads(threads)

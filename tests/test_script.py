@@ -132,10 +132,24 @@ def test_a_script_has_no_lab(modules):
     """And says so where it would have helped."""
     module = modules("golf")
     assert module.LAB == {} and not hasattr(module, "near_misses") and {*train_gpt.LAB} == {
-        "unknown", "warnings", "help", "plan", "samples", "picture"}
+        "unknown", "warnings", "help", "plan", "show", "attention"}
     for argv in (["--matrxi-lr=1"], ["--bigram-rows=1"]):
         with pytest.raises(module.Refused, match=f"unknown argument {argv[0][:8]}"):
             module.load_config({}, argv)
+
+
+def test_a_script_has_no_flash_attention(modules, monkeypatch):
+    """No card has timed it yet. Who asks for it is told; on a CPU, which has its own attention, the constant
+    changes nothing."""
+    assert [preset for preset in PRESETS if "flash_attention" in alone(preset)] == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for preset in ("tiny", "golf"):
+        module = modules(preset)
+        cfg = module.load_config({"SDPA_BACKEND": "flash4"})
+        words = "^sdpa_backend=flash4 is part of the whole train_gpt.py, not of a script of one recipe: take"
+        with pytest.raises(module.Refused, match=words):
+            module.choose_kernels(cfg, True, lambda *lines: None)
+        assert module.choose_kernels(cfg, False, lambda *lines: None).attention
 
 
 @pytest.fixture(scope="module")

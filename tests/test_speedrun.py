@@ -210,6 +210,17 @@ def test_shards_that_run_out(root, train):
     assert done.code == 2 and words in done.err and not done.folder.exists()
 
 
+def test_rows_with_too_many_documents_for_flash_attention(train, monkeypatch):
+    """Refused before anything is planned or trained, on any machine, if sdpa_backend asks for it."""
+    assert train(SCALED, DRY_RUN="1", SDPA_BACKEND="flash4").code == 0
+    monkeypatch.setattr(train_gpt, "flash_slots", lambda tokens: 1)
+    assert train(SCALED, DRY_RUN="1").code == 0
+    for dry_run in "10":
+        done = train(SCALED, DRY_RUN=dry_run, SDPA_BACKEND="flash4")
+        assert done.code == 2 and "documents, sdpa_backend=flash4 has room for 1: take" in done.err
+        assert "stage table" not in done.out and not done.folder.exists()
+
+
 # -------------------------------------------------------------------------------- independent documents
 PARTS = replace(
     preset_config("speedrun"), smear_dim=0, vocab_size=70, bos_id=3, model_dim=32,

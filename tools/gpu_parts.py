@@ -761,10 +761,10 @@ def attention_options(subject: Subject, run: Run, call: Call) -> list[Option]:
                     name, f"FLEX_OPTIONS = {options}", partial(by_flex, trainer, options, window, documents)
                 )
             )
-    if run.team.on_gpu and importable("flash_attn.cute") and run.cfg.sdpa_backend != "flash4":
-        cfg = trainer.replace(run.cfg, sdpa_backend="flash4")
+    known = importable("flash_attn.cute") and "attention" in trainer.LAB  # a script of one recipe lacks it
+    if run.team.on_gpu and known and run.cfg.sdpa_backend != "flash4":
         try:
-            flash = cfg.attention_kernels(True, lambda line: None)
+            flash = trainer.lab("attention", run.cfg, lambda line: None)
         except trainer.Refused as why:
             subject.report.say("note", f"FlashAttention 4 is not timed: {why}")
             return found
