@@ -3563,8 +3563,7 @@ def prepare(run: Run) -> None:
         log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
-    lab("plan", run)
-    if not cfg.eval_from:
+        lab("plan", run)
         if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
             log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
                 f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
@@ -8063,8 +8062,7 @@ def log_plan(run: Run) -> None:
     cfg = run.cfg
     if run.loader and cfg.sdpa_backend == "flash4":
         check_slots(cfg, run.loader.packer)
-    if not cfg.eval_from:
-        run.log(*plan_lines(cfg, run.team, run.micro))
+    run.log(*plan_lines(cfg, run.team, run.micro))
 
 @torch.no_grad()
 def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
