@@ -180,13 +180,9 @@ class Recipe(ABC, Generic[Stages]):
         """Which products of training are in fp8: off, head or all. Raises Refused."""
         return "off"
 
-    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
-        """linear() of the blocks, linear() of lm_head, and the loss, which takes logits from the latter."""
-        return linear, linear, fused_loss
-
-    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
-        """{field of Kernels: function}: further fast kernels of the recipe."""
-        return {}
+    def kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
+        return fast_loss(self, on_gpu, fused_loss)
 
     def first_values(self, values: "dict[str, Tensor]") -> "dict[str, Tensor]":
         """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
@@ -2720,22 +2716,26 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: K
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
+def fast_loss(cfg: Config, on_gpu: bool, loss: Callable,
+              row_losses: RowLosses | None = None) -> dict[str, Callable]:
+    """{"loss": the fastest lm_loss() on this device}, or {} where torch.compile makes it. loss: fused_loss()
+    or a version with its signature. row_losses: kernel_losses() in recipes with a large vocabulary."""
+    if on_gpu and not (cfg.triton_kernels and triton):
+        return {}
+    if on_gpu and row_losses and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
+        loss = partial(loss, row_losses=row_losses)
+    return dict(loss=loss)
+
 def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
     """The fastest kernels on this device. Raises Refused if fp8 or FlashAttention 4 was asked for and is not
     possible."""
-    block_linear, head_linear, loss = cfg.linears(on_gpu, log)
-    chosen = dict(linear=block_linear, head_linear=head_linear, **cfg.further_kernels(on_gpu))
+    chosen = cfg.kernels(on_gpu, log)
     if on_gpu and cfg.sdpa_backend == "flash4":
         require("attention" in LAB, "sdpa_backend=flash4 is part of the whole train_gpt.py, not of a script "
                 "of one recipe: take sdpa_backend=auto")
         chosen |= lab("attention", cfg, log)
     else:
         chosen |= cfg.attention_kernels(on_gpu, log)
-    own_kernels = on_gpu and cfg.triton_kernels and triton
-    if own_kernels and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
-        chosen["loss"] = partial(loss, row_losses=kernel_losses)
-    elif own_kernels or not on_gpu:
-        chosen["loss"] = loss
     return Kernels(**chosen)
 
 # ---------- 12 ranks, log, memory
@@ -4010,8 +4010,8 @@ class Tiny(Config[WindowStage]):
 
     attention_kernels = window_attention
 
-    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
-        return dict(losses=fused_token_losses)
+    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        return fast_loss(self, on_gpu, fused_loss, kernel_losses) | dict(losses=fused_token_losses)
 
     def make_model(self, kernels: Kernels) -> Model:
         return TinyModel(self, kernels)
@@ -5323,6 +5323,9 @@ class GolfPlus(GolfRecipe[LoopStage]):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
 
+    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        return fast_loss(self, on_gpu, fused_loss, kernel_losses)
+
     def make_model(self, kernels: Kernels) -> Model:
         return GolfPlusModel(self, kernels)
 
@@ -5878,11 +5881,13 @@ class Speedrun(SpeedrunRecipe[WindowStage]):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
+    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        most = self.fp8_head_most
-        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
+            return fast_loss(self, on_gpu, fused_loss, kernel_losses)
+        loss = partial(fp8_fused_loss, most=self.fp8_head_most)
+        chosen = fast_loss(self, on_gpu, loss, kernel_losses)
+        chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
+        return chosen
 
     attention_kernels = window_attention
 
@@ -6422,24 +6427,24 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
         """Further matrix dimensions for fp8_part() to check."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
-    def linears(self, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
+    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        """In fp8: lm_head, queries, keys and values, MLPs, each by a constant of its own."""
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
-        if part == "off" or not self.fp8_head:
-            return linear, linear, fused_loss
-        most = self.fp8_head_most
-        return linear, partial(fp8_head, most=most), partial(fp8_fused_loss, most=most)
-
-    def further_kernels(self, on_gpu: bool) -> dict[str, Callable]:
-        on = fp8_part(self, on_gpu, further=self.fp8_sides()) != "off"
+        if part == "off":
+            return fast_loss(self, on_gpu, fused_loss, kernel_losses)
         chosen: dict[str, Callable] = {}
-        if on and self.fp8_qkv:
+        loss: Callable = fused_loss
+        if self.fp8_head:
+            chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
+            loss = partial(fp8_fused_loss, most=self.fp8_head_most)
+        if self.fp8_qkv:
             chosen["qkv"] = fp8_qkv
-        if on and self.fp8_mlp:
+        if self.fp8_mlp:
             chosen["mlp"] = fp8_mlp
             chosen["mlp_scales"] = DelayedScales
             if on_gpu and self.triton_kernels and triton:
                 chosen["mlp"] = partial(fp8_mlp, transpose=kernel_transpose)
-        return chosen
+        return chosen | fast_loss(self, on_gpu, loss, kernel_losses)
 
     def check_data(self, data: "Data") -> None:
         if self.prefix_weight:
@@ -7380,10 +7385,12 @@ class GPT2Recipe(Config[WindowStage]):
     def fp8_part(self: Any, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def linears(self: Any, on_gpu: bool, log: Logger) -> tuple[Callable, Callable, Callable]:
+    def kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
-            return linear, linear, fused_loss
-        return fp8_linear, fp8_linear, partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
+            return fast_loss(self, on_gpu, fused_loss, kernel_losses)
+        loss = partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
+        chosen = fast_loss(self, on_gpu, loss, kernel_losses)
+        return chosen | dict(linear=fp8_linear, head_linear=fp8_linear)
 
     def check_data(self: Any, data: "Data") -> None:
         check_core(self, data)

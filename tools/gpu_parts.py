@@ -924,13 +924,12 @@ def alternatives(
         options.append(Option("readable", change, partial(loss, function=trainer.lm_loss)))
     else:
         name = "Inductor's"
-        change = "a larger"
+        change = "a larger LEAST_KERNEL_VOCABULARY in train_gpt.py"
         row_losses = trainer.row_losses
-        if run.cfg.vocab_size < trainer.LEAST_KERNEL_VOCABULARY:
+        if not getattr(in_use, "keywords", {}).get("row_losses"):
             name = "by our kernel"
-            change = "a smaller"
+            change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's kernels()"
             row_losses = trainer.kernel_losses
-        change += " LEAST_KERNEL_VOCABULARY in train_gpt.py"
         other = partial(in_use, row_losses=row_losses)
         options.append(Option(name, change, partial(loss, function=other)))
     report.attempt(
