@@ -15,9 +15,6 @@ from verify.checks import OF_ONE_RUN, environment_of
 
 PRESETS = [*train_gpt.RECIPES]
 SOME = slow_but(["tiny", "golf"], PRESETS)
-GOLF_RECORD_MODEL = 15_820_684      # bytes of the public record's model
-# FlashAttention 4 as operators, which golf may ask for; 1,400 for events.jsonl, 400 for the log's plan
-SCRIPT_ABOVE = 5_200
 # Statements that each script may have: 10 % above what it reached when the lab had left it
 CEILINGS = dict(golf=3010, golf_plus=3360, speedrun=3570, speedrun_plus=4080, gpt2=3710, gpt2_plus=3750,
                 tiny=4090)

@@ -84,7 +84,7 @@ def assemble(cfg: Config, trainer: ModuleType = train_gpt, team: Team | None = N
     data = trainer.open_data(cfg, log)
     cfg = trainer.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     loader = trainer.Loader(cfg, data, team, log)
-    if cfg.sdpa_backend == "flash4" and hasattr(trainer, "check_slots"):
+    if hasattr(trainer, "check_slots") and cfg.sdpa_backend == "flash4":
         trainer.check_slots(cfg, loader.packer)
     micro = trainer.micro_batch(cfg, team)
     if hasattr(trainer, "Run"):
