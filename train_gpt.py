@@ -180,7 +180,7 @@ class Recipe(ABC, Generic[Stages]):
         """Which products of training are in fp8: off, head or all. Raises Refused."""
         return "off"
 
-    def kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def fast_kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
         return fast_loss(self, on_gpu, fused_loss)
 
@@ -2729,7 +2729,7 @@ def fast_loss(cfg: Config, on_gpu: bool, loss: Callable,
 def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
     """The fastest kernels on this device. Raises Refused if fp8 or FlashAttention 4 was asked for and is not
     possible."""
-    chosen = cfg.kernels(on_gpu, log)
+    chosen = cfg.fast_kernels(on_gpu, log)
     if on_gpu and cfg.sdpa_backend == "flash4":
         require("attention" in LAB, "sdpa_backend=flash4 is part of the whole train_gpt.py, not of a script "
                 "of one recipe: take sdpa_backend=auto")
@@ -4010,7 +4010,7 @@ class Tiny(Config[WindowStage]):
 
     attention_kernels = window_attention
 
-    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         return fast_loss(self, on_gpu, fused_loss, kernel_losses) | dict(losses=fused_token_losses)
 
     def make_model(self, kernels: Kernels) -> Model:
@@ -5323,7 +5323,7 @@ class GolfPlus(GolfRecipe[LoopStage]):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
 
-    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         return fast_loss(self, on_gpu, fused_loss, kernel_losses)
 
     def make_model(self, kernels: Kernels) -> Model:
@@ -5881,7 +5881,7 @@ class Speedrun(SpeedrunRecipe[WindowStage]):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return fast_loss(self, on_gpu, fused_loss, kernel_losses)
         loss = partial(fp8_fused_loss, most=self.fp8_head_most)
@@ -6427,7 +6427,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
         """Further matrix dimensions for fp8_part() to check."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
-    def kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         """In fp8: lm_head, queries, keys and values, MLPs, each by a constant of its own."""
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
         if part == "off":
@@ -7385,7 +7385,7 @@ class GPT2Recipe(Config[WindowStage]):
     def fp8_part(self: Any, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def fast_kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
         if fp8_part(self, on_gpu, log) == "off":
             return fast_loss(self, on_gpu, fused_loss, kernel_losses)
         loss = partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)

@@ -402,12 +402,12 @@ def test_fp8_is_off_where_the_gpu_cannot(monkeypatch):
     """By itself; a given one is refused. So are sides that are no multiples of 16."""
     for capability, able in (((8, 0), False), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert ("mlp_scales" in small().kernels(True, print)) == able
+        assert ("mlp_scales" in small().fast_kernels(True, print)) == able
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(Refused, match="8.9"):
-        small(fp8="all").kernels(True, print)
+        small(fp8="all").fast_kernels(True, print)
     with pytest.raises(Refused, match="multiples of 16"):
-        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).kernels(False, print)
+        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).fast_kernels(False, print)
 
 
 def test_scales_follow_the_last_micro_step():

@@ -928,7 +928,7 @@ def alternatives(
         row_losses = trainer.row_losses
         if not getattr(in_use, "keywords", {}).get("row_losses"):
             name = "by our kernel"
-            change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's kernels()"
+            change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's fast_kernels()"
             row_losses = trainer.kernel_losses
         other = partial(in_use, row_losses=row_losses)
         options.append(Option(name, change, partial(loss, function=other)))

@@ -167,7 +167,7 @@ def bases_of(tree: ast.Module, recipe: str) -> list[str]:
         parent = parents[0]
         if isinstance(parent, ast.Subscript):  # Config[Stage]
             parent = parent.value
-        if ast.unparse(parent) == "Generic":
+        if ast.unparse(parent) in ("ABC", "Generic"):
             break
         found.append(ast.unparse(parent))
     return found
