@@ -210,6 +210,17 @@ def test_shards_that_run_out(root, train):
     assert done.code == 2 and words in done.err and not done.folder.exists()
 
 
+@pytest.mark.parametrize("preset, steps", [
+    ("golf", [0]), ("golf_plus", [0, 10_000]), ("speedrun", [0, 700, 707, 1400, 1414, 2120]),
+    ("speedrun_plus", [0, 423, 847, 1270]), ("gpt2", [0])])
+def test_the_plan_has_a_row_for_each_change_and_no_other(preset, steps):
+    lines = [*train_gpt.stage_lines(preset_config(preset))]
+    end = next(i for i, line in enumerate(lines) if line.startswith("warmdown:"))
+    rows = [line.split() for line in lines[1:end]]
+    assert [int(row[0]) for row in rows] == steps
+    assert all(before[1:] != after[1:] for before, after in itertools.pairwise(rows))
+
+
 def test_rows_with_too_many_documents_for_flash_attention(train, monkeypatch):
     """Refused before anything is planned or trained, on any machine, if sdpa_backend asks for it."""
     assert train(SCALED, DRY_RUN="1", SDPA_BACKEND="flash4").code == 0
