@@ -3010,11 +3010,10 @@ def is_odd(path: str) -> bool:
     return re.search(r"[^\w./+@%:,=~-]", path) is not None
 
 def choose_cache() -> str:
-    """Gives torch's compiler a folder, unless the user does, whose name has no space or quote, as the user's
-    own name may; in /tmp if it could not use the one that it is told to -> what to log."""
-    cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR",
-                                  f"{tempfile.gettempdir()}/torchinductor_uid_{os.getuid()}")
+    """Steers torch's compiler away from cache folders that it could not use -> what to log."""
+    os.environ["LOGNAME"] = f"uid_{os.getuid()}"  # is part of a folder's name; a user's own may have a space
     with suppress(OSError):
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/")
         os.makedirs(cache, exist_ok=True)  # torch's compiler cannot be imported without this folder
         if not is_odd(os.path.abspath(cache) + tempfile.gettempdir()):
             return ""
