@@ -3067,18 +3067,17 @@ class Team:
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
-        if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
-            with suppress(AttributeError):  # Linux has it
+        with suppress(AttributeError):  # Linux has the first, its glibc the others
+            if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        with suppress(AttributeError):  # glibc keeps freed memory: fresh pages would take a sixth of a step
+            # keep freed memory: fresh pages would take a sixth of a step
             ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
         if self.world_size > 1 and not dist.is_initialized():
-            one_machine = self.ranks_here == self.world_size
-            interface = interface_to("127.0.0.1" if one_machine else ranks.where[0])
+            first = "127.0.0.1" if self.ranks_here == self.world_size else ranks.where[0]
             # whatever the host's name leads to; an empty one is none
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(first))
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo", store=meet(ranks),
                                     rank=self.rank, world_size=self.world_size,
                                     timeout=timedelta(seconds=LONG_TIMEOUT))
