@@ -23,7 +23,6 @@ import csv
 import ctypes
 import fcntl
 import gc
-import getpass
 import hashlib
 import io
 import json
@@ -2807,20 +2806,40 @@ def refuse_lone_tasks(env: Mapping) -> None:
 
 def meet(ranks: Ranks) -> dist.Store:
     """The store through which the ranks find each other, once all are there. Raises Refused."""
-    require(all(ranks.where), f"{ranks.world_size} ranks need MASTER_ADDR and MASTER_PORT, where they meet")
+    host, port = ranks.where
+    require(host and port, f"{ranks.world_size} ranks need MASTER_ADDR and MASTER_PORT, where they meet")
     patience = LONG_TIMEOUT if ranks.by_torchrun else MEETING_TIMEOUT
+    until = time.monotonic() + patience
+    names = [f"rank {rank} of {ranks.world_size}" for rank in range(ranks.world_size)]
     found: Future = Future()
     # In another thread: one that waits for the network is deaf to signals
-    threading.Thread(target=find_store, args=(ranks, patience, found), daemon=True).start()
+    threading.Thread(target=open_store, args=(ranks, found), daemon=True).start()
     try:
-        return found.result(patience + 5)
+        store = dist.PrefixStore(f"attempt {ranks.attempt}", found.result(MEETING_TIMEOUT))
+        require(store.add(names[ranks.rank], 1) == 1, f"another process has RANK={ranks.rank}, too")
+        while not store.check(names):
+            there = [name for name in names if store.check([name])]
+            require(time.monotonic() < until,
+                    f"only {len(there)} of {ranks.world_size} ranks came within {patience} s")
+            time.sleep(0.02)
+        return store
     except TimeoutError:
-        raise Refused(f"something other than our ranks listens at port {ranks.where[1]}") from None
+        raise Refused(f"MASTER_ADDR={host} MASTER_PORT={port} does not answer, or something other than our "
+                      "ranks does") from None
     except dist.DistError as error:
-        why = f"rank 0 is gone ({brief(error)})"
-        if "EADDRINUSE" in str(error):
-            why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
-        raise Refused(why) from None
+        raise Refused(f"rank 0 is gone or MASTER_PORT is in use ({brief(error)}): give torchrun --standalone "
+                      "or another --master-port") from None
+
+def open_store(ranks: Ranks, found: Future) -> None:
+    """Puts the store that rank 0 or torchrun's agent holds into a Future, or why there is none."""
+    is_host = ranks.rank == 0 and not ranks.by_torchrun
+    host = "localhost" if is_host else ranks.where[0]
+    try:
+        # a timeout of collectives; meet() waits for less than torch, which ends with pages of stack frames
+        found.set_result(dist.TCPStore(host, ranks.where[1], is_master=is_host, wait_for_workers=False,
+                                       timeout=timedelta(seconds=LONG_TIMEOUT)))
+    except Exception as error:
+        found.set_exception(error)
 
 def interface_to(host: str) -> str:
     """The network interface that leads to a host, or has its address; empty if that is unknown."""
@@ -2834,58 +2853,22 @@ def interface_to(host: str) -> str:
                     return name
     return ""
 
-def find_store(ranks: Ranks, patience: float, found: Future) -> None:
-    """Puts what meet() returns or raises into a Future."""
-    began = time.monotonic()
-    host, port = ranks.where
-    try:
-        is_host = ranks.rank == 0 and not ranks.by_torchrun
-        while not is_host:
-            try:
-                socket.create_connection(ranks.where, MEETING_TIMEOUT).close()
-                break
-            except (OSError, UnicodeError) as error:
-                late = time.monotonic() - began > MEETING_TIMEOUT
-                require(not late, f"MASTER_ADDR={host} MASTER_PORT={port} does not answer ({error})")
-                time.sleep(0.2)
-        store = dist.TCPStore("localhost" if is_host else host, port, is_master=is_host,
-                              wait_for_workers=False, timeout=timedelta(seconds=LONG_TIMEOUT))
-        store = dist.PrefixStore(f"attempt {ranks.attempt}", store)
-        meeting = dist.PrefixStore(f"{ranks.world_size} ranks", store)
-        require(meeting.add(f"rank {ranks.rank}", 1) == 1, f"another process has RANK={ranks.rank}, too")
-        there = meeting.add("there", 1)
-        while there < ranks.world_size:
-            late = time.monotonic() - began > patience
-            require(not late, f"only {there} of {ranks.world_size} ranks came within {patience} s")
-            time.sleep(0.02)
-            there = meeting.add("there", 0)
-        found.set_result(store)
-    except Exception as error:
-        found.set_exception(error)
-
 def is_odd(path: str) -> bool:
     """Would torch's compiler cut this path in two, as at a space, or trip over a quote?"""
     return re.search(r"[^\w./+@%:,=~-]", path) is not None
 
 def choose_cache() -> str:
     """Steers torch's compiler away from cache folders that it could not use -> what to log."""
-    named = "TORCHINDUCTOR_CACHE_DIR"
-    odd = []
-    try:
-        os.makedirs(os.environ.get(named, "."), exist_ok=True)
-    except OSError:  # torch's compiler cannot be imported without this folder
-        del os.environ[named]
-    if named in os.environ and is_odd(os.path.abspath(os.environ[named])):
-        del os.environ[named]
-        odd.append(named)
-    if is_odd(tempfile.gettempdir()):
-        tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
-        odd.append("TMPDIR")
-    with suppress(KeyError, OSError):  # a user without a name
-        if is_odd(getpass.getuser()):  # is part of a folder's name
-            os.environ["LOGNAME"] = f"uid_{os.getuid()}"
-            odd.append("the user's name")
-    return f"compile: a space or quote in {' and '.join(odd)}: other folders are used" if odd else ""
+    os.environ["LOGNAME"] = f"uid_{os.getuid()}"  # is part of a folder's name; a user's own may have a space
+    with suppress(OSError):
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/")
+        os.makedirs(cache, exist_ok=True)  # torch's compiler cannot be imported without this folder
+        if not is_odd(os.path.abspath(cache) + tempfile.gettempdir()):
+            return ""
+    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.tempdir}/torchinductor_uid_{os.getuid()}"
+    return ("compile: TORCHINDUCTOR_CACHE_DIR or TMPDIR has a space or quote or cannot be made: "
+            "folders in /tmp are used")
 
 class Team:
     """The ranks, and the device of this one. Raises Refused, such as for fewer GPUs than ranks."""
@@ -2917,8 +2900,7 @@ class Team:
         if self.on_gpu:
             has_bf16 = torch.cuda.is_bf16_supported(False)  # not by emulation
         else:
-            features: dict = getattr(torch.cpu, "get_capabilities", dict)()
-            has_bf16 = features.get("avx512_bf16")
+            has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
         self.dtype = torch.bfloat16 if has_bf16 else torch.float32
         if cfg.dtype != "auto":
             self.dtype = getattr(torch, cfg.dtype)
@@ -2933,21 +2915,20 @@ class Team:
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
-        if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
-            with suppress(AttributeError):  # Linux has it
+        with suppress(AttributeError):  # Linux has the first, its glibc the others
+            if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        with suppress(AttributeError):  # glibc keeps freed memory: fresh pages would take a sixth of a step
+            # keep freed memory: fresh pages would take a sixth of a step
             ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
         # 4. the ranks meet
-        self.backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
         if self.world_size > 1 and not dist.is_initialized():
-            one_machine = self.ranks_here == self.world_size
-            interface = interface_to("127.0.0.1" if one_machine else ranks.where[0])
-            if interface:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # whatever the host's name leads to
-            dist.init_process_group(self.backend, timeout=timedelta(seconds=LONG_TIMEOUT), store=meet(ranks),
-                                    rank=self.rank, world_size=self.world_size)
+            first = "127.0.0.1" if self.ranks_here == self.world_size else ranks.where[0]
+            # whatever the host's name leads to; an empty one is none
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(first))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo", store=meet(ranks),
+                                    rank=self.rank, world_size=self.world_size,
+                                    timeout=timedelta(seconds=LONG_TIMEOUT))
 
     def share(self, value: Any) -> Any:
         """Rank 0's object, on every rank, each of which raises it if it is a Refused."""
@@ -2968,7 +2949,7 @@ class Team:
         if self.world_size > 1:
             slowest_step = all_reduce(torch.tensor(slowest_step), "MAX").item()
             seconds = max(TRAINING_TIMEOUT, SLOWEST_STEPS * slowest_step)
-            self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=seconds))
+            self.group = dist.new_group(timeout=timedelta(seconds=seconds))
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for

@@ -306,7 +306,7 @@ def test_the_timeout_of_training_is_longer_where_steps_are(monkeypatch):
     """TRAINING_TIMEOUT, or some of the slowest rank's slowest steps."""
     made = []
 
-    def new_group(backend, timeout):
+    def new_group(timeout):
         made.append(timeout.total_seconds())
 
     monkeypatch.setattr(train_gpt.dist, "new_group", new_group)
