@@ -2809,6 +2809,8 @@ def meet(ranks: Ranks) -> dist.Store:
     host, port = ranks.where
     require(host and port, f"{ranks.world_size} ranks need MASTER_ADDR and MASTER_PORT, where they meet")
     patience = LONG_TIMEOUT if ranks.by_torchrun else MEETING_TIMEOUT
+    if ranks.rank == 0:
+        patience += 5  # it holds the store, so the others say first who is missing
     until = time.monotonic() + patience
     names = [f"rank {rank} of {ranks.world_size}" for rank in range(ranks.world_size)]
     found: Future = Future()
