@@ -96,8 +96,8 @@ def test_one_folder_is_refused(folders):
 def test_what_a_command_started_ends_with_it(folders, tmp_path):
     """Else it would run beside the next one."""
     late = tmp_path / "late"
-    command = f"(sleep 2; touch {late}) >/dev/null 2>&1 & echo step_avg:1"
+    command = f"(sleep 1; touch {late}) >/dev/null 2>&1 & echo step_avg:1"
     side = gpu_peers.Side(folders[0], command, re.compile(gpu_peers.READ))
     assert gpu_peers.run(side, 20) == 1
-    time.sleep(3)
+    time.sleep(1.5)
     assert not late.exists()

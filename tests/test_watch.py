@@ -16,10 +16,11 @@ from screens import on_terminal
 
 WATCH = [sys.executable, str(ROOT / "tools" / "watch.py")]
 RUN = """
-import sys, time
+import os, sys, time
 for line in open(sys.argv[1]).read().splitlines():
     print(line, flush=True)
-    time.sleep(0.6 if line.startswith(("step:50/", "rehearsal")) else 0)
+    if line.startswith(("step:50/", "rehearsal")):
+        time.sleep(float(os.environ.get("NAP", "0.6")))
 """
 LINES = """override matrix_lr 0.03 -> 0.02
 data: embedded train tokens:25176420 in 1 shards, val tokens:429104
@@ -67,7 +68,8 @@ def run(tmp_path):
 
 
 def in_pipe(command, cwd, **env):
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=os.environ | env)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"NAP": "0"} | env)
 
 
 def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
