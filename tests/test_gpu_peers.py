@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import fork_server
 import gpu_peers
 from helpers import ROOT
 
@@ -39,8 +40,8 @@ def command(name, *numbers):
 
 def bench(*words):
     """(exit code, what it prints, its last line on stderr)"""
-    done = subprocess.run([sys.executable, ROOT / "tools" / "bench.py", "--gpu-peers", *map(str, words)],
-                          capture_output=True, text=True)
+    done = subprocess.run([fork_server.start(), ROOT / "tools" / "bench.py", "--gpu-peers",
+                           *map(str, words)], capture_output=True, text=True)
     return done.returncode, done.stdout, (done.stderr.strip().splitlines() or [""])[-1]
 
 
