@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,7 +170,7 @@ def fake_team(rank=0, world_size=1):
                            cache_note="")
 
 
-def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT, python=""):
+def run_cli(cwd, *args, ranks=0, env=None, timeout=300, script=SCRIPT, python=""):
     """The script in a subprocess, its environment clean; under torchrun if ranks > 0 -> code, out, err.
     python: sys.executable for an interpreter of its own, else a fork, which is much faster."""
     python = python or fork_server.start()
@@ -178,6 +179,14 @@ def run_cli(cwd, *args, ranks=0, env=None, timeout=120, script=SCRIPT, python=""
     done = subprocess.run([python, *launcher, str(script), *args], cwd=cwd, env=clean | (env or {}),
                           capture_output=True, text=True, timeout=timeout, errors="replace")
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def wait_until(condition, seconds=120):
+    """Returns once condition() holds; fails if that takes longer."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, f"it did not happen within {seconds} s"
+        time.sleep(0.02)
 
 
 def look(folder):

@@ -128,7 +128,7 @@ def test_gains_and_agreement():
 def test_the_command_runs_from_any_folder(tmp_path):
     """As a process of its own, which finds train_gpt.py; what calibration.tsv has is not missing."""
     command = [sys.executable, str(ROOT / "records" / "record.py"), "calibrate", "--report", "--seeds", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     names = {"base", *[known.name for known in LIST]} - {*kept_names()}
     texts = ("embedded", "eng1024")

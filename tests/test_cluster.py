@@ -141,7 +141,7 @@ def test_two_machines_that_meet_through_a_cable(checkout, alone, two_networks):
     env = {key: os.environ[key] for key in ("HOME",) if key in os.environ}
     env |= SETTINGS | {"PATH": f"{checkout.parent}/bin:{os.environ['PATH']}", "GPUS": "1"}
     words = ["docs/cluster/ssh.sh", "10.77.0.1 10.77.0.2", "--run-id=nodes", "--matrix-lr=0.02"]
-    done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses_agree(look(checkout / "logs/nodes").losses, alone)
 

@@ -136,7 +136,8 @@ def test_a_run_is_the_same_by_its_events_and_by_its_log(name, told):
 def test_a_torn_line_ends_where_the_run_goes_on(told):
     """Both files of the crashed run: what follows begins a line of its own."""
     raw = (told["resumed"] / "events.jsonl").read_text()
-    assert '"step": 16, "tra\n{"kind": "resume", "step": 12' in raw
+    # from step 6 where the checkpoint of step 12 was not on the disk yet
+    assert re.search(r'"step": 16, "tra\n\{"kind": "resume", "step": (6|12),', raw)
     assert len(runs.read_events(told["resumed"])) == len(raw.splitlines()) - 1
     assert runs.read_events(told["cut"])[-1]["kind"] in ("train", "checkpoint")
 

@@ -111,7 +111,7 @@ def refused(done, *words):
 PLACED = [  # (where, settings, where again after the first resume or "")
     ("step:8", PLAIN, "step:2"),
     ("update:7", STAGES, ""),
-    ("read:40", AVERAGED, "update:1"),
+    ("read:44", AVERAGED, "update:1"),      # after the second save has begun, which waited for the first
     ("save:3", STAGES, "step:2"),
     ("write/checkpoint_new.pt:300", PLAIN, "write/checkpoint_new.pt:30"),    # of the second; the first again
     ("sync/checkpoint_new.pt.tmp:2", PLAIN, ""),        # written, not yet on the disk
@@ -544,7 +544,7 @@ def test_a_run_that_is_still_going(go, root, report):
     seen = {}
 
     def act(process):
-        wait_for("step:8/12", folder / "train.log", process)
+        wait_for('"step": 8,', folder / "events.jsonl", process)     # written after train.log's line
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         seen["a second run with the same id"] = go(PLAIN, RUN_ID="going")
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -159,7 +159,7 @@ def test_the_port_of_torchrun_is_in_use():
         taken.listen()
         port = taken.getsockname()[1]
         done = subprocess.run([fork_server.start(), "-m", "torch.distributed.run", f"--master-port={port}",
-                               str(SCRIPT), "--dry-run"], capture_output=True, text=True, timeout=120)
+                               str(SCRIPT), "--dry-run"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stdout == "" and "EADDRINUSE" in done.stderr.splitlines()[-1]
     for page in ("README.md", "docs/first_gpu.md"):
         assert "EADDRINUSE" in (ROOT / page).read_text(encoding="utf-8")

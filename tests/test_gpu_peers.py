@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import fork_server
 import gpu_peers
 from helpers import ROOT
 
@@ -39,8 +40,8 @@ def command(name, *numbers):
 
 def bench(*words):
     """(exit code, what it prints, its last line on stderr)"""
-    done = subprocess.run([sys.executable, ROOT / "tools" / "bench.py", "--gpu-peers", *map(str, words)],
-                          capture_output=True, text=True)
+    done = subprocess.run([fork_server.start(), ROOT / "tools" / "bench.py", "--gpu-peers",
+                           *map(str, words)], capture_output=True, text=True)
     return done.returncode, done.stdout, (done.stderr.strip().splitlines() or [""])[-1]
 
 
@@ -96,8 +97,8 @@ def test_one_folder_is_refused(folders):
 def test_what_a_command_started_ends_with_it(folders, tmp_path):
     """Else it would run beside the next one."""
     late = tmp_path / "late"
-    command = f"(sleep 2; touch {late}) >/dev/null 2>&1 & echo step_avg:1"
+    command = f"(sleep 1; touch {late}) >/dev/null 2>&1 & echo step_avg:1"
     side = gpu_peers.Side(folders[0], command, re.compile(gpu_peers.READ))
     assert gpu_peers.run(side, 20) == 1
-    time.sleep(3)
+    time.sleep(1.5)
     assert not late.exists()

@@ -23,7 +23,7 @@ import gpu_results
 import seen_on_gpu
 import static_gpu
 import train_gpt
-from helpers import ROOT, SCRIPT, run_cli
+from helpers import ROOT, SCRIPT, run_cli, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,8 +153,8 @@ def say(told, **more):
 def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypatch):
     """By a signal, by a limit on its time, by an exit code; each with its last lines and where it was."""
     monkeypatch.setattr(gpu_plan, "LEAST_LIMIT_ON_A_CPU", 1.0)
-    names = ["dies", "hangs", "fails", "works"]
-    parts = [part_of("numbers", name, 0.2) for name in names]
+    seconds = dict(dies=20.0, hangs=0.2, fails=20.0, works=20.0)    # only what hangs has a short limit
+    parts = [part_of("numbers", name, expected) for name, expected in seconds.items()]
     found = carried_out(parts, {
         "dies numbers": "say('before'); say('', doing='a kernel'); os.kill(os.getpid(), signal.SIGSEGV)",
         "hangs numbers": "print('here I am', flush=True); time.sleep(60)",
@@ -162,7 +162,8 @@ def test_a_part_that_dies_or_hangs_spoils_no_other(carried_out, whole, monkeypat
         "works numbers": "say('fine')"})
     texts = sorted([text for verdict, text in found if verdict == "FAULT"])
     assert texts[0] == "numbers: ended by SIGSEGV, at: a kernel"
-    assert texts[1] == "numbers: exit code 3, at: starting" and "numbers: stopped after 1 s" in texts[2]
+    assert texts[1] == "numbers: exit code 3, at: starting"
+    assert re.match(r"numbers: stopped after \d+ s", texts[2])
     assert {("ok", "before"), ("ok", "fine")} <= {*found} and len(texts) == 3
     assert [part.state for part in parts] == ["failed", "stopped", "failed", "done"]
     assert parts[1].last_lines == ["here I am"] and parts[2].last_lines == ["one", "two"]
@@ -185,9 +186,13 @@ def test_a_part_that_lacks_memory_beside_others_runs_again_alone(carried_out, tm
 
 
 def test_timed_parts_run_alone_and_others_side_by_side(carried_out, tmp_path):
-    """Each notes when it began and ended; those of one preset are never together, nor more than fit."""
-    code = f"log = open({str(tmp_path / 'log')!r}, 'a'); log.write(f'{{NAME}} {{time.time()}} '); " \
-        "time.sleep(0.4); log.write(f'{time.time()}\\n')"
+    """Each notes when it began and ended; those of one preset are never together, nor more than fit. Of the
+    two that may be together each waits up to a minute until the other has begun."""
+    code = "other = dict(a_train='../b_train/begun', b_train='../a_train/begun').get(NAME, '.'); " \
+        "began = time.time(); open('begun', 'w').close(); " \
+        "[time.sleep(0.01) for _ in range(6000) if not os.path.exists(other)]; " \
+        f"time.sleep(0.4); log = open({str(tmp_path / 'log')!r}, 'a'); " \
+        "log.write(f'{NAME} {began} {time.time()}\\n')"
     parts = [part_of("train", "a", GiB=3), part_of("train", "b", GiB=3), part_of("numbers", "c", GiB=6),
              part_of("loop", "a"), part_of("loop", "b")]
     carried_out(parts, {part.name(): f"NAME = '{part.preset}_{part.part}'; {code}" for part in parts})
@@ -277,7 +282,7 @@ report.parts = [gpu_plan.Part("train", name, 1.0, 1.0, "guess") for name in "abc
 def command_of(part):
     folder = Path(part.preset)
     folder.mkdir()
-    code = "import time; time.sleep(" + dict(a="0.1", b="0.2", c="0.3").get(part.preset, "60") + ")"
+    code = "import time; time.sleep(" + dict(a="0.1", b="0.2", c="0.3").get(part.preset, "600") + ")"
     env = dict(MARK={mark!r})
     return gpu_plan.Command([sys.executable, "-IS", "-c", code], folder.resolve(), env, folder / "output",
                             folder / "events", lambda line: None,
@@ -298,24 +303,25 @@ def marked(mark):
     return found
 
 
+def parts_in(path):
+    """The rows of a report's file; none before there is one."""
+    return json.loads(path.read_text())["parts"] if path.exists() else []
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.25, 0.8])
 def test_killed_it_leaves_a_valid_file_and_nothing_running(seconds, tmp_path):
     """By SIGKILL, at three moments."""
     mark = f"{os.getpid()}_{seconds}"
     script = KILLED.format(tools=str(ROOT / "tools"), mark=mark)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.DEVNULL)
-    while not marked(mark):
-        time.sleep(0.02)
+    wait_until(lambda: marked(mark) and parts_in(tmp_path / "report.json"))
     time.sleep(seconds)
-    assert marked(mark)
+    wait_until(lambda: marked(mark))    # one may just have ended and the next not begun
     process.kill()
     process.wait()
     found = json.loads((tmp_path / "report.json").read_text())
     assert not found["complete"] and [part["part"] for part in found["parts"]] == ["train"] * 6
-    ends = time.monotonic() + 2
-    while marked(mark) and time.monotonic() < ends:
-        time.sleep(0.02)
-    assert not marked(mark)
+    wait_until(lambda: not marked(mark))
 
 
 def test_a_terminated_report_ends_its_parts(carried_out, whole, monkeypatch):
@@ -553,8 +559,10 @@ def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
     assert len(named) == 2 and all("SDPA_BACKEND=torch" in text and "gains" in text for text in named), found
 
 
-def test_a_pause_on_the_clock_is_named(measured, tmp_path):
+def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):
     """0.5 s, as of a garbage collection."""
+    for later in ("kernels", "rank_of_eight"):      # what is measured after the loop
+        monkeypatch.setattr(gpu_parts, later, lambda *_: None)
     step = "        # 4. a step\n"
     trainer = planted(tmp_path, step, step + "        time.sleep(0.5 * (step == 17))\n")
     found = measured(
@@ -638,8 +646,9 @@ def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path):
 def screen_of(text):
     """What the verdicts of a screen are about, without numbers, sorted, since parts run side by side."""
     lines = [line for line in text.splitlines() if re.match(r"(ok|FAULT|SLOW|set|note|skip) ", line)]
-    # a machine that does other things, too, has pauses
+    # a machine that does other things, too, has pauses, and by chance another kernel is the faster one
     lines = [line for line in lines if "pauses on the clock" not in line]
+    lines = [re.sub("^(ok |set) ", "timed ", line) if ", ms: " in line else line for line in lines]
     return sorted([re.split("[,:]", re.sub(r"[\d.,]*\d", "#", line))[0] for line in lines])
 
 
@@ -660,18 +669,16 @@ def test_a_rehearsal_killed_at_a_moment(seconds, tmp_path):
     mark = f"{os.getpid()}_toy_{seconds}"
     process = subprocess.Popen([sys.executable, ROOT / "tools/gpu_report.py", "--toy"], cwd=tmp_path,
                                env=os.environ | dict(MARK=mark), stdout=subprocess.DEVNULL)
-    while not (tmp_path / "gpu_report.json").exists():
-        time.sleep(0.1)
+    report = tmp_path / "gpu_report.json"
+    wait_until(lambda: [row for row in parts_in(report) if row["state"] == "running"])
     time.sleep(seconds)
-    assert len(marked(mark)) > 1
+    wait_until(lambda: len(marked(mark)) > 1)   # one may just have ended and the next not begun
+    assert process.poll() is None
     process.kill()
     process.wait()
-    found = json.loads((tmp_path / "gpu_report.json").read_text())
+    found = json.loads(report.read_text())
     assert not found["complete"] and found["toy"] and found["parts"][0]["state"] in ("running", "done")
-    ends = time.monotonic() + 10    # torch's own workers look for their parent now and then
-    while marked(mark) and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert not marked(mark)
+    wait_until(lambda: not marked(mark), 20)    # torch's own workers look for their parent now and then
 
 
 @pytest.mark.static

@@ -3,13 +3,12 @@ import ast
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, wait_until
 from mutants import KINDS, Finder, draw
 
 # The loop sleeps, so that one without an end costs little
@@ -94,7 +93,7 @@ def command(root, *words):
 
 def mutation(root, *words):
     """What it prints."""
-    done = subprocess.run(command(root, *words), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(root, *words), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     return done.stdout
 
@@ -178,10 +177,9 @@ def test_an_interrupt_leaves_what_was_found(root, said, tmp_path):
     results.write_text("".join(lines))
     process = subprocess.Popen(command(toy, "--patience", "60"), text=True, stdout=subprocess.PIPE)
     assert " mutants: " in process.stdout.readline()
-    time.sleep(1)
-    assert len(processes_of(toy)) == 2
+    wait_until(lambda: len(processes_of(toy)) == 2)
     process.terminate()
-    last, _ = process.communicate(timeout=30)
+    last, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and last.startswith("interrupted: ")
     assert results.read_text() == "".join(lines) and processes_of(toy) == []
     again = mutation(toy)
@@ -198,7 +196,7 @@ def test_tests_that_fail_without_a_change(tmp_path):
         "sys.path.insert(0, str(ROOT))\nimport toy\n\ndef test_the_third_time():\n"
         "    with (ROOT / 'times').open('a') as file:\n        file.write('x')\n"
         "    assert toy.double(2) == 4 and len((ROOT / 'times').read_text()) < 3\n")
-    done = subprocess.run(command(tmp_path, "--jobs", "1"), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(tmp_path, "--jobs", "1"), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr.startswith("the tests fail without a change: tests/test_toy.py::test_the_third_time")
 

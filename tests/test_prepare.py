@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import sentencepiece as spm
 
 import fork_server
 import train_gpt
-from helpers import train_tokenizer
+from helpers import train_tokenizer, wait_until
 
 SCRIPT = Path(prepare.__file__).resolve()
 ODD = ["", " ", "  a  b ", "\n", "\r\n\r\nx\r\n", "\ttab\t\t", "nul\0nul", "\ufffd", "\u2581",
@@ -572,16 +571,8 @@ def start_paused(function, place, *words):
     command = [fork_server.start(), "-c", PAUSED, function, place, *words]
     process = subprocess.Popen([str(word) for word in command], cwd=SCRIPT.parent, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: Path(f"{place}.begun").exists())
+    wait_until(Path(f"{place}.begun").exists)
     return process
-
-
-def wait_for(condition):
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen within a minute")
 
 
 def until_it_waits(process):
@@ -608,7 +599,7 @@ def test_the_second_of_two_waits_for_the_first(tmp_path, two, function):
                               stderr=subprocess.STDOUT, text=True)
     said = until_it_waits(second)
     (tmp_path / "p.go").touch()
-    out = first.communicate(timeout=60)[0], said + second.communicate(timeout=60)[0]
+    out = first.communicate(timeout=300)[0], said + second.communicate(timeout=300)[0]
     assert (first.returncode, second.returncode) == (0, 0), out
     assert "another process is preparing this dataset: waiting for it" in out[1] and "already" in out[1]
     run(*two[0], "--out", tmp_path / "alone")
@@ -624,7 +615,7 @@ def test_the_second_of_two_with_other_text(tmp_path, two, more, expect, words):
                               stderr=subprocess.STDOUT, text=True)
     said = until_it_waits(second)
     (tmp_path / "p.go").touch()
-    out = first.communicate(timeout=60)[0], said + second.communicate(timeout=60)[0]
+    out = first.communicate(timeout=300)[0], said + second.communicate(timeout=300)[0]
     assert (first.returncode, second.returncode) == (0, expect) and words in out[1], out
     run(*two[1 if more else 0], "--out", tmp_path / "alone")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
@@ -638,7 +629,7 @@ def test_the_second_of_two_goes_on_where_the_first_is_killed(tmp_path, two):
     until_it_waits(second)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    out = second.communicate(timeout=60)[0]
+    out = second.communicate(timeout=300)[0]
     assert second.returncode == 0 and "fingerprint" in out, out
     run(*two[0], "--out", tmp_path / "alone")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
@@ -653,6 +644,6 @@ def test_the_second_of_two_with_parquet_is_refused(tmp_path, texts):
     first = start_paused("write_shards", tmp_path / "p", *command)
     assert "another process is preparing this dataset: the same" in run(*command, expect=2)
     (tmp_path / "p.go").touch()
-    out = first.communicate(timeout=60)[0]
+    out = first.communicate(timeout=300)[0]
     assert first.returncode == 0, out
     assert "already" in run(*command)

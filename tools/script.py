@@ -143,7 +143,7 @@ def with_one_recipe(text: str, preset: str) -> str:
     if preset not in recipes:
         raise SystemExit(f"script: {preset!r} is none of {', '.join(recipes)}")
     for node in tree.body:
-        if ast.unparse(node).startswith(LAB_TABLE):
+        if isinstance(node, ast.Expr) and ast.unparse(node).startswith(LAB_TABLE):
             lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     lines[registry.lineno - 1:registry.end_lineno] = [f"RECIPES = dict({preset}={recipes[preset]})"]
     docstring = tree.body[0]
