@@ -169,9 +169,6 @@ class Recipe(ABC, Generic[Stages]):
         """{field of Kernels: function} of attention and its masks."""
 
     # ----- neutral defaults
-    def check(self) -> None:
-        """Raises Refused for constants that contradict each other."""
-
     def optimizer(self) -> "type[Optimizer]":
         """The class of the optimizer."""
         return Optimizer
@@ -306,16 +303,15 @@ class Config(Recipe[Stages]):
             require(stage.batch_tokens % stage.row_tokens == 0,
                     f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
                     f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
+            require(stage.row_tokens == T or self.packers[self.packing].any_length,
+                    f"packing={self.packing} makes rows of train_seq_len={T}, not of "
+                    f"{stage.row_tokens} tokens")
         require(self.model_dim % (2 * self.num_heads) == 0,
                 f"model_dim={self.model_dim} must be a multiple of twice num_heads={self.num_heads}")
         eval_context = self.eval_context or T
         require(self.eval_stride <= eval_context,
                 f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
         require(self.val_tokens != 1, "val_tokens=1 leaves no target")
-        for stage in self.stages():
-            require(stage.row_tokens == T or self.packers[self.packing].any_length,
-                    f"packing={self.packing} makes rows of train_seq_len={T}, not of "
-                    f"{stage.row_tokens} tokens")
         require(not self.shuffle or self.packing == "rows",
                 f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
@@ -331,19 +327,13 @@ class Config(Recipe[Stages]):
 
     @classmethod
     def of_file(cls: "type[Config]", shape: dict[str, Any], base: "Config | None") -> "Config":
-        """The config of a saved model. Its model constants come from the file; the rest from base, or, if
-        base is of another recipe, only what base overrides. The batch becomes one row, because the file's
-        row length may not divide any other batch."""
+        """The config of a saved model. Its model constants come from the file; the rest from base, if that
+        is of this recipe. The batch becomes one row, because the file's row length may not divide any other
+        batch."""
         constants = {name: shape[name] for name in cls.model_fields()}
         constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
                           seq_schedule=())
-        if not isinstance(base, cls):
-            known = fields_of(cls)
-            given = {}
-            if base:
-                given = {name: getattr(base, name) for name in overrides(base) if name in known}
-            base = cls(**given)
-        return replace(base, **constants)
+        return replace(base if isinstance(base, cls) else cls(), **constants)
 
     def progress(self: "Config", step: int, seconds: float) -> float:
         """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
@@ -384,7 +374,6 @@ def known_fields() -> dict[str, Field]:
 def known_names() -> dict[str, str]:
     """{a name as it is typed: the constant that it means} of all recipes, aliases included."""
     constants = [*KNOWN]
-    recipe: Any
     for recipe in RECIPES.values():
         constants += recipe.unused
     names = {name.upper(): name for name in constants}
@@ -414,11 +403,6 @@ def recipe_of(preset: Any) -> Any:
 
 def default_preset() -> str:
     return next(iter(RECIPES))
-
-def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
-    """The constants that an environment and a command line set."""
-    typed = {*env, *dict(parse_flags(argv))}
-    return {name for word, name in NAMES.items() if word in typed}
 
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
@@ -456,9 +440,6 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     while words:
         flag, equals, text = words.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_").upper()
-        require(name not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
-                f"{flag} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
-                "RANK, WORLD_SIZE and LOCAL_RANK")
         if flag[:2] != "--" or name not in NAMES:
             lab("unknown", "", flag, "")
             raise Refused(f"unknown argument {flag}")
@@ -2741,7 +2722,6 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
 # ---------- 12 ranks, log, memory
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
                   "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
 # How Slurm, Open MPI and MPICH number their tasks: (this one, how many there are)
 TASKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
          ("PMI_RANK", "PMI_SIZE"))
@@ -3543,7 +3523,7 @@ def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict
         started=run.started, resumed=resumed)
 
 def prepare(run: Run) -> None:
-    """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
+    """Opens the dataset and chooses kernels. A dry run works without data. Raises Refused."""
     cfg = run.cfg
     team = run.team
     log = run.log
@@ -3563,7 +3543,6 @@ def prepare(run: Run) -> None:
         log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
-        lab("plan", run)
         if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
             log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
                 f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
@@ -3666,20 +3645,13 @@ def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dic
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
     log(kind="result", **result)
 
-def load_asked(asked: Config, team: Team, changed: dict[str, list[str]], given: set[str],
-               log: Logger) -> tuple[Model, Config]:
-    """The model to score (eval_from) and its Config. Unless data_path was given, takes the dataset that the
-    model was trained on, if that lies beside the recipe's. Raises Refused if a changed constant differs from
-    the model's. given: the constants that were set."""
+def load_asked(asked: Config, team: Team, changed: dict[str, list[str]]) -> tuple[Model, Config]:
+    """The model to score (eval_from) and its Config. Raises Refused if a changed constant differs from the
+    model's."""
     model, cfg = load_model(asked.eval_from, team.device, asked)
     for name in {"preset", *changed} & {*cfg.model_fields()}:
         there = show(getattr(cfg, name))
         require(show(getattr(asked, name)) == there, f"the model has {name}={there}: set the same")
-    if model.trained_on and "data_path" not in given:
-        own = Path(cfg.data_path).parent / model.trained_on["name"]
-        if own.is_dir() and str(own) != cfg.data_path:
-            log(f"data: {own}, which the model was trained on")
-            cfg = replace(cfg, data_path=str(own))
     return model, cfg
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
@@ -3689,7 +3661,6 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     started = f"{datetime.now(UTC):%FT%TZ}"
     script_source()
     team = Team(cfg, env)
-    lab("warnings", cfg, argv, env, team, log)
     checkpoint = None
     cfg = after_restart(cfg, team, log)
     if cfg.resume:
@@ -3702,18 +3673,16 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     # 1. the plan
     model = None
     if cfg.eval_from:
-        model, cfg = load_asked(cfg, team, changed, given_names(env, argv), log)
+        model, cfg = load_asked(cfg, team, changed)
     run = Run(cfg, cfg, team, log, saver, started, model=model)
     saver.run = run
+    lab("warnings", run, argv, env)
     prepare(run)
     if run.data and model:
         check_identity(f"eval_from={cfg.eval_from}", model.trained_on, cfg, run.data, log)
     elif run.data and checkpoint:
         check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
-    if cfg.dry_run:
-        return
-    if model and "sample" in changed and "show" in LAB:
-        lab("show", model, run.cfg, run.data, team, log)
+    if lab("plan", run) or cfg.dry_run:
         return
     if not model:
         run.loader.check()
@@ -7904,6 +7873,8 @@ def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
             found.append((typed, close[0]))
     return found
 
+LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
+
 def refuse_unknown(preset: str, name: str, text: str) -> None:
     """Raises Refused for a name that a preset lacks, unless check_foreign() accepts it. preset empty: for a
     flag that is no constant of any preset."""
@@ -7911,6 +7882,9 @@ def refuse_unknown(preset: str, name: str, text: str) -> None:
         check_foreign(preset, name, text)
         return
     typed = name.removeprefix("--").replace("-", "_").upper()
+    require(typed not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
+            f"{name} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
+            "RANK, WORLD_SIZE and LOCAL_RANK")
     longer = [known for known in NAMES if typed and known.startswith(typed)]
     nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
     raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
@@ -7925,15 +7899,30 @@ def check_speed(cfg: Config, team: Team, log: Logger) -> None:
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
 
-def warn(cfg: Config, argv: Sequence[str], env: Mapping, team: Team, log: Logger) -> None:
-    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does."""
-    for name in sorted(given_names(env, argv) & {*cfg.unused}):
+def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
+    """The constants that an environment and a command line set."""
+    typed = {*env, *dict(parse_flags(argv))}
+    return {name for word, name in NAMES.items() if word in typed}
+
+def warn(run: Run, argv: Sequence[str], env: Mapping) -> None:
+    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does. A model
+    is scored on the dataset that it was trained on, unless data_path was given, if that dataset lies beside
+    the recipe's."""
+    cfg = run.cfg
+    log = run.log
+    given = given_names(env, argv)
+    for name in sorted(given & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
-    check_speed(cfg, team, log)
+    check_speed(cfg, run.team, log)
+    if run.model and run.model.trained_on and "data_path" not in given:
+        own = Path(cfg.data_path).parent / run.model.trained_on["name"]
+        if own.is_dir() and str(own) != cfg.data_path:
+            log(f"data: {own}, which the model was trained on")
+            run.cfg = replace(cfg, data_path=str(own))
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     """The preset named on the command line or in the environment, whatever else they hold; the default one if
@@ -8063,13 +8052,20 @@ def stage_lines(cfg: Config) -> Iterator[str]:
     sizes = cfg.windows(None, cfg.eval_context or T)
     yield f"{line}, {listed(sizes)}" if sizes else line
 
-def log_plan(run: Run) -> None:
+def log_plan(run: Run) -> bool:
     """Logs the plan of a run that trains. Raises Refused if training rows may hold too many documents for
-    FlashAttention 4."""
+    FlashAttention 4. Of a model with prompts to continue, shows samples instead. Returns whether they were
+    all that was asked for."""
     cfg = run.cfg
+    if cfg.eval_from:
+        only_samples = "sample" in overrides(cfg) and not cfg.dry_run
+        if only_samples:
+            show_samples(run.model, cfg, run.data, run.team, run.log)
+        return only_samples
     if run.loader and cfg.sdpa_backend == "flash4":
         check_slots(cfg, run.loader.packer)
     run.log(*plan_lines(cfg, run.team, run.micro))
+    return False
 
 @torch.no_grad()
 def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
