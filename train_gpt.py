@@ -202,9 +202,9 @@ class Recipe(ABC, Generic[Stages]):
         data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, model: "Model", data: "Data", team: "Team", log: Logger = print) -> dict:
-        """{parameter: hessian for quantize()} from training data. Its time counts as training, so a recipe
-        that calibrates has a lower cap."""
+    def calibrate(self, run: "Run") -> Hessians:
+        """{parameter: hessian for quantize()} from training data; reports calibration_ms. Its time counts as
+        training, so a recipe that calibrates has a lower cap."""
         return {}
 
     def wider_steps(self, model: "Model", hessians: Hessians, coarser: float, size: float,
@@ -3121,6 +3121,8 @@ class Run:
     optimizer: Optimizer = None
     loss_fn: Callable = None  # the model, compiled where that is possible
     folder: Path = None
+    state: TrainState = None  # None: nothing is trained
+    report: dict = field(default_factory=dict)  # what the summary lists, all of it part of the result
 
 class Clock:
     """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks use the
@@ -3551,8 +3553,9 @@ def prepare(run: Run) -> None:
     elif team.on_gpu:
         run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))
 
-def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score, dict, dict]:
-    """First values or a checkpoint, rehearsal, training. Returns Score, curves, part of the result."""
+def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
+    """First values or a checkpoint, rehearsal, training. Sets run.model to what was trained. began: when the
+    process did."""
     cfg = run.cfg
     team = run.team
     # 1. model and optimizer
@@ -3572,21 +3575,21 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms", kind="setup", setup_ms=setup_ms,
             compile_ms=compile_ms)
     # 3. training
-    state = restore_run(run, checkpoint) if checkpoint else TrainState()
+    run.state = restore_run(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.optimizer.connect()
-    run.saver.begin(run, state)
+    run.saver.begin(run, run.state)
     with garbage_kept():
-        score, stop_reason = train(run, state)
+        score, stop_reason = train(run, run.state)
     team.group = None
     run.optimizer.group = None
     # 4. the fp32 weights that it made
     take_weights(run)
-    report = training_report(run, state, score, stop_reason)
-    report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
-                   compiled=run.loss_fn is not run.model)
-    return score, state.curves, report
+    run.report |= training_report(run, run.state, score, stop_reason)
+    run.report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
+                       compiled=run.loss_fn is not run.model)
+    return score
 
 def take_weights(run: Run) -> None:
     """Makes the optimizer's fp32 weights the model's parameters. Drops what was compiled for bf16, because
@@ -3595,41 +3598,31 @@ def take_weights(run: Run) -> None:
         run.model.get_parameter(name).data = value.to(run.team.device)
     torch._dynamo.reset()
 
-def write_and_read_back(run: Run) -> dict:
-    """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
-    report: dict[str, Any] = {}
+def write_and_read_back(run: Run) -> None:
+    """Writes the model's files; run.model becomes what the artifact holds."""
     model = run.model
-    began = time.perf_counter()
-    hessians = {}
-    if run.cfg.score_artifact:
-        hessians = run.cfg.calibrate(model, run.data, run.team, run.log)
-        run.team.wait()
-    if hessians:
-        report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
+    hessians = run.cfg.calibrate(run) if run.cfg.score_artifact else {}
     if run.team.rank == 0:  # other hosts lack the file
-        report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
-        run.log(kind="artifact", **report)
+        sizes = write_model(model, run.folder, len(script_source()), run.log, hessians)
+        run.log(kind="artifact", **sizes)
+        run.report |= sizes
         if run.cfg.score_artifact:
             model.drop_state()  # makes room for the state in the file
             run.model, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
             run.model.use(model.kernels)
     for p in run.model.parameters():
         run.team.broadcast(p.data)
-    return report
 
-def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dict[str, Score],
-           curves: dict[str, Curve], began: float) -> None:
-    """On rank 0: samples, picture, summary and result.json."""
+def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None:
+    """On rank 0: samples, picture, summary and result.json. score: the one that counts."""
     cfg = run.cfg
     log = run.log
-    score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
-    title = f"{cfg.preset}: {text}"
-    lab("show", run.model, cfg, run.data, run.team, log, curves, title, run.folder / "loss.png")
+    lab("show", run.model, cfg, run.data, run.team, log, run, text)
     process_ms = round(1e3 * (time.perf_counter() - began))
-    finished = f"{datetime.now(UTC):%FT%TZ}"
-    report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
-    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}
+    report = run.report | dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
+    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "started": run.started,
+                        "finished": f"{datetime.now(UTC):%FT%TZ}"}
     rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
     for key, value in rows.items():
         if isinstance(value, dict):
@@ -3694,15 +3687,12 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         **result)
     # 2. training, then its artifact as read back; or the file
     scores = {}
-    curves = {}
-    report = {}
     if model:
         kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
         scores[kind] = evaluate(model, cfg, run.data, team)
     else:
-        scores["trained"], curves, report = train_model(run, checkpoint, began)
-        result["started"] = run.started
-        report |= write_and_read_back(run)
+        scores["trained"] = train_model(run, checkpoint, began)
+        write_and_read_back(run)
         if cfg.score_artifact:
             log("scoring the artifact as read back")
             scores["artifact"] = evaluate(run.model, cfg, run.data, team)
@@ -3712,12 +3702,12 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
         log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
             tag=tag, **score._asdict())
-        check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
+        check_finite(score.val_loss, "the final val_loss", run.report.get("steps", 0), [])
         result[kind] = score._asdict()
     for evaluation in cfg.evaluations():
         result |= evaluation(run.model, cfg, run.data, team, log)
     if team.rank == 0:
-        finish(run, result, report, scores, curves, began)
+        finish(run, result, score, began)
 
 def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
@@ -3732,8 +3722,7 @@ def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     try:
         ranks = read_ranks(env)
         log.lead = ranks.rank == 0
-        if notes:
-            log(*notes)
+        log(*notes)
         run_once(argv, env, log, saver)
         saver.release()
         saver.wait()
@@ -5245,12 +5234,16 @@ class GolfPlus(GolfRecipe[LoopStage]):
         order = looped_order(self.num_layers, self.loop_layers, stage.loops)
         return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
 
-    def calibrate(self, model: Model, data: "Data", team: "Team", log: Logger = print) -> dict:
+    def calibrate(self, run: Run) -> Hessians:
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
         if not self.gptq_batches:
             return {}
+        began = time.perf_counter()
         seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
-        return input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
+        hessians = input_hessians(run.model, self, run.data, run.team, self.gptq_batches, seconds, run.log)
+        run.team.wait()
+        run.report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
+        return hessians
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -8119,12 +8112,12 @@ def plot_curves(curves: dict[str, Curve], title: str, path: Path, log: Logger) -
     except Exception as error:
         log(f"loss.png: not drawn ({brief(error)})")
 
-def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger,
-               curves: dict[str, Curve] | None = None, title: str = "", path: Path | None = None) -> None:
+def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger, run: Run | None = None,
+               score: str = "") -> None:
     """Logs samples of a model and, at the end of a run that trained, plots its curves."""
     show_samples(model, cfg, data, team, log)
-    if curves:
-        plot_curves(curves, title, path, log)
+    if run and run.state:
+        plot_curves(run.state.curves, f"{cfg.preset}: {score}", run.folder / "loss.png", log)
 
 FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
 FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
