@@ -113,8 +113,8 @@ def option(default: Any, doc: str, least: float = 0, most: float = 1e12, choices
     entries, needed if the default is empty."""
     if isinstance(default, tuple) and default:
         of = type(default[0])
-    limits = dict(doc=doc, least=least, most=most, choices=choices, off=off, model=model, of=of)
-    return field(default=default, metadata=limits)
+    return field(default=default, metadata=dict(doc=doc, least=least, most=most, choices=choices, off=off,
+                                                model=model, of=of))
 
 def optional(default: object, doc: str, least: float = 0, most: float = 1e12, model: bool = False) -> Any:
     """A constant for which 0 means off or derived. -1 is read as 0, as on nanochat's command lines."""
@@ -297,8 +297,8 @@ class Config(Recipe[Stages]):
         T = self.train_seq_len
         require(batch % T == 0, f"train_batch_tokens={batch} must be a multiple of train_seq_len={T}")
         starts = [stage.start for stage in self.stages()]
-        grow = starts[0] == 0 and starts == sorted(starts)
-        require(grow, f"stage_starts={show(tuple(starts))} must grow from 0")
+        require(starts[0] == 0 and starts == sorted(starts),
+                f"stage_starts={show(tuple(starts))} must grow from 0")
         for stage in self.stages():
             require(stage.batch_tokens % stage.row_tokens == 0,
                     f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
@@ -364,22 +364,6 @@ def fields_of(recipe: Any) -> dict[str, Field]:
     """{constant: dataclass field} of a recipe's class."""
     return {f.name: f for f in fields(recipe)}
 
-def known_fields() -> dict[str, Field]:
-    """{constant: dataclass field} of all recipes."""
-    known = {}
-    for recipe in RECIPES.values():
-        known = fields_of(recipe) | known
-    return known
-
-def known_names() -> dict[str, str]:
-    """{a name as it is typed: the constant that it means} of all recipes, aliases included."""
-    constants = [*KNOWN]
-    for recipe in RECIPES.values():
-        constants += recipe.unused
-    names = {name.upper(): name for name in constants}
-    names |= {typed.upper(): name for typed, name in ALIASES.items() if name in constants}
-    return names
-
 def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
     """Config of the preset that flags or the environment name: recipe < environment < flag. Raises
     Refused."""
@@ -397,8 +381,8 @@ def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
 
 def recipe_of(preset: Any) -> Any:
     """A preset's class. Raises Refused."""
-    known = isinstance(preset, str) and preset in RECIPES
-    require(known, f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    require(isinstance(preset, str) and preset in RECIPES,
+            f"preset={preset!r} is none of {', '.join(RECIPES)}")
     return RECIPES[preset]
 
 def default_preset() -> str:
@@ -407,8 +391,7 @@ def default_preset() -> str:
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
     Refused."""
-    recipe = recipe_of(preset)
-    cfg = recipe.of(preset, dict(given or {}))
+    cfg = recipe_of(preset).of(preset, dict(given or {}))
     check_config(cfg)
     return cfg
 
@@ -3225,12 +3208,7 @@ def rehearse(run: Run) -> float:
     if memory runs out, torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the
     optimizer's rules; returns the seconds of the slowest step that was compiled already."""
     optimizer = run.optimizer
-    compiled = run.cfg.compile
-    if compiled and run.team.cache_note:
-        run.log(run.team.cache_note)
-    if compiled and torch._dynamo.config.disable:
-        compiled = False
-        run.log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
+    compiled = run.cfg.compile and not torch._dynamo.config.disable  # by TORCH_COMPILE_DISABLE
     changing = []
     for bank in optimizer.banks:
         changing += [bank.data, bank.master, bank.grad, *bank.state]
@@ -3286,6 +3264,7 @@ def rehearse_stages(run: Run) -> float:
         share = stage.batch_tokens // T // team.world_size
         rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
         problem = None
+        failed = 0
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = run.model.training_context(T, team.device, team.dtype, stage)
@@ -3295,9 +3274,7 @@ def rehearse_stages(run: Run) -> float:
             team.wait()
         except Exception as error:
             problem = error
-        failed = 0
-        if problem:
-            failed = 2 if out_of_memory(problem) else 1
+            failed = 2 if out_of_memory(error) else 1
         failed = all_reduce(torch.tensor(failed), "MAX").item()
         if failed:
             elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
@@ -3627,10 +3604,8 @@ def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None
     for key, value in rows.items():
         if isinstance(value, dict):
             value = listed(value)
-        elif isinstance(value, float) and "flops" in key:
-            value = f"{value:.4g}"
         elif isinstance(value, float):
-            value = f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
+            value = f"{value:.8f}" if "bpb" in key else f"{value:.4g}"
         log(f"{key:>21}  {value}")
     log(*[f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))])
     log.seal()
@@ -3712,9 +3687,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
 def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
     with."""
-    if "--help" in argv or "-h" in argv:
-        print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
-        lab("help", env, argv)
+    if lab("help", env, argv):
         return 0
     log = Log(lead=True)
     saver = Saver()
@@ -7818,8 +7791,12 @@ class GPT2PlusModel(GPT2BaseModel):
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
                gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
-KNOWN = known_fields()
-NAMES = known_names()
+# {constant: its dataclass field in the first recipe that has it}
+KNOWN = {f.name: f for recipe in reversed(RECIPES.values()) for f in fields(recipe)}
+# {a name as it is typed: the constant that it means}
+NAMES = {name.upper(): name for name in KNOWN} | {typed.upper(): name for typed, name in ALIASES.items()}
+for recipe in RECIPES.values():
+    NAMES |= {name.upper(): name for name in recipe.unused}
 
 # ---------- 15 lab
 # Conveniences for users, on which no result depends, and FlashAttention 4, which no card has timed yet. The
@@ -7910,6 +7887,10 @@ def warn(run: Run, argv: Sequence[str], env: Mapping) -> None:
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
+    if cfg.compile and run.team.cache_note:
+        log(run.team.cache_note)
+    if cfg.compile and torch._dynamo.config.disable:
+        log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
     check_speed(cfg, run.team, log)
     if run.model and run.model.trained_on and "data_path" not in given:
         own = Path(cfg.data_path).parent / run.model.trained_on["name"]
@@ -7929,8 +7910,12 @@ def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
             return name
     return default_preset()
 
-def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Prints the constants of the named preset only."""
+def print_help(env: Mapping[str, str], argv: Sequence[str]) -> bool:
+    """Prints the docstring and the constants of the named preset only, if help is asked for. Returns whether
+    it is."""
+    if not {"--help", "-h"} & {*argv}:
+        return False
+    print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
     preset = preset_of(env, argv)
     cfg = preset_config(preset)
     print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
@@ -7945,6 +7930,7 @@ def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
         print(f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]")
     print("Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()]))
     print(f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants")
+    return True
 
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
 # Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
