@@ -3563,9 +3563,9 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
     run.optimizer.group = None
     # 4. the fp32 weights that it made
     take_weights(run)
-    run.report |= training_report(run, run.state, score, stop_reason)
-    run.report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
-                       compiled=run.loss_fn is not run.model)
+    run.report = training_report(run, run.state, score, stop_reason) | dict(
+        setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
+        compiled=run.loss_fn is not run.model)
     return score
 
 def take_weights(run: Run) -> None:
@@ -3613,14 +3613,13 @@ def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
     log(kind="result", **result)
 
-def load_asked(asked: Config, team: Team, changed: dict[str, list[str]]) -> tuple[Model, Config]:
-    """The model to score (eval_from) and its Config. Raises Refused if a changed constant differs from the
-    model's."""
-    model, cfg = load_model(asked.eval_from, team.device, asked)
-    for name in {"preset", *changed} & {*cfg.model_fields()}:
-        there = show(getattr(cfg, name))
-        require(show(getattr(asked, name)) == there, f"the model has {name}={there}: set the same")
-    return model, cfg
+def load_asked(run: Run, changed: dict[str, list[str]]) -> None:
+    """Loads the model to score (eval_from) and its Config. Raises Refused if a changed constant differs from
+    the model's."""
+    run.model, run.cfg = load_model(run.asked.eval_from, run.team.device, run.asked)
+    for name in {"preset", *changed} & {*run.cfg.model_fields()}:
+        there = show(getattr(run.cfg, name))
+        require(show(getattr(run.asked, name)) == there, f"the model has {name}={there}: set the same")
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     """One run: the plan only, the score of a file, or training."""
@@ -3639,11 +3638,11 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     changed = {name: texts for name, texts in overrides(cfg).items() if name != "dry_run"}
     log(*[f"override {name} {old} -> {new}" for name, (old, new) in changed.items()])
     # 1. the plan
-    model = None
-    if cfg.eval_from:
-        model, cfg = load_asked(cfg, team, changed)
-    run = Run(cfg, cfg, team, log, saver, started, model=model)
+    run = Run(cfg, cfg, team, log, saver, started)
     saver.run = run
+    if cfg.eval_from:
+        load_asked(run, changed)
+    model = run.model  # to be scored; None: one is trained
     lab("warnings", run, argv, env)
     prepare(run)
     if run.data and model:
